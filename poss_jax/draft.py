@@ -1,0 +1,200 @@
+"""The draft model: fc fusion and specialist layers, and the drafting of one tree.
+
+The draft reads pairs (feature f_j, token x_{j+1}) at position j: `x_j = fc([embed(x_{j+1}); f_j])`,
+one decoder layer without input and final norm, the target's head. A one-layer draft has keys and
+values that depend on a row's own pair alone, so that
+
+  - committing tokens takes only `x` and the K/V projections of every specialist;
+  - a specialist that takes over at some depth projects the rows drafted before it anew.
+
+While drafting, the scratch rows of the cache hold the beam of every level after the first:
+
+    [ committed pairs | level 1: W rows | level 2: W rows | ... ]
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from poss_jax.cache import KVCache, scratch_mask, write_layer
+from poss_jax.config import DraftConfig, TreeConfig
+from poss_jax.layers import DecoderLayer, attend, init_layer, linear
+from poss_jax.shapes import Array, Bool, Float, Int, Params
+from poss_jax.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
+
+ChildrenFn = Callable[[Array, Array, int], tuple[Array, Array]]
+"""(logits [B rows V], position of the children [B], W) -> (draft ids, log-probabilities)."""
+
+
+@struct.dataclass
+class Drafted:
+    """Result of drafting: all candidates, and the cache whose scratch rows were used."""
+
+    candidates: Candidates
+    cache: KVCache
+
+
+def init_draft(config: DraftConfig, key: Array) -> Params:
+    """Draws a random draft: `{"fc": {"weight", "bias"?}, "specialists": [...]}`."""
+    D = config.layer.hidden_size
+    fc_key, *keys = jax.random.split(key, config.num_specialists + 1)
+    fc = {"weight": jax.random.normal(fc_key, (D, 2 * D)) * 0.02}
+    if config.fc_bias:
+        fc["bias"] = jnp.zeros(D)
+    layer = DecoderLayer(config.layer, has_input_norm=False)
+    return {"fc": fc, "specialists": [init_layer(layer, key) for key in keys]}
+
+
+def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None = None) -> Params:
+    """Lends a draft the target's embedding and head.
+
+    Args:
+      draft: `{"fc", "specialists"}`.
+      target: the target's parameters.
+      vocabulary: target ids the draft may propose; None: all of them.
+    """
+    head = target["head"]["weight"]
+    if vocabulary is None:
+        vocabulary = jnp.arange(len(head), dtype=jnp.int32)
+    else:
+        head = head[vocabulary]
+    shared = {"embed": target["embed"], "head": {"weight": head}, "vocabulary": vocabulary}
+    return {**draft, **shared}
+
+
+def fuse(
+    fc: Params, embedded: Float[Array, "B T D"], features: Float[Array, "B T D"]
+) -> Float[Array, "B T D"]:
+    """Joins the embedding of token j+1 and the feature of token j into the draft's input x_j."""
+    return linear(jnp.concatenate([embedded, features], axis=-1), fc["weight"], fc.get("bias"))
+
+
+def fuse_pairs(
+    params: Params, tokens: Int[Array, "B T"], features: Float[Array, "B T D"]
+) -> Float[Array, "B T D"]:
+    """Draft inputs of (feature, token) pairs."""
+    return fuse(params["fc"], jnp.take(params["embed"]["weight"], tokens, axis=0), features)
+
+
+def commit_pairs(
+    params: Params,
+    config: DraftConfig,
+    cache: KVCache,
+    x: Float[Array, "B T D"],
+    num_pairs: Int[Array, " B"],
+) -> KVCache:
+    """Appends pairs to the context of every specialist.
+
+    Args:
+      params: the draft.
+      config: its shape.
+      cache: T rows must be free above `length`.
+      x: draft inputs made of true target features.
+      num_pairs: how many of the T pairs count.
+    """
+    positions = cache.length[:, None] + jnp.arange(x.shape[1])[None]
+    for index in range(config.num_specialists):
+        cache = _write_keys_values(params, config, cache, index, x, positions, cache.length)
+    return cache.replace(length=cache.length + num_pairs)
+
+
+def draft(
+    params: Params,
+    config: DraftConfig,
+    tree: TreeConfig,
+    cache: KVCache,
+    root_input: Float[Array, "B 1 D"],
+    children: ChildrenFn,
+) -> Drafted:
+    """Drafts `tree.depth` levels after the last committed pair.
+
+    Args:
+      params: the draft, with the target's embedding and head (`attach`).
+      config: its shape.
+      tree: how deep and how wide.
+      cache: all pairs committed; (depth - 1) * W rows free above `length`.
+      root_input: x of the last committed pair.
+      children: proposes the children of each node.
+    """
+    beam, x = root_beam(len(root_input)), root_input
+    rows = x[:, :0]  # draft inputs of the levels after the first, as they come
+    levels: list[Candidates] = []
+    for depth in range(tree.depth):
+        if depth:
+            rows = jnp.concatenate([rows, x], axis=1)
+            cache = _enter_level(params, config, cache, rows, depth)
+        features = _run_level(params, config, cache, beam, x, depth)
+        logits = linear(features, params["head"]["weight"])
+        ids, log_probs = children(logits, cache.length + depth + 1, tree.top_k)
+        levels.append(expand(beam, params["vocabulary"][ids], log_probs))
+        if depth + 1 < tree.depth:
+            first_index = sum(level.tokens.shape[1] for level in levels[:-1])
+            beam, picks = next_beam(beam, levels[-1], first_index=first_index, top_k=tree.top_k)
+            tokens = jnp.take_along_axis(levels[-1].tokens, picks, axis=1)
+            parent = (picks // tree.top_k)[:, :, None]
+            x = fuse_pairs(params, tokens, jnp.take_along_axis(features, parent, axis=1))
+    return Drafted(candidates=join_levels(levels), cache=cache)
+
+
+def top_children(
+    logits: Float[Array, "B rows V"], position: Int[Array, " B"], top_k: int
+) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
+    """The most likely tokens and their log-probabilities."""
+    del position
+    wide = logits.astype(jnp.float32)
+    best, ids = lax.top_k(wide, top_k)
+    return ids, best - jax.nn.logsumexp(wide, axis=-1, keepdims=True)
+
+
+def _enter_level(
+    params: Params, config: DraftConfig, cache: KVCache, rows: Array, depth: int
+) -> KVCache:
+    """Writes this level's keys and values; a new specialist writes those of all levels."""
+    index = config.specialist_at(depth)
+    num_rows, width = rows.shape[1], rows.shape[1] // depth
+    first = 0 if index != config.specialist_at(depth - 1) else num_rows - width
+    level = jnp.arange(first, num_rows)[None] // width
+    positions = cache.length[:, None] + level
+    start = cache.length + first
+    return _write_keys_values(params, config, cache, index, rows[:, first:], positions, start)
+
+
+def _run_level(
+    params: Params, config: DraftConfig, cache: KVCache, beam: Beam, x: Array, depth: int
+) -> Array:
+    """Features of one level's rows; all of them share a position."""
+    index = config.specialist_at(depth)
+    layer = _specialist(params, config, index)
+    positions = jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])
+    can_attend = _level_mask(cache, beam, depth)
+    q = layer.queries(x, positions, cache.frequencies)
+    return layer.finish(x, attend(q, cache.k[index], cache.v[index], can_attend))
+
+
+def _level_mask(cache: KVCache, beam: Beam, depth: int) -> Bool[Array, "B rows S"]:
+    if depth == 0:
+        committed = jnp.arange(cache.size)[None] < cache.length[:, None]
+        return committed[:, None]
+    return scratch_mask(cache.length, beam.ancestors, size=cache.size)
+
+
+def _write_keys_values(
+    params: Params,
+    config: DraftConfig,
+    cache: KVCache,
+    index: int,
+    x: Array,
+    positions: Array,
+    start: Array,
+) -> KVCache:
+    layer = _specialist(params, config, index)
+    k, v = layer.keys_values(x, positions, cache.frequencies)
+    return write_layer(cache, index, k, v, start)
+
+
+def _specialist(params: Params, config: DraftConfig, index: int) -> DecoderLayer:
+    layer = DecoderLayer(config.layer, has_input_norm=False)
+    return layer.bind({"params": params["specialists"][index]})

@@ -1,0 +1,246 @@
+"""The leaves of every model here: linear, RMSNorm, rotary embedding, attention, one decoder layer.
+
+A decoder layer is offered in three pieces (`queries`, `keys_values`, `finish`) rather than as one
+call, because its users differ only in what lies between them: which keys a row may attend. The
+target attends its cache, a specialist its committed pairs and the levels drafted so far, the
+training rollout several versions of one row.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+from poss_jax.config import LlamaConfig, RopeConfig
+from poss_jax.shapes import Array, Bool, Float, Int, Params
+
+# XLA on CPU multiplies a few rows by `x @ w.T` up to three times slower than as `(w @ x.T).T`
+# (benchmarks/linear.py); above this many rows the plain form is as fast.
+_FEW_ROWS = 64
+
+
+def linear(
+    x: Float[Array, "*rows in_dim"],
+    weight: Float[Array, "out_dim in_dim"],
+    bias: Float[Array, " out_dim"] | None = None,
+) -> Float[Array, "*rows out_dim"]:
+    """Multiplies rows by a weight kept `[out, in]`, in the spelling its backend runs fastest."""
+    rows = x.reshape(-1, x.shape[-1])
+    if 1 < len(rows) <= _FEW_ROWS:
+        out = lax.platform_dependent(rows, weight, cpu=_few_rows_on_cpu, default=_plain)
+    else:
+        out = _plain(rows, weight)
+    out = out.reshape(*x.shape[:-1], -1)
+    return out if bias is None else out + bias.reshape((1,) * (out.ndim - 1) + (-1,))
+
+
+def _plain(rows: Array, weight: Array) -> Array:
+    return rows @ weight.T
+
+
+def _few_rows_on_cpu(rows: Array, weight: Array) -> Array:
+    # The number of rows is rounded up to where the library has a fast kernel. The barrier keeps
+    # XLA from rewriting the product into the plain form.
+    padding = -len(rows) % (8 if len(rows) <= 32 else 32)
+    padded = jnp.pad(rows, ((0, padding), (0, 0)))
+    return lax.optimization_barrier(weight @ padded.T).T[: len(rows)]
+
+
+def rms_norm(
+    x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float
+) -> Float[Array, "*rows D"]:
+    """Divides each row by its root mean square (in fp32) and multiplies by `scale`."""
+    wide = x.astype(jnp.float32)
+    normed = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def rope_frequencies(
+    rope: RopeConfig, head_dim: int, length: Int[Array, " B"]
+) -> Float[Array, "B head_dim/2"]:
+    """Angle per position of every pair of dimensions, in radians.
+
+    Args:
+      rope: the kind of embedding and its numbers.
+      head_dim: width of a head.
+      length: how many positions each row will ever hold; only `dynamic` looks at it. One number
+        per sequence keeps all its keys rotated alike, however they are computed.
+    """
+    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32)[None] / head_dim
+    theta = jnp.full((len(length), 1), rope.theta, jnp.float32)
+    if rope.type == "dynamic":
+        stretch = jnp.maximum(length, rope.original_max_position_embeddings).astype(jnp.float32)
+        stretch = rope.factor * stretch / rope.original_max_position_embeddings - rope.factor + 1
+        theta = theta * stretch[:, None] ** (head_dim / (head_dim - 2))
+    frequencies = theta**-exponents
+    if rope.type == "linear":
+        return frequencies / rope.factor
+    if rope.type == "llama3":
+        return _llama3_frequencies(rope, frequencies)
+    return frequencies
+
+
+def _llama3_frequencies(rope: RopeConfig, frequencies: Array) -> Array:
+    """Divides slow rotations by the factor, keeps fast ones, interpolates between (Llama 3.1)."""
+    turns = rope.original_max_position_embeddings * frequencies / (2 * jnp.pi)
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = jnp.clip(kept, 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / rope.factor)
+
+
+def rotate(
+    x: Float[Array, "B T heads H"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[Array, "B H/2"],
+) -> Float[Array, "B T heads H"]:
+    """Applies the rotary embedding in the half-split convention of Hugging Face checkpoints."""
+    angles = (positions.astype(jnp.float32)[..., None] * frequencies[:, None])[:, :, None]
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    can_attend: Bool[Array, "B T S"],
+) -> Float[Array, "B T N*H"]:
+    """Grouped-query attention with an explicit mask; every row must attend at least one column."""
+    B, T, N, H = q.shape
+    grouped = q.reshape(B, T, k.shape[2], -1, H)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(can_attend[:, None, None], scores * H**-0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v).reshape(B, T, N * H)
+
+
+class Linear(nn.Module):
+    """Parameters of a linear map, `weight` [out, in] and maybe `bias` [out]."""
+
+    out_dim: int
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        shape = (self.out_dim, x.shape[-1])
+        init = nn.initializers.normal(0.02)
+        weight = self.param("weight", init, shape, jnp.float32)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.out_dim,), jnp.float32)
+        return linear(x, weight, bias)
+
+
+class RMSNorm(nn.Module):
+    """Parameters of an RMSNorm, `scale` [D]."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        return rms_norm(x, scale, eps=self.eps)
+
+
+class Attention(nn.Module):
+    """The four projections of grouped-query attention."""
+
+    config: LlamaConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.q = Linear(c.num_heads * c.head_dim, c.attention_bias)
+        self.k = Linear(c.num_kv_heads * c.head_dim, c.attention_bias)
+        self.v = Linear(c.num_kv_heads * c.head_dim, c.attention_bias)
+        self.o = Linear(c.hidden_size, c.attention_bias)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    config: LlamaConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.gate = Linear(c.intermediate_size, c.mlp_bias)
+        self.up = Linear(c.intermediate_size, c.mlp_bias)
+        self.down = Linear(c.hidden_size, c.mlp_bias)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(nn.silu(self.gate(x)) * self.up(x))
+
+
+class DecoderLayer(nn.Module):
+    """One Llama layer, cut where attention happens.
+
+    Attributes:
+      has_input_norm: False for the specialists of EAGLE-2, HASS and PosS.
+    """
+
+    config: LlamaConfig
+    has_input_norm: bool = True
+
+    def setup(self) -> None:
+        if self.has_input_norm:
+            self.input_norm = RMSNorm(self.config.rms_norm_eps)
+        self.attention = Attention(self.config)
+        self.mlp_norm = RMSNorm(self.config.rms_norm_eps)
+        self.mlp = MLP(self.config)
+
+    def normed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What the projections read."""
+        return self.input_norm(hidden) if self.has_input_norm else hidden
+
+    def queries(
+        self,
+        normed: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        frequencies: Float[Array, "B H/2"],
+    ) -> Float[Array, "B T N H"]:
+        """Projects and rotates queries."""
+        return rotate(_heads(self.attention.q(normed), self.config), positions, frequencies)
+
+    def keys_values(
+        self,
+        normed: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        frequencies: Float[Array, "B H/2"],
+    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Projects keys (rotated) and values."""
+        k = rotate(_heads(self.attention.k(normed), self.config), positions, frequencies)
+        return k, _heads(self.attention.v(normed), self.config)
+
+    def finish(
+        self, hidden: Float[Array, "B T D"], attended: Float[Array, "B T N*H"]
+    ) -> Float[Array, "B T D"]:
+        """Adds the attention output and the MLP to the residual."""
+        hidden = hidden + self.attention.o(attended)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+    def __call__(
+        self,
+        hidden: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        frequencies: Float[Array, "B H/2"],
+        can_attend: Bool[Array, "B T T"],
+    ) -> Float[Array, "B T D"]:
+        """The whole layer over rows that attend each other."""
+        normed = self.normed(hidden)
+        q = self.queries(normed, positions, frequencies)
+        k, v = self.keys_values(normed, positions, frequencies)
+        return self.finish(hidden, attend(q, k, v, can_attend))
+
+
+def _heads(x: Array, config: LlamaConfig) -> Array:
+    return x.reshape(*x.shape[:-1], -1, config.head_dim)
+
+
+def init_layer(layer: DecoderLayer, key: Array) -> Params:
+    """Draws the parameters of one layer: normal with deviation 0.02, norms at one."""
+    config = layer.config
+    hidden = jnp.zeros((1, 1, config.hidden_size))
+    positions = jnp.zeros((1, 1), jnp.int32)
+    frequencies = rope_frequencies(config.rope, config.head_dim, jnp.ones(1, jnp.int32))
+    mask = jnp.ones((1, 1, 1), bool)
+    return layer.init(key, hidden, positions, frequencies, mask)["params"]

@@ -1,0 +1,277 @@
+"""The decoding round, and the on-device loop around it; without a draft, its autoregressive twin.
+
+    draft (specialists) ─► verify (target, one pass) ─► accept ─► commit (both caches)
+
+Autoregressive decoding is the same round with a tree that holds the root alone, so that both go
+through the same prefill, the same choosing of tokens and the same commit.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from poss_jax import draft as drafting
+from poss_jax import target as targets
+from poss_jax.cache import KVCache, commit_rows, init_cache, write_rows
+from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.shapes import Array, Int, Params
+from poss_jax.tree import Tree, root_tree, select
+from poss_jax.verify import Acceptance, accept, choose
+
+
+class DecodeConfig(NamedTuple):
+    """Everything about decoding that is static.
+
+    Attributes:
+      target: shape of the target.
+      draft: shape of the draft; None decodes autoregressively.
+      tree: size of the draft tree.
+      max_new_tokens: N, room for output; a request's own limit may be lower.
+      children: how the draft proposes the children of a node.
+    """
+
+    target: LlamaConfig
+    draft: DraftConfig | None
+    tree: TreeConfig
+    max_new_tokens: int
+    children: drafting.ChildrenFn = drafting.top_children
+
+    @property
+    def max_accepted(self) -> int:
+        return self.tree.max_accepted if self.draft else 0
+
+    def target_cache_size(self, prompt_size: int) -> int:
+        """Rows for prompt, new tokens and one tree."""
+        nodes = self.tree.num_nodes if self.draft else 1
+        return _round_up(prompt_size + self.max_new_tokens + nodes)
+
+    def draft_cache_size(self, prompt_size: int) -> int:
+        """Rows for the pairs of prompt and new tokens, and the beam of every level."""
+        scratch = max((self.tree.depth - 1) * self.tree.top_k, self.max_accepted + 1)
+        return _round_up(prompt_size + self.max_new_tokens + scratch)
+
+
+class Weights(NamedTuple):
+    """Parameters of the target and of the draft (None: autoregressive)."""
+
+    target: Params
+    draft: Params | None
+
+
+@struct.dataclass
+class Request:
+    """What is asked for, per sequence.
+
+    Attributes:
+      tokens: prompts, padded on the right.
+      lengths: tokens of each prompt, at least 1.
+      limits: most new tokens, 1 to N.
+      stop_ids: tokens that end a text, the same for all; -1 is none.
+    """
+
+    tokens: Array  # [B P] int32
+    lengths: Array  # [B] int32
+    limits: Array  # [B] int32
+    stop_ids: Array  # [num_stop] int32
+
+
+@struct.dataclass
+class DecodeState:
+    """All that a round reads and writes.
+
+    The caches hold every token but the root; the draft's holds the pair that ends in the root too.
+
+    Attributes:
+      target_cache: committed tokens.
+      draft_cache: committed (feature, token) pairs; None without a draft.
+      root: the last chosen token, not yet in the target's cache.
+      root_input: draft input of the last committed pair; None without a draft.
+      output: chosen tokens; those from `num_output` on are not part of the text.
+      num_output: tokens of the text so far.
+      num_accepted: accepted drafted tokens of every round.
+      num_offered: deepest position offered along the accepted path in every round.
+      num_rounds: rounds each sequence has taken part in.
+      round_index: rounds run so far.
+      is_done: the text ended: stop token or limit.
+    """
+
+    target_cache: KVCache
+    draft_cache: KVCache | None
+    root: Array  # [B] int32
+    root_input: Array | None  # [B 1 D]
+    output: Array  # [B N+A] int32
+    num_output: Array  # [B] int32
+    num_accepted: Array  # [B N] int32
+    num_offered: Array  # [B N] int32
+    num_rounds: Array  # [B] int32
+    round_index: Array  # [] int32
+    is_done: Array  # [B] bool
+
+
+def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+    """Runs the prompts through target and draft, and chooses the first token."""
+    B, P = request.tokens.shape
+    N, dtype = config.max_new_tokens, weights.target["embed"]["weight"].dtype
+    rope_length = request.lengths + request.limits
+    cache = init_cache(
+        config.target,
+        num_layers=config.target.num_layers,
+        size=config.target_cache_size(P),
+        rope_length=rope_length,
+        dtype=dtype,
+    )
+    out = targets.prefill(weights.target, config.target, cache, request.tokens, request.lengths)
+    root = choose(out.logits)
+    state = DecodeState(
+        target_cache=out.cache,
+        draft_cache=None,
+        root=root,
+        root_input=None,
+        output=jnp.zeros((B, N + config.max_accepted + 1), jnp.int32).at[:, 0].set(root),
+        num_output=jnp.ones(B, jnp.int32),
+        num_accepted=jnp.zeros((B, N), jnp.int32),
+        num_offered=jnp.zeros((B, N), jnp.int32),
+        num_rounds=jnp.zeros(B, jnp.int32),
+        round_index=jnp.zeros((), jnp.int32),
+        is_done=_is_stop(root, request) | (request.limits == 1),
+    )
+    if config.draft is None:
+        return state
+    draft_cache = init_cache(
+        config.draft.layer,
+        num_layers=config.draft.num_specialists,
+        size=config.draft_cache_size(P),
+        rope_length=rope_length,
+        dtype=dtype,
+    )
+    is_last = jnp.arange(P)[None] == (request.lengths - 1)[:, None]
+    following = jnp.where(is_last, root[:, None], jnp.roll(request.tokens, -1, axis=1))
+    state = state.replace(draft_cache=draft_cache)
+    return _commit_draft(weights, config, state, following, out.features, request.lengths)
+
+
+def run_round(
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+) -> DecodeState:
+    """Drafts, verifies, accepts and commits once; a sequence that is done stays as it is."""
+    state, tree = draft_tree(weights, config, state)
+    out = verify_tree(weights, config, state, tree)
+    acceptance = accept(tree, choose(out.logits), max_accepted=config.max_accepted)
+    return commit(weights, config, request, state, out, acceptance)
+
+
+def draft_tree(
+    weights: Weights, config: DecodeConfig, state: DecodeState
+) -> tuple[DecodeState, Tree]:
+    """First half of a round: the tree to verify."""
+    if config.draft is None:
+        return state, root_tree(state.root)
+    drafted = drafting.draft(
+        weights.draft,
+        config.draft,
+        config.tree,
+        state.draft_cache,
+        state.root_input,
+        config.children,
+    )
+    state = state.replace(draft_cache=drafted.cache)
+    return state, select(state.root, drafted.candidates, config.tree)
+
+
+def verify_tree(
+    weights: Weights, config: DecodeConfig, state: DecodeState, tree: Tree
+) -> targets.TargetOutput:
+    """The target's one pass over the tree."""
+    return targets.verify(
+        weights.target,
+        config.target,
+        state.target_cache,
+        tree.tokens,
+        tree.depths,
+        tree.ancestors,
+    )
+
+
+def commit(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    out: targets.TargetOutput,
+    acceptance: Acceptance,
+) -> DecodeState:
+    """Last part of a round: output, statistics and both caches take in the accepted path."""
+    num_new = jnp.where(state.is_done, 0, acceptance.num_accepted + 1)
+    root = jnp.take_along_axis(acceptance.emitted, acceptance.num_accepted[:, None], axis=1)
+    path = acceptance.path
+    state = _write_output(request, state, acceptance).replace(
+        target_cache=commit_rows(out.cache, path, num_new), root=root[:, 0]
+    )
+    if config.draft is None:
+        return state
+    features = jnp.take_along_axis(out.features, path[:, :, None], axis=1)
+    return _commit_draft(weights, config, state, acceptance.emitted, features, num_new)
+
+
+def generate(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+    """Decodes until every sequence is done, without returning to the host in between."""
+    return lax.while_loop(
+        lambda state: ~state.is_done.all(),
+        lambda state: run_round(weights, config, request, state),
+        start(weights, config, request),
+    )
+
+
+def _write_output(request: Request, state: DecodeState, acceptance: Acceptance) -> DecodeState:
+    """Appends what a round emitted, cut exactly at a stop token or at the limit."""
+    emitted = acceptance.emitted
+    column = jnp.arange(emitted.shape[1])[None]
+    num_emitted = acceptance.num_accepted + 1
+    is_end = _is_stop(emitted, request) & (column < num_emitted[:, None])
+    until_stop = jnp.where(is_end, column + 1, emitted.shape[1]).min(axis=1)
+    room = request.limits - state.num_output
+    num_written = jnp.minimum(jnp.minimum(num_emitted, until_stop), room)
+    active = ~state.is_done
+    num_output = state.num_output + jnp.where(active, num_written, 0)
+
+    def recorded(record: Array, count: Array) -> Array:
+        # A round cut short neither accepted nor was refused anything beyond the cut.
+        cut = jnp.where(num_written < num_emitted, jnp.minimum(count, num_written), count)
+        return lax.dynamic_update_slice(record, cut[:, None], (jnp.int32(0), state.round_index))
+
+    return state.replace(
+        output=write_rows(state.output, emitted, state.num_output),
+        num_output=num_output,
+        num_accepted=recorded(state.num_accepted, acceptance.num_accepted),
+        num_offered=recorded(state.num_offered, acceptance.num_offered),
+        num_rounds=state.num_rounds + active.astype(jnp.int32),
+        round_index=state.round_index + 1,
+        is_done=state.is_done | is_end.any(axis=1) | (num_output >= request.limits),
+    )
+
+
+def _commit_draft(
+    weights: Weights,
+    config: DecodeConfig,
+    state: DecodeState,
+    tokens: Array,
+    features: Array,
+    num_pairs: Int[Array, " B"],
+) -> DecodeState:
+    """Gives every specialist the new pairs, and keeps the input of the last one."""
+    x = drafting.fuse_pairs(weights.draft, tokens, features)
+    last = jnp.take_along_axis(x, jnp.maximum(num_pairs - 1, 0)[:, None, None], axis=1)
+    cache = drafting.commit_pairs(weights.draft, config.draft, state.draft_cache, x, num_pairs)
+    return state.replace(draft_cache=cache, root_input=last)
+
+
+def _is_stop(tokens: Array, request: Request) -> Array:
+    stop_ids = request.stop_ids.reshape((1,) * tokens.ndim + (-1,))
+    return (tokens[..., None] == stop_ids).any(axis=-1)
+
+
+def _round_up(rows: int) -> int:
+    """Cache sizes in steps, so that few shapes are compiled."""
+    return -(-rows // 32) * 32

@@ -1,0 +1,180 @@
+"""The frozen Llama: prefill, one-token decode, tree verification, and plain encoding of text.
+
+A feature is the hidden state after the final norm: `logits = features @ head.T`. Parameters are
+`{"embed": {"weight"}, "layers": [...], "norm": {"scale"}, "head": {"weight"}}`; a tied model holds
+the same array twice. Decoding wants a list of layers, `encode` the same layers stacked.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from poss_jax.cache import KVCache, commit_rows, scratch_mask, write_layer
+from poss_jax.config import LlamaConfig
+from poss_jax.layers import DecoderLayer, attend, init_layer, linear, rms_norm, rope_frequencies
+from poss_jax.shapes import Array, Bool, Float, Int, Params
+
+
+@struct.dataclass
+class TargetOutput:
+    """What the target says of some tokens.
+
+    Attributes:
+      logits: prefill: of each prompt's last row; else of every row given.
+      features: hidden states after the final norm, of every row given.
+      cache: the rows given are written; only prefill and decode commit them.
+    """
+
+    logits: Array  # [B V] or [B M V]
+    features: Array  # [B T D]
+    cache: KVCache
+
+
+def init_target(config: LlamaConfig, key: Array) -> Params:
+    """Draws a random target (a list of layers)."""
+    keys = jax.random.split(key, config.num_layers + 2)
+    shape = (config.vocab_size, config.hidden_size)
+    embed = {"weight": jax.random.normal(keys[0], shape) * 0.02}
+    head = {"weight": jax.random.normal(keys[1], shape) * 0.02}
+    return {
+        "embed": embed,
+        "layers": [init_layer(DecoderLayer(config), key) for key in keys[2:]],
+        "norm": {"scale": jnp.ones(config.hidden_size)},
+        "head": embed if config.tie_embeddings else head,
+    }
+
+
+def stack_layers(layers: list[Params]) -> Params:
+    """Joins a list of equal layers (or specialists) into one tree with a leading axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def unstack_layers(stacked: Params) -> list[Params]:
+    """Splits a tree with a leading axis into a list of layers (or specialists)."""
+    count = len(jax.tree.leaves(stacked)[0])
+    return [jax.tree.map(lambda leaf: leaf[index], stacked) for index in range(count)]
+
+
+def embed(weight: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Looks tokens up."""
+    return jnp.take(weight, tokens, axis=0)
+
+
+def prefill(
+    params: Params,
+    config: LlamaConfig,
+    cache: KVCache,
+    tokens: Int[Array, "B P"],
+    lengths: Int[Array, " B"],
+) -> TargetOutput:
+    """Runs prompts, padded on the right, through an empty cache and commits them.
+
+    Args:
+      params: the target.
+      config: its shape.
+      cache: empty; at least P rows.
+      tokens: prompts, padded to P with any token.
+      lengths: tokens of each prompt, at least 1.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    causal = positions[:, :, None] >= positions[:, None, :]
+    start = jnp.zeros_like(cache.length)
+
+    def attention(cache: KVCache, index: int, q: Array, k: Array, v: Array):
+        return write_layer(cache, index, k, v, start), attend(q, k, v, causal)
+
+    features, cache = _run_layers(params, config, cache, tokens, positions, attention)
+    last = jnp.take_along_axis(features, (lengths - 1)[:, None, None], axis=1)
+    logits = linear(last, params["head"]["weight"])[:, 0]
+    return TargetOutput(logits=logits, features=features, cache=cache.replace(length=lengths))
+
+
+def verify(
+    params: Params,
+    config: LlamaConfig,
+    cache: KVCache,
+    tokens: Int[Array, "B M"],
+    depths: Int[Array, "B M"],
+    ancestors: Bool[Array, "B M M"],
+) -> TargetOutput:
+    """Scores all nodes of a tree in one pass; their keys and values become scratch rows.
+
+    Args:
+      params: the target.
+      config: its shape.
+      cache: M rows must be free above `length`.
+      tokens: the nodes, root first.
+      depths: distance of each node from the root, which is the next token to be committed.
+      ancestors: True where the second node is the first one or lies on its path to the root.
+    """
+    positions = cache.length[:, None] + depths
+    can_attend = scratch_mask(cache.length, ancestors, size=cache.size)
+
+    def attention(cache: KVCache, index: int, q: Array, k: Array, v: Array):
+        cache = write_layer(cache, index, k, v, cache.length)
+        return cache, attend(q, cache.k[index], cache.v[index], can_attend)
+
+    features, cache = _run_layers(params, config, cache, tokens, positions, attention)
+    logits = linear(features, params["head"]["weight"])
+    return TargetOutput(logits=logits, features=features, cache=cache)
+
+
+def decode(
+    params: Params, config: LlamaConfig, cache: KVCache, tokens: Int[Array, " B"]
+) -> TargetOutput:
+    """Runs and commits one token per sequence."""
+    batch = len(tokens)
+    depths, ancestors = jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch, 1, 1), bool)
+    out = verify(params, config, cache, tokens[:, None], depths, ancestors)
+    return out.replace(cache=commit_rows(out.cache, depths, jnp.ones_like(tokens)))
+
+
+def encode(
+    params: Params, config: LlamaConfig, tokens: Int[Array, "B T"], *, remat: bool = False
+) -> Float[Array, "B T D"]:
+    """Features of whole rows of text, without a cache; `params["layers"]` is stacked.
+
+    Args:
+      params: the target, its layers in one tree with a leading axis (one compiled layer).
+      config: its shape.
+      tokens: rows of text.
+      remat: recompute each layer in the backward pass instead of keeping what it made.
+    """
+    B, T = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    frequencies = rope_frequencies(config.rope, config.head_dim, jnp.full(B, T))
+    causal = positions[:, :, None] >= positions[:, None, :]
+    layer = DecoderLayer(config)
+
+    def body(hidden: Array, layer_params: Params) -> tuple[Array, None]:
+        return layer.apply({"params": layer_params}, hidden, positions, frequencies, causal), None
+
+    hidden = embed(params["embed"]["weight"], tokens)
+    hidden, _ = lax.scan(jax.checkpoint(body) if remat else body, hidden, params["layers"])
+    return rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
+
+
+AttentionFn = Callable[[KVCache, int, Array, Array, Array], tuple[KVCache, Array]]
+
+
+def _run_layers(
+    params: Params,
+    config: LlamaConfig,
+    cache: KVCache,
+    tokens: Array,
+    positions: Array,
+    attention: AttentionFn,
+) -> tuple[Array, KVCache]:
+    """Runs the list of layers; `attention` says what their queries attend and what is cached."""
+    hidden = embed(params["embed"]["weight"], tokens)
+    for index, layer_params in enumerate(params["layers"]):
+        layer = DecoderLayer(config).bind({"params": layer_params})
+        normed = layer.normed(hidden)
+        q = layer.queries(normed, positions, cache.frequencies)
+        k, v = layer.keys_values(normed, positions, cache.frequencies)
+        cache, attended = attention(cache, index, q, k, v)
+        hidden = layer.finish(hidden, attended)
+    return rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps), cache

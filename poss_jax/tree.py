@@ -1,0 +1,167 @@
+"""The draft tree as arrays of static shape: expansion level by level, then selection.
+
+All drafted candidates form one list: the W children of the root, then W*W of every later level
+(W beam nodes times W children each). The best M-1 of them and the root make the tree:
+
+    list   0 1 2 | 3 4 5  6 7 8  9 10 11 | ...      W = 3: level 0, then 3 beam nodes x 3 children
+    kept   *   *   *      *                         M = 5
+    node   1   2   3      4                         node 0 is the root
+"""
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from poss_jax.config import TreeConfig
+from poss_jax.shapes import Array, Bool, Float, Int
+
+
+@struct.dataclass
+class Candidates:
+    """Every drafted node, level by level; parents come before children.
+
+    Attributes:
+      tokens: ids of the target's vocabulary.
+      scores: path log-probability, natural log.
+      parents: index in this list of the node each one continues; -1 is the root.
+    """
+
+    tokens: Array  # [B C] int32
+    scores: Array  # [B C] float32
+    parents: Array  # [B C] int32
+
+
+@struct.dataclass
+class Beam:
+    """The nodes of one level that go on.
+
+    Attributes:
+      scores: path log-probability of each node.
+      index: each node's place in the list of candidates (-1: the root).
+      ancestors: which beam nodes of all levels so far lie on each node's path, itself included.
+    """
+
+    scores: Array  # [B W] float32
+    index: Array  # [B W] int32
+    ancestors: Array  # [B W levels*W] bool
+
+
+@struct.dataclass
+class Tree:
+    """The root and the kept nodes; parents come before children, node 0 is the root.
+
+    Attributes:
+      tokens: token of each node.
+      parents: node each one continues; the root is its own.
+      depths: distance from the root.
+      ancestors: True where the second node is the first or lies on its path to the root.
+    """
+
+    tokens: Array  # [B M] int32
+    parents: Array  # [B M] int32
+    depths: Array  # [B M] int32
+    ancestors: Array  # [B M M] bool
+
+
+def root_beam(batch: int) -> Beam:
+    """The beam before anything is drafted: the root alone."""
+    return Beam(
+        scores=jnp.zeros((batch, 1)),
+        index=jnp.full((batch, 1), -1),
+        ancestors=jnp.zeros((batch, 1, 0), bool),
+    )
+
+
+def expand(
+    beam: Beam, tokens: Int[Array, "B rows W"], log_probs: Float[Array, "B rows W"]
+) -> Candidates:
+    """Lists the children of a beam, row by row."""
+    batch, _, W = tokens.shape
+    # Adding 0.0 turns -0.0 into +0.0, which sorts above it: a certain child must tie its parent.
+    scores = beam.scores[:, :, None] + log_probs + 0.0
+    return Candidates(
+        tokens=tokens.reshape(batch, -1),
+        scores=scores.reshape(batch, -1),
+        parents=jnp.repeat(beam.index, W, axis=1),
+    )
+
+
+def next_beam(
+    beam: Beam, level: Candidates, *, first_index: int, top_k: int
+) -> tuple[Beam, Int[Array, "B W"]]:
+    """Chooses the best `top_k` candidates of a level.
+
+    Args:
+      beam: the nodes whose children `level` lists.
+      level: those children.
+      first_index: place of the level's first candidate in the whole list.
+      top_k: W.
+
+    Returns:
+      The new beam, and which candidate of the level each of its nodes is.
+    """
+    scores, picks = lax.top_k(level.scores, top_k)
+    parent_row = picks // (level.scores.shape[1] // beam.scores.shape[1])
+    inherited = jnp.take_along_axis(beam.ancestors, parent_row[:, :, None], axis=1)
+    itself = jnp.broadcast_to(jnp.eye(top_k, dtype=bool), (len(picks), top_k, top_k))
+    ancestors = jnp.concatenate([inherited, itself], axis=2)
+    return Beam(scores=scores, index=picks + first_index, ancestors=ancestors), picks
+
+
+def join_levels(levels: list[Candidates]) -> Candidates:
+    """Appends the candidates of all levels into one list."""
+    return Candidates(
+        tokens=jnp.concatenate([level.tokens for level in levels], axis=1),
+        scores=jnp.concatenate([level.scores for level in levels], axis=1),
+        parents=jnp.concatenate([level.parents for level in levels], axis=1),
+    )
+
+
+def select(root: Int[Array, " B"], candidates: Candidates, config: TreeConfig) -> Tree:
+    """Keeps the best nodes of the list, parents always included (EAGLE-2's reranking).
+
+    A node's score is the sum of log-probabilities on its path, so no child scores above its
+    parent, and among equals the lower index (the parent) is kept: what is kept is closed under
+    parents.
+
+    Args:
+      root: the last chosen token.
+      candidates: all drafted nodes.
+      config: how many to keep; `config.num_nodes` counts the root.
+    """
+    batch, num_candidates = candidates.tokens.shape
+    _, kept = lax.top_k(candidates.scores, config.num_nodes - 1)
+    kept = jnp.sort(kept, axis=1)
+    node_of = jnp.zeros((batch, num_candidates + 1), jnp.int32)  # the last entry stands for -1
+    rows = jnp.arange(batch)[:, None]
+    node_of = node_of.at[rows, kept].set(jnp.arange(1, config.num_nodes, dtype=jnp.int32)[None])
+    parents = node_of[rows, jnp.take_along_axis(candidates.parents, kept, axis=1)]
+    tokens = jnp.take_along_axis(candidates.tokens, kept, axis=1)
+    return make_tree(
+        jnp.concatenate([root[:, None], tokens], axis=1),
+        jnp.pad(parents, ((0, 0), (1, 0))),
+        depth=config.depth,
+    )
+
+
+def make_tree(tokens: Int[Array, "B M"], parents: Int[Array, "B M"], *, depth: int) -> Tree:
+    """Derives depths and ancestors from parents; `depth` bounds the longest path."""
+    batch, M = tokens.shape
+    ancestors = jnp.broadcast_to(jnp.eye(M, dtype=bool), (batch, M, M))
+    for _ in range(depth):
+        ancestors |= jnp.take_along_axis(ancestors, parents[:, :, None], axis=1)
+    depths = ancestors.sum(axis=2, dtype=jnp.int32) - 1
+    return Tree(tokens=tokens, parents=parents, depths=depths, ancestors=ancestors)
+
+
+def root_tree(root: Int[Array, " B"]) -> Tree:
+    """The tree of autoregressive decoding: nothing drafted."""
+    tokens = root[:, None]
+    return make_tree(tokens, jnp.zeros_like(tokens), depth=0)
+
+
+def has_children(tree: Tree) -> Bool[Array, "B M"]:
+    """Which nodes some other node continues."""
+    M = tree.tokens.shape[1]
+    continued = tree.parents[:, None, 1:] == jnp.arange(M)[None, :, None]
+    return continued.any(axis=2)
