@@ -1,0 +1,214 @@
+"""Writing a model folder, all or nothing, and loading it to the device item by item."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
+
+from poss_jax.checkpoint.items import item_shapes, join_items
+from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, read_record
+from poss_jax.config import DraftConfig, LlamaConfig, UserError, config_to_dict
+from poss_jax.shapes import Params
+
+
+def write_model(
+    folder: str | Path,
+    record: ModelRecord,
+    items: Iterable[tuple[str, Params]],
+    *,
+    tokenizer_from: Path | None,
+) -> None:
+    """Writes a model folder, or nothing at all.
+
+    Items are taken one at a time and written to a temporary sibling, which is renamed at the end.
+
+    Args:
+      folder: must not exist, or be empty.
+      record: what goes into `model.json`.
+      items: (name, nested dict of arrays) of every item of the model, in any order.
+      tokenizer_from: folder whose tokenizer files are copied; None for a model without tokenizer.
+
+    Raises:
+      UserError: the folder is not empty or cannot be written, or an item does not fit the config.
+    """
+    refuse_non_empty(folder)
+    folder = Path(folder).resolve()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.partial-", dir=folder.parent, ignore_cleanup_errors=True
+        ) as temporary:
+            partial = Path(temporary) / "model"
+            partial.mkdir()
+            _write_items(partial, item_shapes(record.config), items)
+            if tokenizer_from is not None:
+                _copy_tokenizer(tokenizer_from, partial)
+            (partial / "model.json").write_text(json.dumps(config_to_dict(record), indent=2) + "\n")
+            partial.replace(folder)
+    except OSError as error:
+        raise UserError(f"cannot write model folder {folder}: {error}; nothing is kept") from error
+
+
+def refuse_non_empty(folder: str | Path) -> None:
+    """Raises UserError unless a model folder may be written here."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output {folder} is a file; name a folder that does not exist yet")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"output {folder} is not empty; name another folder or empty this one")
+
+
+def _write_items(
+    partial: Path, shapes: dict[str, Params], items: Iterable[tuple[str, Params]]
+) -> None:
+    missing = set(shapes)
+    for name, tree in items:
+        # NumPy arrays leave no note of this machine's devices in the item.
+        arrays = jax.tree.map(np.asarray, tree)
+        _check_item(f"item {name}", arrays, shapes.get(name, {}))
+        _checkpointer().save(partial / "weights" / name, arrays)
+        missing.discard(name)
+    if missing:
+        raise UserError(f"model has no items {', '.join(sorted(missing))}; give every item")
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _check_item(origin: str, arrays: Params, shapes: Params) -> None:
+    """Compares arrays (or anything with a shape) with the table."""
+    got = {"/".join(path): tuple(array.shape) for path, array in flatten_dict(arrays).items()}
+    want = {"/".join(path): shape for path, shape in flatten_dict(shapes).items()}
+    wrong = sorted(key for key in got.keys() | want.keys() if got.get(key) != want.get(key))
+    if wrong:
+        listed = ", ".join(f"{key} want {want.get(key)} got {got.get(key)}" for key in wrong)
+        raise UserError(f"{origin} does not fit the config: {listed}; convert the model again")
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+def load_target(folder: str | Path, dtype: Any = None) -> tuple[ModelRecord, Params]:
+    """Loads a target straight to the default device.
+
+    Args:
+      folder: model folder.
+      dtype: of every array; None keeps what is stored.
+
+    Returns:
+      The record, and {"embed", "layers": list, "norm", "head"}; a tied head is the embedding's
+      array.
+
+    Raises:
+      UserError: what `read_record` refuses, a draft, or a missing or damaged item.
+    """
+    record = _read_family(folder, "target")
+    params = _load_params(folder, record, dtype)
+    params.setdefault("head", {"weight": params["embed"]["weight"]})
+    return record, params
+
+
+def load_draft(
+    folder: str | Path,
+    dtype: Any = None,
+    *,
+    target: ModelRecord,
+    allow_target_mismatch: bool = False,
+) -> tuple[ModelRecord, Params]:
+    """Loads a draft straight to the default device.
+
+    Args:
+      folder: model folder.
+      dtype: of every array; None keeps what is stored.
+      target: record of the target it will draft for.
+      allow_target_mismatch: load it although it was made for other weights of the same shape.
+
+    Returns:
+      The record, and {"fc", "specialists": list}.
+
+    Raises:
+      UserError: what `read_record` refuses, a target, a draft that does not fit this target, or
+        a missing or damaged item.
+    """
+    record = _read_family(folder, "draft")
+    _check_fit(folder, record, target, allow_target_mismatch)
+    return record, _load_params(folder, record, dtype)
+
+
+def load_item(folder: str | Path, record: ModelRecord, name: str, dtype: Any = None) -> Params:
+    """Loads one item of a model; `items.py` lists names and key paths.
+
+    Raises:
+      UserError: the item is missing, damaged, or not what the config says.
+    """
+    path = Path(folder).resolve() / "weights" / name
+    if not path.is_dir():
+        raise UserError(f"{folder} has no weights item {name}; copy or convert the model again")
+    shapes = item_shapes(record.config)[name]
+    try:
+        stored = _checkpointer().metadata(path).item_metadata.tree
+        _check_item(str(path), stored, shapes)
+        return _restore(path, stored, dtype)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged ({reason}); convert the model again") from error
+
+
+def _read_family(folder: str | Path, family: str) -> ModelRecord:
+    record = read_record(folder)
+    if record.family != family:
+        raise UserError(f"{folder}: want a {family}, got a {record.family}; give the other folder")
+    return record
+
+
+def _check_fit(
+    folder: str | Path, draft: ModelRecord, target: ModelRecord, allow_mismatch: bool
+) -> None:
+    assert isinstance(draft.config, DraftConfig) and isinstance(target.config, LlamaConfig)
+    for field in ("hidden_size", "vocab_size"):
+        want, got = getattr(target.config, field), getattr(draft.config.layer, field)
+        if want != got:
+            raise UserError(
+                f"draft {folder} does not fit the target {target.target.name}: want {field} "
+                f"{want}, got {got}; use the target it was made for ({draft.target.name})"
+            )
+    if not allow_mismatch and not draft.target.same_weights(target.target):
+        raise UserError(
+            f"draft {folder} was made for {draft.target.name}, got the target {target.target.name} "
+            "with another embedding or head; use its own target, or allow the target mismatch"
+        )
+
+
+def _load_params(folder: str | Path, record: ModelRecord, dtype: Any) -> Params:
+    names = item_shapes(record.config)
+    return join_items((name, load_item(folder, record, name, dtype)) for name in names)
+
+
+def _restore(path: Path, stored: Params, dtype: Any) -> Params:
+    sharding = jnp.zeros(()).sharding  # of the default device, whatever device wrote the item
+    abstract = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, dtype or array.dtype, sharding=sharding),
+        stored,
+    )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    return _checkpointer().restore(
+        path, args=ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args)
+    )
+
+
+@cache
+def _checkpointer() -> ocp.PyTreeCheckpointer:
+    return ocp.PyTreeCheckpointer()

@@ -1,0 +1,245 @@
+"""What `model.json` says about a model: its config, whose target it is, and how it came to be."""
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+import poss_jax
+from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config
+
+FORMAT_VERSION = 1
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+_OLD_VOCABULARY = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TargetIdentity:
+    """Which target a model is, or was made for.
+
+    Attributes:
+      name: Hub id, or the name of the folder it was read from.
+      revision: commit on the Hub.
+      embedding_sha256: of dtype, shape and bytes of the embedding as stored.
+      head_sha256: of the LM head, likewise.
+    """
+
+    name: str
+    revision: str | None = None
+    embedding_sha256: str
+    head_sha256: str
+
+    def same_weights(self, other: "TargetIdentity") -> bool:
+        """Whether both have the same embedding and head; names may differ."""
+        return (self.embedding_sha256, self.head_sha256) == (
+            other.embedding_sha256,
+            other.head_sha256,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ModelRecord:
+    """Contents of `model.json`.
+
+    Attributes:
+      format_version: of the folder's layout.
+      family: what kind of model this is.
+      method: a draft's method (`DraftConfig.method`).
+      kv: whose keys and values a draft's specialists read.
+      config: the model's shape; rope, spans and trained depth are in it.
+      draft_vocabulary: target id of every token a draft can propose; None means all of them.
+      target: the target's own identity; a draft carries that of its target.
+      tokenizer_sha256: of the tokenizer's vocabulary files; None without a tokenizer.
+      chat_template_sha256: of the chat template; None without one.
+      provenance: how the folder came to be, see `provenance`.
+    """
+
+    format_version: int = FORMAT_VERSION
+    family: Literal["target", "draft"]
+    method: str | None = None
+    kv: Literal["per_specialist"] | None = None
+    config: LlamaConfig | DraftConfig
+    draft_vocabulary: tuple[int, ...] | None = None
+    target: TargetIdentity
+    tokenizer_sha256: str | None = None
+    chat_template_sha256: str | None = None
+    provenance: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.config, DraftConfig) != (self.family == "draft"):
+            raise ValueError(f"family {self.family} with the config of the other family")
+
+
+def new_record(
+    config: LlamaConfig | DraftConfig,
+    target: TargetIdentity,
+    *,
+    tokenizer_from: Path | None,
+    draft_vocabulary: tuple[int, ...] | None = None,
+) -> ModelRecord:
+    """Describes a model that is about to be written by this process.
+
+    Args:
+      config: its shape; the class decides the family.
+      target: its own identity (target) or that of its target (draft).
+      tokenizer_from: the folder that `write_model` will copy the tokenizer from.
+      draft_vocabulary: see `ModelRecord`.
+    """
+    is_draft = isinstance(config, DraftConfig)
+    tokenizer, chat_template = tokenizer_hashes(tokenizer_from) if tokenizer_from else (None, None)
+    return ModelRecord(
+        family="draft" if is_draft else "target",
+        method=config.method if is_draft else None,
+        kv="per_specialist" if is_draft else None,
+        config=config,
+        draft_vocabulary=draft_vocabulary,
+        target=target,
+        tokenizer_sha256=tokenizer,
+        chat_template_sha256=chat_template,
+        provenance=provenance(),
+    )
+
+
+def target_identity(name: str, revision: str | None, embedding: Any, head: Any) -> TargetIdentity:
+    """Identifies a target by what a draft shares with it.
+
+    Args:
+      name: Hub id, or the name of the folder it was read from.
+      revision: commit on the Hub.
+      embedding: [V, D], as stored (the hash covers dtype, shape and bytes).
+      head: [V, D], likewise; the embedding itself when they are tied.
+    """
+    return TargetIdentity(
+        name=name,
+        revision=revision,
+        embedding_sha256=_hash_array(embedding),
+        head_sha256=_hash_array(head),
+    )
+
+
+def tokenizer_hashes(folder: Path) -> tuple[str | None, str | None]:
+    """Hashes the tokenizer's vocabulary and its chat template.
+
+    Returns:
+      SHA-256 of tokenizer.json (without it, of the older vocabulary files), and of the template's
+      text; None for what the folder does not hold.
+    """
+    names = ("tokenizer.json",) if (folder / "tokenizer.json").is_file() else _OLD_VOCABULARY
+    vocabulary = b"".join(
+        (folder / name).read_bytes() for name in names if (folder / name).is_file()
+    )
+    template = _chat_template(folder).encode()
+    return _hash_bytes(vocabulary), _hash_bytes(template)
+
+
+def provenance() -> dict[str, Any]:
+    """How the running process came to be: command, versions, git commit and device."""
+    return {
+        "command": list(sys.argv),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("jax", "flax", "orbax-checkpoint")},
+            "poss_jax": poss_jax.__version__,
+        },
+        "git_sha": _git_sha(),
+        "device_kind": jax.devices()[0].device_kind,
+    }
+
+
+def read_record(folder: str | Path) -> ModelRecord:
+    """Reads what a model folder holds, without its weights.
+
+    Raises:
+      UserError: no such folder, not a model folder, unknown format version, malformed record.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"model folder {folder} does not exist; give a folder written by poss_jax")
+    path = folder / "model.json"
+    if not path.is_file():
+        raise UserError(
+            f"{folder} holds no model.json, so it is not a model folder of poss_jax; "
+            "convert it first: python -m poss_jax.convert --help"
+        )
+    values = read_json(path)
+    if values.get("format_version") != FORMAT_VERSION:
+        raise UserError(
+            f"{path}: want format_version {FORMAT_VERSION}, got {values.get('format_version')!r}; "
+            "use the version of poss_jax that wrote it, or convert the source again"
+        )
+    return build_config(ModelRecord, values, origin=str(path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that holds an object.
+
+    Raises:
+      UserError: missing, unreadable, not JSON, or not an object.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; the file is needed") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); fetch the file again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: want a JSON object, got {type(values).__name__}")
+    return values
+
+
+def _hash_array(array: Any) -> str:
+    array = np.ascontiguousarray(array)
+    digest = hashlib.sha256(f"{array.dtype.name} {array.shape}".encode())
+    digest.update(array.reshape(-1).view(np.uint8))
+    return digest.hexdigest()
+
+
+def _hash_bytes(content: bytes) -> str | None:
+    return hashlib.sha256(content).hexdigest() if content else None
+
+
+def _chat_template(folder: Path) -> str:
+    """The template's text, from its own file or from tokenizer_config.json; may be empty."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
+    if not (folder / "tokenizer_config.json").is_file():
+        return ""
+    template = read_json(folder / "tokenizer_config.json").get("chat_template") or ""
+    return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+
+
+def _git_sha() -> str | None:
+    """Commit of the checkout this package runs from; None for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True
+        )
+    except OSError:
+        return None
+    return result.stdout.strip() or None
