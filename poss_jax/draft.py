@@ -66,8 +66,8 @@ def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None =
 
 
 def fuse(
-    fc: Params, embedded: Float[Array, "B T D"], features: Float[Array, "B T D"]
-) -> Float[Array, "B T D"]:
+    fc: Params, embedded: Float[Array, "*rows D"], features: Float[Array, "*rows D"]
+) -> Float[Array, "*rows D"]:
     """Joins the embedding of token j+1 and the feature of token j into the draft's input x_j."""
     return linear(jnp.concatenate([embedded, features], axis=-1), fc["weight"], fc.get("bias"))
 

@@ -6,6 +6,8 @@ target attends its cache, a specialist its committed pairs and the levels drafte
 training rollout several versions of one row.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -25,12 +27,12 @@ def linear(
     bias: Float[Array, " out_dim"] | None = None,
 ) -> Float[Array, "*rows out_dim"]:
     """Multiplies rows by a weight kept `[out, in]`, in the spelling its backend runs fastest."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if 1 < len(rows) <= _FEW_ROWS:
         out = lax.platform_dependent(rows, weight, cpu=_few_rows_on_cpu, default=_plain)
     else:
         out = _plain(rows, weight)
-    out = out.reshape(*x.shape[:-1], -1)
+    out = out.reshape(*x.shape[:-1], len(weight))
     return out if bias is None else out + bias.reshape((1,) * (out.ndim - 1) + (-1,))
 
 
@@ -233,7 +235,7 @@ class DecoderLayer(nn.Module):
 
 
 def _heads(x: Array, config: LlamaConfig) -> Array:
-    return x.reshape(*x.shape[:-1], -1, config.head_dim)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // config.head_dim, config.head_dim)
 
 
 def init_layer(layer: DecoderLayer, key: Array) -> Params:

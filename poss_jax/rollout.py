@@ -1,0 +1,149 @@
+"""The recursion of HASS and PosS: each draft depth reads the features earlier depths predicted.
+
+Version k of a row is its feature as drafted k steps ahead; version 0 is the target's own. At depth
+d the query of row r comes from version d, and column i shows version max(0, d - (r - i)):
+
+    columns  ... r-3  r-2  r-1   r          d = 3
+    version  ...  0    1    2    3          versions of one age stand on a diagonal
+
+So a row attends version 0 up to column r - d, by ordinary causal attention, and d diagonal terms,
+one product per row each. `history[j]` holds what the diagonal of age j shows at every row: version
+d - j moved j rows to the right. One depth on, everything moves one row and one place further.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from poss_jax.config import DraftConfig
+from poss_jax.draft import fuse
+from poss_jax.layers import DecoderLayer, rope_frequencies
+from poss_jax.shapes import Array, Float, Int, Params
+
+
+@struct.dataclass
+class DraftBatch:
+    """Rows of text as the draft sees them: pairs (feature f_j, token x_{j+1}).
+
+    Attributes:
+      features: input features, from the target (perhaps with noise).
+      embedded: embeddings of the next tokens.
+    """
+
+    features: Array  # [B T D]
+    embedded: Array  # [B T D]
+
+
+def init_history(features: Float[Array, "B T D"], depth: int) -> Float[Array, "R B T D"]:
+    """What the diagonals show before anything is predicted (ages from 1 on are not read yet)."""
+    return jnp.broadcast_to(features[None], (depth, *features.shape))
+
+
+def advance_history(
+    history: Float[Array, "R B T D"],
+    prediction: Float[Array, "B T D"],
+    features: Float[Array, "B T D"],
+) -> Float[Array, "R B T D"]:
+    """Takes in the prediction of a depth, detached; row 0 keeps the target's own feature."""
+    newest = jnp.concatenate([features[:, :1], prediction[:, :-1]], axis=1)
+    older = _moved(history[:-1], 1)
+    return lax.stop_gradient(jnp.concatenate([newest[None], older]))
+
+
+def predict(
+    fc: Params,
+    specialist: Params,
+    config: DraftConfig,
+    batch: DraftBatch,
+    history: Float[Array, "R B T D"],
+    depth: Int[Array, ""],
+) -> Float[Array, "B T D"]:
+    """Features one depth predicts at every row (row r: of f_{r+1}, drafted `depth` + 1 ahead).
+
+    Args:
+      fc: the fusion layer.
+      specialist: the layer that serves this depth.
+      config: shape of the draft.
+      batch: pairs of the target.
+      history: what the diagonals show at this depth.
+      depth: 0-based; may be traced.
+    """
+    layer = DecoderLayer(config.layer, has_input_norm=False).bind({"params": specialist})
+    B, T, _ = batch.features.shape
+    ages = len(history) - 1  # at depth d the diagonals of ages 0 .. d-1 are attended
+    row = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
+
+    def keys_values(x: Array, age: Array) -> tuple[Array, Array]:
+        return layer.keys_values(x, row - age, frequencies)
+
+    x_base = fuse(fc, batch.embedded, batch.features)
+    k_base, v_base = keys_values(x_base, jnp.int32(0))
+    x_ages = fuse(fc, _each_age(batch.embedded, ages), history[:ages])
+    k_ages, v_ages = jax.vmap(keys_values)(x_ages, jnp.arange(ages))
+    x = x_ages[0] if ages else x_base
+    q = layer.queries(x, row, frequencies)
+    attended = _attend_versions(q, (k_base, v_base), (k_ages, v_ages), depth)
+    return layer.finish(x, attended)
+
+
+def _attend_versions(
+    q: Float[Array, "B T N H"],
+    base: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]],
+    ages: tuple[Float[Array, "J B T K H"], Float[Array, "J B T K H"]],
+    depth: Int[Array, ""],
+) -> Float[Array, "B T N*H"]:
+    """One softmax over the columns of version 0 and the diagonals of every age."""
+    B, T, N, H = q.shape
+    (k_base, v_base), (k_ages, v_ages) = base, ages
+    grouped = q.reshape(B, T, k_base.shape[2], -1, H) * H**-0.5
+    row, age = jnp.arange(T), jnp.arange(len(k_ages))
+    on_base = row[None] <= row[:, None] - depth
+    on_ages = (age[None] < depth) & (age[None] <= row[:, None])
+    to_base = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k_base, preferred_element_type=jnp.float32)
+    to_ages = (grouped[None] * k_ages[:, :, :, :, None]).sum(axis=-1, dtype=jnp.float32)
+    scores = jnp.concatenate(
+        [
+            jnp.where(on_base[None, None, None], to_base, -jnp.inf),
+            jnp.where(on_ages[None, None, None], jnp.moveaxis(to_ages, (0, 2), (4, 3)), -jnp.inf),
+        ],
+        axis=-1,
+    )
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    from_base = jnp.einsum("BKGTS,BSKH->BTKGH", weights[..., :T], v_base)
+    on_diagonals = jnp.moveaxis(weights[..., T:], (4, 3), (0, 2))
+    from_ages = (on_diagonals[..., None] * v_ages[:, :, :, :, None]).sum(axis=0)
+    return (from_base + from_ages).reshape(B, T, N * H)
+
+
+def rollout(
+    draft: Params, config: DraftConfig, batch: DraftBatch, depth: int
+) -> Float[Array, "R B T D"]:
+    """Predictions of every depth; `draft["specialists"]` is stacked."""
+
+    def body(history: Array, step: tuple[Array, Array]) -> tuple[Array, Array]:
+        d, index = step
+        specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
+        prediction = predict(draft["fc"], specialist, config, batch, history, d)
+        return advance_history(history, prediction, batch.features), prediction
+
+    _, predictions = lax.scan(body, init_history(batch.features, depth), depths(config, depth))
+    return predictions
+
+
+def depths(config: DraftConfig, depth: int) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+    """Every depth and the specialist that serves it, to scan over."""
+    return jnp.arange(depth), jnp.array([config.specialist_at(d) for d in range(depth)])
+
+
+def _each_age(embedded: Array, ages: int) -> Array:
+    """[J B T D]: the embedding of the token that stands on the diagonal of each age."""
+    moved = [_moved(embedded, age) for age in range(ages)]
+    return jnp.stack(moved) if moved else jnp.zeros((0, *embedded.shape), embedded.dtype)
+
+
+def _moved(x: Array, rows: int) -> Array:
+    """Moves [... T D] right by so many rows; what moves in is never attended."""
+    padding = ((0, 0),) * (x.ndim - 2) + ((rows, 0), (0, 0))
+    return jnp.pad(x, padding)[..., : x.shape[-2], :]
