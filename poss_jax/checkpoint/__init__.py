@@ -6,6 +6,7 @@ folder.py   writing a folder, all or nothing, and loading it to the device
 """
 
 from poss_jax.checkpoint.folder import (
+    describe_item,
     load_draft,
     load_item,
     load_target,
@@ -15,7 +16,9 @@ from poss_jax.checkpoint.folder import (
 from poss_jax.checkpoint.items import (
     count_parameters,
     draft_shapes,
+    flatten_item,
     item_shapes,
+    join_items,
     split_items,
     target_shapes,
 )
@@ -24,6 +27,7 @@ from poss_jax.checkpoint.record import (
     TOKENIZER_FILES,
     ModelRecord,
     TargetIdentity,
+    check_fit,
     new_record,
     provenance,
     read_json,
@@ -37,9 +41,13 @@ __all__ = [
     "TOKENIZER_FILES",
     "ModelRecord",
     "TargetIdentity",
+    "check_fit",
     "count_parameters",
+    "describe_item",
     "draft_shapes",
+    "flatten_item",
     "item_shapes",
+    "join_items",
     "load_draft",
     "load_item",
     "load_target",

@@ -3,7 +3,8 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from flax.traverse_util import flatten_dict
 
-from poss_jax.checkpoint.items import item_shapes, join_items
-from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, read_record
-from poss_jax.config import DraftConfig, LlamaConfig, UserError, config_to_dict
+from poss_jax.checkpoint.items import flatten_item, item_shapes, join_items
+from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, check_fit, read_record
+from poss_jax.config import DraftConfig, UserError, config_to_dict
 from poss_jax.shapes import Params
 
 
@@ -89,8 +89,8 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 def _check_item(origin: str, arrays: Params, shapes: Params) -> None:
     """Compares arrays (or anything with a shape) with the table."""
-    got = {"/".join(path): tuple(array.shape) for path, array in flatten_dict(arrays).items()}
-    want = {"/".join(path): shape for path, shape in flatten_dict(shapes).items()}
+    got = {"/".join(path): tuple(array.shape) for path, array in flatten_item(arrays).items()}
+    want = {"/".join(path): shape for path, shape in flatten_item(shapes).items()}
     wrong = sorted(key for key in got.keys() | want.keys() if got.get(key) != want.get(key))
     if wrong:
         listed = ", ".join(f"{key} want {want.get(key)} got {got.get(key)}" for key in wrong)
@@ -144,7 +144,14 @@ def load_draft(
         a missing or damaged item.
     """
     record = _read_family(folder, "draft")
-    _check_fit(folder, record, target, allow_target_mismatch)
+    assert isinstance(record.config, DraftConfig)
+    check_fit(f"draft {folder}", record.config.layer, target)
+    if not allow_target_mismatch and not record.target.same_weights(target.target):
+        raise UserError(
+            f"draft {folder} was made for {record.target.name}, got the target "
+            f"{target.target.name} with another embedding or head; use its own target, or allow "
+            "the target mismatch"
+        )
     return record, _load_params(folder, record, dtype)
 
 
@@ -154,17 +161,33 @@ def load_item(folder: str | Path, record: ModelRecord, name: str, dtype: Any = N
     Raises:
       UserError: the item is missing, damaged, or not what the config says.
     """
-    path = Path(folder).resolve() / "weights" / name
+    sharding = jnp.zeros(()).sharding  # of the default device, whatever device wrote the item
+    abstract = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, dtype or array.dtype, sharding=sharding),
+        describe_item(folder, record, name),
+    )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    path = _item_path(folder, name)
+    with _explained(path):
+        return _checkpointer().restore(
+            path, args=ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args)
+        )
+
+
+def describe_item(folder: str | Path, record: ModelRecord, name: str) -> Params:
+    """Reads the shapes and types of one item, as `jax.ShapeDtypeStruct`, not its weights.
+
+    Raises:
+      UserError: the item is missing, damaged, or not what the config says.
+    """
+    path = _item_path(folder, name)
     if not path.is_dir():
         raise UserError(f"{folder} has no weights item {name}; copy or convert the model again")
-    shapes = item_shapes(record.config)[name]
-    try:
+    with _explained(path):
         stored = _checkpointer().metadata(path).item_metadata.tree
-        _check_item(str(path), stored, shapes)
-        return _restore(path, stored, dtype)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is damaged ({reason}); convert the model again") from error
+        item = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), stored)
+    _check_item(str(path), item, item_shapes(record.config)[name])
+    return item
 
 
 def _read_family(folder: str | Path, family: str) -> ModelRecord:
@@ -174,39 +197,23 @@ def _read_family(folder: str | Path, family: str) -> ModelRecord:
     return record
 
 
-def _check_fit(
-    folder: str | Path, draft: ModelRecord, target: ModelRecord, allow_mismatch: bool
-) -> None:
-    assert isinstance(draft.config, DraftConfig) and isinstance(target.config, LlamaConfig)
-    for field in ("hidden_size", "vocab_size"):
-        want, got = getattr(target.config, field), getattr(draft.config.layer, field)
-        if want != got:
-            raise UserError(
-                f"draft {folder} does not fit the target {target.target.name}: want {field} "
-                f"{want}, got {got}; use the target it was made for ({draft.target.name})"
-            )
-    if not allow_mismatch and not draft.target.same_weights(target.target):
-        raise UserError(
-            f"draft {folder} was made for {draft.target.name}, got the target {target.target.name} "
-            "with another embedding or head; use its own target, or allow the target mismatch"
-        )
-
-
 def _load_params(folder: str | Path, record: ModelRecord, dtype: Any) -> Params:
     names = item_shapes(record.config)
     return join_items((name, load_item(folder, record, name, dtype)) for name in names)
 
 
-def _restore(path: Path, stored: Params, dtype: Any) -> Params:
-    sharding = jnp.zeros(()).sharding  # of the default device, whatever device wrote the item
-    abstract = jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(array.shape, dtype or array.dtype, sharding=sharding),
-        stored,
-    )
-    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-    return _checkpointer().restore(
-        path, args=ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args)
-    )
+def _item_path(folder: str | Path, name: str) -> Path:
+    return Path(folder).resolve() / "weights" / name
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turns what Orbax raises on a damaged item into a UserError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged ({reason}); convert the model again") from error
 
 
 @cache

@@ -13,6 +13,7 @@ public: other programs may read them. In memory the numbered items of a model ar
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from flax.traverse_util import flatten_dict
@@ -54,8 +55,14 @@ def count_parameters(config: LlamaConfig | DraftConfig) -> int:
     return sum(
         int(np.prod(shape))
         for shapes in item_shapes(config).values()
-        for shape in flatten_dict(shapes).values()
+        for shape in flatten_item(shapes).values()
     )
+
+
+def flatten_item(item: Params) -> dict[tuple[str, ...], Any]:
+    """Lists the leaves of an item (arrays or shapes) by their path."""
+    leaves: Any = flatten_dict(item)
+    return leaves
 
 
 def split_items(config: LlamaConfig | DraftConfig, params: Params) -> Iterator[tuple[str, Params]]:

@@ -193,6 +193,29 @@ def read_record(folder: str | Path) -> ModelRecord:
     return build_config(ModelRecord, values, origin=str(path))
 
 
+def check_fit(origin: str, layer: LlamaConfig, target: ModelRecord) -> None:
+    """Checks that a draft's layers have the widths of a target.
+
+    Args:
+      origin: the draft, for the message.
+      layer: config of its layers.
+      target: record of the target.
+
+    Raises:
+      UserError: hidden size or vocabulary differ, or the record is a draft's.
+    """
+    name = target.target.name
+    if not isinstance(target.config, LlamaConfig):
+        raise UserError(f"{origin}: want a target to draft for, got a draft (made for {name})")
+    for field in ("hidden_size", "vocab_size"):
+        want, got = getattr(target.config, field), getattr(layer, field)
+        if want != got:
+            raise UserError(
+                f"{origin} does not fit the target {name}: want {field} {want}, got {got}; "
+                "use the target it was trained for"
+            )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON file that holds an object.
 

@@ -1,0 +1,232 @@
+r"""Converts PyTorch checkpoints into model folders, and makes a PosS start from a trained draft.
+
+Needs a folder or Hub id with safetensors (or .bin, with the `torch` extra). Prints a table, source
+key -> our path, shape and type, and as its last line one JSON object.
+
+    python -m poss_jax.convert target --source meta-llama/Llama-3.2-1B-Instruct --output runs/target
+    python -m poss_jax.convert draft --source HINT-lab/PosS3-Llama3-8B-Instruct \
+        --target runs/target --output runs/poss3
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from poss_jax.checkpoint import count_parameters, refuse_non_empty, write_model
+from poss_jax.config import UserError
+from poss_jax.convert.draft import plan_draft
+from poss_jax.convert.plan import Conversion
+from poss_jax.convert.specialists import plan_specialists
+from poss_jax.convert.target import plan_target
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs one conversion.
+
+    Args:
+      argv: the command line without the program's name.
+
+    Raises:
+      UserError: wrong arguments, or anything in the source that cannot be converted.
+    """
+    args = _parser().parse_args(argv)
+    refuse_non_empty(args.output)
+    conversion = _plan(args)
+    _print_table(conversion)
+    items = tqdm(conversion.items, total=conversion.num_items, unit="item", disable=None)
+    write_model(args.output, conversion.record, items, tokenizer_from=conversion.tokenizer_from)
+    record = conversion.record
+    summary = {
+        "output": str(args.output),
+        "family": record.family,
+        "method": record.method,
+        "parameters": count_parameters(record.config),
+        "dtype": conversion.dtype,
+    }
+    print(json.dumps(summary))
+
+
+def cli() -> None:
+    """Entry of the console script: one line and exit code 2 on bad input."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _plan(args: argparse.Namespace) -> Conversion:
+    if args.command == "target":
+        return plan_target(args.source, revision=args.revision, dtype=args.dtype)
+    if args.command == "draft":
+        return plan_draft(
+            args.source,
+            args.target,
+            positions_per_specialist=args.positions_per_specialist,
+            trained_depth=args.trained_depth,
+            revision=args.revision,
+            dtype=args.dtype,
+        )
+    return plan_specialists(
+        args.draft, args.positions_per_specialist, trained_depth=args.trained_depth
+    )
+
+
+def _print_table(conversion: Conversion) -> None:
+    rows = conversion.rows
+    key_width = max(len(row.key) for row in rows)
+    path_width = max(len(row.path) for row in rows)
+    for row in rows:
+        shape = "x".join(map(str, row.shape))
+        print(f"{row.key:{key_width}}  ->  {row.path:{path_width}}  {shape}  {row.dtype}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong arguments like any other bad input, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="poss-convert",
+        description=(
+            "Convert PyTorch checkpoints into poss_jax model folders. Every key of the source is "
+            "checked; anything unknown, missing or of another shape stops the conversion, and "
+            "nothing is written."
+        ),
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_target(commands)
+    _add_draft(commands)
+    _add_specialists(commands)
+    return parser
+
+
+def _add_target(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "target",
+        help="a Llama-family target in Hugging Face's layout",
+        description=(
+            "Convert a Llama-family target: config.json, tokenizer files and weights "
+            "(safetensors, or .bin with the `torch` extra; a single file or shards)."
+        ),
+    )
+    _add_source(command)
+    _add_output(command)
+
+
+def _add_draft(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "draft",
+        help="an EAGLE, EAGLE-2, HASS or PosS draft",
+        description=(
+            "Convert a draft of the EAGLE-2 layout (fc and one decoder layer per specialist, "
+            "without input norm). Head and embedding are the target's and are not stored."
+        ),
+    )
+    _add_source(command)
+    command.add_argument(
+        "--target",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="model folder of the target it was trained for, made by the target command",
+    )
+    _add_output(command)
+    _add_spans(command, required=False)
+
+
+def _add_specialists(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "init-specialists",
+        help="a PosS start from a trained draft",
+        description=(
+            "Make a draft with more specialists: every missing one is a copy of the last one the "
+            "draft has. Train it to tell them apart."
+        ),
+    )
+    command.add_argument(
+        "--draft",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="model folder of the draft to start from, usually an EAGLE draft",
+    )
+    _add_output(command)
+    _add_spans(command, required=True)
+
+
+def _add_source(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--source",
+        required=True,
+        metavar="DIR_OR_HUB_ID",
+        help="folder of the PyTorch checkpoint, or its id on the Hugging Face Hub (owner/name)",
+    )
+    command.add_argument(
+        "--revision",
+        metavar="REV",
+        help="branch, tag or commit on the Hub (default: its main branch)",
+    )
+    command.add_argument(
+        "--dtype",
+        choices=("keep", "float32", "bfloat16"),
+        default="keep",
+        help="type to store the weights in (default: keep that of the source)",
+    )
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="model folder to write; must not exist or be empty",
+    )
+
+
+def _add_spans(command: argparse.ArgumentParser, *, required: bool) -> None:
+    default = (
+        ""
+        if required
+        else (
+            " (default: known for the published checkpoints on the Hub, 1 for a single layer; "
+            "otherwise it must be given)"
+        )
+    )
+    command.add_argument(
+        "--positions-per-specialist",
+        required=required,
+        type=_parse_spans,
+        metavar="N,N,...",
+        help=f"how many draft positions each specialist serves, such as 3,3{default}",
+    )
+    depth = "that of the draft" if required else "1 for a single layer, else the sum of the above"
+    command.add_argument(
+        "--trained-depth",
+        type=_parse_count,
+        metavar="N",
+        help=f"positions the draft was trained on, such as 3 for HASS (default: {depth})",
+    )
+
+
+def _parse_spans(text: str) -> tuple[int, ...]:
+    return tuple(_parse_count(part) for part in text.split(","))
+
+
+def _parse_count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"want counts of at least 1, got {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,155 @@
+"""Hugging Face's config.json -> LlamaConfig, read by our own code so that nothing is dropped."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from poss_jax.checkpoint import read_json
+from poss_jax.config import LlamaConfig, UserError, build_config
+
+# Keys that must have one value, and what Hugging Face takes where they are absent.
+_FIXED = {
+    "model_type": ("llama", None),
+    "hidden_act": ("silu", "silu"),
+    "pretraining_tp": (1, 1),
+    "partial_rotary_factor": (1.0, 1.0),
+    "quantization_config": (None, None),
+}
+
+# Required keys of each type of rope settings, by Hugging Face's names.
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+def read_llama_config(folder: Path) -> LlamaConfig:
+    """Reads config.json, and the stop tokens of generation_config.json.
+
+    Raises:
+      UserError: a missing or malformed file, or a model that is not a Llama as we run it.
+    """
+    path = folder / "config.json"
+    generation = folder / "generation_config.json"
+    return parse_llama_config(
+        read_json(path), read_json(generation) if generation.is_file() else {}, origin=str(path)
+    )
+
+
+def parse_llama_config(
+    values: Mapping[str, Any], generation: Mapping[str, Any], *, origin: str
+) -> LlamaConfig:
+    """Translates the contents of config.json.
+
+    Args:
+      values: of config.json, written by transformers 4 or 5.
+      generation: of generation_config.json; its stop tokens join those of `values`.
+      origin: what the values came from, for messages.
+
+    Raises:
+      UserError: a missing key, or a value we do not support.
+    """
+    for key, (want, default) in _FIXED.items():
+        if values.get(key, default) != want:
+            raise UserError(
+                f"{origin}: {key}: want {want!r}, got {values[key]!r}; convert a plain Llama model"
+                if key in values
+                else f"{origin}: {key} is missing; want the model's own config.json"
+            )
+    num_heads = _require(values, "num_attention_heads", origin)
+    return build_config(
+        LlamaConfig,
+        {
+            "vocab_size": _require(values, "vocab_size", origin),
+            "hidden_size": _require(values, "hidden_size", origin),
+            "intermediate_size": _require(values, "intermediate_size", origin),
+            "num_layers": _require(values, "num_hidden_layers", origin),
+            "num_heads": num_heads,
+            "num_kv_heads": _get(values, "num_key_value_heads", num_heads),
+            "head_dim": _head_dim(values, origin),
+            "max_position_embeddings": _get(values, "max_position_embeddings", 2048),
+            "rms_norm_eps": _get(values, "rms_norm_eps", 1e-6),
+            "rope": _parse_rope(values, origin),
+            "tie_embeddings": _get(values, "tie_word_embeddings", False),
+            "attention_bias": _get(values, "attention_bias", False),
+            "mlp_bias": _get(values, "mlp_bias", False),
+            "bos_token_id": values.get("bos_token_id"),
+            "eos_token_ids": tuple(dict.fromkeys([*_stop_ids(values), *_stop_ids(generation)])),
+        },
+        origin=origin,
+    )
+
+
+def _head_dim(values: Mapping[str, Any], origin: str) -> Any:
+    if values.get("head_dim") is not None:
+        return values["head_dim"]
+    hidden_size, num_heads = values["hidden_size"], values["num_attention_heads"]
+    if not (isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0):
+        raise UserError(f"{origin}: want counts, got {hidden_size!r} over {num_heads!r} heads")
+    if hidden_size % num_heads:
+        raise UserError(
+            f"{origin}: hidden_size {hidden_size} is no multiple of {num_heads} heads; add head_dim"
+        )
+    return hidden_size // num_heads
+
+
+def _parse_rope(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    settings = _rope_settings(values, origin)
+    kind = settings.pop("type")
+    if kind not in _ROPE_KEYS:
+        raise UserError(f"{origin}: rope type: want one of {', '.join(_ROPE_KEYS)}, got {kind!r}")
+    unknown = settings.keys() - {"rope_theta", *_ROPE_KEYS["llama3"]}
+    missing = [key for key in _ROPE_KEYS[kind] if key not in settings]
+    if unknown or missing:
+        listed = [f"unknown {key}" for key in sorted(unknown)] + [f"no {key}" for key in missing]
+        raise UserError(f"{origin}: rope type {kind} with {', '.join(listed)}; cannot be run")
+    rope = {"type": kind, "theta": settings.get("rope_theta", 10000.0)}
+    rope |= {key: settings[key] for key in _ROPE_KEYS[kind]}
+    if kind == "dynamic":  # as transformers: the base grows beyond the model's own context
+        rope["original_max_position_embeddings"] = _get(values, "max_position_embeddings", 2048)
+    return rope
+
+
+def _rope_settings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Joins the spellings of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
+    joined: dict[str, Any] = {}
+    top = {"rope_theta": values.get("rope_theta")}
+    for part in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
+        if not isinstance(part, dict):
+            raise UserError(f"{origin}: rope settings: want an object, got {part!r}")
+        for key, value in part.items():
+            name = "type" if key == "rope_type" else key
+            if value is not None and joined.setdefault(name, value) != value:
+                raise UserError(
+                    f"{origin}: rope setting {key} is given as {joined[name]!r} and as {value!r}; "
+                    "keep the one the model was trained with"
+                )
+    if joined.get("partial_rotary_factor") == 1.0:
+        del joined["partial_rotary_factor"]
+    return {"type": "default"} | joined
+
+
+def _stop_ids(values: Mapping[str, Any]) -> list[int]:
+    ids = values.get("eos_token_id")
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, list) else [ids]
+
+
+def _require(values: Mapping[str, Any], key: str, origin: str) -> Any:
+    if values.get(key) is None:
+        raise UserError(f"{origin}: {key} is missing; want the model's own config.json")
+    return values[key]
+
+
+def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Like `get`, but an explicit null means the default too, as in Hugging Face's files."""
+    value = values.get(key)
+    return default if value is None else value
