@@ -1,0 +1,83 @@
+# Everything a newcomer runs. Needs make and Python 3.11 or newer, nothing else.
+#   make test PYTHON=python3.12     another interpreter
+#   make test ARGS="-k tree -x"     further arguments for pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip -q --disable-pip-version-check
+PYTEST := $(PY) -m pytest -n logical --maxprocesses 8
+
+# The installation is renewed when the stamp's name changes: another Python, lock or pyproject.toml.
+TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
+LOCK := $(wildcard requirements/$(TAG).lock)
+STAMP := $(VENV)/.installed-$(TAG)-$(shell cat pyproject.toml $(LOCK) | cksum | cut -d' ' -f1)
+TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow smoke lint lock clean venv
+
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare them in a table
+	@for run in target eagle eagle_continued hass poss3; do \
+	  echo "== $$run"; \
+	  $(PY) -m train.main --config configs/demo/$$run.yaml || exit $$?; \
+	done
+	@echo "== bench"
+	@$(PY) -m infer.bench --config configs/demo/bench.yaml --overwrite
+	@echo "Models, metrics and the report lie under runs/demo/"
+
+test: $(STAMP)  ## run the tests (TORCH=1 installs PyTorch and runs those that compare with it, too)
+ifeq ($(TORCH),1)
+	@$(PIP) install '$(TORCH_PIN)'
+endif
+	@$(PYTEST) $(ARGS)
+
+test-slow: $(STAMP)  ## run the tests that take minutes
+	@$(PYTEST) -m 'slow and not device' $(ARGS)
+
+smoke: $(STAMP)  ## run the training and benchmark programs on the smallest configs
+	@$(PY) -m train.main --config configs/tiny/target.yaml --overwrite
+	@$(PY) -m train.main --config configs/tiny/draft.yaml --overwrite
+	@$(PY) -m infer.bench --config configs/tiny/bench.yaml --overwrite
+
+lint: $(STAMP)  ## check formatting, lint rules and types
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(VENV)/bin/pyright --pythonpath $(PY)
+
+lock: venv  ## write requirements/*.lock anew (ARGS=--upgrade takes the newest versions)
+	@$(PIP) install uv
+	@for version in 3.11 3.12 3.13; do \
+	  lock=requirements/py$$(echo $$version | tr -d .).lock; \
+	  $(PY) -m uv pip compile -q pyproject.toml --extra dev --extra plots \
+	    --python-version $$version --constraint requirements/pins.txt \
+	    --no-emit-index-url --no-annotate --no-header --output-file $$lock $(ARGS) || exit $$?; \
+	  { echo "# Tested versions for Python $$version; \`make lock\` writes this file."; \
+	    cat $$lock; } > $$lock.new && mv $$lock.new $$lock || exit $$?; \
+	done
+
+clean:  ## remove the environment and caches (runs/ stays)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+venv:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("poss_jax needs Python \
+	3.11 or newer, got " + sys.version.split()[0] + "; name another one with PYTHON=")'
+	@test -x $(PY) && $(PY) -c 'import importlib.util, sys; \
+	  same = "$(TAG)" == "py%d%d" % sys.version_info[:2]; \
+	  sys.exit(not (same and importlib.util.find_spec("pip")))' \
+	  || $(PYTHON) -m venv --clear $(VENV)
+
+# The stamp comes last, so an interrupted installation is taken up again by the next command.
+$(STAMP):
+	@$(MAKE) --no-print-directory venv
+	@rm -f $(VENV)/.installed-*
+	@echo "Installing into $(VENV) (once, takes a few minutes)"
+	@$(if $(LOCK),,echo "No lock for this Python: taking the newest versions that pyproject.toml allows")
+	@$(PIP) install $(if $(LOCK),-r $(LOCK)) -e '.[dev,plots]'
+	@touch $@

@@ -1,0 +1,35 @@
+"""What every test runs under: eight CPU devices, no silent promotion, skips that say why."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+)
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    """Folder of the recorded models and numbers."""
+    return FIXTURES
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what this machine cannot run."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    for item in items:
+        if item.get_closest_marker("torch") and not has_torch:
+            item.add_marker(pytest.mark.skip(reason="needs torch: make test TORCH=1"))
+        if item.get_closest_marker("device") and jax.default_backend() == "cpu":
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator: JAX_PLATFORMS=cuda"))

@@ -1,0 +1,120 @@
+"""Keeps the layering: who may import whom, who may touch torch, files and the terminal."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROWS = [  # a module imports from rows above its own, never from its own
+    {"config", "shapes"},
+    {"layers", "tree", "metrics", "sharding"},
+    {"cache"},
+    {"target", "draft", "verify", "losses"},
+    {"speculate", "rollout"},
+    {"train_step"},
+]
+CORE = set().union(*ROWS)
+ALLOWED = {module: set().union(*ROWS[:i]) for i, row in enumerate(ROWS) for module in row}
+ALLOWED |= {module: {"config", "shapes"} for module in ("metrics", "sharding")}
+ALLOWED |= {"data": {"config", "shapes"}, "checkpoint": CORE, "torch_io": CORE}
+ALLOWED |= {"convert": CORE | {"checkpoint", "torch_io"}}
+ALLOWED |= {"engine": CORE | {"checkpoint", "torch_io", "convert", "data"}}
+ALLOWED |= {"__init__": {"config", "engine"}}
+MODULES = set(ALLOWED) - {"__init__"}
+OPENS_FILES = {"config", "checkpoint", "data", "engine", "convert", "torch_io"}
+FILE_CALLS = {"open", "read_text", "write_text", "read_bytes", "write_bytes"}
+SOURCES = sorted(p for top in ("poss_jax", "train", "infer") for p in (ROOT / top).rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names; `from a import b` gives a.b, `import poss_jax` what is then taken from it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name != "poss_jax")
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "poss_jax":
+            yield f"poss_jax.{node.attr}"
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: import by the full name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def calls(tree: ast.AST) -> set[str]:
+    functions = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in functions}
+
+
+def violations(path: Path, source: str) -> list[str]:
+    """What in `source`, read as the module at `path` (relative to the root), breaks a rule."""
+    tree, (top, name, *_) = ast.parse(source), (*path.with_suffix("").parts, "")
+    is_program = top != "poss_jax" or path.parts[1:] == ("convert", "__main__.py")
+    if not is_program and name not in ALLOWED:
+        return [f"poss_jax/{name} has no place in the table of tests/test_imports.py"]
+    forbidden = {"torch", "wandb", "argparse"} | ({"train", "infer"} - {top})
+    forbidden -= {"wandb", "argparse"} if is_program else set()
+    forbidden -= {"torch"} if name == "torch_io" else set()
+    found = []
+    for target in imports(tree):
+        first, second, *_ = (*target.split("."), "")
+        inside = first == "poss_jax" and second != "__version__"
+        module = second if second in MODULES else "__init__"
+        if first in forbidden or "nnx" in target.split("."):
+            found.append(f"imports {first if first in forbidden else 'nnx'}")
+        elif inside and not is_program and module not in ALLOWED[name] | {name}:
+            found.append(f"imports {target}")
+    if not is_program:
+        allowed_calls = FILE_CALLS if name in OPENS_FILES else set()
+        found += [
+            f"calls {call}" for call in calls(tree) & (FILE_CALLS | {"print"}) - allowed_calls
+        ]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_module_keeps_the_rules(path: Path):
+    assert violations(path.relative_to(ROOT), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("poss_jax/tree.py", "from poss_jax.draft import fuse"),
+        ("poss_jax/target.py", "from poss_jax import draft"),
+        ("poss_jax/sharding.py", "import poss_jax.layers"),
+        ("poss_jax/data.py", "from poss_jax.layers import linear"),
+        ("poss_jax/cache.py", "import poss_jax; f = poss_jax.Engine"),
+        ("poss_jax/speculate.py", "from poss_jax import checkpoint"),
+        ("poss_jax/checkpoint/items.py", "def f():\n  from poss_jax.convert import llama"),
+        ("poss_jax/cache.py", "from poss_jax import Engine"),
+        ("poss_jax/engine.py", "import train.main"),
+        ("poss_jax/layers.py", "from flax import nnx"),
+        ("poss_jax/layers.py", "Path('x').read_text()"),
+        ("poss_jax/engine.py", "print(1)"),
+        ("poss_jax/convert/llama.py", "import argparse"),
+        ("poss_jax/convert/__main__.py", "import torch.nn"),
+        ("poss_jax/new.py", ""),
+        ("train/main.py", "from infer import bench"),
+        ("infer/bench.py", "import train"),
+    ],
+)
+def test_rule_is_enforced(path: str, source: str):
+    assert len(violations(Path(path), source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("poss_jax/__init__.py", "from poss_jax.engine import Engine"),
+        ("poss_jax/checkpoint/record.py", "from poss_jax import __version__; open('x')"),
+        ("poss_jax/checkpoint/record.py", "import poss_jax; version = poss_jax.__version__"),
+        (
+            "poss_jax/convert/llama.py",
+            "from poss_jax.convert import names; import poss_jax.torch_io",
+        ),
+        ("poss_jax/convert/__main__.py", "import argparse; from poss_jax import engine; print(1)"),
+        ("train/main.py", "import argparse; from train import loop; open('x'); import wandb"),
+    ],
+)
+def test_what_is_allowed(path: str, source: str):
+    assert violations(Path(path), source) == []
