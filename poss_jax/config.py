@@ -1,21 +1,24 @@
-"""Every setting of the project as frozen dataclasses, and strict YAML loading with dotted overrides.
+"""Every setting of the project as a frozen dataclass, and strict YAML loading with overrides.
 
-The dataclasses are hashable, so that they can be static arguments of jitted functions.
+The dataclasses are hashable, so that they can be static arguments of jitted functions (but for
+`BenchConfig`, which names its drafts in a dict and meets no jitted function).
 """
 
 import difflib
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 import yaml
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 _STRICT = ConfigDict(extra="forbid")
+_Spans = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 
 
 class UserError(Exception):
@@ -90,17 +93,13 @@ class DraftConfig:
     """
 
     layer: LlamaConfig
-    positions_per_specialist: tuple[int, ...] = (1,)
+    positions_per_specialist: _Spans = (1,)
     trained_depth: int = Field(default=1, gt=0)
     fc_bias: bool = False
 
-    def __post_init__(self) -> None:
-        spans = self.positions_per_specialist
-        if not spans or min(spans) < 1:
-            raise ValueError(f"positions_per_specialist wants counts of at least 1, got {spans}")
-
     @property
     def num_specialists(self) -> int:
+        """E, the number of spans."""
         return len(self.positions_per_specialist)
 
     @property
@@ -224,7 +223,7 @@ class OptimizerConfig:
 class SpecialistsConfig:
     """The draft to train: a method is these two numbers (see `DraftConfig`)."""
 
-    positions_per_specialist: tuple[int, ...] = (1,)
+    positions_per_specialist: _Spans = (1,)
     depth: int = Field(default=1, gt=0)
     fc_bias: bool = False
 
@@ -269,6 +268,7 @@ class TrainConfig:
 
     @property
     def num_steps(self) -> int:
+        """Optimizer steps that spend `num_tokens`."""
         return math.ceil(self.num_tokens / (self.batch_size * self.data.sequence_length))
 
 
@@ -320,7 +320,7 @@ def build_config(kind: type[ConfigT], values: Mapping[str, Any], *, origin: str)
     try:
         return pydantic.TypeAdapter(kind).validate_python(dict(values))
     except pydantic.ValidationError as error:
-        raise UserError(f"{origin}: {_explain(kind, error.errors()[0])}") from error
+        raise UserError(f"{origin}: {_explain(kind, error.errors())}") from error
 
 
 def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
@@ -337,7 +337,11 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise UserError(f"override {override!r}: want section.key=value")
-        _merge(values, _nest(key.split("."), yaml.safe_load(text)))
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"override {override!r}: want a YAML value after the =") from error
+        _merge(values, _nest(key.split("."), value))
     return build_config(kind, values, origin=str(path))
 
 
@@ -346,19 +350,23 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     return json.loads(pydantic.TypeAdapter(type(config)).dump_json(config))
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path, derived: tuple[Path, ...] = ()) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"config {path}: {error.strerror}; give the path of a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        line = str(error).replace("\n", " ")
+        line = " ".join(str(error).split())
         raise UserError(f"config {path}: not valid YAML: {line}") from error
     if not isinstance(values, dict):
         raise UserError(f"config {path}: want a mapping of keys, got {type(values).__name__}")
     if "base" not in values:
         return values
-    return _merge(_read_yaml(path.parent / values.pop("base")), values)
+    base = values.pop("base")
+    derived = (*derived, path.resolve())
+    if not isinstance(base, str) or (path.parent / base).resolve() in derived:
+        raise UserError(f"config {path}: base: want the path of another YAML file, got {base!r}")
+    return _merge(_read_yaml(path.parent / base, derived), values)
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -374,12 +382,22 @@ def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
     return {keys[0]: _nest(keys[1:], value) if len(keys) > 1 else value}
 
 
-def _explain(kind: Any, error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"]) or "config"
-    if error["type"] != "unexpected_keyword_argument":
-        return f"{where}: {error['msg']}, got {error['input']!r}"
-    near = difflib.get_close_matches(where, _known_keys(kind), n=1, cutoff=0.0)
-    return f"unknown key {where!r}; did you mean {near[0]!r}?"
+def _explain(kind: Any, errors: Sequence[Any]) -> str:
+    # A misspelt key is often a missing key as well; the misspelt one says more.
+    error = min(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
+    where = ".".join(str(part) for part in error["loc"])
+    match error["type"]:
+        case "unexpected_keyword_argument":
+            near = difflib.get_close_matches(where, _known_keys(kind), n=1, cutoff=0.0)
+            return f"unknown key {where!r}; did you mean {near[0]!r}?"
+        case "missing":
+            return f"missing key {where!r}"
+        case "value_error":
+            message = str(error["ctx"]["error"])
+            return f"{where}: {message}" if where else message
+        case "dataclass_type":
+            return f"{where}: want a mapping of keys, got {reprlib.repr(error['input'])}"
+    return f"{where}: {error['msg']}, got {reprlib.repr(error['input'])}"
 
 
 def _known_keys(kind: Any, prefix: str = "") -> list[str]:

@@ -1,0 +1,291 @@
+"""Spans and trees by drawn examples, strict reading by the message a user gets."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from poss_jax.config import (
+    BenchConfig,
+    DraftConfig,
+    LlamaConfig,
+    OptimizerConfig,
+    RopeConfig,
+    SpecialistsConfig,
+    TrainConfig,
+    TreeConfig,
+    UserError,
+    build_config,
+    config_to_dict,
+    load_config,
+)
+
+LAYER = LlamaConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    rope=RopeConfig(type="llama3", theta=5e5, factor=8.0),
+    eos_token_ids=(1, 2),
+)
+DRAFT_RUN = {"stage": "draft", "output": "runs/x", "target": "models/t"}
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+# --------------------------------------------------------------------------------------------------
+# Specialists
+
+
+def test_specialist_at_drawn():
+    # depth       0  1  2  3  4  5  6  7 | 8  9    beyond the last span the last one continues
+    # span        0  1  1  1  2  2  2  2 |
+    draft = DraftConfig(layer=LAYER, positions_per_specialist=(1, 3, 4), trained_depth=8)
+    assert [draft.specialist_at(depth) for depth in range(10)] == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("spans", [(1,), (3,), (2, 2), (1, 3, 4), (5, 1, 1, 2)])
+def test_every_specialist_serves_its_span(spans):
+    draft = DraftConfig(layer=LAYER, positions_per_specialist=spans)
+    served = [draft.specialist_at(depth) for depth in range(sum(spans))]
+    assert tuple(served.count(index) for index in range(draft.num_specialists)) == spans
+    assert served == sorted(served)
+
+
+@pytest.mark.parametrize(
+    ("spans", "trained_depth", "method"),
+    [
+        ((1,), 1, "eagle2"),
+        ((1,), 3, "hass"),
+        ((1, 1, 1, 1, 1, 1), 6, "poss1"),
+        ((2, 2, 2), 6, "poss2"),
+        ((3, 3), 6, "poss3"),
+        ((1, 3, 4), 8, "poss134"),
+    ],
+)
+def test_method(spans, trained_depth, method):
+    draft = DraftConfig(layer=LAYER, positions_per_specialist=spans, trained_depth=trained_depth)
+    assert draft.method == method
+
+
+@pytest.mark.parametrize("spans", [[], [0], [3, -1]])
+def test_spans_hold_positive_counts(spans):
+    values = DRAFT_RUN | {"specialists": {"positions_per_specialist": spans}}
+    with pytest.raises(UserError, match=r"specialists\.positions_per_specialist.* got"):
+        build_config(TrainConfig, values, origin="run.yaml")
+
+
+# --------------------------------------------------------------------------------------------------
+# Trees
+
+
+@pytest.mark.parametrize(
+    ("depth", "top_k", "total_tokens", "num_candidates", "num_nodes", "max_accepted"),
+    [
+        (6, 10, 60, 510, 60, 6),
+        (4, 4, 16, 52, 16, 4),
+        (6, 1, 7, 6, 7, 6),  # a chain: every candidate is kept
+        (6, 1, 64, 6, 7, 6),  # more asked than a chain holds
+        (1, 3, 60, 3, 4, 1),  # one level
+        (2, 2, 60, 6, 7, 2),
+        (8, 10, 3, 710, 3, 2),  # two drafted nodes cannot be accepted eight deep
+        (1, 1, 2, 1, 2, 1),
+    ],
+)
+def test_tree_counts(depth, top_k, total_tokens, num_candidates, num_nodes, max_accepted):
+    tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
+    assert tree.num_candidates == num_candidates
+    assert tree.num_nodes == num_nodes
+    assert tree.max_accepted == max_accepted
+
+
+# --------------------------------------------------------------------------------------------------
+# Hashing and jit
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LAYER,
+        DraftConfig(layer=LAYER, positions_per_specialist=(3, 3)),
+        TreeConfig(),
+        TrainConfig(stage="target", output="runs/x", model=LAYER),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_equal_configs_hash_alike(config):
+    twin = build_config(type(config), config_to_dict(config), origin="twin")
+    assert twin == config
+    assert hash(twin) == hash(config)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+def test_equal_static_configs_compile_once():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnames="tree")
+    def scale(x, *, tree):
+        traces.append(tree)
+        return x * tree.top_k
+
+    for tree in (TreeConfig(top_k=4), TreeConfig(top_k=4), TreeConfig(top_k=5)):
+        assert scale(jnp.ones((), jnp.int32), tree=tree) == tree.top_k
+    assert [tree.top_k for tree in traces] == [4, 5]
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+def test_round_trip_of_every_field():
+    bench = BenchConfig(target="t", drafts={"poss3": "runs/poss3"}, tree=TreeConfig(depth=2))
+    train = TrainConfig(
+        stage="draft",
+        output="runs/x",
+        target="models/t",
+        specialists=SpecialistsConfig(positions_per_specialist=(3, 3), depth=6),
+        optimizer=OptimizerConfig(clip_value=None),
+    )
+    assert config_to_dict(train)["specialists"]["positions_per_specialist"] == [3, 3]
+    for config in (bench, train):
+        assert build_config(type(config), config_to_dict(config), origin="twin") == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sed": 1}, "unknown key 'sed'; did you mean 'seed'?"),
+        (
+            {"optimizer": {"lerning_rate": 1}},
+            "unknown key 'optimizer.lerning_rate'; did you mean 'optimizer.learning_rate'?",
+        ),
+        (
+            {"learning_rate": 1},
+            "unknown key 'learning_rate'; did you mean 'optimizer.learning_rate'?",
+        ),
+        (
+            {"model": {"rope": {"typ": "linear"}}},
+            "unknown key 'model.rope.typ'; did you mean 'model.rope.type'?",
+        ),
+        ({"target": None}, "stage draft needs the key 'target'"),
+        (
+            {"model": config_to_dict(LAYER) | {"num_kv_heads": 3}},
+            "model: num_heads 4 is not a multiple of num_kv_heads 3",
+        ),
+        ({"model": {}}, "missing key 'model.vocab_size'"),
+        ({"data": None}, "data: want a mapping of keys, got None"),
+        ({"batch_size": 0}, "batch_size: Input should be greater than 0, got 0"),
+        ({"stage": "both"}, "stage: Input should be 'target' or 'draft', got 'both'"),
+        ({1: 2}, "1: Keys should be strings, got 1"),
+    ],
+)
+def test_refusals_are_one_clear_line(change, message):
+    with pytest.raises(UserError) as caught:
+        build_config(TrainConfig, DRAFT_RUN | change, origin="run.yaml")
+    assert str(caught.value) == f"run.yaml: {message}"
+
+
+def test_misspelt_key_is_named_before_the_missing_one():
+    with pytest.raises(UserError, match="unknown key 'outptu'; did you mean 'output'"):
+        build_config(TrainConfig, {"stage": "draft", "outptu": "x"}, origin="run.yaml")
+
+
+def test_long_values_are_cut():
+    with pytest.raises(UserError) as caught:
+        build_config(TrainConfig, DRAFT_RUN | {"seed": ["x" * 100] * 100}, origin="run.yaml")
+    assert len(str(caught.value)) < 300
+
+
+def test_overrides_win_over_file_and_base(tmp_path):
+    write(
+        tmp_path / "base.yaml",
+        "{stage: draft, output: a, target: t, seed: 1, optimizer: {learning_rate: 1e-4, b1: 0.5}}",
+    )
+    (tmp_path / "runs").mkdir()
+    run = write(
+        tmp_path / "runs" / "run.yaml",
+        "base: ../base.yaml\noutput: b\nseed: 2\noptimizer: {learning_rate: 2.0e-4}\n",
+    )
+    config = load_config(TrainConfig, run)
+    assert (config.output, config.seed, config.target) == ("b", 2, "t")
+    assert config.optimizer == OptimizerConfig(learning_rate=2e-4, b1=0.5)
+
+    overrides = [
+        "seed=3",
+        "optimizer.learning_rate=1e-3",
+        "optimizer.clip_value=null",
+        "specialists.positions_per_specialist=[3, 3]",
+        "data.source=a=b.txt",
+    ]
+    config = load_config(TrainConfig, run, overrides)
+    assert config.seed == 3
+    assert config.optimizer == OptimizerConfig(learning_rate=1e-3, b1=0.5, clip_value=None)
+    assert config.specialists.positions_per_specialist == (3, 3)
+    assert config.data.source == "a=b.txt"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "override 'seed': want section.key=value"),
+        ("=3", "override '=3': want section.key=value"),
+        ("seed=[1", "override 'seed=[1': want a YAML value after the ="),
+        ("optimizer.b3=1", "unknown key 'optimizer.b3'; did you mean 'optimizer.b"),
+        ("seed.x=1", "seed: Input should be a valid integer"),
+    ],
+)
+def test_bad_overrides(tmp_path, override, message):
+    run = write(tmp_path / "run.yaml", "{stage: draft, output: a, target: t}")
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, run, [override])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n- b\n", "want a mapping of keys, got list"),
+        ("", "want a mapping of keys, got NoneType"),
+        ("stage: [draft\n", "not valid YAML: while parsing"),
+        ("base: missing.yaml\n", "missing.yaml: No such file or directory"),
+        ("base: run.yaml\n", "base: want the path of another YAML file, got 'run.yaml'"),
+        ("base: 3\n", "base: want the path of another YAML file, got 3"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    run = write(tmp_path / "run.yaml", text)
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, run)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_binary_files(tmp_path):
+    with pytest.raises(UserError, match="No such file or directory; give the path of a YAML file"):
+        load_config(TreeConfig, tmp_path / "nowhere.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_config(TreeConfig, binary)
+
+
+def test_bases_in_a_circle(tmp_path):
+    write(tmp_path / "a.yaml", "base: b.yaml")
+    write(tmp_path / "b.yaml", "base: a.yaml")
+    with pytest.raises(UserError, match=r"b\.yaml: base: want the path of another YAML file"):
+        load_config(TreeConfig, tmp_path / "a.yaml")
+
+
+def test_steps_spend_the_budget():
+    run = TrainConfig(**DRAFT_RUN, num_tokens=10_000, batch_size=4)  # 256 tokens a row
+    assert run.num_steps == 10
