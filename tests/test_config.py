@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 
 from poss_jax.config import (
@@ -289,3 +290,8 @@ def test_bases_in_a_circle(tmp_path):
 def test_steps_spend_the_budget():
     run = TrainConfig(**DRAFT_RUN, num_tokens=10_000, batch_size=4)  # 256 tokens a row
     assert run.num_steps == 10
+
+
+def test_annotations_are_checked_while_testing():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        build_config(TreeConfig, {}, origin=5)
