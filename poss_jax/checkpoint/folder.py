@@ -1,6 +1,7 @@
 """Writing a model folder, all or nothing, and loading it to the device item by item."""
 
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -184,8 +185,12 @@ def describe_item(folder: str | Path, record: ModelRecord, name: str) -> Params:
     if not path.is_dir():
         raise UserError(f"{folder} has no weights item {name}; copy or convert the model again")
     with _explained(path):
-        stored = _checkpointer().metadata(path).item_metadata.tree
-        item = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), stored)
+        metadata = _checkpointer().metadata(path).item_metadata
+        if metadata is None:
+            raise ValueError("it has no metadata")
+        item = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), metadata.tree
+        )
     _check_item(str(path), item, item_shapes(record.config)[name])
     return item
 
@@ -208,12 +213,19 @@ def _item_path(folder: str | Path, name: str) -> Path:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turns what Orbax raises on a damaged item into a UserError."""
+    """Turns what Orbax logs and raises on a damaged item into one UserError."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # Orbax raises just that when data cannot be read
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path} is damaged ({reason}); convert the model again") from error
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @cache

@@ -10,36 +10,36 @@ key -> our path, shape and type, and as its last line one JSON object.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from tqdm import tqdm
 
 from poss_jax.checkpoint import count_parameters, refuse_non_empty, write_model
-from poss_jax.config import UserError
 from poss_jax.convert.draft import plan_draft
 from poss_jax.convert.plan import Conversion
 from poss_jax.convert.specialists import plan_specialists
 from poss_jax.convert.target import plan_target
+from poss_jax.program import Parser, run_program
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one conversion.
 
     Args:
-      argv: the command line without the program's name.
+      arguments: the command line without the program's name; None takes the process's own.
 
     Raises:
       UserError: wrong arguments, or anything in the source that cannot be converted.
     """
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(arguments)
     refuse_non_empty(args.output)
     conversion = _plan(args)
     _print_table(conversion)
     items = tqdm(conversion.items, total=conversion.num_items, unit="item", disable=None)
-    write_model(args.output, conversion.record, items, tokenizer_from=conversion.tokenizer_from)
+    write_model(
+        args.output, conversion.record, iter(items), tokenizer_from=conversion.tokenizer_from
+    )
     record = conversion.record
     summary = {
         "output": str(args.output),
@@ -52,12 +52,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def cli() -> None:
-    """Entry of the console script: one line and exit code 2 on bad input."""
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    """Entry point of `poss-convert`."""
+    run_program(main)
 
 
 def _plan(args: argparse.Namespace) -> Conversion:
@@ -86,15 +82,8 @@ def _print_table(conversion: Conversion) -> None:
         print(f"{row.key:{key_width}}  ->  {row.path:{path_width}}  {shape}  {row.dtype}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports wrong arguments like any other bad input, in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="poss-convert",
         description=(
             "Convert PyTorch checkpoints into poss_jax model folders. Every key of the source is "

@@ -1,7 +1,7 @@
 """Drafts of the EAGLE-2 layout: EAGLE, HASS and PosS."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from poss_jax.checkpoint import (
     ModelRecord,
     check_fit,
-    draft_shapes,
+    item_shapes,
     load_item,
     new_record,
     read_record,
@@ -18,7 +18,7 @@ from poss_jax.config import DraftConfig, UserError
 from poss_jax.convert.hf_config import read_llama_config
 from poss_jax.convert.names import DRAFT_EMBEDDING, slots_by_key, source_key
 from poss_jax.convert.plan import Conversion, DType, Reader, check_keys, same_up_to_rounding
-from poss_jax.convert.source import Source, open_source, open_tensors
+from poss_jax.convert.source import LazyTensor, Source, open_source, open_tensors
 
 _FC_BIAS = source_key("fc", ("bias",))
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -73,20 +73,17 @@ def plan_draft(
         trained_depth=trained_depth or depth,
         fc_bias=_FC_BIAS in tensors,
     )
-    slots = slots_by_key(draft_shapes(config))
-    embedding = {DRAFT_EMBEDDING: (layer.vocab_size, layer.hidden_size)}
+    slots = slots_by_key(item_shapes(config))
     wanted = {key: slot.shape for key, slot in slots.items()}
-    check_keys(str(opened.folder), tensors, wanted, embedding)
+    optional = {DRAFT_EMBEDDING: (layer.vocab_size, layer.hidden_size)}
+    check_keys(str(opened.folder), tensors, wanted, optional)
+    dropped = _drop_embedding(opened.folder, tensors, target, target_record)
     reader = Reader(tensors, dtype)
-    dropped = {}
-    if DRAFT_EMBEDDING in tensors:
-        _check_embedding(opened.folder, tensors[DRAFT_EMBEDDING].read(), target, target_record)
-        dropped[DRAFT_EMBEDDING] = "equals the target's"
     return Conversion(
         record=new_record(config, target_record.target, tokenizer_from=target),
         rows=reader.rows(slots, dropped),
         items=reader.items(slots),
-        num_items=len({slot.item for slot in slots.values()}),
+        num_items=len(item_shapes(config)),
         tokenizer_from=target,
     )
 
@@ -119,12 +116,16 @@ def _spans(
     return spans, 1 if num_layers == 1 else sum(spans)
 
 
-def _check_embedding(
-    folder: Path, embedding: np.ndarray, target: Path, record: ModelRecord
-) -> None:
+def _drop_embedding(
+    folder: Path, tensors: Mapping[str, LazyTensor], target: Path, record: ModelRecord
+) -> dict[str, str]:
+    """What of the source is not stored and why: the copy of the target's embedding, if equal."""
+    if DRAFT_EMBEDDING not in tensors:
+        return {}
     want = np.asarray(load_item(target, record, "embed")["weight"])
-    if not same_up_to_rounding(embedding, want):
+    if not same_up_to_rounding(tensors[DRAFT_EMBEDDING].read(), want):
         raise UserError(
             f"{folder}: {DRAFT_EMBEDDING} differs from the embedding of the target "
             f"{record.target.name}; give the target it was trained for"
         )
+    return {DRAFT_EMBEDDING: "equals the target's"}

@@ -57,12 +57,9 @@ def parse_llama_config(
       UserError: a missing key, or a value we do not support.
     """
     for key, (want, default) in _FIXED.items():
-        if values.get(key, default) != want:
-            raise UserError(
-                f"{origin}: {key}: want {want!r}, got {values[key]!r}; convert a plain Llama model"
-                if key in values
-                else f"{origin}: {key} is missing; want the model's own config.json"
-            )
+        got = _get(values, key, default)
+        if got != want:
+            raise UserError(f"{origin}: {key}: want {want!r}, got {got!r}; convert a plain Llama")
     num_heads = _require(values, "num_attention_heads", origin)
     return build_config(
         LlamaConfig,

@@ -48,7 +48,7 @@ def plan_target(source: str, *, revision: str | None = None, dtype: DType = "kee
         record=new_record(config, identity, tokenizer_from=opened.folder),
         rows=reader.rows(slots, {key: why for key, (_, why) in dropped.items()}),
         items=reader.items(slots),
-        num_items=len({slot.item for slot in slots.values()}),
+        num_items=len(target_shapes(config)),
         tokenizer_from=opened.folder,
     )
 

@@ -1,0 +1,130 @@
+"""Synthetic checkpoints in PyTorch's layouts, and where each of their keys must arrive."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from poss_jax.convert.__main__ import main
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+LAYER_SHAPES = {
+    "self_attn.q_proj.weight": (8, 8),
+    "self_attn.k_proj.weight": (4, 8),
+    "self_attn.v_proj.weight": (4, 8),
+    "self_attn.o_proj.weight": (8, 8),
+    "mlp.gate_proj.weight": (12, 8),
+    "mlp.up_proj.weight": (12, 8),
+    "mlp.down_proj.weight": (8, 12),
+    "post_attention_layernorm.weight": (8,),
+}
+
+
+def draw(shapes, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return {key: rng.standard_normal(shape).astype(dtype) for key, shape in shapes.items()}
+
+
+def target_tensors(dtype=np.float32, **extra):
+    shapes = {"model.embed_tokens.weight": (16, 8), "model.norm.weight": (8,)}
+    for index in range(2):
+        shapes[f"model.layers.{index}.input_layernorm.weight"] = (8,)
+        shapes |= {f"model.layers.{index}.{key}": shape for key, shape in LAYER_SHAPES.items()}
+    return draw(shapes | {"lm_head.weight": (16, 8)} | extra, dtype)
+
+
+def draft_tensors(num_layers=1, dtype=np.float32, **extra):
+    shapes = {"fc.weight": (8, 16)} | extra
+    for index in range(num_layers):
+        shapes |= {f"layers.{index}.{key}": shape for key, shape in LAYER_SHAPES.items()}
+    return draw(shapes, dtype)
+
+
+def write_source(folder: Path, tensors, **config) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TINY | config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_shards(folder: Path, tensors, num_shards=3) -> None:
+    """Spreads tensors over shards, round robin."""
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    weight_map = {}
+    for index in range(num_shards):
+        name = f"model-{index + 1:05}-of-{num_shards:05}.safetensors"
+        part = dict(list(tensors.items())[index::num_shards])
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def run(command, **flags):
+    argv = [command]
+    for flag, value in flags.items():
+        argv += ["--" + flag.replace("_", "-"), str(value)]
+    main(argv)
+
+
+def assert_stored(params, key_table, tensors):
+    """Every source tensor arrived unchanged at the place the table names."""
+    for key, (*path, last) in key_table.items():
+        node = params
+        for part in path:
+            node = node[int(part)] if part.isdecimal() else node[part]
+        assert node[last].dtype == tensors[key].dtype, key
+        np.testing.assert_array_equal(np.asarray(node[last]), tensors[key])
+
+
+# Written out once more by hand, so that a slip in the table is seen.
+LAYER_KEYS = {
+    "self_attn.q_proj.weight": ["attention", "q", "weight"],
+    "self_attn.k_proj.weight": ["attention", "k", "weight"],
+    "self_attn.v_proj.weight": ["attention", "v", "weight"],
+    "self_attn.o_proj.weight": ["attention", "o", "weight"],
+    "mlp.gate_proj.weight": ["mlp", "gate", "weight"],
+    "mlp.up_proj.weight": ["mlp", "up", "weight"],
+    "mlp.down_proj.weight": ["mlp", "down", "weight"],
+    "post_attention_layernorm.weight": ["mlp_norm", "scale"],
+}
+
+
+def target_keys(num_layers):
+    table = {
+        "model.embed_tokens.weight": ["embed", "weight"],
+        "model.norm.weight": ["norm", "scale"],
+        "lm_head.weight": ["head", "weight"],
+    }
+    for i in range(num_layers):
+        table[f"model.layers.{i}.input_layernorm.weight"] = [
+            "layers",
+            str(i),
+            "input_norm",
+            "scale",
+        ]
+        for key, path in LAYER_KEYS.items():
+            table[f"model.layers.{i}.{key}"] = ["layers", str(i), *path]
+    return table
+
+
+def draft_keys(num_layers):
+    table = {"fc.weight": ["fc", "weight"]}
+    for i in range(num_layers):
+        table |= {f"layers.{i}.{k}": ["specialists", str(i), *p] for k, p in LAYER_KEYS.items()}
+    return table
+
+
+def convert_tiny(folder: Path) -> Path:
+    """Converts a tiny target; `source` and `target` lie in the folder."""
+    write_source(folder / "source", target_tensors())
+    run("target", source=folder / "source", output=folder / "target")
+    return folder

@@ -1,0 +1,397 @@
+"""The model folder: what it holds, that it comes back bit for bit, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from poss_jax.checkpoint import (
+    ModelRecord,
+    TargetIdentity,
+    count_parameters,
+    describe_item,
+    draft_shapes,
+    flatten_item,
+    item_shapes,
+    join_items,
+    load_draft,
+    load_target,
+    new_record,
+    read_record,
+    split_items,
+    target_identity,
+    target_shapes,
+    tokenizer_hashes,
+    write_model,
+)
+from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, UserError
+
+TARGET = LlamaConfig(
+    vocab_size=16,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=6,
+    rope=RopeConfig(type="llama3", theta=5e5, factor=8.0, low_freq_factor=1.5),
+    attention_bias=True,
+    mlp_bias=True,
+    eos_token_ids=(3, 5),
+)
+DRAFT = DraftConfig(
+    layer=replace(TARGET, attention_bias=False, mlp_bias=False),
+    positions_per_specialist=(1, 3),
+    trained_depth=4,
+    fc_bias=True,
+)
+IDENTITY = TargetIdentity(name="tiny", embedding_sha256="e", head_sha256="h")
+
+
+def random_params(config, dtype=np.float32, seed=0):
+    """Params of a model, with a distinct value in every place."""
+    rng = np.random.default_rng(seed)
+
+    def draw(shape):
+        return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+
+    items = item_shapes(config)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return join_items((k, jax.tree.map(draw, v, is_leaf=is_shape)) for k, v in items.items())
+
+
+def save(folder, config, params, tokenizer_from=None, identity=IDENTITY):
+    record = new_record(config, identity, tokenizer_from=tokenizer_from)
+    write_model(folder, record, split_items(config, params), tokenizer_from=tokenizer_from)
+    return record
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A target and a draft for it; tests copy what they change."""
+    folder = tmp_path_factory.mktemp("saved")
+    save(folder / "target", TARGET, random_params(TARGET))
+    save(folder / "draft", DRAFT, random_params(DRAFT))
+    return folder
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def paths(shapes) -> dict[str, tuple[int, ...]]:
+    return {
+        "/".join((item, *path)): shape
+        for item, tree in shapes.items()
+        for path, shape in flatten_item(tree).items()
+    }
+
+
+# Public: whatever reads our folders relies on these. Changing one means a new format version.
+LAYER = {
+    "attention/q/weight": (12, 8),
+    "attention/q/bias": (12,),
+    "attention/k/weight": (6, 8),
+    "attention/k/bias": (6,),
+    "attention/v/weight": (6, 8),
+    "attention/v/bias": (6,),
+    "attention/o/weight": (8, 12),
+    "attention/o/bias": (8,),
+    "mlp_norm/scale": (8,),
+    "mlp/gate/weight": (12, 8),
+    "mlp/gate/bias": (12,),
+    "mlp/up/weight": (12, 8),
+    "mlp/up/bias": (12,),
+    "mlp/down/weight": (8, 12),
+    "mlp/down/bias": (8,),
+}
+
+
+def test_target_paths_are_stable():
+    want = {"embed/weight": (16, 8), "norm/scale": (8,), "head/weight": (16, 8)}
+    for index in range(2):
+        want[f"layers/{index}/input_norm/scale"] = (8,)
+        want |= {f"layers/{index}/{path}": shape for path, shape in LAYER.items()}
+    assert paths(target_shapes(TARGET)) == want
+    assert list(target_shapes(TARGET)) == ["embed", "layers/0", "layers/1", "norm", "head"]
+
+
+def test_draft_paths_are_stable():
+    want = {"fc/weight": (8, 16), "fc/bias": (8,)}
+    for index in range(2):
+        without_bias = {k: v for k, v in LAYER.items() if not k.endswith("bias")}
+        want |= {f"specialists/{index}/{path}": shape for path, shape in without_bias.items()}
+    assert paths(draft_shapes(DRAFT)) == want
+    assert "bias" not in draft_shapes(replace(DRAFT, fc_bias=False))["fc"]
+
+
+def test_tied_target_has_no_head_item():
+    tied = replace(TARGET, tie_embeddings=True)
+    assert "head" not in target_shapes(tied)
+    assert count_parameters(TARGET) - count_parameters(tied) == 16 * 8
+
+
+def test_split_and_join_are_inverse():
+    params = random_params(TARGET)
+    assert isinstance(params["layers"], list)
+    assert_same(join_items(split_items(TARGET, params)), params)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+def test_target_comes_back_bit_for_bit(tmp_path, dtype):
+    params = random_params(TARGET, dtype)
+    record = save(tmp_path / "model", TARGET, params)
+    got_record, got = load_target(tmp_path / "model")
+    assert got_record == record
+    assert_same(got, params)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(got))
+
+
+def test_draft_comes_back_bit_for_bit(saved):
+    record, params = load_draft(saved / "draft", target=read_record(saved / "target"))
+    assert (record.method, record.kv) == ("poss13", "per_specialist")
+    assert record.config == DRAFT
+    assert_same(params, random_params(DRAFT))
+
+
+def test_arrays_of_devices_are_written_like_numpy_arrays(tmp_path):
+    params = random_params(TARGET)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    save(tmp_path / "model", TARGET, jax.device_put(params, everywhere))
+    assert not list((tmp_path / "model").rglob("_sharding"))
+    assert_same(load_target(tmp_path / "model")[1], params)
+
+
+def test_loading_casts(saved):
+    _, params = load_target(saved / "target", jnp.bfloat16)
+    want = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(TARGET))
+    assert_same(params, want)
+
+
+def test_tied_head_is_the_embeddings_own_array(tmp_path):
+    config = replace(TARGET, tie_embeddings=True)
+    save(tmp_path / "model", config, random_params(config))
+    _, params = load_target(tmp_path / "model")
+    assert params["head"]["weight"] is params["embed"]["weight"]
+
+
+def test_items_are_plain_orbax(saved):
+    item = ocp.PyTreeCheckpointer().restore((saved / "target/weights/layers/1").resolve())
+    assert_same(item, random_params(TARGET)["layers"][1])
+
+
+def test_describe_item_reads_no_weights(saved):
+    item = describe_item(saved / "target", read_record(saved / "target"), "norm")
+    assert item == {"scale": jax.ShapeDtypeStruct((8,), np.float32)}
+
+
+def test_record_says_where_the_model_came_from(saved):
+    values = json.loads((saved / "target/model.json").read_text())
+    assert values["format_version"] == 1
+    assert values["target"]["name"] == "tiny"
+    assert set(values["provenance"]) == {"command", "versions", "git_sha", "device_kind"}
+    assert set(values["provenance"]["versions"]) >= {"python", "jax", "flax", "poss_jax"}
+
+
+def test_draft_vocabulary_travels(tmp_path):
+    record = new_record(DRAFT, IDENTITY, tokenizer_from=None, draft_vocabulary=(0, 3, 9))
+    params = random_params(DRAFT)
+    write_model(tmp_path / "d", record, split_items(DRAFT, params), tokenizer_from=None)
+    assert read_record(tmp_path / "d").draft_vocabulary == (0, 3, 9)
+
+
+# --------------------------------------------------------------------------------------------------
+# Identity and tokenizer
+
+
+def test_identity_covers_bytes_shape_and_dtype():
+    embed, head = np.ones((4, 2), np.float32), np.zeros((4, 2), np.float32)
+    base = target_identity("a", None, embed, head)
+    assert base.same_weights(target_identity("b", "main", embed, head))
+    assert base.same_weights(target_identity("b", None, jnp.asarray(embed), head))
+    assert not base.same_weights(target_identity("a", None, head, head))
+    assert not base.same_weights(target_identity("a", None, embed.reshape(2, 4), head))
+    assert not base.same_weights(target_identity("a", None, embed.astype(jnp.bfloat16), head))
+
+
+def test_tokenizer_files_travel_with_their_hashes(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    (source / "unrelated.txt").write_text("stays")
+    record = save(tmp_path / "model", TARGET, random_params(TARGET), tokenizer_from=source)
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {"model.json", "weights", "tokenizer.json", "tokenizer_config.json"}
+    assert record.tokenizer_sha256 and record.chat_template_sha256
+    # The same template in its own file has the same hash, and another one has not.
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    assert tokenizer_hashes(source) == (record.tokenizer_sha256, record.chat_template_sha256)
+    (source / "chat_template.jinja").write_text("{{ other }}")
+    assert tokenizer_hashes(source)[1] != record.chat_template_sha256
+    assert tokenizer_hashes(tmp_path / "model") != (None, None)
+
+
+def test_no_tokenizer_no_hashes(tmp_path):
+    assert tokenizer_hashes(tmp_path) == (None, None)
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+    assert tokenizer_hashes(tmp_path)[0] is not None
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+
+
+def change_record(folder: Path, **values) -> None:
+    path = folder / "model.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.fixture
+def copy(saved, tmp_path) -> Path:
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        load_target(tmp_path / "nowhere")
+
+
+def test_not_a_model_folder(tmp_path):
+    with pytest.raises(UserError, match=r"holds no model\.json.*convert it first"):
+        load_target(tmp_path)
+
+
+def test_wrong_family(saved):
+    target = read_record(saved / "target")
+    with pytest.raises(UserError, match="want a target, got a draft"):
+        load_target(saved / "draft")
+    with pytest.raises(UserError, match="want a draft, got a target"):
+        load_draft(saved / "target", target=target)
+    with pytest.raises(UserError, match="want a target to draft for"):
+        load_draft(saved / "draft", target=read_record(saved / "draft"))
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_unknown_format_version(copy, version):
+    change_record(copy / "target", format_version=version, something_new=1)
+    with pytest.raises(UserError, match="want format_version 1, got"):
+        load_target(copy / "target")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
+def test_malformed_record(copy, text):
+    (copy / "target/model.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=r"model\.json"):
+        read_record(copy / "target")
+
+
+@pytest.mark.parametrize("values", [{"extra": 1}, {"family": "draft"}, {"kv": "shared"}])
+def test_record_is_strict(copy, values):
+    change_record(copy / "target", **values)
+    with pytest.raises(UserError, match=r"model\.json: "):
+        read_record(copy / "target")
+
+
+def test_missing_item(copy):
+    shutil.rmtree(copy / "target/weights/layers/1")
+    with pytest.raises(UserError, match="no weights item layers/1"):
+        load_target(copy / "target")
+
+
+def test_damaged_item(copy):
+    (copy / "target/weights/norm/_METADATA").unlink()
+    with pytest.raises(UserError, match="norm is damaged"):
+        load_target(copy / "target")
+
+
+def test_item_that_does_not_fit_the_config(copy):
+    config = json.loads((copy / "target/model.json").read_text())["config"]
+    change_record(copy / "target", config=config | {"intermediate_size": 24})
+    with pytest.raises(UserError, match=r"mlp/down/weight want \(8, 24\) got \(8, 12\)"):
+        load_target(copy / "target")
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "vocab_size"])
+def test_draft_that_does_not_fit_is_always_refused(saved, field):
+    record = read_record(saved / "target")
+    other = replace(record, config=replace(TARGET, **{field: 32}))
+    with pytest.raises(UserError, match=f"want {field} 32, got"):
+        load_draft(saved / "draft", target=other, allow_target_mismatch=True)
+
+
+def test_draft_of_another_target_needs_permission(saved):
+    record = read_record(saved / "target")
+    other = replace(record, target=replace(IDENTITY, name="other", head_sha256="x"))
+    with pytest.raises(UserError, match="made for tiny, got the target other"):
+        load_draft(saved / "draft", target=other)
+    load_draft(saved / "draft", target=other, allow_target_mismatch=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# All or nothing
+
+
+def test_non_empty_output_is_left_alone(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/keep.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty"):
+        save(tmp_path / "model", TARGET, random_params(TARGET))
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "keep.txt"]
+
+
+def test_file_as_output_is_left_alone(tmp_path):
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(UserError, match="is a file"):
+        save(tmp_path / "model", TARGET, random_params(TARGET))
+
+
+def test_empty_output_is_used(tmp_path):
+    (tmp_path / "model").mkdir()
+    save(tmp_path / "model", TARGET, random_params(TARGET))
+    assert read_record(tmp_path / "model").config == TARGET
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
+def test_interrupted_write_leaves_nothing(tmp_path, error):
+    def items() -> Iterator:
+        all_items = split_items(TARGET, random_params(TARGET))
+        yield next(all_items)
+        yield next(all_items)
+        raise error("stop")
+
+    record = new_record(TARGET, IDENTITY, tokenizer_from=None)
+    with pytest.raises(UserError if error is OSError else error, match="stop"):
+        write_model(tmp_path / "model", record, items(), tokenizer_from=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["absent", "unknown", "misshapen"])
+def test_items_are_checked_before_they_are_written(tmp_path, change):
+    items = dict(split_items(TARGET, random_params(TARGET)))
+    if change == "absent":
+        del items["layers/1"]
+    elif change == "unknown":
+        items["layers/2"] = items["layers/1"]
+    else:
+        items["norm"] = {"scale": np.ones(9, np.float32)}
+    record = new_record(TARGET, IDENTITY, tokenizer_from=None)
+    with pytest.raises(UserError, match="layers/1" if change == "absent" else "does not fit"):
+        write_model(tmp_path / "model", record, items.items(), tokenizer_from=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_record_of_one_family_with_the_config_of_the_other():
+    with pytest.raises(ValueError, match="family target"):
+        ModelRecord(family="target", config=DRAFT, target=IDENTITY, provenance={})

@@ -1,0 +1,201 @@
+"""The converter and bad input: one clear line, exit code 2, nothing left behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from convert_sources import (
+    convert_tiny,
+    draft_tensors,
+    run,
+    target_tensors,
+    write_shards,
+    write_source,
+)
+from safetensors.numpy import save_file
+
+import poss_jax.checkpoint.folder
+from poss_jax.config import UserError
+from poss_jax.convert.__main__ import cli, main
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return convert_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys and files that do not fit
+
+
+def test_every_wrong_key_is_listed(tmp_path):
+    tensors = target_tensors(**{"model.layers.2.mlp.gate_proj.weight": (12, 8)})
+    del tensors["model.norm.weight"]
+    tensors["model.layers.1.self_attn.k_proj.weight"] = np.zeros((8, 8), np.float32)
+    tensors["lm_head.weight"] = np.zeros((16, 8), np.int8)
+    folder = write_source(tmp_path / "source", tensors)
+    with pytest.raises(UserError) as error:
+        run("target", source=folder, output=tmp_path / "out")
+    message = str(error.value)
+    assert "missing model.norm.weight [8]" in message
+    assert "unknown model.layers.2.mlp.gate_proj.weight [12, 8]" in message
+    assert "model.layers.1.self_attn.k_proj.weight want [4, 8] got [8, 8]" in message
+    assert "lm_head.weight want float32 or bfloat16 or float16 got I8" in message
+    assert message.count("\n") == 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["layers.0.input_layernorm.weight", "lm_head.weight", "d2t"])
+def test_unknown_draft_keys(tmp_path, tiny, key):
+    source = write_source(tmp_path / "source", draft_tensors(**{key: (8,)}))
+    with pytest.raises(UserError, match=f"unknown {key}"):
+        run("draft", source=source, target=tiny / "target", output=tmp_path / "out")
+
+
+def test_draft_without_layers(tmp_path, tiny):
+    source = write_source(tmp_path / "source", draft_tensors(0))
+    with pytest.raises(UserError, match=r"missing layers\.0\.self_attn\.q_proj\.weight"):
+        run("draft", source=source, target=tiny / "target", output=tmp_path / "out")
+
+
+def test_a_long_list_of_keys_is_cut(tmp_path):
+    extra = {f"extra.{index}": (1,) for index in range(80)}
+    folder = write_source(tmp_path / "source", target_tensors(**extra))
+    with pytest.raises(UserError, match="and 30 more"):
+        run("target", source=folder, output=tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["weights", "header", "config", "no_config", "no_weights"])
+def test_damaged_files(tmp_path, damage):
+    folder = write_source(tmp_path / "source", target_tensors())
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if damage == "weights":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    elif damage == "header":
+        weights.write_bytes(b"\xff" * 100)
+    elif damage == "config":
+        config.write_text("{")
+    else:
+        (config if damage == "no_config" else weights).unlink()
+    message = {"no_weights": "holds no weights", "no_config": "config.json: No such file"}
+    with pytest.raises(UserError, match=message.get(damage, r"\.safetensors|\.json")):
+        run("target", source=folder, output=tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["absent", "unlisted", "twice", "outside", "empty"])
+def test_damaged_index(tmp_path, damage):
+    tensors = target_tensors()
+    folder = write_source(tmp_path / "source", tensors)
+    write_shards(folder, tensors)
+    path = folder / "model.safetensors.index.json"
+    weight_map = json.loads(path.read_text())["weight_map"]
+    shards = sorted(set(weight_map.values()))
+    if damage == "absent":
+        (folder / shards[1]).unlink()
+    elif damage == "unlisted":
+        del weight_map["lm_head.weight"]
+    elif damage == "twice":
+        save_file(tensors, folder / shards[1])
+    elif damage == "outside":
+        weight_map["lm_head.weight"] = "../source/" + shards[0]
+    else:
+        weight_map = {}
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    messages = {
+        "absent": "which is missing",
+        "unlisted": r"disagree about lm_head\.weight",
+        "twice": "too; fetch",
+        "outside": "which is missing",
+        "empty": "want a weight_map",
+    }
+    with pytest.raises(UserError, match=messages[damage]):
+        run("target", source=folder, output=tmp_path / "out")
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+def test_table_and_summary(tmp_path, tiny, capsys):
+    run("target", source=tiny / "source", output=tmp_path / "out")
+    *table, last = capsys.readouterr().out.splitlines()
+    assert len(table) == len(target_tensors())
+    assert table[0].split() == [
+        *("model.embed_tokens.weight", "->", "embed/weight", "16x8", "float32")
+    ]
+    assert json.loads(last) == {
+        "output": str(tmp_path / "out"),
+        "family": "target",
+        "method": None,
+        "parameters": sum(value.size for value in target_tensors().values()),
+        "dtype": "float32",
+    }
+
+
+def test_output_that_is_not_empty(tmp_path, tiny):
+    (tmp_path / "keep.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty"):
+        run("target", source=tiny / "source", output=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["keep.txt"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_interrupted_conversion_leaves_nothing(tmp_path, tiny, monkeypatch, error):
+    checkpointer = poss_jax.checkpoint.folder._checkpointer()
+    save = checkpointer.save
+
+    def fail_at_the_norm(path, item):
+        if path.name == "norm":
+            raise error("stop")
+        save(path, item)
+
+    monkeypatch.setattr(checkpointer, "save", fail_at_the_norm)
+    with pytest.raises(error, match="stop"):
+        run("target", source=tiny / "source", output=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["frobnicate"],
+        ["target", "--source", "x"],
+        ["target", "--source", "x", "--output", "y", "--dtype", "int8"],
+        ["init-specialists", "--draft", "x", "--output", "y"],
+        ["init-specialists", "--draft", "x", "--output", "y", "--positions-per-specialist", "3,0"],
+        ["draft", "--source", "x", "--target", "t", "--output", "y", "--trained-depth", "-1"],
+    ],
+)
+def test_wrong_arguments_are_one_line(argv, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["poss-convert", *argv])
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")  # leave this process's setting alone
+    with pytest.raises(SystemExit) as exit_info:
+        cli()
+    assert exit_info.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert "--help" in err
+
+
+@pytest.mark.parametrize("command", [[], ["target"], ["draft"], ["init-specialists"]])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([*command, "--help"])
+    assert exit_info.value.code == 0
+    assert "poss-convert" in capsys.readouterr().out
+
+
+def test_as_a_process(tmp_path):
+    command = [sys.executable, "-m", "poss_jax.convert", "target"]
+    command += ["--source", str(tmp_path / "missing"), "--output", str(tmp_path / "out")]
+    root = Path(__file__).parents[1]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: source ") and result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

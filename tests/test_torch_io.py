@@ -1,0 +1,109 @@
+"""Reading .bin files: bit for bit, without running what they hold."""
+
+import builtins
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from poss_jax.config import UserError
+from poss_jax.torch_io import read_bin
+
+
+def test_without_torch_the_extra_is_named(tmp_path, monkeypatch):
+    real_import = builtins.__import__
+
+    def no_torch(name, *args, **kwargs):
+        if name == "torch":
+            raise ImportError("No module named 'torch'")
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_torch)
+    with pytest.raises(UserError, match="install the `torch` extra"):
+        read_bin(tmp_path / "pytorch_model.bin")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool"])
+def test_every_type_bit_for_bit(tmp_path, dtype, zipped):
+    import torch
+
+    values = torch.arange(12).reshape(3, 4).to(getattr(torch, dtype)) / 7
+    values = values.to(getattr(torch, dtype))
+    path = tmp_path / "model.bin"
+    torch.save({"a": values, "b": values.T}, path, _use_new_zipfile_serialization=zipped)
+    arrays = read_bin(path)
+    assert arrays["a"].dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
+    want = values.float().numpy()
+    np.testing.assert_array_equal(arrays["a"].astype(np.float32), want)
+    np.testing.assert_array_equal(arrays["b"].astype(np.float32), want.T)
+
+
+@pytest.mark.torch
+def test_files_of_the_zip_format_are_mapped(tmp_path):
+    import torch
+
+    torch.save({"a": torch.zeros(4)}, tmp_path / "model.bin")
+    array = read_bin(tmp_path / "model.bin")["a"]
+    assert not array.flags.owndata
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ("touch it_ran",)
+
+
+@pytest.mark.torch
+def test_code_is_refused(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": Malicious()}, "model.bin")
+    with pytest.raises(UserError, match=r"model\.bin: want plain tensors"):
+        read_bin("model.bin")
+    assert not (tmp_path / "it_ran").exists()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"x" * 100])
+def test_damaged_file(tmp_path, content):
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.bin: ") as error:
+        read_bin(tmp_path / "model.bin")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.torch
+def test_truncated_file(tmp_path):
+    import torch
+
+    path = tmp_path / "model.bin"
+    torch.save({"a": torch.zeros(1000)}, path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(UserError, match=r"model\.bin: "):
+        read_bin(path)
+
+
+@pytest.mark.torch
+def test_missing_file(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        read_bin(tmp_path / "model.bin")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["list", "nested", "number", "sparse"])
+def test_only_a_flat_state_dict(tmp_path, kind):
+    import torch
+
+    tensor = torch.ones(2, 2)
+    state = {
+        "list": [tensor],
+        "nested": {"model": {"a": tensor}},
+        "number": {"a": tensor, "step": 3},
+        "sparse": {"a": tensor.to(torch.float8_e4m3fn)},
+    }[kind]
+    torch.save(state, tmp_path / "model.bin")
+    with pytest.raises(UserError, match=r"model\.bin"):
+        read_bin(tmp_path / "model.bin")
