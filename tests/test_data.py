@@ -1,0 +1,315 @@
+"""The split, the tokenizer, the order of batches, and every error line of data.py."""
+
+import hashlib
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from poss_jax import data
+from poss_jax.config import DataConfig, UserError
+
+SOURCE = "".join(
+    f"def area_{n}(width, height):\n    '''Area number {n}.'''\n    return width * height + {n}\n\n"
+    f"class Shape{n}:\n    sides = {n}\n\n"
+    for n in range(40)
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    data.train_tokenizer([SOURCE], 320, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    return data.load_tokenizer(folder)
+
+
+def write_jsonl(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def load(path: Path | str, **settings: Any) -> data.Documents:
+    return data.load_documents(DataConfig(source=str(path), **settings))
+
+
+# --------------------------------------------------------------------------------------------------
+# Documents
+
+
+def test_stdlib_is_other_peoples_code_without_tests_and_tables() -> None:
+    names = [name for name, _ in data._read_stdlib()]
+    assert {"argparse.py", "unittest/case.py", "json/decoder.py", "tokenize.py"} <= set(names)
+    for part in ("site-packages/", "test/", "tests/", "idlelib/", "pydoc_data/", "encodings/"):
+        assert not [name for name in names if name.startswith(part) or f"/{part}" in name]
+    assert not {"html/entities.py", "stringprep.py", "token.py"} & set(names)
+    assert len(names) > 200
+
+
+def test_stdlib_split_holds_out_a_few_modules_and_repeats() -> None:
+    first, second = load("stdlib"), load("stdlib")
+    share = len(first.validation) / len(first.train + first.validation)
+    assert first == second and 0.02 < share < 0.1
+
+
+def test_split_is_stable_under_added_documents_and_order(tmp_path: Path) -> None:
+    texts = [f"document number {n}" for n in range(300)]
+    few = load(write_jsonl(tmp_path / "few.jsonl", *({"text": text} for text in texts[:200])))
+    random.Random(0).shuffle(texts)
+    many = load(write_jsonl(tmp_path / "many.jsonl", *({"text": text} for text in texts)))
+    assert set(few.train) <= set(many.train) and set(few.validation) <= set(many.validation)
+    assert sorted(many.train + many.validation) == sorted(texts)
+
+
+def test_split_follows_the_fraction(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"{n}"} for n in range(2000)))
+    for fraction in (0.05, 0.3):
+        held_out = load(path, validation_fraction=fraction).validation
+        assert len(held_out) / 2000 == pytest.approx(fraction, rel=0.2)
+
+
+def test_text_files_by_path_and_glob_and_max_documents(tmp_path: Path) -> None:
+    for n in range(40):
+        (tmp_path / f"{n:02}.txt").write_text(f"ünïcode {n}")
+    (tmp_path / "blank.txt").write_text(" \n")
+    found = load(tmp_path / "*.txt", validation_fraction=0.5)
+    assert sorted(found.train + found.validation) == sorted(f"ünïcode {n}" for n in range(40))
+    some = load(tmp_path / "*.txt", validation_fraction=0.5, max_documents=10)
+    assert set(some.train + some.validation) == {f"ünïcode {n}" for n in range(10)}
+    with pytest.raises(UserError, match=r"one training and one validation document, got . and .;"):
+        load(tmp_path / "00.txt")
+
+
+def test_hub_data_set_is_read_by_its_text_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": f"row {n}"} for n in range(100)]
+    asked = []
+
+    def load_dataset(name: str, **settings: Any) -> list[dict[str, str]]:
+        asked.append((name, settings))
+        return rows
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    found = load("someone/texts", max_documents=90)
+    assert len(found.train + found.validation) == 90
+    assert asked == [("someone/texts", {"split": "train", "streaming": True})]
+    rows[0] = {"body": "no text here"}
+    with pytest.raises(UserError, match=r"'someone/texts': want a string 'text', got None"):
+        load("someone/texts")
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ('{"text": "a"}\n{"text": \n', r"bad\.jsonl:2: want a JSON object, got bad JSON"),
+        ('\n["a"]\n', r"bad\.jsonl:2: want a JSON object, got list"),
+        ('{"body": "a"}\n', r"bad\.jsonl:1: want a string 'text', got None"),
+        ('{"text": "\\ud83d"}\n', r"bad\.jsonl:1: want a JSON object, .*surrogates not allowed"),
+        ('{"text": 3}\n', r"bad\.jsonl:1: want a string 'text', got 3"),
+        (b"\xff\xfe\n", r"bad\.jsonl: want UTF-8 text"),
+    ],
+)
+def test_bad_jsonl_names_file_and_line(tmp_path: Path, content: str | bytes, error: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=error):
+        load(path)
+
+
+@pytest.mark.parametrize("source", ["missing.txt", "nowhere/*.jsonl"])
+def test_missing_files(source: str) -> None:
+    with pytest.raises(UserError, match="no such file; give a path or a glob"):
+        load(source)
+
+
+def test_source_of_no_known_kind() -> None:
+    with pytest.raises(UserError, match=r"want stdlib, a \.txt or \.jsonl path or glob, or a Hub"):
+        load("/some/folder/text.parquet")
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizer
+
+
+def test_bos_once_then_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    plain = tokenizer("def area", add_special_tokens=False)["input_ids"]
+    assert (bos, eos, tokenizer.pad_token_id) == (0, 1, 2)
+    assert tokenizer("def area")["input_ids"] == [bos, *plain]
+    assert len(plain) < len("def area") and len(tokenizer) == 320
+
+
+def test_round_trip_on_arbitrary_unicode(tokenizer: PreTrainedTokenizerFast) -> None:
+    rng = random.Random(0)
+    letters = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+    texts = ["".join(rng.choices(letters, k=50)) for _ in range(100)]
+    texts += ["", " a , b . c 's n't", "\r\n\t  x\n\n", "</s> <s><pad>", SOURCE]
+    for text, ids in zip(texts, data._encode(tokenizer, texts), strict=True):
+        assert tokenizer.decode(ids) == text
+        assert not set(ids) & {0, 1, 2}  # spelled-out special tokens stay text
+        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=False)[3:] == text
+
+
+def test_chat_template_has_one_bos(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<s>### system\nBe brief.\n### user\nHi\n### assistant\n"
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert ids.count(tokenizer.bos_token_id) == 1 and tokenizer.decode(ids) == text
+    finished = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == finished + "### assistant\n"
+
+
+def test_training_is_deterministic_and_looks_at_a_bounded_sample(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "TOKENIZER_SAMPLE_CHARACTERS", len(SOURCE))
+    data.train_tokenizer(iter([SOURCE, "never looked at " * 1000]), 320, tmp_path)
+    digests = [
+        hashlib.sha256((place / "tokenizer.json").read_bytes()).digest()
+        for place in (folder, tmp_path)
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_loading_is_silent_and_without_torch(folder: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; sys.modules['torch'] = None\n"
+        "from poss_jax.data import load_tokenizer\n"
+        "print(load_tokenizer(Path(sys.argv[1]))('def')['input_ids'][0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, str(folder)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)
+
+
+def test_tokenizer_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="vocab_size wants at least 259"):
+        data.train_tokenizer([SOURCE], 258, tmp_path)
+    for content in ("{", "{}"):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(UserError, match=r"want a tokenizer, got: .*; copy its files there"):
+            data.load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="want a tokenizer"):
+        data.load_tokenizer(tmp_path / "missing")
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows and batches
+
+
+def test_rows_are_documents_between_bos_and_eos(tokenizer: PreTrainedTokenizerFast) -> None:
+    a, b = data._encode(tokenizer, ["QX", "ZQX"])
+    stream = [0, *a, 1, 0, *b, 1]  # 9 tokens: <s> Q X </s> <s> Z Q X </s>
+    rows = data.token_rows(["QX", "ZQX"], tokenizer, 4)
+    assert rows.dtype == np.int32 and rows.tolist() == [stream[:4], stream[4:8]]
+    with pytest.raises(UserError, match="want a row of 10 tokens, got 9 tokens in 2 documents"):
+        data.token_rows(["QX", "ZQX"], tokenizer, 10)
+    with pytest.raises(UserError, match="got 0 tokens in 0 documents"):
+        data.token_rows([], tokenizer, 4)
+
+
+@pytest.mark.parametrize(("num_rows", "batch_size"), [(12, 4), (10, 4), (3, 8), (1, 2)])
+def test_batches_cover_each_row_once_per_epoch(num_rows: int, batch_size: int) -> None:
+    rows = np.arange(num_rows, dtype=np.int32)[:, None].repeat(2, axis=1)
+    steps = range(3 * num_rows)  # batch_size times 3 epochs, exactly
+    batches = [data.batch_at(rows, step, batch_size, 7) for step in steps]
+    assert all(batch.shape == (batch_size, 2) for batch in batches)
+    order = np.concatenate(batches)[:, 0].reshape(-1, num_rows)
+    assert (np.sort(order, axis=1) == np.arange(num_rows)).all()
+
+
+def test_batches_of_a_resumed_run_are_the_same_and_seeds_differ() -> None:
+    rows = np.arange(60, dtype=np.int32).reshape(30, 2)
+    whole = [data.batch_at(rows, step, 4, 1) for step in range(20)]
+    data._epoch_order.cache_clear()
+    for step in (19, 5, 12):
+        np.testing.assert_array_equal(data.batch_at(rows, step, 4, 1), whole[step])
+    assert (data.batch_at(rows, 0, 4, 2) != whole[0]).any()
+    assert (data.batch_at(rows, 0, 30, 1) != data.batch_at(rows, 1, 30, 1)).any()  # epochs differ
+
+
+# --------------------------------------------------------------------------------------------------
+# Prompts
+
+
+def test_prompts_begin_at_definitions_and_repeat(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [SOURCE, "x = 1\n" * 3, SOURCE.replace("Area", "Size")]
+    prompts = data.prompts_from_documents(texts, tokenizer, num_prompts=12, prompt_tokens=16)
+    again = data.prompts_from_documents(texts, tokenizer, num_prompts=12, prompt_tokens=16)
+    assert prompts == again and len({tuple(ids) for ids in prompts}) == 12
+    for ids in prompts:
+        assert len(ids) == 16 and ids[0] == 0 and 0 not in ids[1:]
+        assert tokenizer.decode(ids[1:]).startswith(("def area_", "class Shape"))
+
+
+def test_prompts_of_prose_begin_at_lines_and_documents_take_turns(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    texts = [f"{n} begins a document.\n  Indented.\n{n} ends it.\n\n" for n in range(4)]
+    prompts = data.prompts_from_documents(texts, tokenizer, num_prompts=4, prompt_tokens=12)
+    lines = [tokenizer.decode(ids[1:]) for ids in prompts]
+    assert sorted(line[0] for line in lines) == ["0", "1", "2", "3"]
+    assert all(line in text for line, text in zip(sorted(lines), texts, strict=True))
+
+
+def test_too_few_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match="want 3 prompts of 4 tokens, got 1 from 2 documents"):
+        data.prompts_from_documents(["abcdef"] * 2, tokenizer, num_prompts=3, prompt_tokens=4)
+
+
+def test_read_prompts_keeps_other_keys(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "Once"},
+        {"prompt_ids": [0, 5], "question_id": 81},
+        {"messages": [{"role": "user", "content": "Hi"}]},
+        {"turns": ["First?", "Second?"], "category": "writing"},
+    ]
+    assert data.read_prompts(write_jsonl(tmp_path / "p.jsonl", *records)) == records
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": "unknown key"},
+        {"prompt": "two", "turns": ["keys"]},
+        {"prompt": ""},
+        {"prompt": 3},
+        {"prompt_ids": []},
+        {"prompt_ids": [1, "2"]},
+        {"prompt_ids": [True]},
+        {"messages": {"role": "user", "content": "not a list"}},
+        {"messages": [{"role": "user"}]},
+        {"turns": ["fine", ""]},
+        {"turns": "not a list"},
+    ],
+)
+def test_bad_prompts_name_line_and_known_keys(tmp_path: Path, record: dict[str, Any]) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", {"prompt": "fine"}, record)
+    known = r"prompt .*prompt_ids .*messages .*turns "
+    with pytest.raises(UserError, match=rf"p\.jsonl:2: want exactly one of {known}") as caught:
+        data.read_prompts(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_prompt_file_without_prompts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="want a readable file"):
+        data.read_prompts(tmp_path / "missing.jsonl")
+    with pytest.raises(UserError, match="got no lines; add prompts"):
+        data.read_prompts(write_jsonl(tmp_path / "empty.jsonl"))
+    (tmp_path / "bad.jsonl").write_text("not json\n")
+    with pytest.raises(UserError, match=r"bad\.jsonl:1: want a JSON object, got bad JSON"):
+        data.read_prompts(tmp_path / "bad.jsonl")
