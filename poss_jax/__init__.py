@@ -1,3 +1,24 @@
-"""poss_jax: position-specialist speculative decoding in JAX and Flax."""
+"""poss_jax: position-specialist speculative decoding in JAX and Flax.
+
+Where things live:
+
+    config, shapes      settings; axis letters
+    layers, cache       linear, rotary embedding, attention, one decoder layer; key/value caches
+    target, draft       the frozen Llama; fc fusion and specialists
+    tree, verify        static-shape draft tree; the path the target agrees with
+    speculate           the decoding round and its on-device loop
+    engine              load, generate: what users hold
+    rollout, losses     the training recursion and what it minimises
+    train_step          jitted steps
+    data, checkpoint    text, tokenizer, rows; the model folder
+    convert, torch_io   from Hugging Face and PyTorch checkpoints
+
+`train/` makes weights and `infer/` uses them; both are programs around these functions.
+"""
+
+from poss_jax.config import TreeConfig, UserError
+from poss_jax.engine import Engine, Generation
 
 __version__ = "0.1.0"
+
+__all__ = ["Engine", "Generation", "TreeConfig", "UserError", "__version__"]

@@ -17,8 +17,7 @@ from poss_jax.layers import rope_frequencies
 from poss_jax.shapes import Array, Bool, Int
 
 
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """Keys and values of every layer (of every specialist, in a draft).
 
     Attributes:

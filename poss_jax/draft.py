@@ -20,7 +20,7 @@ from flax import struct
 from jax import lax
 
 from poss_jax.cache import KVCache, scratch_mask, write_layer
-from poss_jax.config import DraftConfig, TreeConfig
+from poss_jax.config import DraftConfig, TreeConfig, UserError
 from poss_jax.layers import DecoderLayer, attend, init_layer, linear
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 from poss_jax.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
@@ -29,8 +29,7 @@ ChildrenFn = Callable[[Array, Array, int], tuple[Array, Array]]
 """(logits [B rows V], position of the children [B], W) -> (draft ids, log-probabilities)."""
 
 
-@struct.dataclass
-class Drafted:
+class Drafted(struct.PyTreeNode):
     """Result of drafting: all candidates, and the cache whose scratch rows were used."""
 
     candidates: Candidates
@@ -46,6 +45,21 @@ def init_draft(config: DraftConfig, key: Array) -> Params:
         fc["bias"] = jnp.zeros(D)
     layer = DecoderLayer(config.layer, has_input_norm=False)
     return {"fc": fc, "specialists": [init_layer(layer, key) for key in keys]}
+
+
+def extend_specialists(draft: Params, num_specialists: int) -> Params:
+    """Fills a list of specialists up with copies of its last one: how PosS starts from EAGLE.
+
+    Raises:
+      UserError: the draft has more specialists than wanted.
+    """
+    have = draft["specialists"]
+    if len(have) > num_specialists:
+        raise UserError(
+            f"want {num_specialists} specialists, got a draft with {len(have)}; "
+            "start from one with no more than wanted"
+        )
+    return draft | {"specialists": have + [have[-1]] * (num_specialists - len(have))}
 
 
 def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None = None) -> Params:

@@ -118,15 +118,24 @@ def attend(
 
 
 class Linear(nn.Module):
-    """Parameters of a linear map, `weight` [out, in] and maybe `bias` [out]."""
+    """Parameters of a linear map, `weight` [out, in] and maybe `bias` [out].
+
+    Attributes:
+      out_dim: width of the output.
+      use_bias: whether there is a bias.
+      init_scale: variance of the output for input of variance 1.
+    """
 
     out_dim: int
     use_bias: bool = False
+    init_scale: float = 1.0
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         shape = (self.out_dim, x.shape[-1])
-        init = nn.initializers.normal(0.02)
+        init = nn.initializers.variance_scaling(
+            self.init_scale, "fan_in", "normal", in_axis=1, out_axis=0
+        )
         weight = self.param("weight", init, shape, jnp.float32)
         bias = None
         if self.use_bias:
@@ -155,7 +164,7 @@ class Attention(nn.Module):
         self.q = Linear(c.num_heads * c.head_dim, c.attention_bias)
         self.k = Linear(c.num_kv_heads * c.head_dim, c.attention_bias)
         self.v = Linear(c.num_kv_heads * c.head_dim, c.attention_bias)
-        self.o = Linear(c.hidden_size, c.attention_bias)
+        self.o = Linear(c.hidden_size, c.attention_bias, _residual_scale(c))
 
 
 class MLP(nn.Module):
@@ -167,7 +176,7 @@ class MLP(nn.Module):
         c = self.config
         self.gate = Linear(c.intermediate_size, c.mlp_bias)
         self.up = Linear(c.intermediate_size, c.mlp_bias)
-        self.down = Linear(c.hidden_size, c.mlp_bias)
+        self.down = Linear(c.hidden_size, c.mlp_bias, _residual_scale(c))
 
     def __call__(self, x: Array) -> Array:
         return self.down(nn.silu(self.gate(x)) * self.up(x))
@@ -234,15 +243,20 @@ class DecoderLayer(nn.Module):
         return self.finish(hidden, attend(q, k, v, can_attend))
 
 
+def _residual_scale(config: LlamaConfig) -> float:
+    """Keeps the residual's variance independent of depth: each layer adds to it twice."""
+    return 1 / (2 * config.num_layers)
+
+
 def _heads(x: Array, config: LlamaConfig) -> Array:
     return x.reshape(*x.shape[:-1], x.shape[-1] // config.head_dim, config.head_dim)
 
 
 def init_layer(layer: DecoderLayer, key: Array) -> Params:
-    """Draws the parameters of one layer: normal with deviation 0.02, norms at one."""
+    """Draws the parameters of one layer; norms start at one, biases at zero."""
     config = layer.config
     hidden = jnp.zeros((1, 1, config.hidden_size))
     positions = jnp.zeros((1, 1), jnp.int32)
     frequencies = rope_frequencies(config.rope, config.head_dim, jnp.ones(1, jnp.int32))
     mask = jnp.ones((1, 1, 1), bool)
-    return layer.init(key, hidden, positions, frequencies, mask)["params"]
+    return dict(layer.init(key, hidden, positions, frequencies, mask)["params"])

@@ -21,8 +21,7 @@ from poss_jax.layers import linear
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
-@struct.dataclass
-class TargetRows:
+class TargetRows(struct.PyTreeNode):
     """What the draft is to predict at every row.
 
     Attributes:
@@ -40,8 +39,7 @@ class TargetRows:
     tokens: Array  # [B T] int32
 
 
-@struct.dataclass
-class DraftLosses:
+class DraftLosses(struct.PyTreeNode):
     """Loss terms of one depth, averaged over trained rows; `total` weighs them."""
 
     feature: Array  # []

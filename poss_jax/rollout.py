@@ -22,8 +22,7 @@ from poss_jax.layers import DecoderLayer, rope_frequencies
 from poss_jax.shapes import Array, Float, Int, Params
 
 
-@struct.dataclass
-class DraftBatch:
+class DraftBatch(struct.PyTreeNode):
     """Rows of text as the draft sees them: pairs (feature f_j, token x_{j+1}).
 
     Attributes:

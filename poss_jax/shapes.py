@@ -3,8 +3,8 @@
     B batch            T query length        S cache length       D model width
     N query heads      K key/value heads     G query heads per key/value head (N = K * G)
     H head width       F MLP width           V vocabulary         L target layers
-    E specialists      R rollout depth       W tree.top_k         M tree.total_tokens (root included)
-    A longest acceptance of a round, root included                C drafted candidates
+    E specialists      R rollout depth       W tree.top_k         C drafted candidates
+    M tree.total_tokens, root included       A longest acceptance of a round, root included
 
 A dimension that is a product or a slice is written out where it occurs. Struct fields carry their
 shape as a comment, because run-time shape checking of constructors breaks `jax.tree.map`.

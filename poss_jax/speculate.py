@@ -54,14 +54,13 @@ class DecodeConfig(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Parameters of the target and of the draft (None: autoregressive)."""
+    """Parameters of the target and of the draft (with `attach`; empty: autoregressive)."""
 
     target: Params
-    draft: Params | None
+    draft: Params
 
 
-@struct.dataclass
-class Request:
+class Request(struct.PyTreeNode):
     """What is asked for, per sequence.
 
     Attributes:
@@ -77,17 +76,25 @@ class Request:
     stop_ids: Array  # [num_stop] int32
 
 
-@struct.dataclass
-class DecodeState:
-    """All that a round reads and writes.
-
-    The caches hold every token but the root; the draft's holds the pair that ends in the root too.
+class DraftState(struct.PyTreeNode):
+    """What the draft carries from round to round.
 
     Attributes:
-      target_cache: committed tokens.
-      draft_cache: committed (feature, token) pairs; None without a draft.
-      root: the last chosen token, not yet in the target's cache.
-      root_input: draft input of the last committed pair; None without a draft.
+      cache: committed (feature, token) pairs; the last one ends in the root.
+      root_input: draft input of that last pair.
+    """
+
+    cache: KVCache
+    root_input: Array  # [B 1 D]
+
+
+class DecodeState(struct.PyTreeNode):
+    """All that a round reads and writes.
+
+    Attributes:
+      target_cache: committed tokens: all but the root.
+      draft: None without a draft.
+      root: the last chosen token.
       output: chosen tokens; those from `num_output` on are not part of the text.
       num_output: tokens of the text so far.
       num_accepted: accepted drafted tokens of every round.
@@ -98,9 +105,8 @@ class DecodeState:
     """
 
     target_cache: KVCache
-    draft_cache: KVCache | None
+    draft: DraftState | None
     root: Array  # [B] int32
-    root_input: Array | None  # [B 1 D]
     output: Array  # [B N+A] int32
     num_output: Array  # [B] int32
     num_accepted: Array  # [B N] int32
@@ -126,9 +132,8 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
     root = choose(out.logits)
     state = DecodeState(
         target_cache=out.cache,
-        draft_cache=None,
+        draft=None,
         root=root,
-        root_input=None,
         output=jnp.zeros((B, N + config.max_accepted + 1), jnp.int32).at[:, 0].set(root),
         num_output=jnp.ones(B, jnp.int32),
         num_accepted=jnp.zeros((B, N), jnp.int32),
@@ -148,8 +153,10 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
     )
     is_last = jnp.arange(P)[None] == (request.lengths - 1)[:, None]
     following = jnp.where(is_last, root[:, None], jnp.roll(request.tokens, -1, axis=1))
-    state = state.replace(draft_cache=draft_cache)
-    return _commit_draft(weights, config, state, following, out.features, request.lengths)
+    draft = _commit_draft(
+        weights, config.draft, draft_cache, following, out.features, request.lengths
+    )
+    return state.replace(draft=draft)
 
 
 def run_round(
@@ -166,17 +173,17 @@ def draft_tree(
     weights: Weights, config: DecodeConfig, state: DecodeState
 ) -> tuple[DecodeState, Tree]:
     """First half of a round: the tree to verify."""
-    if config.draft is None:
+    if config.draft is None or state.draft is None:
         return state, root_tree(state.root)
     drafted = drafting.draft(
         weights.draft,
         config.draft,
         config.tree,
-        state.draft_cache,
-        state.root_input,
+        state.draft.cache,
+        state.draft.root_input,
         config.children,
     )
-    state = state.replace(draft_cache=drafted.cache)
+    state = state.replace(draft=state.draft.replace(cache=drafted.cache))
     return state, select(state.root, drafted.candidates, config.tree)
 
 
@@ -209,10 +216,13 @@ def commit(
     state = _write_output(request, state, acceptance).replace(
         target_cache=commit_rows(out.cache, path, num_new), root=root[:, 0]
     )
-    if config.draft is None:
+    if config.draft is None or state.draft is None:
         return state
     features = jnp.take_along_axis(out.features, path[:, :, None], axis=1)
-    return _commit_draft(weights, config, state, acceptance.emitted, features, num_new)
+    draft = _commit_draft(
+        weights, config.draft, state.draft.cache, acceptance.emitted, features, num_new
+    )
+    return state.replace(draft=draft)
 
 
 def generate(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
@@ -254,17 +264,17 @@ def _write_output(request: Request, state: DecodeState, acceptance: Acceptance) 
 
 def _commit_draft(
     weights: Weights,
-    config: DecodeConfig,
-    state: DecodeState,
+    config: DraftConfig,
+    cache: KVCache,
     tokens: Array,
     features: Array,
     num_pairs: Int[Array, " B"],
-) -> DecodeState:
+) -> DraftState:
     """Gives every specialist the new pairs, and keeps the input of the last one."""
     x = drafting.fuse_pairs(weights.draft, tokens, features)
     last = jnp.take_along_axis(x, jnp.maximum(num_pairs - 1, 0)[:, None, None], axis=1)
-    cache = drafting.commit_pairs(weights.draft, config.draft, state.draft_cache, x, num_pairs)
-    return state.replace(draft_cache=cache, root_input=last)
+    cache = drafting.commit_pairs(weights.draft, config, cache, x, num_pairs)
+    return DraftState(cache=cache, root_input=last)
 
 
 def _is_stop(tokens: Array, request: Request) -> Array:

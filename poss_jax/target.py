@@ -18,8 +18,7 @@ from poss_jax.layers import DecoderLayer, attend, init_layer, linear, rms_norm, 
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
-@struct.dataclass
-class TargetOutput:
+class TargetOutput(struct.PyTreeNode):
     """What the target says of some tokens.
 
     Attributes:
@@ -37,7 +36,7 @@ def init_target(config: LlamaConfig, key: Array) -> Params:
     """Draws a random target (a list of layers)."""
     keys = jax.random.split(key, config.num_layers + 2)
     shape = (config.vocab_size, config.hidden_size)
-    embed = {"weight": jax.random.normal(keys[0], shape) * 0.02}
+    embed = {"weight": jax.random.normal(keys[0], shape) * (0.02 if config.tie_embeddings else 1)}
     head = {"weight": jax.random.normal(keys[1], shape) * 0.02}
     return {
         "embed": embed,
@@ -54,8 +53,8 @@ def stack_layers(layers: list[Params]) -> Params:
 
 def unstack_layers(stacked: Params) -> list[Params]:
     """Splits a tree with a leading axis into a list of layers (or specialists)."""
-    count = len(jax.tree.leaves(stacked)[0])
-    return [jax.tree.map(lambda leaf: leaf[index], stacked) for index in range(count)]
+    leaves, structure = jax.tree.flatten(stacked)
+    return [structure.unflatten(layer) for layer in zip(*leaves, strict=True)]
 
 
 def embed(weight: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -150,7 +149,7 @@ def encode(
     layer = DecoderLayer(config)
 
     def body(hidden: Array, layer_params: Params) -> tuple[Array, None]:
-        return layer.apply({"params": layer_params}, hidden, positions, frequencies, causal), None
+        return layer.bind({"params": layer_params})(hidden, positions, frequencies, causal), None
 
     hidden = embed(params["embed"]["weight"], tokens)
     hidden, _ = lax.scan(jax.checkpoint(body) if remat else body, hidden, params["layers"])

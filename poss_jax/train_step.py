@@ -7,7 +7,7 @@ gradients are summed on the way.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,7 @@ from poss_jax.shapes import Array, Bool, Float, Int, Params
 from poss_jax.target import encode
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """What a step reads and writes; layers and specialists are stacked."""
 
     step: Array  # [] int32
@@ -46,8 +45,7 @@ class DraftTask(NamedTuple):
     objective: ObjectiveConfig
 
 
-@struct.dataclass
-class DraftData:
+class DraftData(struct.PyTreeNode):
     """A batch of text as the frozen target sees it: input of the draft, and what to predict."""
 
     inputs: DraftBatch
@@ -55,8 +53,7 @@ class DraftData:
     loss_mask: Array  # [B T] bool
 
 
-@struct.dataclass
-class DraftValidation:
+class DraftValidation(struct.PyTreeNode):
     """How well each depth drafts held-out text.
 
     Attributes:
@@ -258,7 +255,7 @@ def _updated(
     # optax mixes dtypes that strict promotion refuses.
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
     return TrainState(state.step + 1, params, opt_state)
 
 

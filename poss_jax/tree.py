@@ -16,8 +16,7 @@ from poss_jax.config import TreeConfig
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
-@struct.dataclass
-class Candidates:
+class Candidates(struct.PyTreeNode):
     """Every drafted node, level by level; parents come before children.
 
     Attributes:
@@ -31,8 +30,7 @@ class Candidates:
     parents: Array  # [B C] int32
 
 
-@struct.dataclass
-class Beam:
+class Beam(struct.PyTreeNode):
     """The nodes of one level that go on.
 
     Attributes:
@@ -46,8 +44,7 @@ class Beam:
     ancestors: Array  # [B W levels*W] bool
 
 
-@struct.dataclass
-class Tree:
+class Tree(struct.PyTreeNode):
     """The root and the kept nodes; parents come before children, node 0 is the root.
 
     Attributes:

@@ -12,8 +12,7 @@ from poss_jax.shapes import Array, Float, Int
 from poss_jax.tree import Tree, has_children
 
 
-@struct.dataclass
-class Acceptance:
+class Acceptance(struct.PyTreeNode):
     """The accepted path of a round.
 
     Attributes:

@@ -92,6 +92,18 @@ class ModelRecord:
         if isinstance(self.config, DraftConfig) != (self.family == "draft"):
             raise ValueError(f"family {self.family} with the config of the other family")
 
+    @property
+    def llama(self) -> LlamaConfig:
+        """The config of a target."""
+        assert isinstance(self.config, LlamaConfig)
+        return self.config
+
+    @property
+    def draft(self) -> DraftConfig:
+        """The config of a draft."""
+        assert isinstance(self.config, DraftConfig)
+        return self.config
+
 
 def new_record(
     config: LlamaConfig | DraftConfig,

@@ -1,0 +1,168 @@
+"""Compares drafts with autoregressive decoding of this same engine, over the same prompts.
+
+Needs a target and drafts (model folders). Prints a table of acceptance length, acceptance by
+position, tokens per second and speed-up, the phases of a round, and as its last line everything
+as one JSON object; --output keeps report.json, report.md and a plot.
+
+    python -m infer.bench --config configs/demo/bench.yaml
+    python -m infer.bench --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from infer.measure import Decoder, Run, measure_phases, plain_step_seconds, time_prompts
+from infer.options import add_tree_options, read_tree
+from infer.report import build_report, format_report, write_report
+from poss_jax.checkpoint import load_draft, load_target, provenance, refuse_non_empty
+from poss_jax.config import (
+    BenchConfig,
+    DataConfig,
+    UserError,
+    build_config,
+    config_to_dict,
+    load_config,
+)
+from poss_jax.data import load_documents, load_tokenizer, prompts_from_documents, read_prompts
+from poss_jax.engine import Engine, default_dtype
+from poss_jax.program import Parser, run_program
+
+AUTOREGRESSIVE = "autoregressive"
+
+
+def bench(config: BenchConfig) -> dict[str, Any]:
+    """Runs the whole comparison.
+
+    Returns:
+      The report, JSON-compatible (see docs/bench.md).
+
+    Raises:
+      UserError: bad input.
+    """
+    decoders = load_decoders(config)
+    baseline = decoders[0].engine
+    prompts = read_bench_prompts(config, baseline)
+    runs: dict[str, list[Run]] = {decoder.name: [] for decoder in decoders}
+    for decoder in decoders:
+        decoder.compile(prompts, config.max_new_tokens)
+    total = config.repeats * len(decoders) * len(prompts)
+    with tqdm(total=total, desc="bench", unit="prompt") as progress:
+        for _ in range(config.repeats):
+            for decoder in decoders:
+                run = time_prompts(decoder, prompts, config.max_new_tokens, progress)
+                runs[decoder.name].append(run)
+    report = build_report(config.max_new_tokens, AUTOREGRESSIVE, runs)
+    for decoder in decoders:
+        entry = report["methods"][decoder.name]
+        entry["compile_seconds"] = decoder.compile_seconds
+        entry["phase_milliseconds"] = measure_phases(decoder, prompts[0], config.max_new_tokens)
+    report["plain_decode_step_milliseconds"] = 1000 * plain_step_seconds(
+        baseline, prompts[0], config.max_new_tokens
+    )
+    return report | {"config": config_to_dict(config), "provenance": provenance()}
+
+
+def load_decoders(config: BenchConfig) -> list[Decoder]:
+    """Loads the target once, and one engine per draft beside the autoregressive one."""
+    dtype = default_dtype()
+    target = load_target(config.target, dtype)
+    tokenizer = load_tokenizer(Path(config.target)) if target[0].tokenizer_sha256 else None
+    decoders = [Decoder(AUTOREGRESSIVE, Engine(target, tokenizer=tokenizer))]
+    for name, folder in config.drafts.items():
+        draft = load_draft(folder, dtype, target=target[0])
+        engine = Engine(target, draft, tokenizer=tokenizer, tree=config.tree)
+        decoders.append(Decoder(name, engine))
+    return decoders
+
+
+def read_bench_prompts(config: BenchConfig, engine: Engine) -> list[list[int]]:
+    """Token ids of the prompts: of a file, or cut from held-out modules of the standard library."""
+    if config.prompts != "stdlib":
+        records = read_prompts(Path(config.prompts))[: config.num_prompts]
+        return [engine.encode(_first_prompt(record)) for record in records]
+    if engine.tokenizer is None:
+        raise UserError("prompts stdlib: this target has no tokenizer; give a file of prompt_ids")
+    documents = load_documents(DataConfig())
+    return prompts_from_documents(
+        documents.validation,
+        engine.tokenizer,
+        num_prompts=config.num_prompts,
+        prompt_tokens=config.prompt_tokens,
+    )
+
+
+def _first_prompt(record: dict[str, Any]) -> Any:
+    if "turns" in record:
+        return [{"role": "user", "content": record["turns"][0]}]
+    return next(record[key] for key in ("prompt", "prompt_ids", "messages") if key in record)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, measures, prints, writes."""
+    args = _parser().parse_args(arguments)
+    config = _read_config(args)
+    if config.output is not None and not args.overwrite:
+        refuse_non_empty(config.output)
+    report = bench(config)
+    print(format_report(report))
+    if config.output is not None:
+        write_report(report, Path(config.output))
+        print(f"report: {config.output}")
+    print(json.dumps(report))
+
+
+def _read_config(args: argparse.Namespace) -> BenchConfig:
+    given: dict[str, Any] = {"target": args.target, "prompts": args.prompts, "output": args.output}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.draft:
+        given["drafts"] = dict(_name_and_folder(text) for text in args.draft)
+    if args.config is None:
+        if args.target is None:
+            raise UserError("want --config FILE or --target DIR; see --help")
+        config = build_config(BenchConfig, given, origin="options")
+    else:
+        config = load_config(BenchConfig, args.config, args.overrides)
+        config = replace(config, **given)
+    tree = read_tree(args)
+    return config if tree is None else replace(config, tree=tree)
+
+
+def _name_and_folder(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise UserError(f"--draft {text!r}: want NAME=DIR")
+    return name, folder
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="infer.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file (a BenchConfig)")
+    parser.add_argument("--target", metavar="DIR", help="model folder of the target")
+    parser.add_argument(
+        "--draft", action="append", metavar="NAME=DIR", help="a draft and its name; may be repeated"
+    )
+    parser.add_argument("--prompts", metavar="FILE", help=".jsonl file of prompts, or `stdlib`")
+    parser.add_argument("--output", metavar="DIR", help="folder for the report")
+    parser.add_argument("--overwrite", action="store_true", help="replace a report that is there")
+    add_tree_options(parser)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="change a key of the config"
+    )
+    return parser
+
+
+def cli() -> None:
+    """Entry point of `poss-bench`."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,166 @@
+"""Turns timed runs into a report: numbers, a table to read, files and a plot to keep."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infer.measure import Run
+from poss_jax.metrics import (
+    distinct_ngram_share,
+    mean_acceptance_length,
+    pooled_acceptance_length,
+    positionwise_acceptance,
+)
+
+LOOPING_BELOW = 0.5
+
+
+def build_report(max_new_tokens: int, baseline: str, runs: dict[str, list[Run]]) -> dict[str, Any]:
+    """Summarises runs, prompts whose output loops apart from the others.
+
+    Args:
+      max_new_tokens: limit of every answer.
+      baseline: name of the autoregressive runs, which speed-ups are relative to.
+      runs: per method, its interleaved passes over the same prompts.
+    """
+    reference = runs[baseline][0].answers
+    shares = [distinct_ngram_share(answer.output_ids) for answer in reference]
+    groups = {
+        "all": list(range(len(shares))),
+        "not_looping": [i for i, share in enumerate(shares) if share >= LOOPING_BELOW],
+        "looping": [i for i, share in enumerate(shares) if share < LOOPING_BELOW],
+    }
+    methods = {
+        name: {
+            group: _summarise(passes, runs[baseline], prompts)
+            for group, prompts in groups.items()
+            if prompts
+        }
+        | {"equal_outputs": _count_equal(passes, runs[baseline])}
+        for name, passes in runs.items()
+    }
+    return {
+        "prompts": len(shares),
+        "max_new_tokens": max_new_tokens,
+        "repeats": len(runs[baseline]),
+        "distinct_4gram_share": shares,
+        "looping_prompts": groups["looping"],
+        "methods": methods,
+    }
+
+
+def _summarise(passes: list[Run], baseline: list[Run], prompts: list[int]) -> dict[str, Any]:
+    answers = [passes[0].answers[i] for i in prompts]
+    accepted = [answer.accepted_per_round for answer in answers]
+    speeds = [_speed(run, prompts) for run in passes]
+    ratios = [speed / _speed(other, prompts) for speed, other in zip(speeds, baseline, strict=True)]
+    return {
+        "acceptance_length": mean_acceptance_length(accepted),
+        "pooled_acceptance_length": pooled_acceptance_length(accepted),
+        "positionwise_acceptance": positionwise_acceptance(
+            accepted, [answer.offered_per_round for answer in answers]
+        ),
+        "tokens_per_second": float(np.median(speeds)),
+        "tokens_per_second_per_repeat": speeds,
+        "speed_up": float(np.median(ratios)),
+        "speed_up_per_repeat": ratios,
+    }
+
+
+def _speed(run: Run, prompts: list[int]) -> float:
+    tokens = sum(len(run.answers[i].output_ids) for i in prompts)
+    return tokens / sum(run.seconds[i] for i in prompts)
+
+
+def _count_equal(passes: list[Run], baseline: list[Run]) -> int:
+    """Prompts whose output is the baseline's, token for token, in every pass."""
+    return sum(
+        all(run.answers[i].output_ids == expected.output_ids for run in passes)
+        for i, expected in enumerate(baseline[0].answers)
+    )
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report as Markdown tables."""
+    looping = report["looping_prompts"]
+    lines = [
+        f"{report['prompts']} prompts x {report['max_new_tokens']} new tokens, "
+        f"{report['repeats']} repeats; {len(looping)} prompts loop (distinct 4-grams below "
+        f"{LOOPING_BELOW}): {looping}",
+    ]
+    for group in ("not_looping", "looping", "all"):
+        lines += _group_table(report["methods"], group)
+    lines += _phase_table(report)
+    return "\n".join(lines)
+
+
+def _group_table(methods: dict[str, Any], group: str) -> list[str]:
+    rows = {name: entry[group] for name, entry in methods.items() if group in entry}
+    if not rows:
+        return []
+    depth = max(len(row["positionwise_acceptance"]) for row in rows.values())
+    head = ["acceptance length", "pooled", "tokens/s", "speed-up"]
+    head += [f"pos {i + 1}" for i in range(depth)] + ["equal"]
+    lines = ["", f"prompts: {group.replace('_', ' ')}", "", f"| method | {' | '.join(head)} |"]
+    lines.append("|---" * (len(head) + 1) + "|")
+    for name, row in rows.items():
+        numbers = [row["acceptance_length"], row["pooled_acceptance_length"]]
+        cells = [f"{number:.2f}" for number in numbers]
+        cells += [f"{row['tokens_per_second']:.0f}", f"{row['speed_up']:.2f}"]
+        positions = row["positionwise_acceptance"]
+        cells += [f"{100 * share:.0f} %" for share in positions] + [""] * (depth - len(positions))
+        cells.append(str(methods[name]["equal_outputs"]))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _phase_table(report: dict[str, Any]) -> list[str]:
+    lines = [
+        "",
+        "| method | draft ms | verify ms | commit ms | compile s |",
+        "|---|---|---|---|---|",
+    ]
+    for name, entry in report["methods"].items():
+        phases = entry["phase_milliseconds"]
+        cells = [f"{phases[key]:.2f}" if key in phases else "" for key in _PHASES]
+        lines.append(f"| {name} | {' | '.join(cells)} | {entry['compile_seconds']:.1f} |")
+    lines.append("")
+    lines.append(
+        f"plain decode step {report['plain_decode_step_milliseconds']:.2f} ms; autoregressive loop "
+        f"{report['autoregressive_milliseconds_per_token']:.2f} ms per token"
+    )
+    return lines
+
+
+_PHASES = ("draft", "verify", "commit")
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """Writes report.json, report.md and, where matplotlib is installed, acceptance.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    (folder / "report.md").write_text(format_report(report) + "\n")
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    _plot_positions(report, folder / "acceptance.png")
+
+
+def _plot_positions(report: dict[str, Any], path: Path) -> None:
+    """Position-wise acceptance of every draft, on prompts that do not loop if there are any."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for name, entry in report["methods"].items():
+        shares = entry.get("not_looping", entry["all"])["positionwise_acceptance"]
+        if shares:
+            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
+    axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

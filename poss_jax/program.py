@@ -1,0 +1,44 @@
+"""What every program does around its own work: one-line errors, exit codes, compilation cache."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+
+from poss_jax.config import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports wrong arguments like any other bad input, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises instead of printing the usage."""
+        raise UserError(f"{message}; see --help")
+
+
+def run_program(main: Callable[[], None]) -> None:
+    """Runs a program and exits: 0 done, 2 bad input (one line on stderr), 130 interrupted.
+
+    Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR` (default: `~/.cache/poss_jax/xla`),
+    so that only the first run of a shape waits for the compiler.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = Path.home() / ".cache" / "poss_jax" / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+    try:
+        main()
+    except UserError as error:
+        sys.exit(_failed(str(error), 2))
+    except KeyboardInterrupt:
+        sys.exit(_failed("interrupted", 130))
+
+
+def _failed(message: str, code: int) -> int:
+    sys.stderr.write(f"error: {message}\n")
+    return code

@@ -1,0 +1,219 @@
+"""The two things a run can train. Each says what its rows, parameters, step and model are."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from poss_jax import data
+from poss_jax.checkpoint import (
+    load_draft,
+    load_target,
+    new_record,
+    split_items,
+    target_identity,
+    write_model,
+)
+from poss_jax.config import DraftConfig, LlamaConfig, TrainConfig, UserError
+from poss_jax.draft import extend_specialists, init_draft
+from poss_jax.shapes import Array, Params
+from poss_jax.target import init_target, stack_layers, unstack_layers
+from poss_jax.train_step import (
+    DraftTask,
+    TrainState,
+    make_draft_step,
+    make_draft_validation,
+    make_target_step,
+    target_loss,
+)
+
+
+class Stage(Protocol):
+    """What the training loop needs to know.
+
+    Attributes:
+      config: shape of the model that is trained.
+      rows: training rows of tokens.
+      validation_rows: held-out rows of tokens.
+      tokenizer: cuts text into the tokens of both.
+    """
+
+    config: LlamaConfig | DraftConfig
+    rows: np.ndarray  # [rows T] int32
+    validation_rows: np.ndarray  # [rows T] int32
+    tokenizer: Any
+
+    def init_params(self) -> Params:
+        """Parameters before the first step, layers or specialists stacked."""
+        ...
+
+    def make_step(
+        self, optimizer: optax.GradientTransformation
+    ) -> Callable[[TrainState, Array], tuple[TrainState, dict[str, Array]]]:
+        """Returns the step: (state, tokens [B T]) -> (state, metrics)."""
+        ...
+
+    def validate(self, params: Params, batches: Iterable[np.ndarray]) -> dict[str, Any]:
+        """Measures the parameters on held-out batches."""
+        ...
+
+    def save_model(self, params: Params, folder: Path) -> None:
+        """Writes a model folder."""
+        ...
+
+
+class TargetStage:
+    """Pre-trains a language model, with a tokenizer trained on the same text."""
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        assert config.model is not None
+        documents = data.load_documents(config.data)
+        self._run, self._tokenizer_folder = config, folder / "tokenizer"
+        if not (self._tokenizer_folder / "tokenizer.json").is_file():
+            size = config.model.vocab_size
+            data.train_tokenizer(documents.train, size, self._tokenizer_folder)
+        self.tokenizer = data.load_tokenizer(self._tokenizer_folder)
+        self.config = config.model
+        self.rows, self.validation_rows = _rows(documents, self.tokenizer, config)
+        self._validation_loss = jax.jit(
+            lambda params, tokens: target_loss(
+                params,
+                tokens,
+                config=self.config,
+                rows_per_chunk=config.objective.rows_per_chunk,
+            )
+        )
+
+    def init_params(self) -> Params:
+        """See `Stage`."""
+        params = init_target(self.config, jax.random.key(self._run.seed))
+        return params | {"layers": stack_layers(params["layers"])}
+
+    def make_step(self, optimizer: optax.GradientTransformation) -> Callable:
+        """See `Stage`."""
+        chunk = self._run.objective.rows_per_chunk
+        step = make_target_step(self.config, optimizer, rows_per_chunk=chunk)
+
+        def run(state: TrainState, tokens: Array) -> tuple[TrainState, dict[str, Array]]:
+            state, loss = step(state, tokens)
+            return state, {"loss": loss}
+
+        return run
+
+    def validate(self, params: Params, batches: Iterable[np.ndarray]) -> dict[str, Any]:
+        """See `Stage`."""
+        losses = [self._validation_loss(params, jnp.asarray(batch)) for batch in batches]
+        return {"validation_loss": float(np.mean(jax.device_get(losses)))}
+
+    def save_model(self, params: Params, folder: Path) -> None:
+        """See `Stage`."""
+        params = params | {"layers": unstack_layers(params["layers"])}
+        embed = np.asarray(params["embed"]["weight"])
+        head = embed if self.config.tie_embeddings else np.asarray(params["head"]["weight"])
+        identity = target_identity(folder.parent.name, None, embed, head)
+        record = new_record(self.config, identity, tokenizer_from=self._tokenizer_folder)
+        items = split_items(self.config, params)
+        write_model(folder, record, items, tokenizer_from=self._tokenizer_folder)
+
+
+class DraftStage:
+    """Trains the specialists of a frozen target."""
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        del folder
+        assert config.target is not None
+        self._run = config
+        self._record, target = load_target(config.target, jnp.float32)
+        layer = self._record.llama
+        self._target = target | {"layers": stack_layers(target["layers"])}
+        self.tokenizer = data.load_tokenizer(Path(config.target))
+        documents = data.load_documents(config.data)
+        self.rows, self.validation_rows = _rows(documents, self.tokenizer, config)
+        self._init_draft = None
+        wanted = config.specialists
+        fc_bias = wanted.fc_bias
+        if config.init_draft is not None:
+            record, self._init_draft = load_draft(
+                config.init_draft, jnp.float32, target=self._record
+            )
+            layer, fc_bias = record.draft.layer, record.draft.fc_bias
+        self.config = DraftConfig(
+            layer=layer,
+            positions_per_specialist=wanted.positions_per_specialist,
+            trained_depth=wanted.depth,
+            fc_bias=fc_bias,
+        )
+        self._task = DraftTask(self._record.llama, self.config, config.objective)
+        self._validation = make_draft_validation(self._task)
+
+    def init_params(self) -> Params:
+        """See `Stage`."""
+        draft = self._init_draft
+        if draft is None:
+            draft = init_draft(self.config, jax.random.key(self._run.seed))
+        draft = extend_specialists(draft, self.config.num_specialists)
+        return draft | {"specialists": stack_layers(draft["specialists"])}
+
+    def make_step(self, optimizer: optax.GradientTransformation) -> Callable:
+        """See `Stage`."""
+        step = make_draft_step(self._task, optimizer)
+        key = jax.random.key(self._run.seed)
+
+        def run(state: TrainState, tokens: Array) -> tuple[TrainState, dict[str, Array]]:
+            state, losses = step(state, self._target, tokens, _all_trained(tokens), key)
+            return state, {"loss": losses.total.mean(), "loss_per_depth": losses.total}
+
+        return run
+
+    def validate(self, params: Params, batches: Iterable[np.ndarray]) -> dict[str, Any]:
+        """See `Stage`."""
+        results = [
+            jax.device_get(self._validation(params, self._target, tokens, _all_trained(tokens)))
+            for tokens in map(jnp.asarray, batches)
+        ]
+        mean = jax.tree.map(lambda *values: np.mean(values, axis=0), *results)
+        return {
+            "validation_loss": mean.loss.tolist(),
+            "agreement": mean.agreement.tolist(),
+            "simulated_acceptance_length": float(mean.acceptance_length),
+        }
+
+    def save_model(self, params: Params, folder: Path) -> None:
+        """See `Stage`."""
+        params = params | {"specialists": unstack_layers(params["specialists"])}
+        assert self._run.target is not None
+        tokenizer_from = Path(self._run.target)
+        record = new_record(self.config, self._record.target, tokenizer_from=tokenizer_from)
+        items = split_items(self.config, params)
+        write_model(folder, record, items, tokenizer_from=tokenizer_from)
+
+
+def open_stage(config: TrainConfig, folder: Path) -> Stage:
+    """Reads what the run needs: text, tokenizer, and the models it starts from.
+
+    Raises:
+      UserError: something is missing or does not fit.
+    """
+    return {"target": TargetStage, "draft": DraftStage}[config.stage](config, folder)
+
+
+def _rows(
+    documents: data.Documents, tokenizer: Any, config: TrainConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    length = config.data.sequence_length
+    rows = data.token_rows(documents.train, tokenizer, length)
+    held_out = data.token_rows(documents.validation, tokenizer, length)
+    if len(held_out) < config.batch_size:
+        raise UserError(
+            f"held-out text fills {len(held_out)} rows of {length} tokens, a batch needs "
+            f"{config.batch_size}; raise data.validation_fraction or give more text"
+        )
+    return rows, held_out
+
+
+def _all_trained(tokens: Array) -> Array:
+    return jnp.ones(tokens.shape, bool)
