@@ -61,7 +61,7 @@ def time_prompts(
         started = time.perf_counter()
         state = jax.block_until_ready(generate_jit(engine.weights, config, request))
         run.seconds.append(time.perf_counter() - started)
-        run.answers += engine.read([ids], state)
+        run.answers += engine.read([ids], state.output)
         progress.update()
     return run
 
@@ -78,7 +78,8 @@ def measure_phases(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> 
     start = jax.jit(speculate.start, static_argnums=1)
     state = start(engine.weights, config, request)
     # A sequence that is done is computed like any other, but its caches do not grow.
-    state = state.replace(is_done=state.is_done | True)
+    done = state.output.replace(is_done=state.output.is_done | True)
+    state = state.replace(output=done)
     phases: dict[str, float] = {}
     if config.draft is not None:
         draft = jax.jit(speculate.draft_tree, static_argnums=1, donate_argnums=2)

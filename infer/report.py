@@ -41,12 +41,14 @@ def build_report(max_new_tokens: int, baseline: str, runs: dict[str, list[Run]])
         | {"equal_outputs": _count_equal(passes, runs[baseline])}
         for name, passes in runs.items()
     }
+    milliseconds = [1000 / _speed(run, groups["all"]) for run in runs[baseline]]
     return {
         "prompts": len(shares),
         "max_new_tokens": max_new_tokens,
         "repeats": len(runs[baseline]),
         "distinct_4gram_share": shares,
         "looping_prompts": groups["looping"],
+        "autoregressive_milliseconds_per_token": float(np.median(milliseconds)),
         "methods": methods,
     }
 

@@ -24,7 +24,7 @@ from poss_jax.config import ACCELERATOR_TREE, CPU_TREE, DraftConfig, TreeConfig,
 from poss_jax.data import load_tokenizer
 from poss_jax.draft import attach
 from poss_jax.shapes import Params
-from poss_jax.speculate import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.speculate import DecodeConfig, Output, Request, Weights
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """Text, token ids, or chat messages ({"role", "content"})."""
@@ -156,7 +156,7 @@ class Engine:
             batch = encoded[first : first + batch_size]
             request = self.request(batch, max_new_tokens, batch_size=batch_size)
             state = generate_jit(self.weights, self.decode_config(max_new_tokens), request)
-            answers += self.read(batch, state)
+            answers += self.read(batch, state.output)
         return answers
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -206,25 +206,25 @@ class Engine:
             stop_ids=jnp.asarray(self.stop_ids or [-1], jnp.int32),
         )
 
-    def read(self, prompts: Sequence[list[int]], state: DecodeState) -> list[Generation]:
-        """Brings a finished state to the host."""
-        host = jax.device_get(state.replace(target_cache=None, draft=None))
+    def read(self, prompts: Sequence[list[int]], output: Output) -> list[Generation]:
+        """Brings finished texts to the host."""
+        host = jax.device_get(vars(output))
         return [self._generation(ids, host, row) for row, ids in enumerate(prompts)]
 
-    def _generation(self, prompt: list[int], state: DecodeState, row: int) -> Generation:
-        output = state.output[row, : state.num_output[row]].tolist()
-        stopped = output[-1] in self.stop_ids
+    def _generation(self, prompt: list[int], output: dict[str, np.ndarray], row: int) -> Generation:
+        tokens = output["tokens"][row, : output["num_tokens"][row]].tolist()
+        stopped = tokens[-1] in self.stop_ids
         text = None
         if self.tokenizer is not None:
-            shown = output[:-1] if stopped else output
+            shown = tokens[:-1] if stopped else tokens
             text = self.tokenizer.decode(shown, skip_special_tokens=True)
-        rounds = slice(0, state.num_rounds[row])
+        rounds = slice(0, output["num_rounds"][row])
         return Generation(
             prompt_ids=prompt,
-            output_ids=output,
+            output_ids=tokens,
             text=text,
-            accepted_per_round=state.num_accepted[row, rounds].tolist(),
-            offered_per_round=state.num_offered[row, rounds].tolist(),
+            accepted_per_round=output["num_accepted"][row, rounds].tolist(),
+            offered_per_round=output["num_offered"][row, rounds].tolist(),
             stop_reason="stop" if stopped else "length",
         )
 

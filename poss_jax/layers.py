@@ -59,7 +59,7 @@ def rms_norm(
 
 def rope_frequencies(
     rope: RopeConfig, head_dim: int, length: Int[Array, " B"]
-) -> Float[Array, "B head_dim/2"]:
+) -> Float[Array, "B half"]:
     """Angle per position of every pair of dimensions, in radians.
 
     Args:
@@ -93,7 +93,7 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: Array) -> Array:
 def rotate(
     x: Float[Array, "B T heads H"],
     positions: Int[Array, "B T"],
-    frequencies: Float[Array, "B H/2"],
+    frequencies: Float[Array, "B half"],
 ) -> Float[Array, "B T heads H"]:
     """Applies the rotary embedding in the half-split convention of Hugging Face checkpoints."""
     angles = (positions.astype(jnp.float32)[..., None] * frequencies[:, None])[:, :, None]
@@ -207,7 +207,7 @@ class DecoderLayer(nn.Module):
         self,
         normed: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        frequencies: Float[Array, "B H/2"],
+        frequencies: Float[Array, "B half"],
     ) -> Float[Array, "B T N H"]:
         """Projects and rotates queries."""
         return rotate(_heads(self.attention.q(normed), self.config), positions, frequencies)
@@ -216,14 +216,14 @@ class DecoderLayer(nn.Module):
         self,
         normed: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        frequencies: Float[Array, "B H/2"],
+        frequencies: Float[Array, "B half"],
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Projects keys (rotated) and values."""
         k = rotate(_heads(self.attention.k(normed), self.config), positions, frequencies)
         return k, _heads(self.attention.v(normed), self.config)
 
     def finish(
-        self, hidden: Float[Array, "B T D"], attended: Float[Array, "B T N*H"]
+        self, hidden: Float[Array, "B T D"], attended: Float[Array, "B T NH"]
     ) -> Float[Array, "B T D"]:
         """Adds the attention output and the MLP to the residual."""
         hidden = hidden + self.attention.o(attended)
@@ -233,7 +233,7 @@ class DecoderLayer(nn.Module):
         self,
         hidden: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        frequencies: Float[Array, "B H/2"],
+        frequencies: Float[Array, "B half"],
         can_attend: Bool[Array, "B T T"],
     ) -> Float[Array, "B T D"]:
         """The whole layer over rows that attend each other."""

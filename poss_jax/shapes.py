@@ -2,7 +2,8 @@
 
     B batch            T query length        S cache length       D model width
     N query heads      K key/value heads     G query heads per key/value head (N = K * G)
-    H head width       F MLP width           V vocabulary         L target layers
+    H head width (half: H/2; NH: N * H)
+    F MLP width           V vocabulary         L target layers
     E specialists      R rollout depth       W tree.top_k         C drafted candidates
     M tree.total_tokens, root included       A longest acceptance of a round, root included
 

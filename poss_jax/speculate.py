@@ -88,6 +88,26 @@ class DraftState(struct.PyTreeNode):
     root_input: Array  # [B 1 D]
 
 
+class Output(struct.PyTreeNode):
+    """What was decoded so far, and how.
+
+    Attributes:
+      tokens: chosen tokens; those from `num_tokens` on are not part of the text.
+      num_tokens: tokens of each text.
+      num_accepted: accepted drafted tokens of every round.
+      num_offered: deepest position offered along the accepted path in every round.
+      num_rounds: rounds each sequence has taken part in.
+      is_done: the text ended: stop token or limit.
+    """
+
+    tokens: Array  # [B N+A] int32
+    num_tokens: Array  # [B] int32
+    num_accepted: Array  # [B N] int32
+    num_offered: Array  # [B N] int32
+    num_rounds: Array  # [B] int32
+    is_done: Array  # [B] bool
+
+
 class DecodeState(struct.PyTreeNode):
     """All that a round reads and writes.
 
@@ -95,25 +115,15 @@ class DecodeState(struct.PyTreeNode):
       target_cache: committed tokens: all but the root.
       draft: None without a draft.
       root: the last chosen token.
-      output: chosen tokens; those from `num_output` on are not part of the text.
-      num_output: tokens of the text so far.
-      num_accepted: accepted drafted tokens of every round.
-      num_offered: deepest position offered along the accepted path in every round.
-      num_rounds: rounds each sequence has taken part in.
       round_index: rounds run so far.
-      is_done: the text ended: stop token or limit.
+      output: texts and statistics.
     """
 
     target_cache: KVCache
     draft: DraftState | None
     root: Array  # [B] int32
-    output: Array  # [B N+A] int32
-    num_output: Array  # [B] int32
-    num_accepted: Array  # [B N] int32
-    num_offered: Array  # [B N] int32
-    num_rounds: Array  # [B] int32
     round_index: Array  # [] int32
-    is_done: Array  # [B] bool
+    output: Output
 
 
 def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
@@ -134,13 +144,15 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
         target_cache=out.cache,
         draft=None,
         root=root,
-        output=jnp.zeros((B, N + config.max_accepted + 1), jnp.int32).at[:, 0].set(root),
-        num_output=jnp.ones(B, jnp.int32),
-        num_accepted=jnp.zeros((B, N), jnp.int32),
-        num_offered=jnp.zeros((B, N), jnp.int32),
-        num_rounds=jnp.zeros(B, jnp.int32),
         round_index=jnp.zeros((), jnp.int32),
-        is_done=_is_stop(root, request) | (request.limits == 1),
+        output=Output(
+            tokens=jnp.zeros((B, N + config.max_accepted + 1), jnp.int32).at[:, 0].set(root),
+            num_tokens=jnp.ones(B, jnp.int32),
+            num_accepted=jnp.zeros((B, N), jnp.int32),
+            num_offered=jnp.zeros((B, N), jnp.int32),
+            num_rounds=jnp.zeros(B, jnp.int32),
+            is_done=_is_stop(root, request) | (request.limits == 1),
+        ),
     )
     if config.draft is None:
         return state
@@ -210,11 +222,14 @@ def commit(
     acceptance: Acceptance,
 ) -> DecodeState:
     """Last part of a round: output, statistics and both caches take in the accepted path."""
-    num_new = jnp.where(state.is_done, 0, acceptance.num_accepted + 1)
+    num_new = jnp.where(state.output.is_done, 0, acceptance.num_accepted + 1)
     root = jnp.take_along_axis(acceptance.emitted, acceptance.num_accepted[:, None], axis=1)
     path = acceptance.path
-    state = _write_output(request, state, acceptance).replace(
-        target_cache=commit_rows(out.cache, path, num_new), root=root[:, 0]
+    state = state.replace(
+        target_cache=commit_rows(out.cache, path, num_new),
+        root=root[:, 0],
+        round_index=state.round_index + 1,
+        output=_write_output(request, state.output, acceptance, state.round_index),
     )
     if config.draft is None or state.draft is None:
         return state
@@ -228,37 +243,38 @@ def commit(
 def generate(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
     """Decodes until every sequence is done, without returning to the host in between."""
     return lax.while_loop(
-        lambda state: ~state.is_done.all(),
+        lambda state: ~state.output.is_done.all(),
         lambda state: run_round(weights, config, request, state),
         start(weights, config, request),
     )
 
 
-def _write_output(request: Request, state: DecodeState, acceptance: Acceptance) -> DecodeState:
+def _write_output(
+    request: Request, output: Output, acceptance: Acceptance, round_index: Int[Array, ""]
+) -> Output:
     """Appends what a round emitted, cut exactly at a stop token or at the limit."""
     emitted = acceptance.emitted
     column = jnp.arange(emitted.shape[1])[None]
     num_emitted = acceptance.num_accepted + 1
     is_end = _is_stop(emitted, request) & (column < num_emitted[:, None])
     until_stop = jnp.where(is_end, column + 1, emitted.shape[1]).min(axis=1)
-    room = request.limits - state.num_output
+    room = request.limits - output.num_tokens
     num_written = jnp.minimum(jnp.minimum(num_emitted, until_stop), room)
-    active = ~state.is_done
-    num_output = state.num_output + jnp.where(active, num_written, 0)
+    active = ~output.is_done
+    num_tokens = output.num_tokens + jnp.where(active, num_written, 0)
 
     def recorded(record: Array, count: Array) -> Array:
         # A round cut short neither accepted nor was refused anything beyond the cut.
         cut = jnp.where(num_written < num_emitted, jnp.minimum(count, num_written), count)
-        return lax.dynamic_update_slice(record, cut[:, None], (jnp.int32(0), state.round_index))
+        return lax.dynamic_update_slice(record, cut[:, None], (jnp.int32(0), round_index))
 
-    return state.replace(
-        output=write_rows(state.output, emitted, state.num_output),
-        num_output=num_output,
-        num_accepted=recorded(state.num_accepted, acceptance.num_accepted),
-        num_offered=recorded(state.num_offered, acceptance.num_offered),
-        num_rounds=state.num_rounds + active.astype(jnp.int32),
-        round_index=state.round_index + 1,
-        is_done=state.is_done | is_end.any(axis=1) | (num_output >= request.limits),
+    return Output(
+        tokens=write_rows(output.tokens, emitted, output.num_tokens),
+        num_tokens=num_tokens,
+        num_accepted=recorded(output.num_accepted, acceptance.num_accepted),
+        num_offered=recorded(output.num_offered, acceptance.num_offered),
+        num_rounds=output.num_rounds + active.astype(jnp.int32),
+        is_done=output.is_done | is_end.any(axis=1) | (num_tokens >= request.limits),
     )
 
 
