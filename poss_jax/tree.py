@@ -74,8 +74,10 @@ def expand(
 ) -> Candidates:
     """Lists the children of a beam, row by row."""
     batch, _, W = tokens.shape
-    # Adding 0.0 turns -0.0 into +0.0, which sorts above it: a certain child must tie its parent.
-    scores = beam.scores[:, :, None] + log_probs + 0.0
+    # -0.0 becomes +0.0, which sorts above it: a certain child must tie its parent. (XLA drops an
+    # addition of 0.0.)
+    scores = beam.scores[:, :, None] + log_probs
+    scores = jnp.where(scores == 0.0, 0.0, scores)
     return Candidates(
         tokens=tokens.reshape(batch, -1),
         scores=scores.reshape(batch, -1),
