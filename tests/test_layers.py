@@ -1,0 +1,173 @@
+"""The leaves against NumPy, written anew in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from poss_jax import layers
+from poss_jax.config import RopeConfig
+from poss_jax.layers import attend, linear, rms_norm, rope_frequencies, rotate
+
+LLAMA3 = RopeConfig(
+    type="llama3",
+    theta=5e5,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+
+
+def normal(*shape, seed=0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+# --------------------------------------------------------------------------------------------------
+# Linear
+
+
+@pytest.mark.parametrize("few_rows", [64, 0], ids=["few_rows_spelling", "plain_spelling"])
+def test_linear_of_every_number_of_rows(monkeypatch, few_rows):
+    monkeypatch.setattr(layers, "_FEW_ROWS", few_rows)
+    x, weight, bias = normal(70, 6), normal(5, 6, seed=1), normal(5, seed=2)
+    outs = jax.jit(lambda x: [linear(x[:n], weight, bias) for n in range(1, 71)])(x)
+    want = np.asarray(x, float) @ np.asarray(weight, float).T + np.asarray(bias, float)
+    assert [len(out) for out in outs] == list(range(1, 71))
+    for out in outs:
+        np.testing.assert_allclose(out, want[: len(out)], atol=2e-6)
+
+
+def test_linear_keeps_leading_axes():
+    x, weight = normal(2, 3, 6), normal(5, 6, seed=1)
+    want = np.asarray(x, float) @ np.asarray(weight, float).T
+    np.testing.assert_allclose(jax.jit(linear)(x, weight), want, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "platform", "is_few_rows_spelling"),
+    [
+        (1, "cpu", False),
+        (2, "cpu", True),
+        (64, "cpu", True),
+        (65, "cpu", False),
+        (8, "cuda", False),
+    ],
+)
+def test_spelling_of_each_backend(rows, platform, is_few_rows_spelling):
+    traced = jax.jit(linear).trace(normal(rows, 6), normal(5, 6))
+    program = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert ("optimization_barrier" in program) == is_few_rows_spelling
+
+
+# --------------------------------------------------------------------------------------------------
+# RMSNorm
+
+
+def test_rms_norm_drawn():
+    # Mean square of (3, 4) is 12.5; with eps 12.5 the root is 5.
+    out = rms_norm(jnp.array([[3.0, 4.0]]), jnp.array([1.0, 10.0]), eps=12.5)
+    np.testing.assert_allclose(out, [[0.6, 8.0]], rtol=1e-6)
+
+
+def test_rms_norm_of_bfloat16_is_taken_in_fp32():
+    x, scale = normal(4, 256).astype(jnp.bfloat16), normal(256, seed=1).astype(jnp.bfloat16)
+    wide = np.asarray(x, float)
+    normed = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5)
+    want = normed.astype(jnp.bfloat16) * np.asarray(scale)
+    out = jax.jit(rms_norm, static_argnames="eps")(x, scale, eps=1e-5)
+    assert out.dtype == jnp.bfloat16
+    # An fp32 rounding seldom tips a bfloat16 one; a mean taken in bfloat16 tips most of them.
+    assert (np.asarray(out) != want).mean() < 0.01
+
+
+# --------------------------------------------------------------------------------------------------
+# Rotary embedding
+
+
+def plain_frequencies(theta: float, head_dim: int) -> np.ndarray:
+    return np.array([theta ** (-2 * pair / head_dim) for pair in range(head_dim // 2)])
+
+
+def llama3_frequency(frequency: float) -> float:
+    """As Meta writes it, by wavelength."""
+    wavelength = 2 * np.pi / frequency
+    if wavelength < 8192 / 4:
+        return frequency
+    if wavelength > 8192 / 1:
+        return frequency / 8
+    smooth = (8192 / wavelength - 1) / (4 - 1)
+    return (1 - smooth) * frequency / 8 + smooth * frequency
+
+
+def test_default_and_linear_frequencies():
+    rope = RopeConfig(type="linear", theta=1e4, factor=4.0)
+    length = jnp.array([7], jnp.int32)
+    plain = plain_frequencies(1e4, 16)
+    np.testing.assert_allclose(rope_frequencies(RopeConfig(), 16, length), plain[None], rtol=1e-6)
+    np.testing.assert_allclose(rope_frequencies(rope, 16, length), plain[None] / 4, rtol=1e-6)
+
+
+def test_dynamic_frequencies_follow_each_sequence():
+    rope = RopeConfig(type="dynamic", factor=3.0, original_max_position_embeddings=100)
+    want = []
+    for length in (1, 100, 101, 1000):
+        stretch = 3.0 * max(length, 100) / 100 - 2.0
+        want.append(plain_frequencies(1e4 * stretch ** (16 / 14), 16))
+    out = rope_frequencies(rope, 16, jnp.array([1, 100, 101, 1000], jnp.int32))
+    np.testing.assert_allclose(out, want, rtol=1e-6)
+    np.testing.assert_array_equal(out[0], out[1])
+
+
+def test_llama3_frequencies():
+    plain = plain_frequencies(5e5, 128)
+    want = np.array([llama3_frequency(frequency) for frequency in plain])
+    ratio = want / plain
+    assert ((ratio == 1).sum(), (ratio == 1 / 8).sum()) == (29, 29)  # and 6 lie between
+    out = rope_frequencies(LLAMA3, 128, jnp.array([5], jnp.int32))
+    np.testing.assert_allclose(out, want[None], rtol=2e-6)
+
+
+def test_rotation_is_a_turn_of_each_pair():
+    x, frequencies = normal(2, 3, 4, 8), jnp.abs(normal(2, 4, seed=1))
+    positions = jnp.array([[0, 1, 5], [9, 2, 2]], jnp.int32)
+    out = np.asarray(jax.jit(rotate)(x, positions, frequencies))
+    angles = np.einsum("bt,bh->bth", np.asarray(positions, float), np.asarray(frequencies, float))
+    pairs = np.asarray(x[..., :4]) + 1j * np.asarray(x[..., 4:])
+    want = pairs * np.exp(1j * angles)[:, :, None]
+    np.testing.assert_allclose(out, np.concatenate([want.real, want.imag], axis=-1), atol=3e-6)
+    np.testing.assert_array_equal(out[0, 0], x[0, 0])
+    norms = np.linalg.norm(x, axis=-1)
+    np.testing.assert_allclose(np.linalg.norm(out, axis=-1), norms, rtol=1e-6)
+
+
+def test_products_of_rotated_vectors_know_distances_only():
+    q, k = normal(1, 1, 1, 16), normal(1, 1, 1, 16, seed=1)
+    frequencies = rope_frequencies(LLAMA3, 16, jnp.array([1], jnp.int32))
+
+    def at(x, positions):
+        x = jnp.broadcast_to(x, (1, len(positions), 1, 16))
+        return np.asarray(rotate(x, jnp.array([positions], jnp.int32), frequencies))[0, :, 0]
+
+    products = (at(q, [5, 7, 100, 64]) * at(k, [2, 4, 97, 60])).sum(axis=-1)
+    np.testing.assert_allclose(products[1:3], products[0], rtol=2e-5)
+    assert abs(products[3] - products[0]) > 1e-2
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention
+
+
+def test_attention_with_any_mask():
+    rng = np.random.default_rng(0)
+    q, k, v = normal(2, 5, 6, 8), normal(2, 7, 2, 8, seed=1), normal(2, 7, 2, 8, seed=2)
+    can_attend = rng.random((2, 5, 7)) < 0.5
+    can_attend[:, np.arange(5), rng.integers(0, 7, 5)] = True
+    out = np.asarray(jax.jit(attend)(q, k, v, jnp.asarray(can_attend))).reshape(2, 5, 6, 8)
+    for b, t, n in np.ndindex(2, 5, 6):
+        columns = np.flatnonzero(can_attend[b, t])
+        keys = np.asarray(k[b], float)[columns, n // 3]  # 3 query heads share a key head
+        scores = keys @ np.asarray(q[b, t, n], float) / np.sqrt(8)
+        weights = np.exp(scores) / np.exp(scores).sum()
+        want = weights @ np.asarray(v[b], float)[columns, n // 3]
+        np.testing.assert_allclose(out[b, t, n], want, atol=2e-6)
