@@ -1,0 +1,105 @@
+"""The chunked losses against formulas over whole logits, in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from poss_jax.config import ObjectiveConfig
+from poss_jax.losses import (
+    describe_targets,
+    draft_losses,
+    language_model_loss,
+    most_likely_tokens,
+)
+
+B, T, D, V = 2, 11, 8, 23
+WEIGHTS = {"feature_weight": 0.7, "probability_weight": 0.3, "top_k_weight": 1.3}
+
+
+def draw(*shape, seed) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+HEAD, FEATURES, PREDICTIONS = draw(V, D, seed=0), draw(B, T, D, seed=1), draw(B, T, D, seed=2)
+LABELS = jnp.asarray(np.random.default_rng(3).integers(0, V, (B, T)), jnp.int32)
+MASK = jnp.asarray(np.random.default_rng(4).random((B, T)) < 0.7)
+
+
+def assert_near_in_norm(got, want):
+    got, want = np.asarray(got), np.asarray(want)
+    assert np.linalg.norm(got - want) <= 1e-6 * np.linalg.norm(want)
+
+
+def ours(predictions, mask, objective):
+    targets = describe_targets(HEAD, FEATURES, objective)
+    losses = draft_losses(HEAD, predictions, targets, mask, objective)
+    return losses.total, losses
+
+
+def plain(predictions, head, features, mask, top_k):
+    """(total, (feature, probability, top-K)), with all logits and whole distributions."""
+    difference = jnp.abs(predictions - features)
+    smooth_l1 = jnp.where(difference < 1, difference**2 / 2, difference - 1 / 2).mean(axis=-1)
+    target = jax.nn.softmax(features @ head.T)
+    products = target * jax.nn.log_softmax(predictions @ head.T)
+    smallest = jnp.sort(target, axis=-1)[..., -min(top_k, V)][..., None]
+    rows = (smooth_l1, -products.sum(-1), -jnp.where(target >= smallest, products, 0.0).sum(-1))
+    terms = tuple((mask * row).sum() / (mask.sum() + 1e-5) for row in rows)
+    return 0.7 * terms[0] + 0.3 * terms[1] + 1.3 * terms[2], terms
+
+
+# 22 rows in chunks that hold them all, divide them, or do not.
+@pytest.mark.parametrize(("rows_per_chunk", "top_k"), [(1024, 4), (11, 1), (8, V + 1)])
+def test_draft_losses_and_their_gradient(rows_per_chunk, top_k):
+    objective = ObjectiveConfig(**WEIGHTS, top_k=top_k, rows_per_chunk=rows_per_chunk)
+    run = jax.jit(jax.value_and_grad(partial(ours, objective=objective), has_aux=True))
+    (total, losses), gradient = run(PREDICTIONS, MASK)
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(x, jnp.float64) for x in (PREDICTIONS, HEAD, FEATURES, MASK)]
+        (want_total, terms), want_gradient = jax.value_and_grad(plain, has_aux=True)(*arrays, top_k)
+    got = [losses.feature, losses.probability, losses.top_k, total, losses.total]
+    np.testing.assert_allclose(got, [*terms, want_total, want_total], rtol=1e-6)
+    assert_near_in_norm(gradient, want_gradient)
+    np.testing.assert_array_equal(gradient[~MASK], 0.0)
+
+
+def test_most_likely_tokens():
+    want = np.argmax(np.asarray(FEATURES, float) @ np.asarray(HEAD, float).T, axis=-1)
+    np.testing.assert_array_equal(most_likely_tokens(HEAD, FEATURES, 5), want)
+    objective = ObjectiveConfig(rows_per_chunk=5)
+    np.testing.assert_array_equal(describe_targets(HEAD, FEATURES, objective).tokens, want)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1024, 8])
+def test_language_model_loss_and_its_gradient(rows_per_chunk):
+    def plain(head, features):
+        losses = optax.softmax_cross_entropy_with_integer_labels(features @ head.T, LABELS)
+        return losses.mean(where=MASK)
+
+    def ours(head, features):
+        return language_model_loss(head, features, LABELS, MASK, rows_per_chunk=rows_per_chunk)
+
+    loss, gradients = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(HEAD, FEATURES)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = jnp.asarray(HEAD, jnp.float64), jnp.asarray(FEATURES, jnp.float64)
+        want, want_gradients = jax.value_and_grad(plain, argnums=(0, 1))(*wide)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    for gradient, want_gradient in zip(gradients, want_gradients, strict=True):
+        assert_near_in_norm(gradient, want_gradient)
+
+
+def test_nothing_trained_costs_nothing():
+    none = jnp.zeros_like(MASK)
+    objective = ObjectiveConfig(rows_per_chunk=8)
+
+    def language_loss(features):
+        return language_model_loss(HEAD, features, LABELS, none, rows_per_chunk=8)
+
+    for loss_fn in (language_loss, lambda rows: ours(rows, none, objective)[0]):
+        loss, gradient = jax.jit(jax.value_and_grad(loss_fn))(PREDICTIONS)
+        assert loss == 0.0
+        np.testing.assert_array_equal(gradient, 0.0)
