@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 
 from poss_jax.config import LlamaConfig
 from poss_jax.layers import rope_frequencies
@@ -44,7 +45,7 @@ def init_cache(
     num_layers: int,
     size: int,
     rope_length: Int[Array, " B"],
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
 ) -> KVCache:
     """Makes an empty cache.
 

@@ -77,10 +77,14 @@ def check_round(recorded, row, candidates, tree, acceptance, state):
 
 @pytest.mark.parametrize("suffix", TREES)
 def test_rounds(golden, suffix):
-    recorded = read_json(f"draft_rounds{suffix}_{golden.method}")
-    if recorded is None:
+    if read_json(f"draft_rounds{suffix}_{golden.method}") is None:
         pytest.skip(f"the original recorded no rounds{suffix} of {golden.method}")
-    cases = recorded["cases"]
+    check_rounds(golden, suffix)
+
+
+def check_rounds(golden: Golden, suffix: str) -> None:
+    """Runs the recorded rounds of one tree setting, all prompts in one batch."""
+    cases = read_json(f"draft_rounds{suffix}_{golden.method}")["cases"]
     request = pad_prompts([case["prompt"] for case in cases], limit=96)
     config = golden.decode_config(TREES[suffix], max_new_tokens=96)
     state = jax.jit(speculate.start, static_argnums=1)(golden.weights, config, request)

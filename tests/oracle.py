@@ -1,0 +1,103 @@
+"""A drafter that knows the future, so that every acceptance length occurs.
+
+It is put in place of the draft's own choice of children: with probability 0.7 per position it
+plants the token the target will choose among the children of every node, as a certain one.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from poss_jax import speculate
+from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.draft import attach, top_children
+from poss_jax.shapes import Array, Params
+from poss_jax.speculate import DecodeConfig, Output, Request, Weights
+
+PROMPT_SIZE, MAX_NEW = 16, 32
+
+
+def plant(future: Array, is_planted: Array, logits: Array, position: Array, top_k: int):
+    """Children of every node: the most likely ones, and perhaps the true token.
+
+    Args:
+      future: [B positions] token the target chooses at every position.
+      is_planted: [B positions] where it is planted.
+      logits: [B rows V] of the draft.
+      position: [B] of the children.
+      top_k: how many children.
+    """
+    ids, log_probs = top_children(logits, position, top_k)
+    token = jnp.take_along_axis(future, position[:, None], axis=1)[:, :, None]
+    here = jnp.take_along_axis(is_planted, position[:, None], axis=1)[:, :, None]
+    is_token = ids == token
+    last = jnp.arange(top_k)[None, None] == top_k - 1
+    slot = jnp.where(is_token.any(axis=-1, keepdims=True), is_token, last) & here
+    return jnp.where(slot, token, ids), jnp.where(slot, 0.0, log_probs)
+
+
+def draw_request(llama: LlamaConfig, batch: int, rng: np.random.Generator) -> Request:
+    """Prompts of unequal length, unequal limits, and sometimes a token that ends a text."""
+    stop = int(rng.integers(0, llama.vocab_size)) if rng.random() < 0.5 else -1
+    return Request(
+        tokens=jnp.asarray(rng.integers(0, llama.vocab_size, (batch, PROMPT_SIZE)), jnp.int32),
+        lengths=jnp.asarray(rng.integers(1, PROMPT_SIZE + 1, batch), jnp.int32),
+        limits=jnp.asarray(rng.integers(MAX_NEW // 2, MAX_NEW + 1, batch), jnp.int32),
+        stop_ids=jnp.asarray([stop], jnp.int32),
+    )
+
+
+class Shape:
+    """One compiled pair of programs: autoregressive, and speculative with the oracle.
+
+    Attributes:
+      tree: size of the draft tree.
+      lengths_seen: accepted counts of all rounds that were not cut.
+    """
+
+    def __init__(self, llama: LlamaConfig, draft: DraftConfig, tree: TreeConfig, batch: int):
+        self.llama, self.batch, self.tree = llama, batch, tree
+        self.lengths_seen: set[int] = set()
+        alone = DecodeConfig(llama, None, tree, MAX_NEW)
+        self._alone = jax.jit(lambda weights, request: speculate.generate(weights, alone, request))
+
+        def with_oracle(weights: Weights, request: Request, future: Array, planted: Array):
+            children = partial(plant, future, planted)
+            config = DecodeConfig(llama, draft, tree, MAX_NEW, children)
+            return speculate.generate(weights, config, request)
+
+        self._with_oracle = jax.jit(with_oracle)
+
+    def check(self, target: Params, draft: Params, rng: np.random.Generator) -> None:
+        """Decodes one drawn request both ways and compares token for token."""
+        request = draw_request(self.llama, self.batch, rng)
+        expected = jax.device_get(vars(self._alone(Weights(target, {}), request).output))
+        planted = jnp.asarray(rng.random((self.batch, PROMPT_SIZE + MAX_NEW + 16)) < 0.7)
+        future = _future(request, expected, planted.shape)
+        weights = Weights(target, attach(draft, target))
+        state = self._with_oracle(weights, request, future, planted)
+        self._compare(request, expected, state.output)
+
+    def _compare(self, request: Request, expected: dict[str, np.ndarray], output: Output) -> None:
+        np.testing.assert_array_equal(output.num_tokens, expected["num_tokens"])
+        for row, count in enumerate(expected["num_tokens"]):
+            np.testing.assert_array_equal(
+                output.tokens[row, :count], expected["tokens"][row, :count]
+            )
+            accepted = np.array(output.num_accepted[row, : output.num_rounds[row]])
+            self.lengths_seen |= set(accepted[:-1].tolist())
+            # The first token comes from the prompt; a cut last round emits no bonus token.
+            emitted = 1 + int(accepted.sum()) + len(accepted)
+            assert count in (emitted, emitted - 1)
+            assert count <= request.limits[row]
+
+
+def _future(request: Request, expected: dict[str, np.ndarray], shape: tuple[int, int]) -> Array:
+    """What the target chooses at every position of prompt and answer."""
+    future = np.zeros(shape, np.int32)
+    for row, length in enumerate(np.array(request.lengths)):
+        answer = expected["tokens"][row][: expected["num_tokens"][row]]
+        future[row, length : length + len(answer)] = answer
+    return jnp.asarray(future)

@@ -1,0 +1,47 @@
+"""Shapes cost a compilation each, and only once."""
+
+import jax
+import pytest
+from models import random_draft, random_target, tiny_llama
+
+from poss_jax.checkpoint import new_record, target_identity
+from poss_jax.config import DraftConfig, TreeConfig
+from poss_jax.engine import Engine
+
+
+@pytest.fixture
+def engine() -> Engine:
+    llama = tiny_llama(max_position_embeddings=512)
+    config = DraftConfig(layer=llama, positions_per_specialist=(1, 2))
+    target = random_target(llama)
+    weights = target["embed"]["weight"], target["head"]["weight"]
+    identity = target_identity("tiny", None, *weights)
+    return Engine(
+        (new_record(llama, identity, tokenizer_from=None), target),
+        (new_record(config, identity, tokenizer_from=None), random_draft(config)),
+        tree=TreeConfig(depth=3, top_k=2, total_tokens=8),
+    )
+
+
+@pytest.fixture
+def compilations():
+    """Names of the programs compiled so far in this test."""
+    names = []
+
+    def listen(event, duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_second_call_of_the_same_shape_compiles_nothing(engine, compilations):
+    engine.generate([[1, 2, 3]], max_new_tokens=5)
+    assert compilations
+    compilations.clear()
+    engine.generate([[4, 5, 6, 7, 8]], max_new_tokens=9)
+    assert not compilations
+    engine.generate([[1] * 200], max_new_tokens=9)
+    assert compilations

@@ -1,0 +1,45 @@
+"""Three planted mistakes, each of which the tests of this project must notice."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from golden import METHODS, load_golden
+from test_golden import check_rounds
+from test_speculate import check_shape
+
+from poss_jax import cache, draft, speculate, target
+
+
+def test_a_tree_mask_off_by_one_is_noticed(monkeypatch):
+    def shifted(length, among_scratch, *, size):
+        return cache.scratch_mask(length, jnp.roll(among_scratch, 1, axis=2), size=size)
+
+    check_shape("wide", cases=1, seed=0)
+    monkeypatch.setattr(target, "scratch_mask", shifted)
+    with pytest.raises(AssertionError):
+        check_shape("wide", cases=5, seed=0)
+
+
+def test_a_commit_that_keeps_a_rejected_row_is_noticed(monkeypatch):
+    def greedy_commit(cache_, rows, num_kept):
+        return cache.commit_rows(cache_, rows, jnp.where(num_kept > 0, num_kept + 1, 0))
+
+    monkeypatch.setattr(speculate, "commit_rows", greedy_commit)
+    with pytest.raises(AssertionError):
+        check_shape("wide", cases=5, seed=0)
+
+
+def test_keys_of_the_wrong_specialist_are_noticed(monkeypatch, tmp_path):
+    """The output stays right whatever is drafted; the recorded trees tell."""
+    golden = load_golden(tmp_path, next(name for name in METHODS if name.startswith("poss")))
+    original = draft._write_keys_values
+
+    def swapped(params, config, cache_, index, *rest):
+        others = {**params, "specialists": params["specialists"][::-1]}
+        return original(others, config, cache_, index, *rest)
+
+    check_rounds(golden, "_small")
+    monkeypatch.setattr(draft, "_write_keys_values", swapped)
+    jax.clear_caches()
+    with pytest.raises(AssertionError):
+        check_rounds(golden, "_small")

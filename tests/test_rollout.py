@@ -1,0 +1,92 @@
+"""Training and inference agree: what the rollout predicts is what a chain drafts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import random_draft, random_target, random_tokens, stacked, tiny_llama
+
+from poss_jax import draft as drafting
+from poss_jax.cache import init_cache
+from poss_jax.config import DraftConfig, TreeConfig
+from poss_jax.draft import attach, commit_pairs, fuse_pairs
+from poss_jax.rollout import DraftBatch, advance_history, init_history, rollout
+from poss_jax.target import encode
+
+# spans, trained depth, fc bias
+METHODS = {
+    "eagle": ((1,), 1, False),
+    "hass": ((1,), 3, True),
+    "poss1": ((1,) * 6, 6, False),
+    "poss2": ((2, 2, 2), 6, False),
+    "poss3": ((3, 3), 6, True),
+    "poss134": ((1, 3, 4), 8, False),
+    "clamped": ((1, 2), 5, False),
+}
+T = 14
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rollout_equals_drafting_a_chain(method):
+    """Depth d at row s + d is step d of the chain that starts at row s, fed the same tokens."""
+    spans, depth, fc_bias = METHODS[method]
+    llama = tiny_llama()
+    config = DraftConfig(
+        layer=llama, positions_per_specialist=spans, trained_depth=depth, fc_bias=fc_bias
+    )
+    target, draft = random_target(llama), random_draft(config)
+    tokens = random_tokens(llama, 1, T + 1)
+    features = encode(stacked(target), llama, tokens)[:, :-1]
+    batch = DraftBatch(features, target["embed"]["weight"][tokens[:, 1:]])
+    predictions = jax.jit(lambda draft: rollout(draft, config, batch, depth))(stacked(draft))
+    starts = np.arange(T - depth + 1)
+    chain = jax.jit(lambda params: draft_chains(config, params, tokens, features, starts, depth))(
+        attach(draft, target)
+    )
+    for d in range(depth):
+        np.testing.assert_allclose(chain[d], predictions[d, 0, starts + d], atol=1e-5, rtol=1e-5)
+
+
+def draft_chains(config, params, tokens, features, starts, depth):
+    """Features of every step of the chains from all start rows, one chain per batch row.
+
+    The head is the identity, so that the drafting hands its features to the choice of children;
+    that choice puts the text's own token.
+    """
+    batch = len(starts)
+    params = params | {"head": {"weight": jnp.eye(config.layer.hidden_size)}}
+    x = fuse_pairs(params, tokens[:, 1:], features)
+    cache = init_cache(
+        config.layer,
+        num_layers=config.num_specialists,
+        size=T + depth,
+        rope_length=jnp.full(batch, T),
+        dtype=jnp.float32,
+    )
+    every = jnp.broadcast_to(x, (batch, *x.shape[1:]))
+    cache = commit_pairs(params, config, cache, every, jnp.asarray(starts + 1, jnp.int32))
+    seen = []
+
+    def follow_the_text(logits, position, top_k):
+        seen.append(logits[:, 0])
+        ids = jnp.take(tokens[0], jnp.minimum(position, T))[:, None, None]
+        return ids, jnp.zeros((batch, 1, top_k))
+
+    tree = TreeConfig(depth=depth, top_k=1, total_tokens=2)
+    drafting.draft(params, config, tree, cache, x[0, starts][:, None], follow_the_text)
+    return seen
+
+
+def test_history_moves_one_row_and_one_age_per_depth():
+    """Versions as numbers: 10 d + r is what depth d predicts at row r; f is 100 + r.
+
+    after depth 0   age 0:  f0 00 01 02
+    after depth 1   age 0:  f0 10 11 12      age 1:  .  f0 00 01
+    """
+    features = jnp.arange(100.0, 104.0)[None, :, None]
+    history = init_history(features, 3)
+    history = advance_history(history, jnp.arange(4.0)[None, :, None], features)
+    assert history[0, 0, :, 0].tolist() == [100, 0, 1, 2]
+    history = advance_history(history, jnp.arange(10.0, 14.0)[None, :, None], features)
+    assert history[0, 0, :, 0].tolist() == [100, 10, 11, 12]
+    assert history[1, 0, 1:, 0].tolist() == [100, 0, 1]

@@ -1,0 +1,79 @@
+"""Lossless: what is decoded speculatively is what the target writes alone, token for token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import random_draft, random_target, tiny_llama
+from oracle import Shape
+
+from poss_jax import speculate
+from poss_jax.config import DraftConfig, RopeConfig, TreeConfig
+from poss_jax.draft import attach
+from poss_jax.speculate import DecodeConfig, Request, Weights
+
+# (depth, top_k, total_tokens), spans, batch. The fourth asks for more nodes than can be drafted.
+SHAPES = {
+    "default": ((6, 10, 60), (3, 3), 1),
+    "wide": ((2, 10, 24), (1,), 4),
+    "chain": ((5, 1, 6), (1, 3, 4), 3),
+    "clamped": ((2, 2, 64), (1, 1), 2),
+    "deep": ((8, 3, 40), (2, 2), 2),
+    "tiny": ((1, 4, 2), (1,), 3),
+}
+
+
+def check_shape(name: str, *, cases: int, seed: int) -> None:
+    """Compares both ways of decoding over so many drawn models, prompts, limits and oracles."""
+    (depth, top_k, total_tokens), spans, batch = SHAPES[name]
+    llama = tiny_llama(rope=RopeConfig(type="dynamic", original_max_position_embeddings=24))
+    config = DraftConfig(layer=llama, positions_per_specialist=spans)
+    tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
+    shape, rng = Shape(llama, config, tree, batch), np.random.default_rng(seed)
+    for case in range(cases):
+        target = random_target(llama, seed=1000 * seed + case // 5)
+        shape.check(target, random_draft(config, seed=case), rng)
+    assert shape.lengths_seen == set(range(tree.max_accepted + 1))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_speculative_equals_autoregressive(name):
+    check_shape(name, cases=20, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("name", SHAPES)
+def test_speculative_equals_autoregressive_at_length(name, seed):
+    check_shape(name, cases=60, seed=seed)
+
+
+def test_a_draft_with_its_own_vocabulary_proposes_target_ids():
+    llama = tiny_llama()
+    config = DraftConfig(layer=llama)
+    target, draft = random_target(llama), random_draft(config)
+    vocabulary = jnp.asarray([3, 7, 11, 13, 20, 41], jnp.int32)
+    weights = Weights(target, attach(draft, target, vocabulary))
+    tree = TreeConfig(depth=3, top_k=4, total_tokens=20)
+    request = Request(
+        tokens=jnp.asarray([[5, 6, 7, 8]], jnp.int32),
+        lengths=jnp.asarray([4], jnp.int32),
+        limits=jnp.asarray([20], jnp.int32),
+        stop_ids=jnp.asarray([-1], jnp.int32),
+    )
+
+    @jax.jit
+    def run(weights: Weights, request: Request):
+        config_drafted = DecodeConfig(llama, config, tree, 20)
+        state = speculate.start(weights, config_drafted, request)
+        _, drafted = speculate.draft_tree(weights, config_drafted, state)
+        alone = DecodeConfig(llama, None, tree, 20)
+        return (
+            drafted.tokens,
+            speculate.generate(weights, config_drafted, request).output.tokens[:, :20],
+            speculate.generate(weights, alone, request).output.tokens[:, :20],
+        )
+
+    drafted, speculative, autoregressive = run(weights, request)
+    assert set(np.array(drafted[0, 1:]).tolist()) <= set(np.array(vocabulary).tolist())
+    np.testing.assert_array_equal(speculative, autoregressive)
