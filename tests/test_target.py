@@ -1,0 +1,232 @@
+"""The target against `transformers`, and its ways through the cache against plain encoding."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from convert_sources import run as convert
+from jax import lax
+from models import random_target, random_tokens, stacked, tiny_llama
+
+from poss_jax.cache import KVCache, init_cache
+from poss_jax.checkpoint import load_target
+from poss_jax.config import LlamaConfig, RopeConfig
+from poss_jax.layers import linear
+from poss_jax.target import decode, encode, prefill, verify
+from poss_jax.tree import make_tree
+
+LENGTHS, PROMPT_SIZE, NUM_STEPS = (5, 12), 14, 6
+ENDS = tuple(length + NUM_STEPS for length in LENGTHS)
+CONFIG = tiny_llama(
+    attention_bias=True,
+    rope=RopeConfig(type="llama3", factor=4.0, theta=100.0, original_max_position_embeddings=32),
+)
+
+
+def empty_cache(config: LlamaConfig, dtype=jnp.float32) -> KVCache:
+    return init_cache(
+        config,
+        num_layers=config.num_layers,
+        size=PROMPT_SIZE + 16,
+        rope_length=jnp.array(ENDS, jnp.int32),
+        dtype=dtype,
+    )
+
+
+def read_through_cache(params, config: LlamaConfig, tokens):
+    """(logits, features) of rows length - 1 to the end, by prefill and decode steps."""
+    lengths = jnp.array(LENGTHS, jnp.int32)
+    cache = empty_cache(config, params["embed"]["weight"].dtype)
+    out = prefill(params, config, cache, tokens[:, :PROMPT_SIZE], lengths)
+    last = jnp.take_along_axis(out.features, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+    def step(cache, index):
+        following = jnp.take_along_axis(tokens, (lengths + index)[:, None], axis=1)[:, 0]
+        out = decode(params, config, cache, following)
+        return out.cache, (out.logits[:, 0], out.features[:, 0])
+
+    _, rest = lax.scan(step, out.cache, jnp.arange(NUM_STEPS))
+    steps = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), (out.logits, last), rest)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1), steps)
+
+
+@partial(jax.jit, static_argnums=1)
+def read_both_ways(params, config: LlamaConfig, tokens):
+    """(logits, features) of all rows by `encode`, and of the last ones through the cache."""
+    features = encode(stacked(params), config, tokens)
+    whole = linear(features, params["head"]["weight"]), features
+    return whole, read_through_cache(params, config, tokens)
+
+
+# --------------------------------------------------------------------------------------------------
+# transformers
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    # max_position_embeddings is 8: all texts are longer.
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1e3,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def random_llama(folder, **changes):
+    """A random model of `transformers`, saved to a folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=53,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=8,
+        **changes,
+    )
+    model = LlamaForCausalLM(config).eval()
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        width = parameter.shape[-1] if parameter.ndim == 2 else 25
+        is_scale = name.endswith("norm.weight")
+        torch.nn.init.normal_(parameter, mean=float(is_scale), std=width**-0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("rope", "changes"),
+    [
+        ("default", {"num_key_value_heads": 4}),
+        ("linear", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+        ("dynamic", {"num_key_value_heads": 1, "head_dim": 12}),
+        ("llama3", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+    ],
+)
+def test_transformers(tmp_path, rope, changes):
+    import torch
+
+    model = random_llama(tmp_path / "source", rope_parameters=ROPES[rope], **changes)
+    convert("target", source=tmp_path / "source", output=tmp_path / "target")
+    record, params = load_target(tmp_path / "target")
+    assert record.config.rope.type == rope
+    tokens = random_tokens(record.config, 2, max(ENDS))
+    whole, through_cache = read_both_ways(params, record.config, tokens)
+
+    def assert_equal(row, end, first, got):
+        with torch.no_grad():
+            ids = torch.tensor(np.asarray(tokens)[row : row + 1, :end], dtype=torch.long)
+            out = model(ids, output_hidden_states=True)
+        for ours, theirs in zip(got, (out.logits, out.hidden_states[-1]), strict=True):
+            np.testing.assert_allclose(ours[row], theirs[0, first:], rtol=0, atol=2e-5)
+
+    # Dynamic frequencies follow the longest text seen: short ones first.
+    for row, length in enumerate(LENGTHS):
+        assert_equal(row, length + NUM_STEPS, length - 1, through_cache)
+    for row in range(len(LENGTHS)):
+        assert_equal(row, max(ENDS), 0, whole)
+
+
+# --------------------------------------------------------------------------------------------------
+# Through the cache
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(CONFIG)
+
+
+def test_prefill_and_decode_read_what_encode_reads(target):
+    tokens = random_tokens(CONFIG, 2, max(ENDS))
+    whole, through_cache = read_both_ways(target, CONFIG, tokens)
+    for complete, part in zip(whole, through_cache, strict=True):
+        for row, length in enumerate(LENGTHS):
+            want = complete[row, length - 1 : length + NUM_STEPS]
+            np.testing.assert_allclose(part[row], want, rtol=0, atol=1e-5)
+
+
+def random_tree(num_nodes: int):
+    """A tree for each prompt; every node continues any earlier one."""
+    rng = np.random.default_rng(0)
+    parents = [[0] + [rng.integers(node) for node in range(1, num_nodes)] for _ in LENGTHS]
+    tokens = random_tokens(CONFIG, len(LENGTHS), num_nodes, seed=3)
+    return make_tree(tokens, jnp.array(parents, jnp.int32), depth=num_nodes)
+
+
+def test_each_node_of_a_tree_reads_its_own_path(target):
+    tokens, tree = random_tokens(CONFIG, 2, PROMPT_SIZE), random_tree(8)
+    texts, ends = [], []
+    for row, length in enumerate(LENGTHS):
+        for node in range(8):
+            path = np.asarray(tree.tokens[row])[np.asarray(tree.ancestors[row, node])]
+            text = [*tokens[row, :length].tolist(), *path.tolist()]
+            texts.append(text + [0] * (PROMPT_SIZE + 8 - len(text)))
+            ends.append(len(text))
+    assert len(set(ends)) > 6  # of many depths
+
+    @jax.jit
+    def run(params, tokens, tree, texts):
+        cache, lengths = empty_cache(CONFIG), jnp.array(LENGTHS, jnp.int32)
+        cache = prefill(params, CONFIG, cache, tokens, lengths).cache
+        out = verify(params, CONFIG, cache, tree.tokens, tree.depths, tree.ancestors)
+        return out, encode(stacked(params), CONFIG, texts)
+
+    out, features = run(target, tokens, tree, jnp.array(texts, jnp.int32))
+    np.testing.assert_array_equal(out.cache.length, LENGTHS)
+    want = np.asarray(features)[np.arange(16), np.array(ends) - 1]
+    np.testing.assert_allclose(out.features.reshape(16, -1), want, rtol=0, atol=1e-5)
+    want = want @ np.asarray(target["head"]["weight"]).T
+    np.testing.assert_allclose(out.logits.reshape(16, -1), want, rtol=0, atol=1e-5)
+
+
+def test_scratch_rows_and_padding_are_never_read(target):
+    tokens, tree = random_tokens(CONFIG, 2, PROMPT_SIZE), random_tree(8)
+    lengths = jnp.array(LENGTHS, jnp.int32)
+
+    def spoil(cache: KVCache, first_row) -> KVCache:
+        is_scratch = jnp.arange(cache.size)[None] >= first_row[:, None]
+        spoilt = [jnp.where(is_scratch[:, :, None, None], 1e30, x) for x in (*cache.k, *cache.v)]
+        return cache.replace(k=spoilt[: CONFIG.num_layers], v=spoilt[CONFIG.num_layers :])
+
+    @jax.jit
+    def run(tokens, is_spoilt):
+        cache = empty_cache(CONFIG)
+        cache = lax.cond(is_spoilt, spoil, lambda cache, _: cache, cache, 0 * lengths)
+        prompt = prefill(target, CONFIG, cache, tokens, lengths)
+        cache = lax.cond(is_spoilt, spoil, lambda cache, _: cache, prompt.cache, lengths)
+        nodes = verify(target, CONFIG, cache, tree.tokens, tree.depths, tree.ancestors)
+        following = decode(target, CONFIG, cache, tree.tokens[:, 0])
+        return [(out.logits, out.features) for out in (prompt, nodes, following)]
+
+    is_padding = jnp.arange(PROMPT_SIZE)[None] >= lengths[:, None]
+    (logits, features), *later = run(tokens, jnp.array(False))
+    (spoilt_logits, spoilt_features), *spoilt_later = run(
+        jnp.where(is_padding, 7, tokens), jnp.array(True)
+    )
+    np.testing.assert_array_equal(spoilt_logits, logits)
+    np.testing.assert_array_equal(spoilt_features[~is_padding], features[~is_padding])
+    assert (spoilt_features[is_padding] != features[is_padding]).any()
+    jax.tree.map(np.testing.assert_array_equal, spoilt_later, later)
+
+
+def test_bfloat16_stays_bfloat16(target):
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), target)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
+    tokens = random_tokens(CONFIG, 2, max(ENDS))
+    outs, exact = (read_both_ways(params, CONFIG, tokens) for params in (narrow, wide))
+    for out, want in zip(jax.tree.leaves(outs), jax.tree.leaves(exact), strict=True):
+        assert out.dtype == jnp.bfloat16
+        print(
+            np.abs(np.asarray(out, float) - want).max(),
+            np.linalg.norm(np.asarray(out, float) - want) / np.linalg.norm(want),
+        )
