@@ -25,7 +25,7 @@ from poss_jax.checkpoint import count_parameters
 from poss_jax.config import TrainConfig, load_config
 from poss_jax.program import Parser, run_program
 from poss_jax.train_step import TrainState, init_state, make_optimizer
-from train.run_folder import RunFolder
+from train.run_folder import RunFolder, claim_folder
 from train.stages import Stage, open_stage
 
 
@@ -38,9 +38,10 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
     Raises:
       UserError: bad input; nothing of an earlier run is touched.
     """
-    folder = RunFolder(config, overwrite=overwrite)
+    with claim_folder(config, overwrite=overwrite) as place:
+        stage = open_stage(config, place)
+    folder = RunFolder(config)
     try:
-        stage = open_stage(config, folder.path)
         optimizer = make_optimizer(config.optimizer, config.num_steps)
         # Placed explicitly: a state that moved with its first step would be compiled for twice.
         start = jax.device_put(init_state(stage.init_params(), optimizer), jax.devices()[0])

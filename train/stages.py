@@ -31,6 +31,8 @@ from poss_jax.train_step import (
     target_loss,
 )
 
+_TOKENIZER = "tokenizer"  # subfolder of a target's run
+
 
 class Stage(Protocol):
     """What the training loop needs to know.
@@ -72,12 +74,11 @@ class TargetStage:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         assert config.model is not None
         documents = data.load_documents(config.data)
-        self._run, self._tokenizer_folder = config, folder / "tokenizer"
-        if not (self._tokenizer_folder / "tokenizer.json").is_file():
-            size = config.model.vocab_size
-            data.train_tokenizer(documents.train, size, self._tokenizer_folder)
-        self.tokenizer = data.load_tokenizer(self._tokenizer_folder)
-        self.config = config.model
+        self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
+        place = folder / _TOKENIZER
+        if not (place / "tokenizer.json").is_file():
+            data.train_tokenizer(documents.train, self.config.vocab_size, place)
+        self.tokenizer = data.load_tokenizer(place)
         self.rows, self.validation_rows = _rows(documents, self.tokenizer, config)
         self._validation_loss = jax.jit(
             lambda params, tokens: target_loss(
@@ -90,7 +91,8 @@ class TargetStage:
 
     def init_params(self) -> Params:
         """See `Stage`."""
-        params = init_target(self.config, jax.random.key(self._run.seed))
+        # In one program: op by op, as Linen initialises, takes seconds longer.
+        params = jax.jit(init_target, static_argnums=0)(self.config, self._key)
         return params | {"layers": stack_layers(params["layers"])}
 
     def make_step(self, optimizer: optax.GradientTransformation) -> Callable:
@@ -115,9 +117,10 @@ class TargetStage:
         embed = np.asarray(params["embed"]["weight"])
         head = embed if self.config.tie_embeddings else np.asarray(params["head"]["weight"])
         identity = target_identity(folder.parent.name, None, embed, head)
-        record = new_record(self.config, identity, tokenizer_from=self._tokenizer_folder)
+        tokenizer_from = folder.parent / _TOKENIZER
+        record = new_record(self.config, identity, tokenizer_from=tokenizer_from)
         items = split_items(self.config, params)
-        write_model(folder, record, items, tokenizer_from=self._tokenizer_folder)
+        write_model(folder, record, items, tokenizer_from=tokenizer_from)
 
 
 class DraftStage:
@@ -126,21 +129,18 @@ class DraftStage:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         del folder
         assert config.target is not None
-        self._run = config
+        self._run, self._key = config, jax.random.key(config.seed)
         self._record, target = load_target(config.target, jnp.float32)
-        layer = self._record.llama
         self._target = target | {"layers": stack_layers(target["layers"])}
+        wanted = config.specialists
+        layer, fc_bias, self._init_draft = self._record.llama, wanted.fc_bias, None
+        if config.init_draft is not None:
+            record, draft = load_draft(config.init_draft, jnp.float32, target=self._record)
+            layer, fc_bias = record.draft.layer, record.draft.fc_bias
+            self._init_draft = extend_specialists(draft, len(wanted.positions_per_specialist))
         self.tokenizer = data.load_tokenizer(Path(config.target))
         documents = data.load_documents(config.data)
         self.rows, self.validation_rows = _rows(documents, self.tokenizer, config)
-        self._init_draft = None
-        wanted = config.specialists
-        fc_bias = wanted.fc_bias
-        if config.init_draft is not None:
-            record, self._init_draft = load_draft(
-                config.init_draft, jnp.float32, target=self._record
-            )
-            layer, fc_bias = record.draft.layer, record.draft.fc_bias
         self.config = DraftConfig(
             layer=layer,
             positions_per_specialist=wanted.positions_per_specialist,
@@ -154,17 +154,15 @@ class DraftStage:
         """See `Stage`."""
         draft = self._init_draft
         if draft is None:
-            draft = init_draft(self.config, jax.random.key(self._run.seed))
-        draft = extend_specialists(draft, self.config.num_specialists)
+            draft = jax.jit(init_draft, static_argnums=0)(self.config, self._key)
         return draft | {"specialists": stack_layers(draft["specialists"])}
 
     def make_step(self, optimizer: optax.GradientTransformation) -> Callable:
         """See `Stage`."""
         step = make_draft_step(self._task, optimizer)
-        key = jax.random.key(self._run.seed)
 
         def run(state: TrainState, tokens: Array) -> tuple[TrainState, dict[str, Array]]:
-            state, losses = step(state, self._target, tokens, _all_trained(tokens), key)
+            state, losses = step(state, self._target, tokens, _all_trained(tokens), self._key)
             return state, {"loss": losses.total.mean(), "loss_per_depth": losses.total}
 
         return run
@@ -172,14 +170,14 @@ class DraftStage:
     def validate(self, params: Params, batches: Iterable[np.ndarray]) -> dict[str, Any]:
         """See `Stage`."""
         results = [
-            jax.device_get(self._validation(params, self._target, tokens, _all_trained(tokens)))
+            vars(self._validation(params, self._target, tokens, _all_trained(tokens)))
             for tokens in map(jnp.asarray, batches)
         ]
-        mean = jax.tree.map(lambda *values: np.mean(values, axis=0), *results)
+        mean = jax.tree.map(lambda *values: np.mean(values, axis=0), *jax.device_get(results))
         return {
-            "validation_loss": mean.loss.tolist(),
-            "agreement": mean.agreement.tolist(),
-            "simulated_acceptance_length": float(mean.acceptance_length),
+            "validation_loss": mean["loss"].tolist(),
+            "agreement": mean["agreement"].tolist(),
+            "simulated_acceptance_length": float(mean["acceptance_length"]),
         }
 
     def save_model(self, params: Params, folder: Path) -> None:

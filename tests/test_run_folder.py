@@ -1,0 +1,177 @@
+"""Starting, continuing and refusing a run's folder, and what a run saves in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from poss_jax.config import TrainConfig, UserError, build_config
+from poss_jax.train_step import TrainState
+from train.run_folder import RunFolder, claim_folder
+
+MODEL = dict.fromkeys(
+    "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads".split(), 4
+)
+
+
+def config_for(output: Path, **changes: Any) -> TrainConfig:
+    values = {"stage": "target", "output": str(output), "model": MODEL | {"head_dim": 2}}
+    return build_config(TrainConfig, values | changes, origin="test")
+
+
+def start(config: TrainConfig, *, overwrite: bool = False) -> None:
+    with claim_folder(config, overwrite=overwrite) as place:
+        (place / "tokenizer").write_text("prepared")
+
+
+def files(folder: Path) -> dict[str, str]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+
+
+def state_at(step: int) -> TrainState:
+    weights = {"weight": jnp.arange(6.0).reshape(2, 3) * step}
+    return TrainState(jnp.asarray(step, jnp.int32), weights, (jnp.float32(step),))
+
+
+def test_new_run_appears_complete_or_not_at_all(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "runs" / "a")
+    with claim_folder(config) as place:
+        assert not (tmp_path / "runs" / "a").exists()
+        (place / "tokenizer").write_text("prepared")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
+    written = files(tmp_path / "runs" / "a")
+    assert sorted(written) == ["config.yaml", "provenance.json", "tokenizer"]
+    assert "versions" in json.loads(written["provenance.json"])
+
+
+def test_failed_start_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no text"), claim_folder(config_for(tmp_path / "a")) as it:
+        (it / "tokenizer").write_text("prepared")
+        raise UserError("no text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_empty_folder_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    start(config_for(tmp_path / "a"))
+    assert (tmp_path / "a" / "config.yaml").is_file()
+
+
+def test_same_config_continues_in_place(tmp_path: Path) -> None:
+    start(config_for(tmp_path / "a"))
+    before = files(tmp_path)
+    with claim_folder(config_for(tmp_path / "a")) as place:
+        assert place == tmp_path / "a"
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seed": 1, "batch_size": 4}, r"\(batch_size: saved 8, asked 4\)"),
+        ({"optimizer": {"b1": 0.5}, "seed": 1}, r"\(optimizer\.b1: saved 0\.9, asked 0\.5\)"),
+        ({"model": MODEL | {"head_dim": 4}}, r"\(model\.head_dim: saved 2, asked 4\)"),
+    ],
+)
+def test_other_config_names_the_first_difference(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    start(config_for(tmp_path / "a"))
+    before = files(tmp_path)
+    with pytest.raises(UserError, match=f"a run with another config {named}; .*--overwrite"):
+        start(config_for(tmp_path / "a", **changes))
+    assert files(tmp_path) == before
+
+
+def test_overwrite_starts_anew(tmp_path: Path) -> None:
+    start(config_for(tmp_path / "a", seed=1))
+    (tmp_path / "a" / "metrics.jsonl").write_text("of the earlier run")
+    start(config_for(tmp_path / "a"), overwrite=True)
+    assert sorted(files(tmp_path)) == ["a/config.yaml", "a/provenance.json", "a/tokenizer"]
+    start(config_for(tmp_path / "a"))  # its config is the new one
+
+
+def test_failed_overwrite_keeps_the_earlier_run(tmp_path: Path) -> None:
+    start(config_for(tmp_path / "a", seed=1))
+    before = files(tmp_path)
+    with pytest.raises(UserError), claim_folder(config_for(tmp_path / "a"), overwrite=True):
+        raise UserError("no text")
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "content", [None, "learning_rate: 1", "- a list", "stage: [", "\x00"], ids=repr
+)
+def test_folder_of_something_else_is_refused(
+    tmp_path: Path, content: str | None, overwrite: bool
+) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    if content is not None:
+        (tmp_path / "thesis" / "config.yaml").write_text(content)
+    before = files(tmp_path)
+    with pytest.raises(UserError, match="thesis is not empty and not a training run; name another"):
+        start(config_for(tmp_path / "thesis"), overwrite=overwrite)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("output", ["file", "file/a"])
+def test_file_in_the_way_is_refused(tmp_path: Path, output: str) -> None:
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(UserError, match=r"output .*; name another folder"):
+        start(config_for(tmp_path / output))
+    assert files(tmp_path) == {"file": "text"}
+
+
+@pytest.mark.parametrize("key", ["target", "init_draft"])
+def test_run_does_not_overwrite_the_model_it_starts_from(tmp_path: Path, key: str) -> None:
+    start(config_for(tmp_path / "a"))
+    before = files(tmp_path)
+    models = {"target": str(tmp_path / "t" / "model"), key: str(tmp_path / "a" / "model")}
+    config = config_for(tmp_path / "a", stage="draft", **models)
+    with pytest.raises(UserError, match=r"output .*/a holds .*/a/model, which is needed"):
+        start(config, overwrite=True)
+    assert files(tmp_path) == before
+
+
+def test_restores_the_last_saved_state(tmp_path: Path) -> None:
+    start(config_for(tmp_path / "a"))
+    folder = RunFolder(config_for(tmp_path / "a"))
+    assert int(folder.restore(state_at(0)).step) == 0
+    for step in (1, 2, 3):
+        folder.save(step, state_at(step))
+    folder.close()
+
+    folder = RunFolder(config_for(tmp_path / "a"))
+    restored = folder.restore(state_at(0))
+    folder.close()
+    assert (int(restored.step), float(restored.opt_state[0])) == (3, 3.0)
+    assert restored.params["weight"].tolist() == [[0, 3, 6], [9, 12, 15]]
+    checkpoints = (tmp_path / "a" / "checkpoints").iterdir()
+    assert sorted(path.name for path in checkpoints) == ["2", "3"]
+
+
+def test_restore_drops_metrics_that_come_again(tmp_path: Path) -> None:
+    start(config_for(tmp_path / "a"))
+    folder = RunFolder(config_for(tmp_path / "a"))
+    for step in (1, 2, 3):
+        folder.log({"step": step, "loss": 0.5})
+    folder.save(2, state_at(2))
+    folder.close()
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')  # the process died while writing
+
+    folder = RunFolder(config_for(tmp_path / "a"))
+    folder.restore(state_at(0))
+    folder.log({"step": 3, "loss": 0.25})
+    folder.close()
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 0.5},
+        {"step": 3, "loss": 0.25},
+    ]
