@@ -28,15 +28,15 @@ class KVCache(struct.PyTreeNode):
       frequencies: rotary angle per position its keys are rotated with.
     """
 
-    k: list[Array]  # L × [B S K H]
-    v: list[Array]  # L × [B S K H]
+    k: list[Array]  # L × [B K S H]
+    v: list[Array]  # L × [B K S H]
     length: Array  # [B] int32
     frequencies: Array  # [B H/2] float32
 
     @property
     def size(self) -> int:
         """S, committed and scratch rows together."""
-        return self.k[0].shape[1]
+        return self.k[0].shape[2]
 
 
 def init_cache(
@@ -56,7 +56,7 @@ def init_cache(
       rope_length: how many positions each sequence will hold at most.
       dtype: of keys and values.
     """
-    shape = (len(rope_length), size, config.num_kv_heads, config.head_dim)
+    shape = (len(rope_length), config.num_kv_heads, size, config.head_dim)
     return KVCache(
         k=[jnp.zeros(shape, dtype) for _ in range(num_layers)],
         v=[jnp.zeros(shape, dtype) for _ in range(num_layers)],
@@ -65,26 +65,28 @@ def init_cache(
     )
 
 
-def write_rows(
-    stored: Int[Array, "B S *rest"] | Array, new: Array, start: Int[Array, " B"]
-) -> Array:
-    """Writes `new` [B T ...] into `stored` [B S ...] at each sequence's own row `start`.
+def write_rows(stored: Array, new: Array, start: Int[Array, " B"], *, axis: int) -> Array:
+    """Writes `new` into `stored` at each sequence's own row `start`.
 
-    `start + T` must not exceed S: the write would slide down onto committed rows.
+    Args:
+      stored: [B ... S ...].
+      new: [B ... T ...], of no more rows. `start + T` must not exceed S: the write would slide
+        down onto committed rows.
+      start: first row written, per sequence.
+      axis: where the rows are.
     """
-    if len(start) == 1:
-        origin = (0, start[0]) + (0,) * (stored.ndim - 2)
-        return lax.dynamic_update_slice(stored, new, origin)
-    return jax.vmap(lambda s, n, at: lax.dynamic_update_slice_in_dim(s, n, at, 0))(
+    if len(start) == 1:  # in place, where the general form is a scatter
+        return lax.dynamic_update_slice_in_dim(stored, new, start[0], axis)
+    return jax.vmap(lambda s, n, at: lax.dynamic_update_slice_in_dim(s, n, at, axis - 1))(
         stored, new, start
     )
 
 
 def write_layer(cache: KVCache, index: int, k: Array, v: Array, start: Int[Array, " B"]) -> KVCache:
-    """Writes one layer's keys and values [B T K H] at row `start` of each sequence."""
+    """Writes one layer's keys and values [B K T H] at row `start` of each sequence."""
     keys, values = list(cache.k), list(cache.v)
-    keys[index] = write_rows(keys[index], k, start)
-    values[index] = write_rows(values[index], v, start)
+    keys[index] = write_rows(keys[index], k, start, axis=2)
+    values[index] = write_rows(values[index], v, start, axis=2)
     return cache.replace(k=keys, v=values)
 
 
@@ -98,10 +100,11 @@ def commit_rows(cache: KVCache, rows: Int[Array, "B A"], num_kept: Int[Array, " 
       num_kept: how many of `rows` are committed.
     """
     if rows.shape[1] > 1:
-        source = (cache.length[:, None] + rows)[:, :, None, None]
+        source = (cache.length[:, None] + rows)[:, None, :, None]
 
         def moved(stored: Array) -> Array:
-            return write_rows(stored, jnp.take_along_axis(stored, source, axis=1), cache.length)
+            kept = jnp.take_along_axis(stored, source, axis=2)
+            return write_rows(stored, kept, cache.length, axis=2)
 
         cache = cache.replace(k=[moved(k) for k in cache.k], v=[moved(v) for v in cache.v])
     return cache.replace(length=cache.length + num_kept)

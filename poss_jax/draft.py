@@ -86,6 +86,16 @@ def fuse(
     return linear(jnp.concatenate([embedded, features], axis=-1), fc["weight"], fc.get("bias"))
 
 
+def fuse_tokens(fc: Params, embedded: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    """The part of `fuse` that depends on the token; the bias belongs to it."""
+    return linear(embedded, fc["weight"][:, : embedded.shape[-1]], fc.get("bias"))
+
+
+def fuse_features(fc: Params, features: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    """The part of `fuse` that depends on the feature."""
+    return linear(features, fc["weight"][:, features.shape[-1] :])
+
+
 def fuse_pairs(
     params: Params, tokens: Int[Array, "B T"], features: Float[Array, "B T D"]
 ) -> Float[Array, "B T D"]:

@@ -91,30 +91,48 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: Array) -> Array:
 
 
 def rotate(
-    x: Float[Array, "B T heads H"],
+    x: Float[Array, "B heads T H"],
     positions: Int[Array, "B T"],
     frequencies: Float[Array, "B half"],
-) -> Float[Array, "B T heads H"]:
+) -> Float[Array, "B heads T H"]:
     """Applies the rotary embedding in the half-split convention of Hugging Face checkpoints."""
-    angles = (positions.astype(jnp.float32)[..., None] * frequencies[:, None])[:, :, None]
+    angles = (positions.astype(jnp.float32)[..., None] * frequencies[:, None])[:, None]
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def attend(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
     can_attend: Bool[Array, "B T S"],
 ) -> Float[Array, "B T N*H"]:
-    """Grouped-query attention with an explicit mask; every row must attend at least one column."""
-    B, T, N, H = q.shape
-    grouped = q.reshape(B, T, k.shape[2], -1, H)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(can_attend[:, None, None], scores * H**-0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v).reshape(B, T, N * H)
+    """Grouped-query attention with an explicit mask; every row must attend at least one column.
+
+    Heads come before rows, and the queries of a group are rows of one product: on CPU this is
+    about twice as fast as the layout the projections give, which XLA has to transpose.
+    """
+    B, N, T, H = q.shape
+    K, S = k.shape[1:3]
+    rows = q.reshape(B, K, N // K * T, H)
+    scores = jnp.einsum("BKRH,BKSH->BKRS", rows, k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(B, K, N // K, T, S) * H**-0.5
+    weights = jax.nn.softmax(jnp.where(can_attend[:, None, None], scores, -jnp.inf), axis=-1)
+    weights = weights.astype(v.dtype).reshape(B, K, N // K * T, S)
+    return merge_heads(jnp.einsum("BKRS,BKSH->BKRH", weights, v).reshape(B, N, T, H))
+
+
+def split_heads(x: Float[Array, "B T width"], head_dim: int) -> Float[Array, "B heads T H"]:
+    """Cuts rows into heads, which come first."""
+    B, T, width = x.shape
+    return jnp.swapaxes(x.reshape(B, T, width // head_dim, head_dim), 1, 2)
+
+
+def merge_heads(x: Float[Array, "B heads T H"]) -> Float[Array, "B T width"]:
+    """The reverse of `split_heads`."""
+    B, heads, T, H = x.shape
+    return jnp.swapaxes(x, 1, 2).reshape(B, T, heads * H)
 
 
 class Linear(nn.Module):
@@ -208,19 +226,21 @@ class DecoderLayer(nn.Module):
         normed: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         frequencies: Float[Array, "B half"],
-    ) -> Float[Array, "B T N H"]:
+    ) -> Float[Array, "B N T H"]:
         """Projects and rotates queries."""
-        return rotate(_heads(self.attention.q(normed), self.config), positions, frequencies)
+        q = split_heads(self.attention.q(normed), self.config.head_dim)
+        return rotate(q, positions, frequencies)
 
     def keys_values(
         self,
         normed: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         frequencies: Float[Array, "B half"],
-    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Projects keys (rotated) and values."""
-        k = rotate(_heads(self.attention.k(normed), self.config), positions, frequencies)
-        return k, _heads(self.attention.v(normed), self.config)
+        k = split_heads(self.attention.k(normed), self.config.head_dim)
+        v = split_heads(self.attention.v(normed), self.config.head_dim)
+        return rotate(k, positions, frequencies), v
 
     def finish(
         self, hidden: Float[Array, "B T D"], attended: Float[Array, "B T NH"]
@@ -246,10 +266,6 @@ class DecoderLayer(nn.Module):
 def _residual_scale(config: LlamaConfig) -> float:
     """Keeps the residual's variance independent of depth: each layer adds to it twice."""
     return 1 / (2 * config.num_layers)
-
-
-def _heads(x: Array, config: LlamaConfig) -> Array:
-    return x.reshape(*x.shape[:-1], x.shape[-1] // config.head_dim, config.head_dim)
 
 
 def init_layer(layer: DecoderLayer, key: Array) -> Params:

@@ -113,12 +113,17 @@ def language_model_loss(
 def logsumexp_rows(
     head: Float[Array, "V D"], features: Float[Array, "B T D"], rows_per_chunk: int
 ) -> Float[Array, "B T"]:
-    """Logarithm of the softmax denominator of every row; logits are recomputed for gradients."""
+    """Logarithm of the softmax denominator of every row.
+
+    Where there are several chunks, their logits are computed again for gradients.
+    """
 
     def of_chunk(rows: Array) -> tuple[Array]:
         return (jax.nn.logsumexp(linear(rows, head).astype(jnp.float32), axis=-1),)
 
-    return _by_chunks(jax.checkpoint(of_chunk), features, rows_per_chunk)[0]
+    is_one_chunk = features.shape[0] * features.shape[1] <= rows_per_chunk
+    function = of_chunk if is_one_chunk else jax.checkpoint(of_chunk)
+    return _by_chunks(function, features, rows_per_chunk)[0]
 
 
 def most_likely_tokens(

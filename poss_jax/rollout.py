@@ -17,8 +17,8 @@ from flax import struct
 from jax import lax
 
 from poss_jax.config import DraftConfig
-from poss_jax.draft import fuse
-from poss_jax.layers import DecoderLayer, rope_frequencies
+from poss_jax.draft import fuse_features, fuse_tokens
+from poss_jax.layers import DecoderLayer, merge_heads, rope_frequencies
 from poss_jax.shapes import Array, Float, Int, Params
 
 
@@ -74,46 +74,54 @@ def predict(
     row = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
 
-    def keys_values(x: Array, age: Array) -> tuple[Array, Array]:
-        return layer.keys_values(x, row - age, frequencies)
+    of_tokens = fuse_tokens(fc, batch.embedded)
 
-    x_base = fuse(fc, batch.embedded, batch.features)
-    k_base, v_base = keys_values(x_base, jnp.int32(0))
-    x_ages = fuse(fc, _each_age(batch.embedded, ages), history[:ages])
-    k_ages, v_ages = jax.vmap(keys_values)(x_ages, jnp.arange(ages))
-    x = x_ages[0] if ages else x_base
+    def version(features: Array, age: Array) -> tuple[Array, Array, Array]:
+        """Draft input, keys and values of the rows that stand on the diagonal of an age."""
+        x = jnp.roll(of_tokens, age, axis=1) + fuse_features(fc, features)
+        return x, *layer.keys_values(x, row - age, frequencies)
+
+    def version_if_attended(step: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        features, age = step
+        shapes = jax.eval_shape(version, features, age)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return lax.cond(age < jnp.maximum(depth, 1), version, lambda *_: nothing, features, age)
+
+    x, *base = version(batch.features, jnp.int32(0))
+    x_ages, *of_ages = lax.map(version_if_attended, (history[:ages], jnp.arange(ages)))
+    x = x_ages[0] if ages else x
     q = layer.queries(x, row, frequencies)
-    attended = _attend_versions(q, (k_base, v_base), (k_ages, v_ages), depth)
-    return layer.finish(x, attended)
+    return layer.finish(x, _attend_versions(q, tuple(base), tuple(of_ages), depth))
 
 
 def _attend_versions(
-    q: Float[Array, "B T N H"],
-    base: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]],
-    ages: tuple[Float[Array, "J B T K H"], Float[Array, "J B T K H"]],
+    q: Float[Array, "B N T H"],
+    base: tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]],
+    ages: tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]],
     depth: Int[Array, ""],
 ) -> Float[Array, "B T N*H"]:
     """One softmax over the columns of version 0 and the diagonals of every age."""
-    B, T, N, H = q.shape
+    B, N, T, H = q.shape
     (k_base, v_base), (k_ages, v_ages) = base, ages
-    grouped = q.reshape(B, T, k_base.shape[2], -1, H) * H**-0.5
+    K = k_base.shape[1]
+    grouped = q.reshape(B, K, N // K, T, H) * H**-0.5
     row, age = jnp.arange(T), jnp.arange(len(k_ages))
     on_base = row[None] <= row[:, None] - depth
     on_ages = (age[None] < depth) & (age[None] <= row[:, None])
-    to_base = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k_base, preferred_element_type=jnp.float32)
-    to_ages = (grouped[None] * k_ages[:, :, :, :, None]).sum(axis=-1, dtype=jnp.float32)
+    to_base = jnp.einsum("BKGTH,BKSH->BKGTS", grouped, k_base, preferred_element_type=jnp.float32)
+    to_ages = (grouped[None] * k_ages[:, :, :, None]).sum(axis=-1, dtype=jnp.float32)
     scores = jnp.concatenate(
         [
             jnp.where(on_base[None, None, None], to_base, -jnp.inf),
-            jnp.where(on_ages[None, None, None], jnp.moveaxis(to_ages, (0, 2), (4, 3)), -jnp.inf),
+            jnp.where(on_ages[None, None, None], jnp.moveaxis(to_ages, 0, -1), -jnp.inf),
         ],
         axis=-1,
     )
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    from_base = jnp.einsum("BKGTS,BSKH->BTKGH", weights[..., :T], v_base)
-    on_diagonals = jnp.moveaxis(weights[..., T:], (4, 3), (0, 2))
-    from_ages = (on_diagonals[..., None] * v_ages[:, :, :, :, None]).sum(axis=0)
-    return (from_base + from_ages).reshape(B, T, N * H)
+    from_base = jnp.einsum("BKGTS,BKSH->BKGTH", weights[..., :T], v_base)
+    on_diagonals = jnp.moveaxis(weights[..., T:], -1, 0)
+    from_ages = (on_diagonals[..., None] * v_ages[:, :, :, None]).sum(axis=0)
+    return merge_heads((from_base + from_ages).reshape(B, N, T, H))
 
 
 def rollout(
@@ -134,12 +142,6 @@ def rollout(
 def depths(config: DraftConfig, depth: int) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
     """Every depth and the specialist that serves it, to scan over."""
     return jnp.arange(depth), jnp.array([config.specialist_at(d) for d in range(depth)])
-
-
-def _each_age(embedded: Array, ages: int) -> Array:
-    """[J B T D]: the embedding of the token that stands on the diagonal of each age."""
-    moved = [_moved(embedded, age) for age in range(ages)]
-    return jnp.stack(moved) if moved else jnp.zeros((0, *embedded.shape), embedded.dtype)
 
 
 def _moved(x: Array, rows: int) -> Array:

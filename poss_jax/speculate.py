@@ -269,7 +269,7 @@ def _write_output(
         return lax.dynamic_update_slice(record, cut[:, None], (jnp.int32(0), round_index))
 
     return Output(
-        tokens=write_rows(output.tokens, emitted, output.num_tokens),
+        tokens=write_rows(output.tokens, emitted, output.num_tokens, axis=1),
         num_tokens=num_tokens,
         num_accepted=recorded(output.num_accepted, acceptance.num_accepted),
         num_offered=recorded(output.num_offered, acceptance.num_offered),
