@@ -40,7 +40,7 @@ def random_draft(config: DraftConfig, seed: int = 1) -> Params:
 def stacked(params: Params) -> Params:
     """The same target or draft as training holds it, layers or specialists in one tree."""
     name = "layers" if "layers" in params else "specialists"
-    return params | {name: stack_layers(params[name])}
+    return params | {name: jax.jit(stack_layers)(params[name])}
 
 
 def random_tokens(config: LlamaConfig, *shape: int, seed: int = 2) -> jax.Array:
