@@ -132,7 +132,12 @@ class DraftStage:
         self._run, self._key = config, jax.random.key(config.seed)
         self._record, target = load_target(config.target, jnp.float32)
         self._target = target | {"layers": stack_layers(target["layers"])}
-        wanted = config.specialists
+        wanted, length = config.specialists, config.data.sequence_length
+        if wanted.depth >= length:
+            raise UserError(
+                f"specialists.depth {wanted.depth} does not fit rows of {length} tokens; lower it "
+                "or raise data.sequence_length"
+            )
         layer, fc_bias, self._init_draft = self._record.llama, wanted.fc_bias, None
         if config.init_draft is not None:
             record, draft = load_draft(config.init_draft, jnp.float32, target=self._record)

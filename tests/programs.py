@@ -1,0 +1,158 @@
+"""A tiny target and drafts, trained once per test run by the training program itself."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import yaml
+from filelock import FileLock
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from poss_jax.config import UserError
+from train.main import main as train_main
+
+TARGET = {
+    "stage": "target",
+    "model": {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+    },
+    "optimizer": {"learning_rate": 1e-2},
+    "num_tokens": 24 * 64,
+    "batch_size": 2,
+    "checkpoint_every": 10,
+    "validate_every": 10,
+    "validation_batches": 2,
+    "log_every": 1,
+}
+DRAFT = {**TARGET, "stage": "draft", "model": None}
+POSS2 = {**DRAFT, "specialists": {"positions_per_specialist": [2, 2], "depth": 4}}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Folders of the finished runs, and the text they were trained on."""
+
+    root: Path
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The `data` section of a config."""
+        source = str(self.root / "text" / "*.txt")
+        return {"source": source, "sequence_length": 32, "validation_fraction": 0.2}
+
+    def model(self, name: str) -> str:
+        """Model folder of `target`, `eagle` or `poss2`."""
+        return str(self.root / name / "model")
+
+
+@contextmanager
+def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Trains the tiny models, or finds those that another test or worker trained.
+
+    What is compiled meanwhile is kept for the whole test run: the same programs come again.
+    """
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with compilation_cache(str(base / "xla")):
+        yield _train_all(base)
+
+
+@contextmanager
+def compilation_cache(folder: str) -> Iterator[None]:
+    wanted = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    _configure(wanted)
+    try:
+        yield
+    finally:
+        _configure(before)
+
+
+def write_config(folder: Path, values: dict[str, Any]) -> str:
+    """Writes a YAML config, a new one at each call."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"config-{len(list(folder.glob('config-*')))}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def write_lines(path: Path, *records: Any) -> str:
+    """Writes a .jsonl file; strings are written as they are."""
+    lines = [item if isinstance(item, str) else json.dumps(item) for item in records]
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+def summary(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The JSON of the last line a program printed."""
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def copy_model(source: str, folder: Path, **changes: Any) -> str:
+    """Copies a model folder and changes keys of its model.json, one level deep."""
+    shutil.copytree(source, folder)
+    record = json.loads((folder / "model.json").read_text())
+    for key, value in changes.items():
+        record[key] = record[key] | value if isinstance(value, dict) else value
+    (folder / "model.json").write_text(json.dumps(record))
+    return str(folder)
+
+
+def refusal(main: Callable[[list[str]], None], *arguments: str) -> str:
+    """What a program says about bad input: one line."""
+    with pytest.raises(UserError) as caught:
+        main(list(arguments))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def _configure(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    reset_cache()
+
+
+@cache
+def _train_all(base: Path) -> Runs:
+    runs = Runs(base / "tiny")
+    with FileLock(base / "tiny.lock"):
+        if not runs.root.exists():
+            _write_text(runs.root / "text")
+            _train(runs, "target", TARGET)
+            _train(runs, "eagle", DRAFT | {"target": runs.model("target")})
+            _train(runs, "poss2", POSS2 | {"target": runs.model("target")})
+    return runs
+
+
+def _train(runs: Runs, name: str, values: dict[str, Any]) -> None:
+    values = values | {"data": runs.data, "output": str(runs.root / name)}
+    train_main(["--config", write_config(runs.root / "configs", values)])
+
+
+def _write_text(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for n in range(60):
+        shapes = [
+            f"def area_{n}_{i}(width, height):\n    return {i} * width * height + {n}\n\n"
+            for i in range(6)
+        ]
+        (folder / f"{n}.txt").write_text("".join(shapes))

@@ -1,0 +1,307 @@
+"""The training program end to end: both stages, resuming after crashes, refusals."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from programs import DRAFT, POSS2, TARGET, Runs, refusal, summary, tiny_runs, write_config
+
+from poss_jax import data
+from poss_jax.checkpoint import load_draft, load_target, read_record
+from poss_jax.config import TrainConfig, load_config
+from train.main import main
+from train.run_folder import RunFolder
+from train.stages import open_stage
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+def config_file(runs: Runs, folder: Path, values: dict[str, Any], **changes: Any) -> str:
+    """Config of a run in `folder / "run"`."""
+    models = {"target": runs.model("target")} if values["stage"] == "draft" else {}
+    output = {"output": str(folder / "run"), "data": runs.data}
+    return write_config(folder / "configs", values | models | output | changes)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without their time."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in line if key != "seconds"} for line in lines]
+
+
+def weights(folder: Path, target: str) -> list[np.ndarray]:
+    record = read_record(folder / "model")
+    loaded = (
+        load_target(folder / "model")
+        if record.family == "target"
+        else load_draft(folder / "model", target=read_record(target))
+    )
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(loaded[1])]
+
+
+def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs that end well
+
+
+def test_target_learns_and_is_a_model_with_tokenizer(runs: Runs) -> None:
+    folder = runs.root / "target"
+    lines = metrics(folder)
+    losses = [line["loss"] for line in lines if "loss" in line]
+    validations = [(line["step"], *line) for line in lines if "validation_loss" in line]
+    assert [line["step"] for line in lines if "loss" in line] == [*range(1, STEPS + 1)]
+    assert validations == [(step, "step", "validation_loss") for step in (10, 20, STEPS)]
+    assert abs(losses[0] - np.log(300)) < 0.1 and losses[-1] < 3
+    record = read_record(folder / "model")
+    tokenizer = data.load_tokenizer(folder / "model")
+    assert record.tokenizer_sha256 and record.target.name == "target"
+    text = "def area(width):\n    return 'ü'"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "method"), [("eagle", 1, "eagle2"), ("poss2", 4, "poss2")]
+)
+def test_draft_reports_every_depth(runs: Runs, name: str, depth: int, method: str) -> None:
+    first, *_, last = [line for line in metrics(runs.root / name) if "agreement" in line]
+    assert len(last["agreement"]) == len(last["validation_loss"]) == depth
+    assert all(0 <= share <= 1 for share in last["agreement"])
+    assert sum(last["validation_loss"]) < sum(first["validation_loss"])
+    assert first["simulated_acceptance_length"] < last["simulated_acceptance_length"] <= depth + 1
+    record = read_record(runs.model(name))
+    assert (record.method, record.draft.trained_depth) == (method, depth)
+    assert record.target == read_record(runs.model("target")).target
+
+
+def test_with_one_depth_acceptance_is_one_plus_agreement(runs: Runs) -> None:
+    last = metrics(runs.root / "eagle")[-1]
+    assert last["simulated_acceptance_length"] == pytest.approx(1 + last["agreement"][0])
+
+
+@pytest.mark.parametrize("name", ["target", "poss2"])
+def test_finished_run_is_not_trained_again(
+    runs: Runs, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_step(*_: Any) -> None:
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(data, "batch_at", no_step)
+    logged = metrics(runs.root / name)
+    before = snapshot(runs.root / name / "model")
+    main(["--config", str(runs.root / name / "config.yaml")])
+    results = {key: value for key, value in logged[-1].items() if key != "step"}
+    assert summary(capsys) == {"model": runs.model(name), "steps": STEPS, **results}
+    assert metrics(runs.root / name) == logged
+    assert snapshot(runs.root / name / "model") == before
+
+
+def test_dry_run_prints_sizes_and_writes_nothing(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_file(runs, tmp_path / "in", TARGET, output=str(tmp_path / "out" / "run"))
+    main(["--config", config, "num_tokens=65", "--dry-run"])
+    layer = 32 + 32 * 32 + 2 * 32 * 16 + 32 * 32 + 32 + 3 * 32 * 48
+    printed = summary(capsys)
+    sample, tokens = printed.pop("sample"), printed.pop("train_tokens_available")
+    held_out = printed.pop("validation_tokens_available")
+    assert printed == {
+        "stage": "target",
+        "output": str(tmp_path / "out" / "run"),
+        "parameters": 2 * layer + 2 * 300 * 32 + 32,
+        "tokens": 65,
+        "epochs": round(65 / tokens, 3),
+        "steps": 2,
+    }
+    assert tokens % 32 == held_out % 32 == 0 and 0.05 < held_out / tokens < 0.5
+    assert "def area_" in sample
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Resuming
+
+
+class Crash(Exception):
+    """What kills a run."""
+
+
+def crash_when(function: Callable[..., Any], dies: Callable[..., bool]) -> Callable[..., Any]:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if dies(*args):
+            raise Crash
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def at_batch(step: int) -> tuple[Any, str, Callable[..., Any]]:
+    """Dies when the batch of a step is taken."""
+    return data, "batch_at", crash_when(data.batch_at, lambda _rows, at, *_: at == step)
+
+
+def at_save(step: int) -> tuple[Any, str, Callable[..., Any]]:
+    """Dies after a step's metrics were logged, before its checkpoint is saved."""
+    return RunFolder, "save", crash_when(RunFolder.save, lambda _self, at, _state: at == step)
+
+
+def at_model() -> tuple[Any, str, Callable[..., Any]]:
+    """Dies after the last checkpoint, before the model is written."""
+    return "train.stages", "write_model", crash_when(lambda: None, lambda *_: True)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "crashes", "starts"),
+    [
+        ("target", TARGET, [at_batch(12), at_model()], [0, 10, None]),
+        ("poss2", POSS2, [at_batch(3), at_save(10), at_save(20)], [0, 0, 0, 10]),
+    ],
+)
+def test_crashed_run_ends_like_an_uninterrupted_one(
+    runs: Runs,
+    tmp_path: Path,
+    name: str,
+    values: dict[str, Any],
+    crashes: list[tuple[Any, str, Callable[..., Any]]],
+    starts: list[int | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit: weights and metrics, wherever it died, with a metrics line half written."""
+    folder = tmp_path / "run"
+    config = config_file(runs, tmp_path, values)
+    for where, attribute, function in crashes:
+        with monkeypatch.context() as patch, pytest.raises(Crash):
+            module = sys.modules[where] if isinstance(where, str) else where
+            patch.setattr(module, attribute, function)
+            main(["--config", config])
+        assert not (folder / "model").exists()
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 1, "lo')
+
+    steps: list[int] = []
+    batch_at = data.batch_at
+    monkeypatch.setattr(data, "batch_at", lambda *args: (steps.append(args[1]), batch_at(*args))[1])
+    main(["--config", config])
+    assert steps == ([] if starts[-1] is None else [*range(starts[-1], STEPS)])
+    assert metrics(folder) == metrics(runs.root / name)
+    expected = weights(runs.root / name, runs.model("target"))
+    for got, want in zip(weights(folder, runs.model("target")), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+# --------------------------------------------------------------------------------------------------
+# Starting from an earlier draft, and starting anew
+
+
+def test_specialists_start_as_copies_of_an_earlier_drafts_last(runs: Runs, tmp_path: Path) -> None:
+    config = load_config(
+        TrainConfig, config_file(runs, tmp_path, POSS2, init_draft=runs.model("eagle"))
+    )
+    params = open_stage(config, tmp_path).init_params()
+    _, eagle = load_draft(runs.model("eagle"), target=read_record(runs.model("target")))
+    for copies, original in zip(
+        jax.tree.leaves(params["specialists"]),
+        jax.tree.leaves(eagle["specialists"][0]),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(copies, np.stack([original, original]))
+    np.testing.assert_array_equal(params["fc"]["weight"], eagle["fc"]["weight"])
+
+
+def test_overwrite_starts_anew(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(runs.root / "target", tmp_path / "run")
+    config = config_file(runs, tmp_path, TARGET, seed=1)
+    monkeypatch.setattr(data, "batch_at", crash_when(data.batch_at, lambda *_: True))
+    with pytest.raises(Crash):
+        main(["--config", config, "--overwrite"])
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {"config.yaml", "provenance.json", "tokenizer", "checkpoints"}
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert "seed: 1" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("values", "override", "error"),
+    [
+        (TARGET, "optimizer.learning_rat=1", "unknown key 'optimizer.learning_rat'; did you mean "),
+        (TARGET, "batch_size=0", "batch_size: Input should be greater than 0, got 0"),
+        (TARGET, "batch_size", "override 'batch_size': want section.key=value"),
+        (TARGET, "model=null", "stage target needs the key 'model'"),
+        (TARGET, "model.vocab_size=100", "vocab_size wants at least 259"),
+        (TARGET, "data.source=nowhere/*.txt", "no such file; give a path or a glob"),
+        (TARGET, "batch_size=1000", "a batch needs 1000; raise data.validation_fraction"),
+        (DRAFT, "target=nowhere", "model folder nowhere does not exist"),
+        (DRAFT, "target=null", "stage draft needs the key 'target'"),
+        (DRAFT, "target={eagle}", "eagle/model: want a target, got a draft"),
+        (DRAFT, "target={text}", "text holds no model.json, so it is not a model folder"),
+        (DRAFT, "init_draft={target}", "target/model: want a draft, got a target"),
+        (DRAFT, "init_draft={poss2}", "want 1 specialists, got a draft with 2"),
+        (DRAFT, "specialists.depth=32", "specialists.depth 32 does not fit rows of 32 tokens"),
+    ],
+)
+def test_bad_config_is_refused_and_leaves_nothing(
+    runs: Runs, tmp_path: Path, values: dict[str, Any], override: str, error: str
+) -> None:
+    names = {name: runs.model(name) for name in ("target", "eagle", "poss2")}
+    override = override.format(**names, text=runs.root / "text")
+    config = config_file(runs, tmp_path / "in", values, output=str(tmp_path / "out" / "run"))
+    assert error in refusal(main, "--config", config, override)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_changed_config_is_refused_and_touches_nothing(runs: Runs) -> None:
+    before = snapshot(runs.root / "eagle")
+    config = str(runs.root / "eagle" / "config.yaml")
+    message = refusal(main, "--config", config, "seed=1", "data.sequence_length=16")
+    assert "(data.sequence_length: saved 32, asked 16)" in message and "--overwrite" in message
+    assert snapshot(runs.root / "eagle") == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "the following arguments are required: --config; see --help"),
+        (["--config", "nowhere.yaml"], "config nowhere.yaml: No such file or directory"),
+        (["--config", "x.yaml", "--overwite"], "unrecognized arguments: --overwite; see --help"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], error: str) -> None:
+    assert error in refusal(main, *arguments)
+
+
+def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["-h"])
+    assert caught.value.code == 0
+    assert "    python -m train.main --config configs/demo/" in capsys.readouterr().out
+
+
+def test_as_a_command_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "train.main", "--config", "nowhere.yaml"]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: config nowhere.yaml: No such file or directory; give the path of a YAML file\n"
+    )
