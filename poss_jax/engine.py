@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jinja2 import TemplateError
 
 from poss_jax import speculate
 from poss_jax.checkpoint import ModelRecord, load_draft, load_target
@@ -148,9 +149,11 @@ class Engine:
         Raises:
           UserError: a prompt is empty, too long, or holds ids outside the vocabulary.
         """
-        encoded = [self.encode(prompt) for prompt in prompts]
-        for ids in encoded:
-            self._check_length(ids, max_new_tokens)
+        if isinstance(prompts, str):
+            raise UserError("prompts: want a list, got one text; put it into a list")
+        if batch_size < 1:
+            raise UserError(f"batch_size: want at least 1, got {batch_size}")
+        encoded = [self.prepare(prompt, max_new_tokens) for prompt in prompts]
         answers: list[Generation] = []
         for first in range(0, len(encoded), batch_size):
             batch = encoded[first : first + batch_size]
@@ -159,8 +162,25 @@ class Engine:
             answers += self.read(batch, state.output)
         return answers
 
+    def prepare(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
+        """Turns a prompt into token ids that leave room for an answer.
+
+        Raises:
+          UserError: what `encode` refuses, or prompt and answer are longer than `max_length`.
+        """
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens: want at least 1, got {max_new_tokens}")
+        ids = self.encode(prompt)
+        if len(ids) + max_new_tokens > self.max_length:
+            raise UserError(
+                f"prompt of {len(ids)} tokens and {max_new_tokens} new ones do not fit a length "
+                f"of {self.max_length}; shorten the prompt, lower max_new_tokens, or raise "
+                "max_length"
+            )
+        return ids
+
     def encode(self, prompt: Prompt) -> list[int]:
-        """Turns a prompt into token ids; a chat template's own BOS is not doubled.
+        """Turns a prompt into token ids; a BOS that it begins with is not doubled.
 
         Raises:
           UserError: the prompt is empty, holds ids outside the vocabulary, or is text (or
@@ -169,14 +189,15 @@ class Engine:
         if not prompt:
             raise UserError("prompt: want at least one token, got an empty prompt; write something")
         if isinstance(prompt, str):
-            return list(self._need_tokenizer()(prompt)["input_ids"])
-        if isinstance(prompt[0], dict):
-            return self._encode_messages(prompt)
-        ids = [int(token) for token in prompt]  # type: ignore[arg-type]
+            ids = self._tokenise(prompt)
+        elif isinstance(prompt[0], dict):
+            ids = self._tokenise(self._apply_chat_template(prompt))
+        else:
+            ids = [int(token) for token in prompt]  # type: ignore[arg-type]
         size = self.target_config.vocab_size
         if outside := [token for token in ids if not 0 <= token < size]:
             raise UserError(
-                f"prompt_ids: want ids of 0 to {size - 1}, got {outside[0]}; "
+                f"prompt: want token ids of 0 to {size - 1}, got {outside[0]}; "
                 "tokenise with the target's own tokenizer"
             )
         return ids
@@ -228,31 +249,34 @@ class Engine:
             stop_reason="stop" if stopped else "length",
         )
 
-    def _encode_messages(self, messages: Any) -> list[int]:
+    def _tokenise(self, text: str) -> list[int]:
+        tokenizer = self._need_tokenizer()
+        has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+        ids = list(tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"])
+        if not set(ids) - {tokenizer.bos_token_id}:
+            raise UserError(f"prompt: want at least one token, got none from {text!r}; write more")
+        return ids
+
+    def _apply_chat_template(self, messages: Any) -> str:
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
             raise UserError(
                 "messages: want a tokenizer with a chat template, this target's has none; "
                 "give `prompt` (text) instead"
             )
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-        return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+        try:
+            return tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise UserError(
+                f"messages: the target's chat template refuses them: {error}; change their roles"
+            ) from error
 
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise UserError("prompt: this target has no tokenizer; give `prompt_ids`")
         return self.tokenizer
-
-    def _check_length(self, ids: list[int], max_new_tokens: int) -> None:
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: want at least 1, got {max_new_tokens}")
-        if len(ids) + max_new_tokens > self.max_length:
-            raise UserError(
-                f"prompt of {len(ids)} tokens and {max_new_tokens} new ones do not fit a length "
-                f"of {self.max_length}; shorten the prompt, lower max_new_tokens, or raise "
-                "max_length"
-            )
 
 
 def default_dtype() -> Any:

@@ -1,0 +1,283 @@
+"""The engine as users hold it: loading, prompts of every kind, limits, stop tokens, refusals."""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import Runs, copy_model, tiny_runs
+
+from poss_jax import Engine, Generation, TreeConfig, UserError
+from poss_jax.checkpoint import load_target, read_record
+from poss_jax.config import CPU_TREE
+from poss_jax.engine import fit_tree
+
+PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
+N = 24
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def plain(runs: Runs) -> Engine:
+    return Engine.load(runs.model("target"))
+
+
+@pytest.fixture(scope="module")
+def engine(runs: Runs) -> Engine:
+    return Engine.load(runs.model("target"), runs.model("poss2"))
+
+
+@pytest.fixture(scope="module")
+def answers(engine: Engine) -> list[Generation]:
+    return engine.generate(PROMPTS, max_new_tokens=N)
+
+
+def outputs(answers: list[Generation]) -> list[list[int]]:
+    return [answer.output_ids for answer in answers]
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers
+
+
+def test_defaults_on_cpu(engine: Engine, plain: Engine) -> None:
+    assert engine.tree == CPU_TREE
+    assert engine.weights.target["norm"]["scale"].dtype == jnp.float32
+    assert engine.max_length == engine.target_config.max_position_embeddings == 256
+    assert (plain.draft_config, plain.weights.draft) == (None, {})
+
+
+def test_answers_describe_themselves(engine: Engine, answers: list[Generation]) -> None:
+    assert [answer.prompt_ids for answer in answers] == [engine.encode(p) for p in PROMPTS]
+    assert answers[2].prompt_ids == PROMPTS[2]
+    for answer in answers:
+        assert answer.stop_reason == "length" and len(answer.output_ids) == N
+        assert answer.text == engine.tokenizer.decode(answer.output_ids)
+        # One token comes from the prompt; the last round may be cut just before its bonus token.
+        emitted = 1 + sum(count + 1 for count in answer.accepted_per_round)
+        assert emitted - N in (0, 1)
+        assert answer.mean_acceptance_length == np.mean(answer.accepted_per_round) + 1
+        offered = zip(answer.accepted_per_round, answer.offered_per_round, strict=True)
+        assert all(0 <= taken <= most <= 4 for taken, most in offered)
+
+
+def test_draft_changes_speed_but_not_output(plain: Engine, answers: list[Generation]) -> None:
+    expected = plain.generate(PROMPTS, max_new_tokens=N)
+    assert outputs(answers) == outputs(expected)
+    assert all(answer.accepted_per_round == [0] * (N - 1) for answer in expected)
+    assert max(answer.mean_acceptance_length for answer in answers) > 1.5
+
+
+def test_batches_with_padded_rows_give_the_same(engine: Engine, answers: list[Generation]) -> None:
+    batched = engine.generate(PROMPTS, max_new_tokens=N, batch_size=2)
+    assert batched == answers
+
+
+def test_limit_of_one_needs_no_round(engine: Engine, answers: list[Generation]) -> None:
+    (answer,) = engine.generate(PROMPTS[:1], max_new_tokens=1)
+    assert answer.output_ids == answers[0].output_ids[:1]
+    assert (answer.accepted_per_round, answer.mean_acceptance_length) == ([], 1.0)
+
+
+@pytest.mark.parametrize("limit", [2, 7])
+def test_never_more_than_the_limit(engine: Engine, answers: list[Generation], limit: int) -> None:
+    shorter = engine.generate(PROMPTS, max_new_tokens=limit)
+    assert outputs(shorter) == [ids[:limit] for ids in outputs(answers)]
+
+
+def test_stops_at_the_first_stop_token(runs: Runs, answers: list[Generation]) -> None:
+    output = answers[1].output_ids
+    first = {token: output.index(token) for token in output}
+    stop = max(first, key=first.__getitem__)  # the one that comes last for the first time
+    for draft in (None, runs.model("poss2")):
+        engine = Engine.load(runs.model("target"), draft)
+        engine.stop_ids = [stop]
+        (answer,) = engine.generate([answers[1].prompt_ids], max_new_tokens=N)
+        assert 0 < first[stop] < N - 1
+        assert answer.output_ids == output[: first[stop] + 1]
+        assert answer.stop_reason == "stop"
+        assert answer.text == engine.tokenizer.decode(output[: first[stop]])
+
+
+def test_stop_ids_are_those_of_config_and_tokenizer(runs: Runs, tmp_path: Path) -> None:
+    folder = copy_model(runs.model("target"), tmp_path / "model", config={"eos_token_ids": [9, 5]})
+    assert Engine.load(folder).stop_ids == [1, 5, 9]
+    assert Engine(load_target(folder)).stop_ids == [5, 9]
+    assert Engine(load_target(runs.model("target"))).stop_ids == []
+
+
+def test_dtype_of_weights_can_be_chosen(runs: Runs) -> None:
+    engine = Engine.load(runs.model("target"), dtype=jnp.bfloat16)
+    assert engine.weights.target["norm"]["scale"].dtype == jnp.bfloat16
+
+
+# --------------------------------------------------------------------------------------------------
+# Prompts
+
+
+def test_chat_template_and_text_do_not_double_the_bos(engine: Engine) -> None:
+    messages = [{"role": "user", "content": "def area_1"}]
+    chat = engine.encode(messages)
+    assert engine.tokenizer.decode(chat) == "<s>### user\ndef area_1\n### assistant\n"
+    assert chat.count(0) == 1
+    assert engine.encode("<s>def") == engine.encode("def") == [0, *engine.encode("def")[1:]]
+
+
+def test_long_text_warns_of_nothing(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.tokenizer.model_max_length = 4
+    try:
+        engine.encode("def area_1(width)")
+    finally:
+        engine.tokenizer.model_max_length = int(1e30)
+    assert caplog.records == []
+
+
+def test_target_without_tokenizer_answers_ids_only(
+    runs: Runs, tmp_path: Path, plain: Engine
+) -> None:
+    folder = copy_model(runs.model("target"), tmp_path / "model", tokenizer_sha256=None)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    engine = Engine.load(folder)
+    (answer,) = engine.generate([PROMPTS[2]], max_new_tokens=N)
+    assert answer.text is None
+    assert answer.output_ids == plain.generate([PROMPTS[2]], max_new_tokens=N)[0].output_ids
+    for prompt in ("text", [{"role": "user", "content": "text"}]):
+        with pytest.raises(UserError, match="this target has no tokenizer; give `prompt_ids`"):
+            engine.encode(prompt)
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        (None, "want a tokenizer with a chat template, this target's has none; give `prompt`"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses them: roles must alternate"),
+        ("{{ messages[0].nothing.at_all }}", "refuses them: .* has no attribute 'nothing'"),
+        ("", "want a tokenizer with a chat template"),
+    ],
+)
+def test_chat_templates_that_cannot_be_used(runs: Runs, template: str | None, error: str) -> None:
+    engine = Engine.load(runs.model("target"))
+    engine.tokenizer.chat_template = template
+    with pytest.raises(UserError, match=f"messages: .*{error}"):
+        engine.encode([{"role": "user", "content": "text"}])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ("", "want at least one token, got an empty prompt"),
+        ([], "want at least one token, got an empty prompt"),
+        ("<s>", "want at least one token, got none from '<s>'"),
+        ([0, 300], "want token ids of 0 to 299, got 300; tokenise with the target's own"),
+        ([-1], "want token ids of 0 to 299, got -1"),
+        ([7] * 233, "prompt of 233 tokens and 24 new ones do not fit a length of 256; shorten"),
+    ],
+)
+def test_prompts_that_are_refused(plain: Engine, prompt: Any, error: str) -> None:
+    with pytest.raises(UserError, match=re.escape(error)):
+        plain.generate([[1], prompt], max_new_tokens=24)
+
+
+def test_longest_prompt_is_taken(plain: Engine) -> None:
+    assert len(plain.prepare([7] * 232, 24)) == 232
+
+
+def test_text_with_a_token_that_the_target_does_not_embed(runs: Runs) -> None:
+    engine = Engine.load(runs.model("target"))
+    engine.tokenizer.add_tokens(["<image>"])
+    with pytest.raises(UserError, match="want token ids of 0 to 299, got 300"):
+        engine.encode("what is on <image>?")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "error"),
+    [
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens: want at least 1, got 0"),
+        ([[1]], {"max_new_tokens": 1, "batch_size": 0}, "batch_size: want at least 1, got 0"),
+        ("def", {"max_new_tokens": 1}, "prompts: want a list, got one text; put it into a list"),
+    ],
+)
+def test_calls_that_are_refused(
+    plain: Engine, prompts: Any, settings: dict[str, int], error: str
+) -> None:
+    with pytest.raises(UserError, match=error):
+        plain.generate(prompts, **settings)
+
+
+def test_max_length_can_be_set(runs: Runs) -> None:
+    short = Engine.load(runs.model("target"), max_length=30)
+    assert len(short.prepare([7] * 6, 24)) == 6
+    with pytest.raises(UserError, match=r"do not fit a length of 30; .* or raise max_length"):
+        short.prepare([7] * 7, 24)
+
+
+# --------------------------------------------------------------------------------------------------
+# Trees and drafts
+
+
+def test_tree_that_asks_for_too_much_is_clamped_and_said_once(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = TreeConfig(depth=2, top_k=3, total_tokens=60)
+    engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=tree)
+    assert engine.tree == TreeConfig(depth=2, top_k=3, total_tokens=3 + 9 + 1)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and record.name == "poss_jax.engine"
+    assert record.getMessage().endswith(
+        "2/3/60 (depth/top_k/total_tokens) asks for more than can be drafted; using 2/3/13"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "vocabulary", "fitted"),
+    [
+        ((4, 4, 16), 300, (4, 4, 16)),
+        ((1, 10, 11), 300, (1, 10, 11)),
+        ((1, 10, 12), 300, (1, 10, 11)),
+        ((6, 10, 60), 4, (6, 4, 60)),
+        ((1, 10, 60), 4, (1, 4, 5)),
+    ],
+)
+def test_fitting_a_tree(
+    asked: tuple[int, int, int],
+    vocabulary: int,
+    fitted: tuple[int, int, int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = ("depth", "top_k", "total_tokens")
+    tree = fit_tree(TreeConfig(**dict(zip(names, asked, strict=True))), vocabulary)
+    assert (tree.depth, tree.top_k, tree.total_tokens) == fitted
+    assert len(caplog.records) == (asked != fitted)
+
+
+def test_draft_of_other_weights_needs_permission(runs: Runs, tmp_path: Path) -> None:
+    other = {"name": "another", "head_sha256": "0" * 64}
+    folder = copy_model(runs.model("target"), tmp_path / "model", target=other)
+    with pytest.raises(UserError, match="was made for target, got the target another with another"):
+        Engine.load(folder, runs.model("poss2"))
+    engine = Engine.load(folder, runs.model("poss2"), allow_target_mismatch=True)
+    assert engine.draft_config == read_record(runs.model("poss2")).draft
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "error"),
+    [
+        ("nowhere", None, "model folder nowhere does not exist"),
+        ("{target}", "nowhere", "model folder nowhere does not exist"),
+        ("{poss2}", None, "want a target, got a draft"),
+        ("{target}", "{target}", "want a draft, got a target"),
+    ],
+)
+def test_folders_that_are_refused(runs: Runs, target: str, draft: str | None, error: str) -> None:
+    names = {name: runs.model(name) for name in ("target", "poss2")}
+    with pytest.raises(UserError, match=error):
+        Engine.load(target.format(**names), draft and draft.format(**names))
