@@ -31,6 +31,8 @@ def run_program(main: Callable[[], None]) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path.home() / ".cache" / "poss_jax" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(cache))
+        # Small programs too: a hundred of them compile for seconds.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     try:
         main()
     except UserError as error:
@@ -40,5 +42,5 @@ def run_program(main: Callable[[], None]) -> None:
 
 
 def _failed(message: str, code: int) -> int:
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"error: {' '.join(message.splitlines())}\n")
     return code
