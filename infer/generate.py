@@ -8,7 +8,8 @@ per answer to --output; the last line printed is one JSON summary.
     python -m infer.generate --target DIR --prompts questions.jsonl --output answers.jsonl
 
 A line of --prompts holds one of `prompt` (text), `prompt_ids`, `messages` (chat), or `turns` (user
-messages, each answered in turn; one line per answer is written). Its other keys are passed on.
+messages, each answered in turn: one line per answer, numbered by `turn`). Its other keys are passed
+on.
 """
 
 import argparse
@@ -20,10 +21,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from infer.options import add_tree_options, read_tree
+from infer.options import add_tree_options, at_least, check_writable, read_tree
+from infer.prompts import next_prompt, num_turns
 from poss_jax.config import UserError
-from poss_jax.data import read_prompts
-from poss_jax.engine import Engine, Generation, Prompt
+from poss_jax.data import PROMPT_KEYS, read_prompts
+from poss_jax.engine import Engine, Generation
 from poss_jax.metrics import mean_acceptance_length
 from poss_jax.program import Parser, run_program
 
@@ -35,7 +37,7 @@ def answer_records(
     max_new_tokens: int,
     batch_size: int,
 ) -> Iterator[tuple[int, int, Generation]]:
-    """Answers every turn of every record.
+    """Answers every turn of every record, once all records are checked.
 
     Args:
       engine: decodes.
@@ -46,47 +48,31 @@ def answer_records(
     Yields:
       Index of the record, index of the turn, and the answer; all first turns come first.
     """
-    conversations = [_Conversation(record) for record in records]
-    num_turns = max(conversation.num_turns for conversation in conversations)
-    for turn in range(num_turns):
-        open_ones = [i for i, c in enumerate(conversations) if turn < c.num_turns]
-        for first in range(0, len(open_ones), batch_size):
-            batch = open_ones[first : first + batch_size]
-            prompts = [conversations[i].prompt(turn) for i in batch]
+    _check_records(engine, records, max_new_tokens)
+    texts: list[list[str]] = [[] for _ in records]
+    for turn in range(max(map(num_turns, records))):
+        waiting = [i for i, record in enumerate(records) if turn < num_turns(record)]
+        for first in range(0, len(waiting), batch_size):
+            batch = waiting[first : first + batch_size]
+            prompts = [next_prompt(records[i], texts[i]) for i in batch]
             answers = engine.generate(prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
             for i, answer in zip(batch, answers, strict=True):
-                conversations[i].add_answer(answer)
+                texts[i].append(answer.text or "")
                 yield i, turn, answer
 
 
-class _Conversation:
-    """One record: a prompt answered once, or turns whose answers join the chat."""
-
-    def __init__(self, record: dict[str, Any]) -> None:
-        self._turns: list[str] = record.get("turns", [])
-        self._single = next(
-            (record[key] for key in ("prompt", "prompt_ids", "messages") if key in record), None
-        )
-        self._messages: list[dict[str, str]] = []
-        self.num_turns = len(self._turns) or 1
-
-    def prompt(self, turn: int) -> Prompt:
-        if not self._turns:
-            return self._single  # type: ignore[return-value]
-        self._messages.append({"role": "user", "content": self._turns[turn]})
-        return list(self._messages)
-
-    def add_answer(self, answer: Generation) -> None:
-        self._messages.append({"role": "assistant", "content": answer.text or ""})
+def _check_records(engine: Engine, records: Sequence[dict[str, Any]], max_new_tokens: int) -> None:
+    """Refuses what is sure to fail; before a last turn, answers are as short as can be."""
+    for number, record in enumerate(records, start=1):
+        try:
+            engine.prepare(next_prompt(record, [""] * (num_turns(record) - 1)), max_new_tokens)
+        except UserError as error:
+            raise UserError(f"prompt {number} of {len(records)}: {error}") from error
 
 
 def answer_line(record: dict[str, Any], turn: int, answer: Generation) -> dict[str, Any]:
     """One line of the output file."""
-    kept = {
-        key: value
-        for key, value in record.items()
-        if key not in ("prompt", "prompt_ids", "messages", "turns")
-    }
+    kept = {key: value for key, value in record.items() if key not in PROMPT_KEYS}
     return kept | {
         "turn": turn,
         "prompt_ids": answer.prompt_ids,
@@ -101,8 +87,8 @@ def answer_line(record: dict[str, Any], turn: int, answer: Generation) -> dict[s
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, decodes, prints."""
     args = _parser().parse_args(arguments)
-    if args.output is not None and args.output.exists():
-        raise UserError(f"output {args.output} exists; name another file or remove it")
+    if args.output is not None:
+        _check_output(args.output)
     records = read_prompts(args.prompts) if args.prompts else [{"prompt": args.prompt}]
     engine = Engine.load(
         args.target,
@@ -115,29 +101,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     answers = answer_records(
         engine, records, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size
     )
-    total = sum(len(record.get("turns", [0])) for record in records)
-    lines, accepted = [], []
+    total = sum(map(num_turns, records))
+    given: dict[tuple[int, int], Generation] = {}
     for index, turn, answer in tqdm(answers, total=total, unit="answer", disable=total == 1):
-        lines.append(answer_line(records[index], turn, answer))
-        accepted.append(answer.accepted_per_round)
+        given[index, turn] = answer
         if args.output is None:
             print(answer.output_ids if answer.text is None else answer.text)
     if args.output is not None:
+        lines = [answer_line(records[i], turn, given[i, turn]) for i, turn in sorted(given)]
         _write_lines(args.output, lines)
     summary = {
-        "answers": len(lines),
-        "new_tokens": sum(len(line["output_ids"]) for line in lines),
-        "mean_acceptance_length": mean_acceptance_length(accepted),
+        "answers": total,
+        "new_tokens": sum(len(answer.output_ids) for answer in given.values()),
+        "mean_acceptance_length": mean_acceptance_length(
+            [answer.accepted_per_round for answer in given.values()]
+        ),
         "seconds_with_compilation": round(time.monotonic() - started, 3),
         "output": None if args.output is None else str(args.output),
     }
     print(json.dumps(summary))
 
 
+def _check_output(path: Path) -> None:
+    if path.exists():
+        raise UserError(f"output {path} exists; name another file or remove it")
+    check_writable(path)
+
+
 def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     """Writes all lines or nothing."""
     partial = path.with_name(path.name + ".tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
         partial.replace(path)
     except OSError as error:
@@ -157,14 +152,18 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt", metavar="TEXT", help="a text to continue")
     source.add_argument("--prompts", metavar="FILE", type=Path, help="a .jsonl file of prompts")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="limit (default: 256)"
+        "--max-new-tokens", type=at_least(1), default=256, metavar="N", help="limit (default: 256)"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=1, metavar="N", help="decoded together (default: 1)"
+        "--batch-size",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="decoded together (default: 1)",
     )
     parser.add_argument(
         "--max-length",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="most tokens of prompt and answer (default: what the target was made for)",
     )

@@ -1,0 +1,303 @@
+"""The generation program: prompt files, output files, equal answers by every way, refusals."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import Runs, copy_model, refusal, summary, tiny_runs, write_lines
+
+from infer.generate import main
+from infer.prompts import next_prompt, num_turns
+from poss_jax.checkpoint import read_record
+from poss_jax.config import config_to_dict
+from poss_jax.data import load_tokenizer
+from poss_jax.engine import Engine
+
+RECORDS = [
+    {"prompt": "def area_7", "question_id": 81},
+    {"turns": ["a", "b", "c"], "category": "math", "text": "is overwritten"},
+    {"prompt_ids": [0, 70, 71, 72]},
+    {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "def"}]},
+]
+ORDER = [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (3, 0)]  # (record, turn) of the output's lines
+KEYS = (
+    "turn prompt_ids output_ids text accepted_per_round mean_acceptance_length stop_reason".split()
+)
+N = 6
+# Short, so that all conversations share the shapes of one compiled program.
+CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }} {{ m.content }};{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def target(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    copy_model(runs.model("target"), folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return str(folder)
+
+
+def generate(target: str, draft: str | None, folder: Path, *arguments: str) -> list[Any]:
+    """Runs the program and reads its output file."""
+    output = folder / f"out-{len(list(folder.iterdir()))}.jsonl"
+    models = ["--target", target, *(["--draft", draft] if draft else [])]
+    main([*models, "--max-new-tokens", str(N), "--output", str(output), *arguments])
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_lines(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", *RECORDS)
+
+
+@pytest.fixture(scope="module")
+def lines(
+    runs: Runs, target: str, prompts: str, tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
+    folder = tmp_path_factory.mktemp("answers")
+    return generate(target, runs.model("poss2"), folder, "--prompts", prompts)
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers
+
+
+def test_lines_hold_answers_and_what_is_passed_on(lines: list[Any]) -> None:
+    assert max(len(line["prompt_ids"]) for line in lines) <= 32  # one compiled shape
+    passed_on = [{"question_id"}, *[{"category"}] * 3, set(), set()]
+    assert [line["turn"] for line in lines] == [turn for _, turn in ORDER]
+    for line, kept in zip(lines, passed_on, strict=True):
+        assert line.keys() == set(KEYS) | kept
+        assert len(line["output_ids"]) == N and line["stop_reason"] == "length"
+        accepted = line["accepted_per_round"]
+        assert line["mean_acceptance_length"] == pytest.approx(1 + sum(accepted) / len(accepted))
+    assert lines[0]["question_id"] == 81 and lines[1]["category"] == "math"
+    assert lines[2]["text"] != "is overwritten"
+
+
+def test_prompts_are_encoded_by_kind_and_answers_join_the_chat(
+    target: str, lines: list[Any]
+) -> None:
+    decode = load_tokenizer(Path(target)).decode
+    first, second = lines[1]["text"], lines[2]["text"]
+    assert [decode(line["prompt_ids"]) for line in lines] == [
+        "<s>def area_7",
+        "<s>u a;",
+        f"<s>u a;a {first};u b;",
+        f"<s>u a;a {first};u b;a {second};u c;",
+        decode([0, 70, 71, 72]),
+        "<s>s x;u def;",
+    ]
+
+
+def test_draft_and_batch_size_change_no_token(
+    runs: Runs, target: str, prompts: str, lines: list[Any], tmp_path: Path
+) -> None:
+    plain = generate(target, None, tmp_path, "--prompts", prompts)
+    batched = generate(
+        target, runs.model("poss2"), tmp_path, "--prompts", prompts, "--batch-size", "3"
+    )
+    assert batched == lines
+    for key in ("prompt_ids", "output_ids", "text", "stop_reason"):
+        assert [line[key] for line in plain] == [line[key] for line in lines]
+    assert all(set(line["accepted_per_round"]) == {0} for line in plain)
+    assert any(line["mean_acceptance_length"] > 1 for line in lines)
+
+
+def test_stops_at_the_first_stop_token_of_the_config(
+    runs: Runs, lines: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = lines[0]["output_ids"]
+    stop = output[N // 2]
+    target = copy_model(runs.model("target"), tmp_path / "model", config={"eos_token_ids": [stop]})
+    main(["--target", target, "--prompt", "def area_7", "--max-new-tokens", str(N)])
+    out = capsys.readouterr().out
+    until = output[: output.index(stop)]
+    assert 0 < len(until) <= N // 2
+    assert out.startswith(load_tokenizer(Path(target)).decode(until) + "\n{")
+    assert json.loads(out.splitlines()[-1])["new_tokens"] == len(until) + 1
+
+
+def test_one_prompt_is_printed_before_the_summary(
+    runs: Runs, lines: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = ["--target", runs.model("target"), "--draft", runs.model("poss2")]
+    main([*models, "--prompt", "def area_7", "--max-new-tokens", str(N)])
+    captured = capsys.readouterr()
+    text, _, last = captured.out.removesuffix("\n").rpartition("\n")
+    result = json.loads(last)
+    assert text == lines[0]["text"]
+    assert result.pop("seconds_with_compilation") > 0
+    assert result == {
+        "answers": 1,
+        "new_tokens": N,
+        "mean_acceptance_length": lines[0]["mean_acceptance_length"],
+        "output": None,
+    }
+    assert captured.err == ""
+
+
+def test_output_goes_into_a_new_folder_and_is_named(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "folder" / "answers.jsonl"
+    arguments = ["--prompt", "def area_7", "--max-new-tokens", str(N), "--output", str(path)]
+    main(["--target", runs.model("target"), *arguments])
+    assert summary(capsys)["output"] == str(path)
+    assert len(path.read_text().splitlines()) == 1
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("record", "answers", "expected"),
+    [
+        ({"prompt": "a", "id": 1}, [], "a"),
+        ({"prompt_ids": [1, 2]}, [], [1, 2]),
+        ({"messages": [{"role": "user", "content": "a"}]}, [], [("user", "a")]),
+        ({"turns": ["a", "b"]}, [], [("user", "a")]),
+        ({"turns": ["a", "b"]}, ["x"], [("user", "a"), ("assistant", "x"), ("user", "b")]),
+    ],
+)
+def test_next_prompt(record: dict[str, Any], answers: list[str], expected: Any) -> None:
+    prompt = next_prompt(record, answers)
+    if isinstance(prompt, list) and isinstance(prompt[0], dict):
+        prompt = [(message["role"], message["content"]) for message in prompt]
+    assert prompt == expected
+
+
+def test_number_of_turns() -> None:
+    assert [num_turns(record) for record in RECORDS] == [1, 3, 1, 1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("--target nowhere --prompt x", "model folder nowhere does not exist"),
+        ("--target {target} --draft nowhere --prompt x", "model folder nowhere does not exist"),
+        ("--target {target} --draft {target} --prompt x", "want a draft, got a target"),
+        ("--target {target} --draft {wide} --prompt x", "want hidden_size 32, got 64"),
+        ("--target {target} --prompts nowhere.jsonl", "nowhere.jsonl: want a readable file"),
+        ("--target {target} --prompt", "argument --prompt: expected one argument"),
+        ("--target {target} --prompt <s>", "prompt 1 of 1: prompt: want at least one token"),
+        ("--target {target}", "one of the arguments --prompt --prompts is required"),
+        ("--target {target} --prompt x --prompts y", "not allowed with argument --prompt"),
+        ("--prompt x", "the following arguments are required: --target"),
+        ("--target {target} --prompt x --temprature 1", "unrecognized arguments: --temprature"),
+        ("--target {target} --prompt x --tree-top-k 0", "--tree-top-k: want a number, at least 1"),
+        ("--target {target} --prompt x --tree-depth -1", "--tree-depth: want a number, at least 1"),
+        ("--target {target} --prompt x --tree-total-tokens 1", "want a number, at least 2"),
+        ("--target {target} --prompt x --max-new-tokens 0", "want a number, at least 1, got '0'"),
+        ("--target {target} --prompt x --batch-size 0", "--batch-size: want a number, at least 1"),
+        ("--target {target} --prompt x --max-length ten", "at least 1, got 'ten'; see --help"),
+        ("--target {target} --prompt x --max-length 9", "do not fit a length of 9"),
+        ("--target {target} --prompt x --max-new-tokens 400", "do not fit a length of 256"),
+    ],
+)
+def test_bad_arguments_write_nothing(
+    runs: Runs, tmp_path: Path, arguments: str, error: str
+) -> None:
+    layer = read_record(runs.model("poss2")).draft.layer
+    wide = {"layer": config_to_dict(layer) | {"hidden_size": 64}}
+    names = {"target": runs.model("target"), "wide": tmp_path / "wide"}
+    copy_model(runs.model("poss2"), tmp_path / "wide", config=wide)
+    words = [word.format(**names) for word in arguments.split()]
+    output = tmp_path / "out" / "answers.jsonl"
+    assert error in refusal(main, *words, "--output", str(output))
+    assert not output.parent.exists()
+
+
+def test_empty_prompt_is_refused_but_blanks_are_tokens(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = ["--target", runs.model("target"), "--max-new-tokens", "2"]
+    assert "prompt 1 of 1: prompt: want at least one" in refusal(main, *target, "--prompt", "")
+    main([*target, "--prompt", "  "])
+    assert summary(capsys)["new_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ("{not json", "prompts.jsonl:3: want a JSON object, got bad JSON"),
+        ({"question": "?"}, "prompts.jsonl:3: want exactly one of prompt (a string), "),
+        ({"prompt": "a", "turns": ["b"]}, "prompts.jsonl:3: want exactly one of"),
+        ({"prompt": ""}, "prompts.jsonl:3: want exactly one of"),
+        ({"prompt_ids": [1, 300]}, "prompt 3 of 4: prompt: want token ids of 0 to 299, got 300"),
+        ({"prompt": "x" * 300}, "prompt 3 of 4: prompt of "),
+        ({"turns": ["a", "b" * 300]}, "prompt 3 of 4: prompt of "),
+        ({"turns": ["a"] * 20}, "prompt 3 of 4: prompt of "),
+    ],
+)
+def test_bad_line_is_found_before_anything_is_decoded(
+    runs: Runs, tmp_path: Path, bad: Any, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "generate", None)
+    good = {"prompt": "def"}
+    prompts = write_lines(tmp_path / "prompts.jsonl", good, good, bad, good)
+    output = str(tmp_path / "answers.jsonl")
+    arguments = ["--target", runs.model("target"), "--prompts", prompts, "--output", output]
+    assert error in refusal(main, *arguments, "--max-new-tokens", "8")
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [("answers.jsonl", "exists; name another file"), ("answers.jsonl/a", "is no writable folder")],
+)
+def test_output_that_cannot_be_is_refused_before_anything_is_loaded(
+    tmp_path: Path, output: str, error: str
+) -> None:
+    (tmp_path / "answers.jsonl").write_text("earlier answers")
+    arguments = ["--target", "nowhere", "--prompt", "x", "--output", str(tmp_path / output)]
+    assert error in refusal(main, *arguments)
+    assert (tmp_path / "answers.jsonl").read_text() == "earlier answers"
+
+
+def test_interrupted_run_leaves_no_output(
+    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    answer = Engine.generate
+
+    def interrupted(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return answer(self, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(target, None, tmp_path, "--prompts", prompts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["-h"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert '        --prompt "def read_lines(path):" --max-new-tokens 64\n' in printed
+
+
+def test_as_a_command_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "infer.generate", "--target", "nowhere", "--prompt", "x"]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: model folder nowhere does not exist; give a folder written by poss_jax\n"
+    )
