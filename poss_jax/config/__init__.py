@@ -1,0 +1,43 @@
+"""Every setting of the project as a frozen dataclass, and strict YAML loading with overrides.
+
+models.py    shapes of target, draft and tree (hashable: static arguments of jitted functions)
+runs.py      training runs and benchmarks
+reading.py   YAML files, `base:`, dotted overrides, messages
+"""
+
+from poss_jax.config.models import (
+    ACCELERATOR_TREE,
+    CPU_TREE,
+    DraftConfig,
+    LlamaConfig,
+    RopeConfig,
+    TreeConfig,
+)
+from poss_jax.config.reading import UserError, build_config, config_to_dict, load_config
+from poss_jax.config.runs import (
+    BenchConfig,
+    DataConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    SpecialistsConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "ACCELERATOR_TREE",
+    "CPU_TREE",
+    "BenchConfig",
+    "DataConfig",
+    "DraftConfig",
+    "LlamaConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "RopeConfig",
+    "SpecialistsConfig",
+    "TrainConfig",
+    "TreeConfig",
+    "UserError",
+    "build_config",
+    "config_to_dict",
+    "load_config",
+]

@@ -1,0 +1,142 @@
+"""Settings of training runs and benchmarks: what a YAML file holds."""
+
+import math
+from typing import Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from poss_jax.config.models import STRICT, LlamaConfig, Spans, TreeConfig
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig:
+    """Where text comes from and how it is cut into rows.
+
+    Attributes:
+      source: `stdlib` (the Python standard library's own sources), a .txt file or glob, a .jsonl
+        file with a `text` field, or a Hub data set id with a `text` column.
+      sequence_length: tokens per training row.
+      validation_fraction: share of documents held out.
+      max_documents: read at most so many documents (None: all).
+    """
+
+    source: str = "stdlib"
+    sequence_length: int = Field(default=256, gt=1)
+    validation_fraction: float = Field(default=0.05, gt=0, lt=1)
+    max_documents: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ObjectiveConfig:
+    """Weights of the draft loss, and what perturbs its input (the reference's defaults).
+
+    Attributes:
+      feature_weight: of SmoothL1 between predicted and true feature.
+      probability_weight: of the soft cross-entropy against the target's distribution.
+      top_k_weight: of the soft cross-entropy over the `top_k` most likely tokens.
+      feature_noise: half-width of the uniform noise on input features, for a row of 512 tokens
+        (divided by length / 512).
+      rows_per_chunk: rows whose logits are held at a time.
+    """
+
+    feature_weight: float = 1.0
+    probability_weight: float = 0.1
+    top_k_weight: float = 1.0
+    top_k: int = Field(default=10, gt=0)
+    feature_noise: float = Field(default=0.1, ge=0)
+    rows_per_chunk: int = Field(default=1024, gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerConfig:
+    """AdamW with linear warm-up and linear decay to zero (the reference's defaults).
+
+    Attributes:
+      clip_value: gradients are clipped element by element to +- this (None: not clipped).
+    """
+
+    learning_rate: float = Field(default=3e-5, gt=0)
+    warmup_fraction: float = Field(default=0.01, ge=0, lt=1)
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_value: float | None = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SpecialistsConfig:
+    """The draft to train: a method is these two numbers (see `DraftConfig`)."""
+
+    positions_per_specialist: Spans = (1,)
+    depth: int = Field(default=1, gt=0)
+    fc_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainConfig:
+    """One training run.
+
+    Attributes:
+      stage: `target` pre-trains a language model; `draft` trains specialists for a frozen target.
+      output: folder of the run; the trained model is its subfolder `model`.
+      model: shape of the language model (stage target).
+      target: model folder of the frozen target (stage draft).
+      init_draft: model folder of a draft to start from (stage draft; None: from scratch).
+      num_tokens: budget in tokens.
+      checkpoint_every: steps between saves of the training state.
+      validate_every: steps between validations; both also happen at the end.
+      validation_batches: batches of held-out text per validation.
+    """
+
+    stage: Literal["target", "draft"]
+    output: str
+    model: LlamaConfig | None = None
+    target: str | None = None
+    init_draft: str | None = None
+    specialists: SpecialistsConfig = Field(default_factory=SpecialistsConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    num_tokens: int = Field(default=1_000_000, gt=0)
+    batch_size: int = Field(default=8, gt=0)
+    seed: int = 0
+    checkpoint_every: int = Field(default=500, gt=0)
+    validate_every: int = Field(default=500, gt=0)
+    validation_batches: int = Field(default=4, gt=0)
+    log_every: int = Field(default=10, gt=0)
+
+    def __post_init__(self) -> None:
+        needed = {"target": "model", "draft": "target"}[self.stage]
+        if getattr(self, needed) is None:
+            raise ValueError(f"stage {self.stage} needs the key {needed!r}")
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that spend `num_tokens`."""
+        return math.ceil(self.num_tokens / (self.batch_size * self.data.sequence_length))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BenchConfig:
+    """One benchmark: every draft against autoregressive decoding over the same prompts.
+
+    Attributes:
+      drafts: name in the table -> model folder.
+      prompts: a .jsonl file of prompts, or `stdlib` (held-out modules of the standard library).
+      num_prompts: how many prompts are used (of a file: at most).
+      prompt_tokens: length of a `stdlib` prompt, in tokens.
+      tree: None takes the default of the device.
+      repeats: interleaved timed passes.
+    """
+
+    target: str
+    drafts: dict[str, str] = Field(default_factory=dict)
+    prompts: str = "stdlib"
+    num_prompts: int = Field(default=16, gt=0)
+    prompt_tokens: int = Field(default=64, gt=0)
+    max_new_tokens: int = Field(default=128, gt=0)
+    tree: TreeConfig | None = None
+    repeats: int = Field(default=3, gt=0)
+    output: str | None = None
