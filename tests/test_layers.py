@@ -129,14 +129,14 @@ def test_llama3_frequencies():
 
 
 def test_rotation_is_a_turn_of_each_pair():
-    x, frequencies = normal(2, 3, 4, 8), jnp.abs(normal(2, 4, seed=1))
+    x, frequencies = normal(2, 4, 3, 8), jnp.abs(normal(2, 4, seed=1))
     positions = jnp.array([[0, 1, 5], [9, 2, 2]], jnp.int32)
     out = np.asarray(jax.jit(rotate)(x, positions, frequencies))
     angles = np.einsum("bt,bh->bth", np.asarray(positions, float), np.asarray(frequencies, float))
     pairs = np.asarray(x[..., :4]) + 1j * np.asarray(x[..., 4:])
-    want = pairs * np.exp(1j * angles)[:, :, None]
+    want = pairs * np.exp(1j * angles)[:, None]
     np.testing.assert_allclose(out, np.concatenate([want.real, want.imag], axis=-1), atol=3e-6)
-    np.testing.assert_array_equal(out[0, 0], x[0, 0])
+    np.testing.assert_array_equal(out[0, :, 0], x[0, :, 0])
     norms = np.linalg.norm(x, axis=-1)
     np.testing.assert_allclose(np.linalg.norm(out, axis=-1), norms, rtol=1e-6)
 
@@ -146,8 +146,8 @@ def test_products_of_rotated_vectors_know_distances_only():
     frequencies = rope_frequencies(LLAMA3, 16, jnp.array([1], jnp.int32))
 
     def at(x, positions):
-        x = jnp.broadcast_to(x, (1, len(positions), 1, 16))
-        return np.asarray(rotate(x, jnp.array([positions], jnp.int32), frequencies))[0, :, 0]
+        x = jnp.broadcast_to(x, (1, 1, len(positions), 16))
+        return np.asarray(rotate(x, jnp.array([positions], jnp.int32), frequencies))[0, 0]
 
     products = (at(q, [5, 7, 100, 64]) * at(k, [2, 4, 97, 60])).sum(axis=-1)
     np.testing.assert_allclose(products[1:3], products[0], rtol=2e-5)
@@ -160,14 +160,13 @@ def test_products_of_rotated_vectors_know_distances_only():
 
 def test_attention_with_any_mask():
     rng = np.random.default_rng(0)
-    q, k, v = normal(2, 5, 6, 8), normal(2, 7, 2, 8, seed=1), normal(2, 7, 2, 8, seed=2)
+    q, k, v = normal(2, 6, 5, 8), normal(2, 2, 7, 8, seed=1), normal(2, 2, 7, 8, seed=2)
     can_attend = rng.random((2, 5, 7)) < 0.5
     can_attend[:, np.arange(5), rng.integers(0, 7, 5)] = True
     out = np.asarray(jax.jit(attend)(q, k, v, jnp.asarray(can_attend))).reshape(2, 5, 6, 8)
-    for b, t, n in np.ndindex(2, 5, 6):
+    for b, n, t in np.ndindex(2, 6, 5):
         columns = np.flatnonzero(can_attend[b, t])
-        keys = np.asarray(k[b], float)[columns, n // 3]  # 3 query heads share a key head
-        scores = keys @ np.asarray(q[b, t, n], float) / np.sqrt(8)
-        weights = np.exp(scores) / np.exp(scores).sum()
-        want = weights @ np.asarray(v[b], float)[columns, n // 3]
+        keys, values = (np.asarray(x[b, n // 3], float)[columns] for x in (k, v))  # 3 share a head
+        weights = np.exp(keys @ np.asarray(q[b, n, t], float) / np.sqrt(8))
+        want = weights @ values / weights.sum()
         np.testing.assert_allclose(out[b, t, n], want, atol=2e-6)

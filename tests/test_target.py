@@ -160,18 +160,19 @@ def random_tree(num_nodes: int):
     rng = np.random.default_rng(0)
     parents = [[0] + [rng.integers(node) for node in range(1, num_nodes)] for _ in LENGTHS]
     tokens = random_tokens(CONFIG, len(LENGTHS), num_nodes, seed=3)
-    return make_tree(tokens, jnp.array(parents, jnp.int32), depth=num_nodes)
+    grow = jax.jit(make_tree, static_argnames="depth")
+    return grow(tokens, jnp.array(parents, jnp.int32), depth=num_nodes)
 
 
 def test_each_node_of_a_tree_reads_its_own_path(target):
     tokens, tree = random_tokens(CONFIG, 2, PROMPT_SIZE), random_tree(8)
-    texts, ends = [], []
-    for row, length in enumerate(LENGTHS):
-        for node in range(8):
-            path = np.asarray(tree.tokens[row])[np.asarray(tree.ancestors[row, node])]
-            text = [*tokens[row, :length].tolist(), *path.tolist()]
-            texts.append(text + [0] * (PROMPT_SIZE + 8 - len(text)))
-            ends.append(len(text))
+    ancestors, node_tokens = np.asarray(tree.ancestors), np.asarray(tree.tokens)
+    texts, ends = np.zeros((2, 8, PROMPT_SIZE + 8), np.int32), []
+    for row, node in np.ndindex(2, 8):
+        path = node_tokens[row, ancestors[row, node]]
+        text = [*tokens[row, : LENGTHS[row]].tolist(), *path]
+        texts[row, node, : len(text)] = text
+        ends.append(len(text))
     assert len(set(ends)) > 6  # of many depths
 
     @jax.jit
@@ -181,7 +182,7 @@ def test_each_node_of_a_tree_reads_its_own_path(target):
         out = verify(params, CONFIG, cache, tree.tokens, tree.depths, tree.ancestors)
         return out, encode(stacked(params), CONFIG, texts)
 
-    out, features = run(target, tokens, tree, jnp.array(texts, jnp.int32))
+    out, features = run(target, tokens, tree, jnp.asarray(texts.reshape(16, -1)))
     np.testing.assert_array_equal(out.cache.length, LENGTHS)
     want = np.asarray(features)[np.arange(16), np.array(ends) - 1]
     np.testing.assert_allclose(out.features.reshape(16, -1), want, rtol=0, atol=1e-5)
@@ -195,7 +196,7 @@ def test_scratch_rows_and_padding_are_never_read(target):
 
     def spoil(cache: KVCache, first_row) -> KVCache:
         is_scratch = jnp.arange(cache.size)[None] >= first_row[:, None]
-        spoilt = [jnp.where(is_scratch[:, :, None, None], 1e30, x) for x in (*cache.k, *cache.v)]
+        spoilt = [jnp.where(is_scratch[:, None, :, None], 1e30, x) for x in (*cache.k, *cache.v)]
         return cache.replace(k=spoilt[: CONFIG.num_layers], v=spoilt[CONFIG.num_layers :])
 
     @jax.jit
@@ -219,14 +220,17 @@ def test_scratch_rows_and_padding_are_never_read(target):
     jax.tree.map(np.testing.assert_array_equal, spoilt_later, later)
 
 
+def rounded(params):
+    """Parameters in bfloat16, and the same numbers in float32."""
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    return narrow, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
+
+
 def test_bfloat16_stays_bfloat16(target):
-    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), target)
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
+    narrow, wide = jax.jit(rounded)(target)
     tokens = random_tokens(CONFIG, 2, max(ENDS))
     outs, exact = (read_both_ways(params, CONFIG, tokens) for params in (narrow, wide))
     for out, want in zip(jax.tree.leaves(outs), jax.tree.leaves(exact), strict=True):
         assert out.dtype == jnp.bfloat16
-        print(
-            np.abs(np.asarray(out, float) - want).max(),
-            np.linalg.norm(np.asarray(out, float) - want) / np.linalg.norm(want),
-        )
+        error = np.asarray(out, np.float32) - want
+        assert np.linalg.norm(error) < 0.02 * np.linalg.norm(want)  # 0.011 measured
