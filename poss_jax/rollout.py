@@ -87,11 +87,11 @@ def predict(
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         return lax.cond(age < jnp.maximum(depth, 1), version, lambda *_: nothing, features, age)
 
-    x, *base = version(batch.features, jnp.int32(0))
-    x_ages, *of_ages = lax.map(version_if_attended, (history[:ages], jnp.arange(ages)))
+    x, k, v = version(batch.features, jnp.int32(0))
+    x_ages, k_ages, v_ages = lax.map(version_if_attended, (history[:ages], jnp.arange(ages)))
     x = x_ages[0] if ages else x
     q = layer.queries(x, row, frequencies)
-    return layer.finish(x, _attend_versions(q, tuple(base), tuple(of_ages), depth))
+    return layer.finish(x, _attend_versions(q, (k, v), (k_ages, v_ages), depth))
 
 
 def _attend_versions(
