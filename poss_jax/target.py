@@ -131,16 +131,13 @@ def decode(
     return out.replace(cache=commit_rows(out.cache, depths, jnp.ones_like(tokens)))
 
 
-def encode(
-    params: Params, config: LlamaConfig, tokens: Int[Array, "B T"], *, remat: bool = False
-) -> Float[Array, "B T D"]:
+def encode(params: Params, config: LlamaConfig, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Features of whole rows of text, without a cache; `params["layers"]` is stacked.
 
     Args:
       params: the target, its layers in one tree with a leading axis (one compiled layer).
       config: its shape.
       tokens: rows of text.
-      remat: recompute each layer in the backward pass instead of keeping what it made.
     """
     B, T = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
@@ -152,7 +149,7 @@ def encode(
         return layer.bind({"params": layer_params})(hidden, positions, frequencies, causal), None
 
     hidden = embed(params["embed"]["weight"], tokens)
-    hidden, _ = lax.scan(jax.checkpoint(body) if remat else body, hidden, params["layers"])
+    hidden, _ = lax.scan(body, hidden, params["layers"])
     return rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
 
 

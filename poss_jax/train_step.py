@@ -215,15 +215,13 @@ def make_draft_validation(task: DraftTask) -> Callable:
             return losses.total, most_likely_tokens(head, prediction, chunk)
 
         loss, tokens_of_depth = lax.map(of_depth, predictions)
-        hits = (tokens_of_depth == targets_tokens(data)[None]) & data.loss_mask[None]
+        hits = (tokens_of_depth == data.targets.tokens[None]) & data.loss_mask[None]
+        num_trained = jnp.maximum(data.loss_mask.sum(dtype=jnp.float32), 1.0)
         return DraftValidation(
             loss=loss,
-            agreement=hits.mean(axis=(1, 2)) / data.loss_mask.mean(),
+            agreement=hits.sum(axis=(1, 2), dtype=jnp.float32) / num_trained,
             acceptance_length=simulated_acceptance_length(hits, data.loss_mask),
         )
-
-    def targets_tokens(data: DraftData) -> Array:
-        return data.targets.tokens
 
     return validate
 
@@ -234,7 +232,7 @@ def simulated_acceptance_length(
     """What a chain would accept on this text, teacher-forced, plus one.
 
     The chain that starts at row s makes its depth-d prediction at row s + d; it accepts as many
-    tokens as hit in sequence. Averaged over starts all of whose R rows are trained.
+    tokens as hit in sequence. Averaged over starts all of whose R rows are trained; 1 without any.
 
     Args:
       hits: the depth's most likely token is the target's.
@@ -246,7 +244,8 @@ def simulated_acceptance_length(
     is_start = jnp.stack([loss_mask[:, row] for row in rows]).all(axis=0)
     chain = jnp.stack([hits[depth, :, row] for depth, row in enumerate(rows)])
     accepted = jnp.cumprod(chain.astype(jnp.float32), axis=0).sum(axis=0)
-    return 1 + jnp.where(is_start, accepted, 0.0).mean() / is_start.mean()
+    num_starts = jnp.maximum(is_start.sum(dtype=jnp.float32), 1.0)
+    return 1 + jnp.where(is_start, accepted, 0.0).sum() / num_starts
 
 
 def _updated(

@@ -1,0 +1,100 @@
+"""Times a round of several draft trees against an autoregressive step, on this device.
+
+Uses random weights in the shape of the demo's models, since the cost of a round does not depend on
+what is accepted. Prints milliseconds per round and the ratio to one autoregressive step: a tree
+pays if its acceptance length is above its ratio. The last line is one JSON object.
+
+    python benchmarks/trees.py
+    python benchmarks/trees.py --trees 6/10/60 4/4/16 --layers 32 --hidden-size 1024
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from poss_jax import speculate
+from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.draft import attach, init_draft
+from poss_jax.speculate import DecodeConfig, Request, Weights
+from poss_jax.target import init_target
+
+TREES = ("6/10/60", "4/4/16", "5/2/8", "4/2/8", "3/2/8", "6/1/7")
+PROMPT, NEW, REPEATS = 64, 96, 10
+
+
+def read_tree(text: str) -> TreeConfig:
+    """depth/top_k/total_tokens."""
+    depth, top_k, total_tokens = map(int, text.split("/"))
+    return TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
+
+
+def demo_shape(layers: int, hidden_size: int) -> LlamaConfig:
+    """The demo's target, perhaps deeper or wider."""
+    return LlamaConfig(
+        vocab_size=1024,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 14 // 5,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=hidden_size // 4,
+    )
+
+
+def compile_round(llama: LlamaConfig, tree: TreeConfig | None) -> Callable[[], float]:
+    """Returns a function that generates once and gives milliseconds per round."""
+    draft = DraftConfig(layer=llama, positions_per_specialist=(3, 3))
+    target = init_target(llama, jax.random.key(0))
+    specialists = attach(init_draft(draft, jax.random.key(1)), target) if tree else {}
+    config = DecodeConfig(llama, draft if tree else None, tree or TreeConfig(), NEW)
+    request = Request(
+        tokens=jnp.full((1, PROMPT), 5, jnp.int32),
+        lengths=jnp.asarray([PROMPT], jnp.int32),
+        limits=jnp.asarray([NEW], jnp.int32),
+        stop_ids=jnp.asarray([-1], jnp.int32),
+    )
+    generate = jax.jit(speculate.generate, static_argnums=1)
+
+    def run() -> float:
+        started = time.perf_counter()
+        state = jax.block_until_ready(generate(Weights(target, specialists), config, request))
+        return 1000 * (time.perf_counter() - started) / int(state.output.num_rounds[0])
+
+    run()
+    return run
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--trees", nargs="+", default=TREES, metavar="DEPTH/TOP_K/TOTAL")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--hidden-size", type=int, default=160)
+    args = parser.parse_args()
+    llama = demo_shape(args.layers, args.hidden_size)
+    names = ["autoregressive", *args.trees]
+    runs = [compile_round(llama, None)]
+    runs += [compile_round(llama, read_tree(text)) for text in args.trees]
+    table = np.array([[run() for run in runs] for _ in range(REPEATS)])
+    results = {
+        name: {
+            "milliseconds": round(float(np.median(table[:, i])), 3),
+            "ratio": round(float(np.median(table[:, i] / table[:, 0])), 2),
+        }
+        for i, name in enumerate(names)
+    }
+    print("| tree (depth/top_k/total_tokens) | ms per round | ratio |\n|---|---|---|")
+    for name, row in results.items():
+        print(f"| {name} | {row['milliseconds']} | {row['ratio']} |")
+    print(json.dumps({"device": jax.devices()[0].device_kind, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
