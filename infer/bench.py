@@ -18,7 +18,8 @@ from typing import Any
 from tqdm import tqdm
 
 from infer.measure import Decoder, Run, measure_phases, plain_step_seconds, time_prompts
-from infer.options import add_tree_options, read_tree
+from infer.options import add_tree_options, at_least, check_writable, read_tree
+from infer.prompts import next_prompt
 from infer.report import build_report, format_report, write_report
 from poss_jax.checkpoint import load_draft, load_target, provenance, refuse_non_empty
 from poss_jax.config import (
@@ -30,10 +31,11 @@ from poss_jax.config import (
     load_config,
 )
 from poss_jax.data import load_documents, load_tokenizer, prompts_from_documents, read_prompts
-from poss_jax.engine import Engine, default_dtype
+from poss_jax.engine import Engine, Prompt, default_dtype
 from poss_jax.program import Parser, run_program
 
 AUTOREGRESSIVE = "autoregressive"
+_OPTIONS = ("target", "prompts", "num_prompts", "max_new_tokens", "repeats", "output")
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
@@ -70,6 +72,8 @@ def bench(config: BenchConfig) -> dict[str, Any]:
 
 def load_decoders(config: BenchConfig) -> list[Decoder]:
     """Loads the target once, and one engine per draft beside the autoregressive one."""
+    if AUTOREGRESSIVE in config.drafts:
+        raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
     dtype = default_dtype()
     target = load_target(config.target, dtype)
     tokenizer = load_tokenizer(Path(config.target)) if target[0].tokenizer_sha256 else None
@@ -82,33 +86,46 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
 
 
 def read_bench_prompts(config: BenchConfig, engine: Engine) -> list[list[int]]:
-    """Token ids of the prompts: of a file, or cut from held-out modules of the standard library."""
-    if config.prompts != "stdlib":
-        records = read_prompts(Path(config.prompts))[: config.num_prompts]
-        return [engine.encode(_first_prompt(record)) for record in records]
+    """Token ids of the prompts: of a file, or cut from held-out modules of the standard library.
+
+    Raises:
+      UserError: too few prompts, or one that the engine refuses.
+    """
+    if config.prompts == "stdlib":
+        prompts = _cut_stdlib_prompts(config, engine)
+    else:
+        prompts = _read_prompt_file(config)
+    return [engine.prepare(prompt, config.max_new_tokens) for prompt in prompts]
+
+
+def _cut_stdlib_prompts(config: BenchConfig, engine: Engine) -> Sequence[Prompt]:
     if engine.tokenizer is None:
         raise UserError("prompts stdlib: this target has no tokenizer; give a file of prompt_ids")
-    documents = load_documents(DataConfig())
     return prompts_from_documents(
-        documents.validation,
+        load_documents(DataConfig()).validation,
         engine.tokenizer,
         num_prompts=config.num_prompts,
         prompt_tokens=config.prompt_tokens,
     )
 
 
-def _first_prompt(record: dict[str, Any]) -> Any:
-    if "turns" in record:
-        return [{"role": "user", "content": record["turns"][0]}]
-    return next(record[key] for key in ("prompt", "prompt_ids", "messages") if key in record)
+def _read_prompt_file(config: BenchConfig) -> Sequence[Prompt]:
+    """The first prompts of a file; of a conversation, its first turn."""
+    records = read_prompts(Path(config.prompts))[: config.num_prompts]
+    if len(records) < config.num_prompts:
+        raise UserError(
+            f"{config.prompts}: want {config.num_prompts} prompts, got {len(records)}; "
+            "add prompts or lower num_prompts"
+        )
+    return [next_prompt(record, []) for record in records]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_intermixed_args(arguments)
     config = _read_config(args)
-    if config.output is not None and not args.overwrite:
-        refuse_non_empty(config.output)
+    if config.output is not None:
+        _check_output(Path(config.output), overwrite=args.overwrite)
     report = bench(config)
     print(format_report(report))
     if config.output is not None:
@@ -117,27 +134,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(report))
 
 
+def _check_output(folder: Path, *, overwrite: bool) -> None:
+    if not (overwrite and folder.is_dir()):
+        refuse_non_empty(folder)
+    check_writable(folder)
+
+
 def _read_config(args: argparse.Namespace) -> BenchConfig:
-    given: dict[str, Any] = {"target": args.target, "prompts": args.prompts, "output": args.output}
+    given = {name: getattr(args, name) for name in _OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     if args.draft:
-        given["drafts"] = dict(_name_and_folder(text) for text in args.draft)
-    if args.config is None:
-        if args.target is None:
-            raise UserError("want --config FILE or --target DIR; see --help")
-        config = build_config(BenchConfig, given, origin="options")
-    else:
+        given["drafts"] = _read_drafts(args.draft)
+    if args.config is not None:
         config = load_config(BenchConfig, args.config, args.overrides)
         config = replace(config, **given)
-    tree = read_tree(args)
-    return config if tree is None else replace(config, tree=tree)
+    elif args.target is None or args.overrides:
+        raise UserError("want --config FILE (and section.key=value) or --target DIR; see --help")
+    else:
+        config = build_config(BenchConfig, given, origin="options")
+    return replace(config, tree=read_tree(args, config.tree))
 
 
-def _name_and_folder(text: str) -> tuple[str, str]:
-    name, equals, folder = text.partition("=")
-    if not (name and equals and folder):
-        raise UserError(f"--draft {text!r}: want NAME=DIR")
-    return name, folder
+def _read_drafts(texts: Sequence[str]) -> dict[str, str]:
+    drafts: dict[str, str] = {}
+    for text in texts:
+        name, _, folder = text.partition("=")
+        if not (name and folder):
+            raise UserError(f"--draft {text!r}: want NAME=DIR")
+        if name in drafts:
+            raise UserError(f"--draft {text!r}: {name} is named already; give it another name")
+        drafts[name] = folder
+    return drafts
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,6 +177,9 @@ def _parser() -> argparse.ArgumentParser:
         "--draft", action="append", metavar="NAME=DIR", help="a draft and its name; may be repeated"
     )
     parser.add_argument("--prompts", metavar="FILE", help=".jsonl file of prompts, or `stdlib`")
+    parser.add_argument("--num-prompts", type=at_least(1), metavar="N", help="how many of them")
+    parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help="of each answer")
+    parser.add_argument("--repeats", type=at_least(1), metavar="N", help="timed passes")
     parser.add_argument("--output", metavar="DIR", help="folder for the report")
     parser.add_argument("--overwrite", action="store_true", help="replace a report that is there")
     add_tree_options(parser)

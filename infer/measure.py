@@ -30,8 +30,10 @@ class Decoder:
     def compile(self, prompts: list[list[int]], max_new_tokens: int) -> None:
         """Runs one prompt of every shape, so that later calls compile nothing."""
         started = time.monotonic()
-        for prompt in {len(ids): ids for ids in prompts}.values():
-            self.engine.generate([prompt], max_new_tokens=max_new_tokens)
+        requests = [self.engine.request([ids], max_new_tokens, batch_size=1) for ids in prompts]
+        for request in {request.tokens.shape: request for request in requests}.values():
+            config = self.engine.decode_config(max_new_tokens)
+            jax.block_until_ready(generate_jit(self.engine.weights, config, request))
         self.compile_seconds = time.monotonic() - started
 
 
@@ -108,11 +110,10 @@ def plain_step_seconds(engine: Engine, prompt: list[int], max_new_tokens: int) -
         out = target.decode(params, config.target, cache, token)
         return out.cache, choose(out.logits)[:, 0]
 
-    calls = max_new_tokens - 1
     cache, token = step(engine.weights.target, state.target_cache, state.root)
     jax.block_until_ready(token)
     seconds = []
-    for _ in range(calls):
+    for _ in range(config.max_new_tokens - 1):
         started = time.perf_counter()
         cache, token = step(engine.weights.target, cache, token)
         jax.block_until_ready(token)

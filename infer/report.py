@@ -38,7 +38,6 @@ def build_report(max_new_tokens: int, baseline: str, runs: dict[str, list[Run]])
             for group, prompts in groups.items()
             if prompts
         }
-        | {"equal_outputs": _count_equal(passes, runs[baseline])}
         for name, passes in runs.items()
     }
     milliseconds = [1000 / _speed(run, groups["all"]) for run in runs[baseline]]
@@ -68,6 +67,7 @@ def _summarise(passes: list[Run], baseline: list[Run], prompts: list[int]) -> di
         "tokens_per_second_per_repeat": speeds,
         "speed_up": float(np.median(ratios)),
         "speed_up_per_repeat": ratios,
+        "equal_outputs": _count_equal(passes, baseline, prompts),
     }
 
 
@@ -76,11 +76,11 @@ def _speed(run: Run, prompts: list[int]) -> float:
     return tokens / sum(run.seconds[i] for i in prompts)
 
 
-def _count_equal(passes: list[Run], baseline: list[Run]) -> int:
-    """Prompts whose output is the baseline's, token for token, in every pass."""
+def _count_equal(passes: list[Run], baseline: list[Run], prompts: list[int]) -> int:
+    """How many outputs are the baseline's, token for token, in every pass."""
+    expected = baseline[0].answers
     return sum(
-        all(run.answers[i].output_ids == expected.output_ids for run in passes)
-        for i, expected in enumerate(baseline[0].answers)
+        all(run.answers[i].output_ids == expected[i].output_ids for run in passes) for i in prompts
     )
 
 
@@ -113,7 +113,7 @@ def _group_table(methods: dict[str, Any], group: str) -> list[str]:
         cells += [f"{row['tokens_per_second']:.0f}", f"{row['speed_up']:.2f}"]
         positions = row["positionwise_acceptance"]
         cells += [f"{100 * share:.0f} %" for share in positions] + [""] * (depth - len(positions))
-        cells.append(str(methods[name]["equal_outputs"]))
+        cells.append(str(row["equal_outputs"]))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

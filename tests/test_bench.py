@@ -1,0 +1,310 @@
+"""The benchmark: its report worked out by hand, and the program on the tiny models."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import Runs, refusal, tiny_runs, write_config, write_lines
+
+from infer import bench as program
+from infer.bench import main, read_bench_prompts
+from infer.measure import Run
+from infer.report import build_report, format_report
+from poss_jax.config import CPU_TREE, BenchConfig, TreeConfig
+from poss_jax.engine import Engine, Generation
+
+N = 12
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+# --------------------------------------------------------------------------------------------------
+# The report of two made-up prompts: one whose output is diverse, one whose output loops
+
+DIVERSE, LOOPING = [1, 2, 3, 4, 5, 6, 7, 8], [9] * 8
+
+
+def answer(output: list[int], accepted: list[int], offered: list[int]) -> Generation:
+    return Generation(
+        prompt_ids=[0],
+        output_ids=output,
+        text=None,
+        accepted_per_round=accepted,
+        offered_per_round=offered,
+        stop_reason="length",
+    )
+
+
+def made_up_report() -> dict[str, Any]:
+    plain = [answer(DIVERSE, [0] * 7, [0] * 7), answer(LOOPING, [0] * 7, [0] * 7)]
+    drafted = [answer(DIVERSE, [3, 1, 1], [4, 2, 1]), answer(LOOPING, [4, 0], [4, 1])]
+    another = [drafted[0], replace(drafted[1], output_ids=[9] * 7 + [8])]
+    return build_report(
+        8,
+        "plain",
+        {
+            "plain": [Run(plain, [1.0, 3.0]), Run(plain, [2.0, 2.0])],
+            "draft": [Run(drafted, [0.5, 0.5]), Run(another, [0.5, 1.5])],
+        },
+    )
+
+
+def test_report_says_which_prompts_loop_and_which_outputs_are_equal() -> None:
+    report = made_up_report()
+    assert (report["prompts"], report["repeats"], report["max_new_tokens"]) == (2, 2, 8)
+    assert report["distinct_4gram_share"] == [1.0, 1 / 5]
+    assert report["looping_prompts"] == [1]
+    plain, draft = report["methods"]["plain"], report["methods"]["draft"]
+    assert plain["all"]["equal_outputs"] == 2
+    assert draft["all"]["equal_outputs"] == 1  # the second pass differs
+    assert (draft["not_looping"]["equal_outputs"], draft["looping"]["equal_outputs"]) == (1, 0)
+    assert report["autoregressive_milliseconds_per_token"] == 250  # 16 tokens in 4 s, twice
+
+
+def test_report_of_a_group() -> None:
+    groups = made_up_report()["methods"]["draft"]
+    assert groups["not_looping"] == {
+        "acceptance_length": pytest.approx(1 + 5 / 3),
+        "pooled_acceptance_length": pytest.approx(1 + 5 / 3),
+        # offered 4 2 1, accepted 3 1 1: three rounds of three, one of two, the only one, not it
+        "positionwise_acceptance": [1, 1 / 2, 1, 0],
+        "tokens_per_second": 16,
+        "tokens_per_second_per_repeat": [16, 16],
+        "speed_up": 3,  # median of 16 / 8 and 16 / 4
+        "speed_up_per_repeat": [2, 4],
+        "equal_outputs": 1,
+    }
+    assert groups["all"] == {
+        "acceptance_length": pytest.approx((1 + 5 / 3 + 3) / 2),
+        "pooled_acceptance_length": pytest.approx(1 + 9 / 5),
+        "positionwise_acceptance": [4 / 5, pytest.approx(2 / 3), 1, 1 / 2],
+        "tokens_per_second": 12,  # median of 16 tokens in 1 s and in 2 s
+        "tokens_per_second_per_repeat": [16, 8],
+        "speed_up": 3,
+        "speed_up_per_repeat": [4, 2],
+        "equal_outputs": 1,
+    }
+    assert groups["looping"]["acceptance_length"] == 3
+
+
+def test_report_is_printed_as_tables() -> None:
+    report = made_up_report() | {"plain_decode_step_milliseconds": 2.5}
+    report["methods"]["plain"] |= {
+        "phase_milliseconds": {"verify": 2, "commit": 0.25},
+        "compile_seconds": 1,
+    }
+    report["methods"]["draft"] |= {
+        "phase_milliseconds": {"draft": 1.5, "verify": 3, "commit": 0.5},
+        "compile_seconds": 2.25,
+    }
+    cells = (
+        "acceptance length | pooled | tokens/s | speed-up | pos 1 | pos 2 | pos 3 | pos 4 | equal"
+    )
+    head = f"| method | {cells} |\n|---|---|---|---|---|---|---|---|---|---|"
+    expected = f"""\
+2 prompts x 8 new tokens, 2 repeats; 1 prompts loop (distinct 4-grams below 0.5): [1]
+
+prompts: not looping
+
+{head}
+| plain | 1.00 | 1.00 | 6 | 1.00 |  |  |  |  | 1 |
+| draft | 2.67 | 2.67 | 16 | 3.00 | 100 % | 50 % | 100 % | 0 % | 1 |
+
+prompts: looping
+
+{head}
+| plain | 1.00 | 1.00 | 3 | 1.00 |  |  |  |  | 1 |
+| draft | 3.00 | 3.00 | 11 | 3.67 | 50 % | 100 % | 100 % | 100 % | 0 |
+
+prompts: all
+
+{head}
+| plain | 1.00 | 1.00 | 4 | 1.00 |  |  |  |  | 2 |
+| draft | 2.83 | 2.80 | 12 | 3.00 | 80 % | 67 % | 100 % | 50 % | 1 |
+
+| method | draft ms | verify ms | commit ms | compile s |
+|---|---|---|---|---|
+| plain |  | 2.00 | 0.25 | 1.0 |
+| draft | 1.50 | 3.00 | 0.50 | 2.2 |
+
+plain decode step 2.50 ms; autoregressive loop 250.00 ms per token"""
+    assert format_report(report) == expected
+
+
+def test_group_without_prompts_has_no_table() -> None:
+    run = Run([answer(DIVERSE, [0], [0])], [1.0])
+    report = build_report(8, "plain", {"plain": [run]})
+    assert set(report["methods"]["plain"]) == {"all", "not_looping"}
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    lines = [{"prompt": "def area_7"}, {"prompt_ids": [0, 70, 71]}, {"prompt": "heig"}]
+    return write_lines(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", *lines)
+
+
+@pytest.fixture(scope="module")
+def flags(runs: Runs, prompts: str) -> list[str]:
+    models = ["--target", runs.model("target"), "--draft", f"PosS-2={runs.model('poss2')}"]
+    sizes = ["--num-prompts", "2", "--max-new-tokens", str(N), "--repeats", "3"]
+    return [*models, "--prompts", prompts, *sizes]
+
+
+def test_bench_by_flags(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "new" / "report"
+    main([*flags, "--output", str(output)])
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads(lines[-1])
+    assert lines[-2] == f"report: {output}"
+    assert "\n".join(lines[:-2]) == (output / "report.md").read_text().removesuffix("\n")
+    assert "\n".join(lines[:-2]) == format_report(report)
+    assert json.loads((output / "report.json").read_text()) == report
+    plot = output / "acceptance.png"
+    assert plot.exists() == (importlib.util.find_spec("matplotlib") is not None)
+    assert not plot.exists() or plot.read_bytes().startswith(b"\x89PNG")
+
+    assert list(report["methods"]) == ["autoregressive", "PosS-2"]
+    assert (report["prompts"], report["repeats"]) == (2, 3)
+    for name, method in report["methods"].items():
+        drafts = name != "autoregressive"
+        assert method["all"]["equal_outputs"] == 2
+        assert set(method["phase_milliseconds"]) == {*["draft"] * drafts, "verify", "commit"}
+        assert min(method["phase_milliseconds"].values()) > 0
+        assert (len(method["all"]["positionwise_acceptance"]) in range(1, 5)) == drafts
+        assert (method["all"]["acceptance_length"] > 1.2) == drafts
+        assert len(method["all"]["speed_up_per_repeat"]) == 3
+    assert report["methods"]["autoregressive"]["all"]["speed_up"] == 1
+    assert report["plain_decode_step_milliseconds"] > 0
+
+
+def test_flags_win_over_the_config(
+    runs: Runs, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[BenchConfig] = []
+
+    def bench(config: BenchConfig) -> None:
+        seen.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "bench", bench)
+    values = {
+        "target": runs.model("target"),
+        "drafts": {"EAGLE-2": runs.model("eagle")},
+        "tree": {"depth": 2, "top_k": 3, "total_tokens": 5},
+        "max_new_tokens": 7,
+    }
+    file = write_config(tmp_path, values)
+    for arguments in (
+        ["--config", file],
+        ["--config", file, "repeats=2", "--tree-depth", "6", "--num-prompts", "9", "tree.top_k=1"],
+        ["--config", file, *flags],
+        [*flags, "--draft", "B=b=c", "--tree-depth", "3"],
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            main(arguments)
+    from_file, changed, overridden, by_flags = seen
+    assert from_file == BenchConfig(**values | {"tree": TreeConfig(**values["tree"])})
+    tree = TreeConfig(depth=6, top_k=1, total_tokens=5)
+    assert changed == replace(from_file, repeats=2, num_prompts=9, tree=tree)
+    assert overridden.drafts == {"PosS-2": runs.model("poss2")}
+    assert (overridden.tree, overridden.max_new_tokens) == (from_file.tree, N)
+    assert by_flags.drafts == {"PosS-2": runs.model("poss2"), "B": "b=c"}
+    assert by_flags.tree == replace(CPU_TREE, depth=3)
+
+
+def test_stdlib_prompts_are_cut_to_length(runs: Runs) -> None:
+    engine = Engine.load(runs.model("target"))
+    config = BenchConfig(target="", num_prompts=3, prompt_tokens=10)
+    prompts = read_bench_prompts(config, engine)
+    assert [(len(ids), ids[0]) for ids in prompts] == [(10, 0)] * 3
+    assert len({tuple(ids) for ids in prompts}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("--target nowhere", "model folder nowhere does not exist"),
+        ("--config nowhere.yaml", "config nowhere.yaml: No such file"),
+        ("", "want --config FILE (and section.key=value) or --target DIR; see --help"),
+        ("--target {target} repeats=2", "want --config FILE (and section.key=value) or --target"),
+        ("--target {target} --draft {eagle}", "want NAME=DIR"),
+        ("--target {target} --draft A={eagle} --draft A={poss2}", "A is named already"),
+        ("--target {target} --draft autoregressive={eagle}", "is the baseline's name"),
+        ("--target {target} --draft A={target}", "want a draft, got a target"),
+        ("--target {target} --prompts {prompts}", "want 16 prompts, got 3; add prompts or lower"),
+        ("--target {target} --prompts nowhere.jsonl", "nowhere.jsonl: want a readable file"),
+        ("--target {target} --repeats 0", "--repeats: want a number, at least 1, got '0'"),
+        ("--target {target} --num-prompts 1 --max-new-tokens 200", "do not fit a length of 256"),
+        ("--target {target} --tree-top-k 0", "--tree-top-k: want a number, at least 1"),
+        ("--config {config} prompt_token=3", "unknown key 'prompt_token'; did you mean 'prompt"),
+        ("--config {config} drafts.A=nowhere", "model folder nowhere does not exist"),
+    ],
+)
+def test_bad_input_writes_nothing(
+    runs: Runs, prompts: str, tmp_path: Path, arguments: str, error: str
+) -> None:
+    names = {name: runs.model(name) for name in ("target", "eagle", "poss2")}
+    names |= {"prompts": prompts, "config": write_config(tmp_path, {"target": names["target"]})}
+    words = [word.format(**names) for word in arguments.split()]
+    assert error in refusal(main, *words, "--output", str(tmp_path / "out" / "report"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "overwrite", "error"),
+    [
+        ("folder", False, "is not empty; name another folder or empty this one"),
+        ("file", False, "is a file; name a folder that does not exist yet"),
+        ("file", True, "is a file; name a folder that does not exist yet"),
+        ("file/folder", False, "is no writable folder; choose another place"),
+    ],
+)
+def test_output_is_checked_before_anything_is_loaded(
+    tmp_path: Path, output: str, overwrite: bool, error: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "report.md").write_text("earlier")
+    (tmp_path / "file").write_text("text")
+    arguments = ["--target", "nowhere", "--output", str(tmp_path / output)]
+    assert error in refusal(main, *arguments, *["--overwrite"] * overwrite)
+
+
+def test_overwrite_lets_a_report_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "report.md").write_text("earlier")
+    arguments = ["--target", "nowhere", "--output", str(tmp_path), "--overwrite"]
+    assert refusal(main, *arguments).startswith("model folder nowhere does not exist")
+    assert (tmp_path / "report.md").read_text() == "earlier"
+
+
+def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["-h"])
+    assert caught.value.code == 0
+    assert "    python -m infer.bench --config configs/demo/bench.yaml" in capsys.readouterr().out
+
+
+def test_as_a_command_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "infer.bench", "--target", "nowhere"]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: model folder nowhere does not exist; give a folder written by poss_jax\n"
+    )
