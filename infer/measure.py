@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -99,26 +100,48 @@ def measure_phases(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> 
     return {name: 1000 * seconds for name, seconds in phases.items()}
 
 
-def plain_step_seconds(engine: Engine, prompt: list[int], max_new_tokens: int) -> float:
-    """Median seconds of one jitted decode step and argmax, called from the host in a plain loop."""
-    config = engine.decode_config(max_new_tokens)._replace(draft=None)
-    request = engine.request([prompt], max_new_tokens, batch_size=1)
+def measure_steps(engine: Engine, prompt: list[int], max_new_tokens: int) -> dict[str, float]:
+    """Times the autoregressive loop against plain decode steps, interleaved, without the prompt.
+
+    The plain program takes a step and the argmax, and knows nothing of trees, rounds or stop
+    tokens; if the loop is much slower, the baseline of every speed-up is too.
+
+    Returns:
+      Median milliseconds per token of `plain` and `loop`, and of their ratio `loop_to_plain`.
+    """
+    config = engine.decode_config(max_new_tokens)
+    num_steps = config.max_new_tokens - 1  # the bucket's, so that there are some
+    request = engine.request([prompt], config.max_new_tokens, batch_size=1)
+    request = request.replace(stop_ids=jnp.full_like(request.stop_ids, -1))
     state = jax.jit(speculate.start, static_argnums=1)(engine.weights, config, request)
+    loop = jax.jit(speculate.run_rounds, static_argnums=1)
+    programs = (
+        lambda: _plain_steps(engine.weights, config, num_steps, state),
+        lambda: loop(engine.weights, config, request, state),
+    )
+    seconds = np.array([[_seconds(run) for run in programs] for _ in range(_PHASE_CALLS + 1)])[1:]
+    plain, whole = 1000 * np.median(seconds, axis=0) / num_steps
+    ratio = np.median(seconds[:, 1] / seconds[:, 0])
+    return {"plain": float(plain), "loop": float(whole), "loop_to_plain": float(ratio)}
 
-    @partial(jax.jit, donate_argnums=1)
-    def step(params: Any, cache: Any, token: Any) -> tuple[Any, Any]:
-        out = target.decode(params, config.target, cache, token)
-        return out.cache, choose(out.logits)[:, 0]
 
-    cache, token = step(engine.weights.target, state.target_cache, state.root)
-    jax.block_until_ready(token)
-    seconds = []
-    for _ in range(config.max_new_tokens - 1):
-        started = time.perf_counter()
-        cache, token = step(engine.weights.target, cache, token)
-        jax.block_until_ready(token)
-        seconds.append(time.perf_counter() - started)
-    return float(np.median(seconds))
+@partial(jax.jit, static_argnums=(1, 2))
+def _plain_steps(
+    weights: Weights, config: DecodeConfig, num_steps: int, state: DecodeState
+) -> jax.Array:
+    def step(carry: tuple[Any, Any], _: None) -> tuple[Any, None]:
+        cache, token = carry
+        out = target.decode(weights.target, config.target, cache, token)
+        return (out.cache, choose(out.logits)[:, 0]), None
+
+    (_, token), _ = jax.lax.scan(step, (state.target_cache, state.root), length=num_steps)
+    return token
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - started
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=2)

@@ -242,10 +242,17 @@ def commit(
 
 def generate(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
     """Decodes until every sequence is done, without returning to the host in between."""
+    return run_rounds(weights, config, request, start(weights, config, request))
+
+
+def run_rounds(
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+) -> DecodeState:
+    """Runs rounds until every sequence is done."""
     return lax.while_loop(
         lambda state: ~state.output.is_done.all(),
         lambda state: run_round(weights, config, request, state),
-        start(weights, config, request),
+        state,
     )
 
 

@@ -69,7 +69,6 @@ def test_report_says_which_prompts_loop_and_which_outputs_are_equal() -> None:
     assert plain["all"]["equal_outputs"] == 2
     assert draft["all"]["equal_outputs"] == 1  # the second pass differs
     assert (draft["not_looping"]["equal_outputs"], draft["looping"]["equal_outputs"]) == (1, 0)
-    assert report["autoregressive_milliseconds_per_token"] == 250  # 16 tokens in 4 s, twice
 
 
 def test_report_of_a_group() -> None:
@@ -99,7 +98,8 @@ def test_report_of_a_group() -> None:
 
 
 def test_report_is_printed_as_tables() -> None:
-    report = made_up_report() | {"plain_decode_step_milliseconds": 2.5}
+    steps = {"plain": 2.5, "loop": 3, "loop_to_plain": 1.2}
+    report = made_up_report() | {"autoregressive_step_milliseconds": steps}
     report["methods"]["plain"] |= {
         "phase_milliseconds": {"verify": 2, "commit": 0.25},
         "compile_seconds": 1,
@@ -138,7 +138,7 @@ prompts: all
 | plain |  | 2.00 | 0.25 | 1.0 |
 | draft | 1.50 | 3.00 | 0.50 | 2.2 |
 
-plain decode step 2.50 ms; autoregressive loop 250.00 ms per token"""
+autoregressive loop 3.00 ms per token, plain decode step 2.50 ms: ratio 1.20"""
     assert format_report(report) == expected
 
 
@@ -191,7 +191,7 @@ def test_bench_by_flags(
         assert (method["all"]["acceptance_length"] > 1.2) == drafts
         assert len(method["all"]["speed_up_per_repeat"]) == 3
     assert report["methods"]["autoregressive"]["all"]["speed_up"] == 1
-    assert report["plain_decode_step_milliseconds"] > 0
+    assert min(report["autoregressive_step_milliseconds"].values()) > 0
 
 
 def test_flags_win_over_the_config(
@@ -248,7 +248,6 @@ def test_stdlib_prompts_are_cut_to_length(runs: Runs) -> None:
         ("--target {target} --draft A={eagle} --draft A={poss2}", "A is named already"),
         ("--target {target} --draft autoregressive={eagle}", "is the baseline's name"),
         ("--target {target} --draft A={target}", "want a draft, got a target"),
-        ("--target {target} --prompts {prompts}", "want 16 prompts, got 3; add prompts or lower"),
         ("--target {target} --prompts nowhere.jsonl", "nowhere.jsonl: want a readable file"),
         ("--target {target} --repeats 0", "--repeats: want a number, at least 1, got '0'"),
         ("--target {target} --num-prompts 1 --max-new-tokens 200", "do not fit a length of 256"),
