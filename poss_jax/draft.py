@@ -177,6 +177,8 @@ def _enter_level(
     params: Params, config: DraftConfig, cache: KVCache, rows: Array, depth: int
 ) -> KVCache:
     """Writes this level's keys and values; a new specialist writes those of all levels."""
+    # Differs from PosS: the first round of a generation is like every other; there, levels that do
+    # not begin a span run specialist 0 in it.
     index = config.specialist_at(depth)
     num_rows, width = rows.shape[1], rows.shape[1] // depth
     first = 0 if index != config.specialist_at(depth - 1) else num_rows - width

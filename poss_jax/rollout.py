@@ -110,6 +110,8 @@ def _attend_versions(
     on_ages = (age[None] < depth) & (age[None] <= row[:, None])
     to_base = jnp.einsum("BKGTH,BKSH->BKGTS", grouped, k_base, preferred_element_type=jnp.float32)
     to_ages = (grouped[None] * k_ages[:, :, :, None]).sum(axis=-1, dtype=jnp.float32)
+    # Differs from PosS: forbidden columns are left out of the softmax, as decoding leaves them out;
+    # there they count as scores of zero, so that features depend on the padded length.
     scores = jnp.concatenate(
         [
             jnp.where(on_base[None, None, None], to_base, -jnp.inf),
