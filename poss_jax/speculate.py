@@ -260,7 +260,7 @@ def _write_output(
     request: Request, output: Output, acceptance: Acceptance, round_index: Int[Array, ""]
 ) -> Output:
     """Appends what a round emitted, cut exactly at a stop token or at the limit."""
-    # Differs from PosS: there a round is kept whole, so texts run past the limit and the stop token.
+    # Differs from PosS: there a round is kept whole, so texts run past limit and stop token.
     emitted = acceptance.emitted
     column = jnp.arange(emitted.shape[1])[None]
     num_emitted = acceptance.num_accepted + 1

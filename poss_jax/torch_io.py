@@ -47,7 +47,7 @@ def read_bin(path: str | Path) -> dict[str, np.ndarray]:
 
 def _import_torch() -> Any:
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
             "reading a .bin file needs torch; install the `torch` extra "
