@@ -14,6 +14,7 @@ on.
 
 import argparse
 import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from poss_jax.engine import Engine, Generation
 from poss_jax.metrics import mean_acceptance_length
 from poss_jax.program import Parser, run_program
 
+_LOG = logging.getLogger(__name__)
+
 
 def answer_records(
     engine: Engine,
@@ -38,6 +41,8 @@ def answer_records(
     batch_size: int,
 ) -> Iterator[tuple[int, int, Generation]]:
     """Answers every turn of every record, once all records are checked.
+
+    A conversation that its own answers make too long ends early, and the log says so.
 
     Args:
       engine: decodes.
@@ -51,14 +56,29 @@ def answer_records(
     _check_records(engine, records, max_new_tokens)
     texts: list[list[str]] = [[] for _ in records]
     for turn in range(max(map(num_turns, records))):
-        waiting = [i for i, record in enumerate(records) if turn < num_turns(record)]
+        waiting = list(_prepare_turn(engine, records, texts, turn, max_new_tokens))
         for first in range(0, len(waiting), batch_size):
-            batch = waiting[first : first + batch_size]
-            prompts = [next_prompt(records[i], texts[i]) for i in batch]
+            batch, prompts = zip(*waiting[first : first + batch_size], strict=True)
             answers = engine.generate(prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
             for i, answer in zip(batch, answers, strict=True):
                 texts[i].append(answer.text or "")
                 yield i, turn, answer
+
+
+def _prepare_turn(
+    engine: Engine,
+    records: Sequence[dict[str, Any]],
+    texts: Sequence[Sequence[str]],
+    turn: int,
+    max_new_tokens: int,
+) -> Iterator[tuple[int, list[int]]]:
+    """Prompts of the conversations that have this turn and room for it."""
+    for i, record in enumerate(records):
+        if turn < num_turns(record) and len(texts[i]) == turn:
+            try:
+                yield i, engine.prepare(next_prompt(record, texts[i]), max_new_tokens)
+            except UserError as error:
+                _LOG.warning("prompt %d ends before turn %d: %s", i + 1, turn + 1, error)
 
 
 def _check_records(engine: Engine, records: Sequence[dict[str, Any]], max_new_tokens: int) -> None:
@@ -111,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines = [answer_line(records[i], turn, given[i, turn]) for i, turn in sorted(given)]
         _write_lines(args.output, lines)
     summary = {
-        "answers": total,
+        "answers": len(given),
         "new_tokens": sum(len(answer.output_ids) for answer in given.values()),
         "mean_acceptance_length": mean_acceptance_length(
             [answer.accepted_per_round for answer in given.values()]

@@ -147,6 +147,18 @@ def test_one_prompt_is_printed_before_the_summary(
     assert captured.err == ""
 
 
+def test_a_conversation_its_answers_make_too_long_ends_early(
+    target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine.load(target)
+    room = len(engine.encode(next_prompt({"turns": ["a", "b"]}, [""]))) + N
+    records = write_lines(tmp_path / "prompts", {"turns": ["a", "b"]}, {"prompt": "def"})
+    lines = generate(target, None, tmp_path, "--prompts", records, "--max-length", str(room))
+    assert [line["turn"] for line in lines] == [0, 0]
+    assert "prompt 1 ends before turn 2" in caplog.text
+    assert f"do not fit a length of {room}" in caplog.text
+
+
 def test_output_goes_into_a_new_folder_and_is_named(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
