@@ -170,7 +170,7 @@ def tokenizer_hashes(folder: Path) -> tuple[str | None, str | None]:
 def provenance() -> dict[str, Any]:
     """How the running process came to be: command, versions, git commit and device."""
     return {
-        "command": list(sys.argv),
+        "command": list(sys.orig_argv),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("jax", "flax", "orbax-checkpoint")},
