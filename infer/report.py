@@ -161,6 +161,7 @@ def _plot_positions(report: dict[str, Any], path: Path) -> None:
         if shares:
             axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
     axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
