@@ -16,9 +16,9 @@ from jax import lax
 from poss_jax.config import LlamaConfig, RopeConfig
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
-# XLA on CPU multiplies a few rows by `x @ w.T` up to three times slower than as `(w @ x.T).T`
-# (benchmarks/linear.py); above this many rows the plain form is as fast.
-_FEW_ROWS = 64
+# XLA on CPU multiplies a few rows by `x @ w.T` 1.1 to 1.7 times slower than as `(w @ x.T).T`;
+# above this many rows the plain form is as fast or faster (benchmarks/linear.py).
+_FEW_ROWS = 32
 
 
 def linear(
@@ -43,8 +43,7 @@ def _plain(rows: Array, weight: Array) -> Array:
 def _few_rows_on_cpu(rows: Array, weight: Array) -> Array:
     # The number of rows is rounded up to where the library has a fast kernel. The barrier keeps
     # XLA from rewriting the product into the plain form.
-    padding = -len(rows) % (8 if len(rows) <= 32 else 32)
-    padded = jnp.pad(rows, ((0, padding), (0, 0)))
+    padded = jnp.pad(rows, ((0, -len(rows) % 8), (0, 0)))
     return lax.optimization_barrier(weight @ padded.T).T[: len(rows)]
 
 
