@@ -154,6 +154,7 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
 def _plot_positions(report: dict[str, Any], path: Path) -> None:
     """Position-wise acceptance of every draft, on prompts that do not loop if there are any."""
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for name, entry in report["methods"].items():
@@ -161,7 +162,7 @@ def _plot_positions(report: dict[str, Any], path: Path) -> None:
         if shares:
             axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
     axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
