@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from golden import METHODS, load_golden
 from test_golden import check_rounds
-from test_speculate import check_shape
+from test_speculate import SHAPES, check_shape
 
 from poss_jax import cache, draft, speculate, target
 
@@ -14,10 +14,10 @@ def test_a_tree_mask_off_by_one_is_noticed(monkeypatch):
     def shifted(length, among_scratch, *, size):
         return cache.scratch_mask(length, jnp.roll(among_scratch, 1, axis=2), size=size)
 
-    check_shape("wide", cases=1, seed=0)
+    check_shape(SHAPES["wide"], cases=1, seed=0)
     monkeypatch.setattr(target, "scratch_mask", shifted)
     with pytest.raises(AssertionError):
-        check_shape("wide", cases=5, seed=0)
+        check_shape(SHAPES["wide"], cases=5, seed=0)
 
 
 def test_a_commit_that_keeps_a_rejected_row_is_noticed(monkeypatch):
@@ -26,7 +26,7 @@ def test_a_commit_that_keeps_a_rejected_row_is_noticed(monkeypatch):
 
     monkeypatch.setattr(speculate, "commit_rows", greedy_commit)
     with pytest.raises(AssertionError):
-        check_shape("wide", cases=5, seed=0)
+        check_shape(SHAPES["wide"], cases=5, seed=0)
 
 
 def test_keys_of_the_wrong_specialist_are_noticed(monkeypatch, tmp_path):

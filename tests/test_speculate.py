@@ -23,29 +23,31 @@ SHAPES = {
 }
 
 
-def check_shape(name: str, *, cases: int, seed: int) -> None:
+def check_shape(shape: tuple, *, cases: int, seed: int) -> None:
     """Compares both ways of decoding over so many drawn models, prompts, limits and oracles."""
-    (depth, top_k, total_tokens), spans, batch = SHAPES[name]
+    (depth, top_k, total_tokens), spans, batch = shape
     llama = tiny_llama(rope=RopeConfig(type="dynamic", original_max_position_embeddings=24))
     config = DraftConfig(layer=llama, positions_per_specialist=spans)
     tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
-    shape, rng = Shape(llama, config, tree, batch), np.random.default_rng(seed)
+    programs, rng = Shape(llama, config, tree, batch), np.random.default_rng(seed)
     for case in range(cases):
         target = random_target(llama, seed=1000 * seed + case // 5)
-        shape.check(target, random_draft(config, seed=case), rng)
-    assert shape.lengths_seen == set(range(tree.max_accepted + 1))
+        programs.check(target, random_draft(config, seed=case), rng)
+    assert programs.lengths_seen == set(range(tree.max_accepted + 1))
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_speculative_equals_autoregressive(name):
-    check_shape(name, cases=20, seed=0)
+    check_shape(SHAPES[name], cases=20, seed=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 6))
-@pytest.mark.parametrize("name", SHAPES)
-def test_speculative_equals_autoregressive_at_length(name, seed):
-    check_shape(name, cases=60, seed=seed)
+@pytest.mark.parametrize("seed", range(16))
+def test_speculative_equals_autoregressive_for_random_trees(seed):
+    rng = np.random.default_rng(seed)
+    tree = tuple(int(rng.integers(*limits)) for limits in ((1, 9), (1, 11), (2, 65)))
+    spans = tuple(rng.integers(1, 5, rng.integers(1, 4)).tolist())
+    check_shape((tree, spans, int(rng.integers(1, 5))), cases=60, seed=seed)
 
 
 def test_a_draft_with_its_own_vocabulary_proposes_target_ids():
