@@ -73,7 +73,7 @@ def measure_phases(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> 
     """Times draft, verify and commit as programs of their own, on the state after the prompt.
 
     Returns:
-      Median milliseconds of each; their sum is more than a round, which fuses them.
+      Median milliseconds of each; their sum is more than a round, which is one program.
     """
     engine = decoder.engine
     config = engine.decode_config(max_new_tokens)
