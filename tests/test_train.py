@@ -18,6 +18,7 @@ from programs import (
     TARGET,
     Runs,
     compilation_cache,
+    copy_model,
     refusal,
     summary,
     tiny_runs,
@@ -234,6 +235,14 @@ def test_specialists_start_as_copies_of_an_earlier_drafts_last(runs: Runs, tmp_p
     ):
         np.testing.assert_array_equal(copies, np.stack([original, original]))
     np.testing.assert_array_equal(params["fc"]["weight"], eagle["fc"]["weight"])
+
+
+def test_a_draft_keeps_the_vocabulary_of_the_one_it_starts_from(runs: Runs, tmp_path: Path) -> None:
+    own = copy_model(runs.model("eagle"), tmp_path / "own", draft_vocabulary=[5, 7, 11])
+    config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2, init_draft=own))
+    stage = open_stage(config, tmp_path)
+    stage.save_model(stage.init_params(), tmp_path / "saved")
+    assert read_record(tmp_path / "saved").draft_vocabulary == (5, 7, 11)
 
 
 def test_overwrite_starts_anew(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,9 +139,11 @@ class DraftStage:
                 "or raise data.sequence_length"
             )
         layer, fc_bias, self._init_draft = self._record.llama, wanted.fc_bias, None
+        self._vocabulary = None
         if config.init_draft is not None:
             record, draft = load_draft(config.init_draft, jnp.float32, target=self._record)
             layer, fc_bias = record.draft.layer, record.draft.fc_bias
+            self._vocabulary = record.draft_vocabulary
             self._init_draft = extend_specialists(draft, len(wanted.positions_per_specialist))
         self.tokenizer = data.load_tokenizer(Path(config.target))
         documents = data.load_documents(config.data)
@@ -190,7 +192,12 @@ class DraftStage:
         params = params | {"specialists": unstack_layers(params["specialists"])}
         assert self._run.target is not None
         tokenizer_from = Path(self._run.target)
-        record = new_record(self.config, self._record.target, tokenizer_from=tokenizer_from)
+        record = new_record(
+            self.config,
+            self._record.target,
+            tokenizer_from=tokenizer_from,
+            draft_vocabulary=self._vocabulary,
+        )
         items = split_items(self.config, params)
         write_model(folder, record, items, tokenizer_from=tokenizer_from)
 
