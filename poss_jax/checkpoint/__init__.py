@@ -1,8 +1,10 @@
 """The model folder, our format on disk: `model.json`, the tokenizer's files, and the weights.
 
-record.py   what model.json says: config, target identity, provenance
-items.py    which weight items a model has, their key paths and shapes
-folder.py   writing a folder, all or nothing, and loading it to the device
+record.py      what model.json says: config, target identity, provenance
+items.py       which weight items a model has, their key paths and shapes
+sums.py        checksums of arrays and of files
+folder.py      writing a folder, all or nothing, and loading it to the device
+integrity.py   comparing a folder with its checksums
 """
 
 from poss_jax.checkpoint.folder import (
@@ -13,6 +15,7 @@ from poss_jax.checkpoint.folder import (
     refuse_non_empty,
     write_model,
 )
+from poss_jax.checkpoint.integrity import verify_model
 from poss_jax.checkpoint.items import (
     count_parameters,
     draft_shapes,
@@ -35,12 +38,15 @@ from poss_jax.checkpoint.record import (
     target_identity,
     tokenizer_hashes,
 )
+from poss_jax.checkpoint.sums import SUMS_FILE, check_file, read_sums, write_sums
 
 __all__ = [
     "FORMAT_VERSION",
+    "SUMS_FILE",
     "TOKENIZER_FILES",
     "ModelRecord",
     "TargetIdentity",
+    "check_file",
     "check_fit",
     "count_parameters",
     "describe_item",
@@ -55,10 +61,13 @@ __all__ = [
     "provenance",
     "read_json",
     "read_record",
+    "read_sums",
     "refuse_non_empty",
     "split_items",
     "target_identity",
     "target_shapes",
     "tokenizer_hashes",
+    "verify_model",
     "write_model",
+    "write_sums",
 ]

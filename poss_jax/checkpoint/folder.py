@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from poss_jax.checkpoint.items import flatten_item, item_shapes, join_items
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, check_fit, read_record
+from poss_jax.checkpoint.sums import hash_item, write_sums
 from poss_jax.config import DraftConfig, UserError, config_to_dict
 from poss_jax.shapes import Params
 
@@ -27,16 +29,20 @@ def write_model(
     items: Iterable[tuple[str, Params]],
     *,
     tokenizer_from: Path | None,
-) -> None:
+) -> ModelRecord:
     """Writes a model folder, or nothing at all.
 
     Items are taken one at a time and written to a temporary sibling, which is renamed at the end.
+    SHA256SUMS covers model.json and the tokenizer's files, and model.json the weights.
 
     Args:
       folder: must not exist, or be empty.
       record: what goes into `model.json`.
       items: (name, nested dict of arrays) of every item of the model, in any order.
       tokenizer_from: folder whose tokenizer files are copied; None for a model without tokenizer.
+
+    Returns:
+      The record as written, with the checksums of the weights.
 
     Raises:
       UserError: the folder is not empty or cannot be written, or an item does not fit the config.
@@ -50,13 +56,16 @@ def write_model(
         ) as temporary:
             partial = Path(temporary) / "model"
             partial.mkdir()
-            _write_items(partial, item_shapes(record.config), items)
+            sums = _write_items(partial, item_shapes(record.config), items)
+            record = replace(record, weights_sha256=sums)
             if tokenizer_from is not None:
                 _copy_tokenizer(tokenizer_from, partial)
             (partial / "model.json").write_text(json.dumps(config_to_dict(record), indent=2) + "\n")
+            write_sums(partial, [path.name for path in partial.iterdir() if path.is_file()])
             partial.replace(folder)
     except OSError as error:
         raise UserError(f"cannot write model folder {folder}: {error}; nothing is kept") from error
+    return record
 
 
 def refuse_non_empty(folder: str | Path) -> None:
@@ -70,16 +79,18 @@ def refuse_non_empty(folder: str | Path) -> None:
 
 def _write_items(
     partial: Path, shapes: dict[str, Params], items: Iterable[tuple[str, Params]]
-) -> None:
-    missing = set(shapes)
+) -> dict[str, str]:
+    sums: dict[str, str] = {}
     for name, tree in items:
         # NumPy arrays leave no note of this machine's devices in the item.
         arrays = jax.tree.map(np.asarray, tree)
         _check_item(f"item {name}", arrays, shapes.get(name, {}))
         _checkpointer().save(partial / "weights" / name, arrays)
-        missing.discard(name)
+        sums[name] = hash_item(arrays)
+    missing = sorted(shapes.keys() - sums.keys())
     if missing:
-        raise UserError(f"model has no items {', '.join(sorted(missing))}; give every item")
+        raise UserError(f"model has no items {', '.join(missing)}; give every item")
+    return sums
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

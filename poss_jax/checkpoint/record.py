@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 import poss_jax
+from poss_jax.checkpoint.sums import hash_values
 from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config
 
 FORMAT_VERSION = 1
@@ -43,7 +43,8 @@ class TargetIdentity:
     Attributes:
       name: Hub id, or the name of the folder it was read from.
       revision: commit on the Hub.
-      embedding_sha256: of dtype, shape and bytes of the embedding as stored.
+      embedding_sha256: of the embedding's shape and values, see `hash_values`: the type they are
+        stored in does not count.
       head_sha256: of the LM head, likewise.
     """
 
@@ -74,6 +75,7 @@ class ModelRecord:
       target: the target's own identity; a draft carries that of its target.
       tokenizer_sha256: of the tokenizer's vocabulary files; None without a tokenizer.
       chat_template_sha256: of the chat template; None without one.
+      weights_sha256: of every weights item, see `hash_item`; None in folders written before it.
       provenance: how the folder came to be, see `provenance`.
     """
 
@@ -86,6 +88,7 @@ class ModelRecord:
     target: TargetIdentity
     tokenizer_sha256: str | None = None
     chat_template_sha256: str | None = None
+    weights_sha256: dict[str, str] | None = None
     provenance: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -141,14 +144,15 @@ def target_identity(name: str, revision: str | None, embedding: Any, head: Any) 
     Args:
       name: Hub id, or the name of the folder it was read from.
       revision: commit on the Hub.
-      embedding: [V, D], as stored (the hash covers dtype, shape and bytes).
+      embedding: [V, D], in any floating type.
       head: [V, D], likewise; the embedding itself when they are tied.
     """
+    embedding_sha256 = hash_values(embedding)
     return TargetIdentity(
         name=name,
         revision=revision,
-        embedding_sha256=_hash_array(embedding),
-        head_sha256=_hash_array(head),
+        embedding_sha256=embedding_sha256,
+        head_sha256=embedding_sha256 if head is embedding else hash_values(head),
     )
 
 
@@ -243,13 +247,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: want a JSON object, got {type(values).__name__}")
     return values
-
-
-def _hash_array(array: Any) -> str:
-    array = np.ascontiguousarray(array)
-    digest = hashlib.sha256(f"{array.dtype.name} {array.shape}".encode())
-    digest.update(array.reshape(-1).view(np.uint8))
-    return digest.hexdigest()
 
 
 def _hash_bytes(content: bytes) -> str | None:

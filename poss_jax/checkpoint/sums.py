@@ -1,0 +1,108 @@
+"""Checksums: of arrays, and of whole files in a SHA256SUMS file (`sha256sum -c` reads it too)."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from poss_jax.checkpoint.items import flatten_item
+from poss_jax.config import UserError
+from poss_jax.shapes import Params
+
+SUMS_FILE = "SHA256SUMS"
+
+_SUMS_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+# Values rounded at a time, so that hashing a large embedding makes no second copy of it.
+_CHUNK = 1 << 22
+
+
+def hash_values(array: Any) -> str:
+    """SHA-256 of shape and values as bfloat16, whatever type they are stored in.
+
+    A float32 array, its bfloat16 cast, and that cast as float32 again have one hash. (What was
+    rounded to float16 on the way may round to another bfloat16, and then has another hash.)
+
+    Args:
+      array: any shape, a floating type.
+    """
+    array = np.ascontiguousarray(array)
+    digest = hashlib.sha256(f"bfloat16 {array.shape}".encode())
+    values = array.reshape(-1)
+    for start in range(0, values.size, _CHUNK):
+        with np.errstate(over="ignore"):
+            rounded = values[start : start + _CHUNK].astype(ml_dtypes.bfloat16)
+        digest.update(rounded.view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def hash_item(item: Params) -> str:
+    """SHA-256 of the paths, types, shapes and bytes of an item's arrays."""
+    digest = hashlib.sha256()
+    for path, leaf in sorted(flatten_item(item).items()):
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{'/'.join(path)} {array.dtype.name} {array.shape}\n".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's bytes.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; the file is needed") from error
+
+
+def write_sums(folder: Path, names: Iterable[str]) -> None:
+    """Writes SHA256SUMS about files of a folder (paths relative to it)."""
+    lines = [f"{hash_file(folder / name)}  {name}\n" for name in sorted(names)]
+    (folder / SUMS_FILE).write_text("".join(lines))
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """SHA-256 by file name, as the folder's SHA256SUMS says; empty without that file.
+
+    Raises:
+      UserError: unreadable, or a line that sha256sum would not write.
+    """
+    path = folder / SUMS_FILE
+    if not path.is_file():
+        return {}
+    sums: dict[str, str] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
+    for number, line in enumerate(lines, start=1):
+        match = _SUMS_LINE.fullmatch(line)
+        if match is None:
+            raise UserError(
+                f"{path}: line {number}: want a SHA-256 and a file name, got {line[:80]!r}; "
+                "fetch the file again"
+            )
+        sums[match[2].removeprefix("./")] = match[1]
+    return sums
+
+
+def check_file(path: Path, want: str, said_by: str = SUMS_FILE) -> None:
+    """Compares a file with its SHA-256.
+
+    Raises:
+      UserError: it is another, or cannot be read.
+    """
+    got = hash_file(path)
+    if got != want:
+        raise UserError(
+            f"{path}: {said_by} says SHA-256 {want}, got {got}; the file is damaged or was "
+            "changed, fetch it again"
+        )
