@@ -172,16 +172,29 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The four projections of grouped-query attention."""
+    """The four projections of grouped-query attention, and the norms of queries and keys."""
 
     config: LlamaConfig
 
     def setup(self) -> None:
         c = self.config
-        self.q = Linear(c.num_heads * c.head_dim, c.attention_bias)
-        self.k = Linear(c.num_kv_heads * c.head_dim, c.attention_bias)
-        self.v = Linear(c.num_kv_heads * c.head_dim, c.attention_bias)
-        self.o = Linear(c.hidden_size, c.attention_bias, _residual_scale(c))
+        self.q = Linear(c.num_heads * c.head_dim, c.qkv_bias)
+        self.k = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias)
+        self.v = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias)
+        self.o = Linear(c.hidden_size, c.o_bias, _residual_scale(c))
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.rms_norm_eps)
+            self.k_norm = RMSNorm(c.rms_norm_eps)
+
+    def queries(self, normed: Float[Array, "B T D"]) -> Float[Array, "B N T H"]:
+        """Projects queries, not yet rotated."""
+        q = split_heads(self.q(normed), self.config.head_dim)
+        return self.q_norm(q) if self.config.qk_norm else q
+
+    def keys(self, normed: Float[Array, "B T D"]) -> Float[Array, "B K T H"]:
+        """Projects keys, not yet rotated."""
+        k = split_heads(self.k(normed), self.config.head_dim)
+        return self.k_norm(k) if self.config.qk_norm else k
 
 
 class MLP(nn.Module):
@@ -227,8 +240,7 @@ class DecoderLayer(nn.Module):
         frequencies: Float[Array, "B half"],
     ) -> Float[Array, "B N T H"]:
         """Projects and rotates queries."""
-        q = split_heads(self.attention.q(normed), self.config.head_dim)
-        return rotate(q, positions, frequencies)
+        return rotate(self.attention.queries(normed), positions, frequencies)
 
     def keys_values(
         self,
@@ -237,9 +249,8 @@ class DecoderLayer(nn.Module):
         frequencies: Float[Array, "B half"],
     ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Projects keys (rotated) and values."""
-        k = split_heads(self.attention.k(normed), self.config.head_dim)
-        v = split_heads(self.attention.v(normed), self.config.head_dim)
-        return rotate(k, positions, frequencies), v
+        k = rotate(self.attention.keys(normed), positions, frequencies)
+        return k, split_heads(self.attention.v(normed), self.config.head_dim)
 
     def finish(
         self, hidden: Float[Array, "B T D"], attended: Float[Array, "B T NH"]

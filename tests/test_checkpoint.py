@@ -42,12 +42,14 @@ TARGET = LlamaConfig(
     num_kv_heads=1,
     head_dim=6,
     rope=RopeConfig(type="llama3", theta=5e5, factor=8.0, low_freq_factor=1.5),
-    attention_bias=True,
+    qkv_bias=True,
+    o_bias=True,
+    qk_norm=True,
     mlp_bias=True,
     eos_token_ids=(3, 5),
 )
 DRAFT = DraftConfig(
-    layer=replace(TARGET, attention_bias=False, mlp_bias=False),
+    layer=replace(TARGET, qkv_bias=False, o_bias=False, qk_norm=False, mlp_bias=False),
     positions_per_specialist=(1, 3),
     trained_depth=4,
     fc_bias=True,
@@ -107,6 +109,8 @@ LAYER = {
     "attention/v/bias": (6,),
     "attention/o/weight": (8, 12),
     "attention/o/bias": (8,),
+    "attention/q_norm/scale": (6,),
+    "attention/k_norm/scale": (6,),
     "mlp_norm/scale": (8,),
     "mlp/gate/weight": (12, 8),
     "mlp/gate/bias": (12,),
@@ -129,8 +133,12 @@ def test_target_paths_are_stable():
 def test_draft_paths_are_stable():
     want = {"fc/weight": (8, 16), "fc/bias": (8,)}
     for index in range(2):
-        without_bias = {k: v for k, v in LAYER.items() if not k.endswith("bias")}
-        want |= {f"specialists/{index}/{path}": shape for path, shape in without_bias.items()}
+        plain = {
+            k: v
+            for k, v in LAYER.items()
+            if not k.endswith(("bias", "q_norm/scale", "k_norm/scale"))
+        }
+        want |= {f"specialists/{index}/{path}": shape for path, shape in plain.items()}
     assert paths(draft_shapes(DRAFT)) == want
     assert "bias" not in draft_shapes(replace(DRAFT, fc_bias=False))["fc"]
 

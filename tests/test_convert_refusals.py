@@ -35,7 +35,7 @@ def test_every_wrong_key_is_listed(tmp_path):
     tensors = target_tensors(**{"model.layers.2.mlp.gate_proj.weight": (12, 8)})
     del tensors["model.norm.weight"]
     tensors["model.layers.1.self_attn.k_proj.weight"] = np.zeros((8, 8), np.float32)
-    tensors["lm_head.weight"] = np.zeros((16, 8), np.int8)
+    tensors["lm_head.weight"] = np.zeros((16, 8), np.int32)
     folder = write_source(tmp_path / "source", tensors)
     with pytest.raises(UserError) as error:
         run("target", source=folder, output=tmp_path / "out")
@@ -43,7 +43,7 @@ def test_every_wrong_key_is_listed(tmp_path):
     assert "missing model.norm.weight [8]" in message
     assert "unknown model.layers.2.mlp.gate_proj.weight [12, 8]" in message
     assert "model.layers.1.self_attn.k_proj.weight want [4, 8] got [8, 8]" in message
-    assert "lm_head.weight want float32 or bfloat16 or float16 got I8" in message
+    assert "lm_head.weight want float32 or bfloat16 or float16 got I32" in message
     assert message.count("\n") == 0
     assert not (tmp_path / "out").exists()
 

@@ -1,9 +1,7 @@
 """Hugging Face's config.json in both spellings, and what is refused."""
 
 import pytest
-from convert_sources import (
-    TINY,
-)
+from convert_sources import TINY
 
 from poss_jax.config import RopeConfig, UserError
 from poss_jax.convert.hf_config import parse_llama_config
@@ -60,10 +58,15 @@ def test_rope_spellings(values, want):
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "10000.0 and as 500000.0"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": "linear"}, "want an object"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "unknown full_attention",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act: want 'silu', got 'gelu'"),
         ({"pretraining_tp": 2}, "pretraining_tp: want 1, got 2"),
-        ({"model_type": "mistral"}, "model_type: want 'llama', got 'mistral'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "gemma"}, "want one of llama, mistral, qwen2, qwen3, got 'gemma'"),
+        ({"model_type": ["llama"]}, "model_type"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings: want a count"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"hidden_size": 9}, "no multiple of 2 heads"),
@@ -81,15 +84,120 @@ def test_config_defaults():
     config = parse_llama_config(values, {}, origin="config")
     assert (config.num_kv_heads, config.head_dim) == (2, 4)
     assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-6, 2048)
-    assert not (config.tie_embeddings or config.attention_bias or config.mlp_bias)
-    assert config.eos_token_ids == ()
+    assert not (config.tie_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))  # as transformers
 
 
 @pytest.mark.parametrize(
     ("config_ids", "generation_ids", "want"),
-    [(7, None, (7,)), (7, [7, 9], (7, 9)), ([7, 8], 9, (7, 8, 9)), (None, 9, (9,))],
+    [
+        (7, None, (7,)),
+        (7, [7, 9], (7, 9)),
+        ([7, 8], 9, (9,)),
+        (None, 9, (9,)),
+        (None, None, ()),
+        ([7, 8], None, (7, 8)),
+    ],
 )
-def test_stop_tokens_are_the_union(config_ids, generation_ids, want):
+def test_stop_tokens_of_the_generation_config_win(config_ids, generation_ids, want):
     values = TINY | {"eos_token_id": config_ids}
     config = parse_llama_config(values, {"eos_token_id": generation_ids}, origin="config")
     assert config.eos_token_ids == want
+
+
+# --------------------------------------------------------------------------------------------------
+# Families
+
+
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        ({}, {}),
+        ({"attention_bias": True}, {"qkv_bias", "o_bias"}),
+        ({"mlp_bias": True}, {"mlp_bias"}),
+        ({"model_type": "mistral", "sliding_window": None, "attention_bias": True}, set()),
+        ({"model_type": "qwen2"}, {"qkv_bias"}),
+        ({"model_type": "qwen2", "attention_bias": True, "mlp_bias": True}, {"qkv_bias"}),
+        ({"model_type": "qwen3"}, {"qk_norm"}),
+        ({"model_type": "qwen3", "attention_bias": True}, {"qk_norm", "qkv_bias", "o_bias"}),
+    ],
+)
+def test_biases_and_norms_of_the_families(values, want):
+    config = parse_llama_config(TINY | values, {}, origin="config")
+    names = ("qkv_bias", "o_bias", "qk_norm", "mlp_bias")
+    assert {name for name in names if getattr(config, name)} == set(want)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_defaults_are_those_of_transformers(family):
+    from transformers import AutoConfig
+
+    # num_attention_heads fits every default number of KV heads.
+    needed = {"hidden_size": 512, "num_attention_heads": 64, "model_type": family}
+    values = {key: TINY[key] for key in ("vocab_size", "intermediate_size", "num_hidden_layers")}
+    # Where the key is absent, Mistral's window is active: only that default is not taken over.
+    window = {"sliding_window": None} if family == "mistral" else {}
+    ours = parse_llama_config(values | needed | window, {}, origin="config")
+    theirs = AutoConfig.for_model(**values, **needed, **window)
+    head_dim = getattr(theirs, "head_dim", 8)
+    assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
+    for name in ("max_position_embeddings", "rms_norm_eps", "bos_token_id"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+
+
+MISTRAL = {"model_type": "mistral", "max_position_embeddings": 64}
+QWEN = {"model_type": "qwen2", "max_position_embeddings": 64, "sliding_window": 16}
+
+
+@pytest.mark.parametrize(
+    ("values", "is_active"),
+    [
+        (MISTRAL | {"sliding_window": 16}, True),
+        (MISTRAL | {"sliding_window": 63}, True),
+        (MISTRAL | {"sliding_window": 64}, False),
+        (MISTRAL | {"sliding_window": None}, False),
+        ({"model_type": "mistral"}, True),  # 4096 of 131072, as transformers
+        (QWEN, False),
+        (QWEN | {"use_sliding_window": True}, False),  # from layer 28 on; there are 2
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 2}, False),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 1}, True),
+        (QWEN | {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, True),
+        (
+            QWEN
+            | {"use_sliding_window": True, "max_window_layers": 0}
+            | {"layer_types": ["full_attention", "full_attention"]},
+            False,
+        ),
+        (QWEN | {"layer_types": ["full_attention", "sliding_attention"]}, True),
+        ({"sliding_window": 16}, False),  # no Llama looks at it
+    ],
+)
+def test_active_sliding_windows_are_refused(values, is_active):
+    if not is_active:
+        parse_llama_config(TINY | values, {}, origin="config")
+        return
+    with pytest.raises(UserError, match=r"sliding window of .* is active|sliding_attention"):
+        parse_llama_config(TINY | values, {}, origin="config")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights .*'gptq'"),
+        ({"compression_config": {"format": "x"}}, "quantised weights"),
+        ({"model_type": "mixtral"}, "a mixture of experts .mixtral"),
+        ({"model_type": "qwen2_moe"}, "a mixture of experts .qwen2_moe"),
+        ({"model_type": "qwen3_moe"}, "a mixture of experts .qwen3_moe"),
+        ({"model_type": "llama4_text"}, "a mixture of experts .llama4_text"),
+        ({"num_local_experts": 8}, "a mixture of experts .num_local_experts 8"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "an EAGLE-3 draft"),
+        ({"draft_vocab_size": 32000}, "an EAGLE-3 draft"),
+    ],
+)
+def test_other_kinds_of_models_are_refused_by_name(values, message):
+    with pytest.raises(UserError, match=message):
+        parse_llama_config(TINY | values, {}, origin="config")

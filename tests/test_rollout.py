@@ -13,7 +13,7 @@ from poss_jax.draft import attach, commit_pairs, fuse_pairs
 from poss_jax.rollout import DraftBatch, advance_history, init_history, rollout
 from poss_jax.target import encode
 
-# spans, trained depth, fc bias
+# spans, trained depth, fc bias; and what the layers have besides a Llama's
 METHODS = {
     "eagle": ((1,), 1, False),
     "hass": ((1,), 3, True),
@@ -22,7 +22,10 @@ METHODS = {
     "poss3": ((3, 3), 6, True),
     "poss134": ((1, 3, 4), 8, False),
     "clamped": ((1, 2), 5, False),
+    "qwen2": ((1, 2), 4, True),
+    "qwen3": ((2, 1), 4, False),
 }
+LAYERS = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
 T = 14
 
 
@@ -30,7 +33,7 @@ T = 14
 def test_rollout_equals_drafting_a_chain(method):
     """Depth d at row s + d is step d of the chain that starts at row s, fed the same tokens."""
     spans, depth, fc_bias = METHODS[method]
-    llama = tiny_llama()
+    llama = tiny_llama(**LAYERS.get(method, {}))
     config = DraftConfig(
         layer=llama, positions_per_specialist=spans, trained_depth=depth, fc_bias=fc_bias
     )

@@ -20,7 +20,9 @@ from poss_jax.tree import make_tree
 LENGTHS, PROMPT_SIZE, NUM_STEPS = (5, 12), 14, 6
 ENDS = tuple(length + NUM_STEPS for length in LENGTHS)
 CONFIG = tiny_llama(
-    attention_bias=True,
+    qkv_bias=True,
+    o_bias=True,
+    qk_norm=True,
     rope=RopeConfig(type="llama3", factor=4.0, theta=100.0, original_max_position_embeddings=32),
 )
 

@@ -2,7 +2,8 @@
 
     embed           {"weight": [V, D]}
     layers/0 ...    {"input_norm": {"scale"}, "attention": {"q", "k", "v", "o"},
-                     "mlp_norm": {"scale"}, "mlp": {"gate", "up", "down"}}
+                     "mlp_norm": {"scale"}, "mlp": {"gate", "up", "down"}};
+                    with qk_norm, "q_norm" and "k_norm" {"scale": [H]} in the attention
     norm            {"scale": [D]}
     head            {"weight": [V, D]}, absent when the embeddings are tied
     fc              {"weight": [D, 2D], "bias": [D] with fc_bias}                       (draft)
@@ -88,12 +89,14 @@ def _layer_shapes(config: LlamaConfig) -> Params:
     D, F = config.hidden_size, config.intermediate_size
     q_width = config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim
+    head_norm = {"scale": (config.head_dim,)}
     return {
         "attention": {
-            "q": _linear_shapes(q_width, D, config.attention_bias),
-            "k": _linear_shapes(kv_width, D, config.attention_bias),
-            "v": _linear_shapes(kv_width, D, config.attention_bias),
-            "o": _linear_shapes(D, q_width, config.attention_bias),
+            "q": _linear_shapes(q_width, D, config.qkv_bias),
+            "k": _linear_shapes(kv_width, D, config.qkv_bias),
+            "v": _linear_shapes(kv_width, D, config.qkv_bias),
+            "o": _linear_shapes(D, q_width, config.o_bias),
+            **({"q_norm": head_norm, "k_norm": head_norm} if config.qk_norm else {}),
         },
         "mlp_norm": {"scale": (D,)},
         "mlp": {

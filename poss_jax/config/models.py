@@ -33,7 +33,14 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LlamaConfig:
-    """Shape of a Llama-family transformer."""
+    """Shape of a Llama-family transformer.
+
+    Attributes:
+      qkv_bias: whether the query, key and value projections have a bias (Qwen2).
+      o_bias: whether the attention's output projection has one.
+      qk_norm: whether each head of queries and keys is normed before it is rotated (Qwen3).
+      eos_token_ids: tokens that end a text.
+    """
 
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
@@ -46,7 +53,9 @@ class LlamaConfig:
     rms_norm_eps: float = 1e-5
     rope: RopeConfig = Field(default_factory=RopeConfig)
     tie_embeddings: bool = False
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -6,14 +6,29 @@ from typing import Any
 
 from poss_jax.checkpoint import read_json
 from poss_jax.config import LlamaConfig, UserError, build_config
+from poss_jax.convert.refusals import refuse_config
 
-# Keys that must have one value, and what Hugging Face takes where they are absent.
-_FIXED = {
-    "model_type": ("llama", None),
-    "hidden_act": ("silu", "silu"),
-    "pretraining_tp": (1, 1),
-    "partial_rotary_factor": (1.0, 1.0),
-    "quantization_config": (None, None),
+# Keys that must have one value, which is also what Hugging Face takes where they are absent.
+_FIXED = {"hidden_act": "silu", "pretraining_tp": 1, "partial_rotary_factor": 1.0}
+
+# What Hugging Face takes where a family's config.json has no such key.
+_QWEN = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
 }
 
 # Required keys of each type of rope settings, by Hugging Face's names.
@@ -34,7 +49,7 @@ def read_llama_config(folder: Path) -> LlamaConfig:
     """Reads config.json, and the stop tokens of generation_config.json.
 
     Raises:
-      UserError: a missing or malformed file, or a model that is not a Llama as we run it.
+      UserError: a missing or malformed file, or a model that we do not run.
     """
     path = folder / "config.json"
     generation = folder / "generation_config.json"
@@ -50,16 +65,23 @@ def parse_llama_config(
 
     Args:
       values: of config.json, written by transformers 4 or 5.
-      generation: of generation_config.json; its stop tokens join those of `values`.
+      generation: of generation_config.json; its stop tokens replace those of `values`.
       origin: what the values came from, for messages.
 
     Raises:
       UserError: a missing key, or a value we do not support.
     """
-    for key, (want, default) in _FIXED.items():
-        got = _get(values, key, default)
+    refuse_config(values, origin)
+    family = str(values.get("model_type"))
+    if family not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
+        raise UserError(f"{origin}: model_type: want one of {known}, got {family!r}; no other runs")
+    values = _FAMILIES[family] | dict(values)
+    for key, want in _FIXED.items():
+        got = _get(values, key, want)
         if got != want:
-            raise UserError(f"{origin}: {key}: want {want!r}, got {got!r}; convert a plain Llama")
+            raise UserError(f"{origin}: {key}: want {want!r}, got {got!r}; no other runs")
+    _refuse_sliding_window(values, origin)
     num_heads = _require(values, "num_attention_heads", origin)
     return build_config(
         LlamaConfig,
@@ -71,17 +93,60 @@ def parse_llama_config(
             "num_heads": num_heads,
             "num_kv_heads": _get(values, "num_key_value_heads", num_heads),
             "head_dim": _head_dim(values, origin),
-            "max_position_embeddings": _get(values, "max_position_embeddings", 2048),
+            "max_position_embeddings": _count(values, "max_position_embeddings", origin),
             "rms_norm_eps": _get(values, "rms_norm_eps", 1e-6),
             "rope": _parse_rope(values, origin),
             "tie_embeddings": _get(values, "tie_word_embeddings", False),
-            "attention_bias": _get(values, "attention_bias", False),
-            "mlp_bias": _get(values, "mlp_bias", False),
+            **_biases_and_norms(values),
             "bos_token_id": values.get("bos_token_id"),
-            "eos_token_ids": tuple(dict.fromkeys([*_stop_ids(values), *_stop_ids(generation)])),
+            "eos_token_ids": _stop_ids(generation) or _stop_ids(values),
         },
         origin=origin,
     )
+
+
+def _biases_and_norms(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells the families apart; keys that a family's own code does not read do not count."""
+    family = values["model_type"]
+    bias = family in ("llama", "qwen3") and _get(values, "attention_bias", False)
+    return {
+        "qkv_bias": family == "qwen2" or bias,
+        "o_bias": bias,
+        "qk_norm": family == "qwen3",
+        "mlp_bias": family == "llama" and _get(values, "mlp_bias", False),
+    }
+
+
+def _refuse_sliding_window(values: Mapping[str, Any], origin: str) -> None:
+    """Refuses a window that any layer applies to texts as long as the model takes.
+
+    Raises:
+      UserError: names the window.
+    """
+    layer_types = values.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise UserError(f"{origin}: layer_types: want full_attention alone, got {layer_types!r}")
+    slides = values["model_type"] == "mistral"
+    if values["model_type"] in ("qwen2", "qwen3") and not layer_types:
+        first_layer = _count(values, "max_window_layers", origin)
+        num_layers = _count(values, "num_hidden_layers", origin)
+        slides = bool(values.get("use_sliding_window")) and first_layer < num_layers
+    if not slides or values["sliding_window"] is None:
+        return
+    window = _count(values, "sliding_window", origin)
+    if window < _count(values, "max_position_embeddings", origin):
+        raise UserError(
+            f"{origin}: a sliding window of {window} tokens is active, which cannot be run; for "
+            f"texts of at most {window} tokens set sliding_window to null: they are read alike"
+        )
+
+
+def _count(values: Mapping[str, Any], key: str, origin: str) -> int:
+    """A whole number that is given, or has a default in `_FAMILIES`."""
+    count = _get(values, key, _FAMILIES[values["model_type"]].get(key))
+    if not isinstance(count, int):
+        raise UserError(f"{origin}: {key}: want a count, got {count!r}")
+    return count
 
 
 def _head_dim(values: Mapping[str, Any], origin: str) -> Any:
@@ -110,7 +175,7 @@ def _parse_rope(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     rope = {"type": kind, "theta": settings.get("rope_theta", 10000.0)}
     rope |= {key: settings[key] for key in _ROPE_KEYS[kind]}
     if kind == "dynamic":  # as transformers: the base grows beyond the model's own context
-        rope["original_max_position_embeddings"] = _get(values, "max_position_embeddings", 2048)
+        rope["original_max_position_embeddings"] = _count(values, "max_position_embeddings", origin)
     return rope
 
 
@@ -133,11 +198,11 @@ def _rope_settings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return {"type": "default"} | joined
 
 
-def _stop_ids(values: Mapping[str, Any]) -> list[int]:
+def _stop_ids(values: Mapping[str, Any]) -> tuple[Any, ...]:
     ids = values.get("eos_token_id")
     if ids is None:
-        return []
-    return list(ids) if isinstance(ids, list) else [ids]
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 def _require(values: Mapping[str, Any], key: str, origin: str) -> Any:

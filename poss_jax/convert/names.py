@@ -20,6 +20,8 @@ _MODULES = {
     "attention/k": "self_attn.k_proj",
     "attention/v": "self_attn.v_proj",
     "attention/o": "self_attn.o_proj",
+    "attention/q_norm": "self_attn.q_norm",
+    "attention/k_norm": "self_attn.k_norm",
     "mlp_norm": "post_attention_layernorm",
     "mlp/gate": "mlp.gate_proj",
     "mlp/up": "mlp.up_proj",

@@ -7,6 +7,7 @@ from poss_jax.config import LlamaConfig, UserError
 from poss_jax.convert.hf_config import read_llama_config
 from poss_jax.convert.names import slots_by_key, source_key
 from poss_jax.convert.plan import Conversion, DType, Reader, check_keys
+from poss_jax.convert.refusals import refuse_adapter, refuse_tensors
 from poss_jax.convert.source import LazyTensor, open_source, open_tensors
 
 _EMBED = source_key("embed", ("weight",))
@@ -28,8 +29,10 @@ def plan_target(source: str, *, revision: str | None = None, dtype: DType = "kee
       UserError: anything in the source that we do not know or that does not fit its config.
     """
     opened = open_source(source, revision)
+    refuse_adapter(opened.folder)
     config = read_llama_config(opened.folder)
     tensors = open_tensors(opened.folder)
+    refuse_tensors(tensors, str(opened.folder))
     slots = slots_by_key(target_shapes(config))
     dropped = _dropped(config, tensors)
     check_keys(
