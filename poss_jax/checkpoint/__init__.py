@@ -8,11 +8,13 @@ integrity.py   comparing a folder with its checksums
 """
 
 from poss_jax.checkpoint.folder import (
+    copy_tokenizer,
     describe_item,
     load_draft,
     load_item,
     load_target,
     refuse_non_empty,
+    whole_folder,
     write_model,
 )
 from poss_jax.checkpoint.integrity import verify_model
@@ -48,6 +50,7 @@ __all__ = [
     "TargetIdentity",
     "check_file",
     "check_fit",
+    "copy_tokenizer",
     "count_parameters",
     "describe_item",
     "draft_shapes",
@@ -68,6 +71,7 @@ __all__ = [
     "target_shapes",
     "tokenizer_hashes",
     "verify_model",
+    "whole_folder",
     "write_model",
     "write_sums",
 ]

@@ -47,6 +47,23 @@ def write_model(
     Raises:
       UserError: the folder is not empty or cannot be written, or an item does not fit the config.
     """
+    with whole_folder(folder) as partial:
+        sums = _write_items(partial, item_shapes(record.config), items)
+        record = replace(record, weights_sha256=sums)
+        if tokenizer_from is not None:
+            copy_tokenizer(tokenizer_from, partial)
+        (partial / "model.json").write_text(json.dumps(config_to_dict(record), indent=2) + "\n")
+        write_sums(partial, [path.name for path in partial.iterdir() if path.is_file()])
+    return record
+
+
+@contextmanager
+def whole_folder(folder: str | Path) -> Iterator[Path]:
+    """Gives a temporary sibling to fill, which becomes `folder` at the end, or vanishes.
+
+    Raises:
+      UserError: the folder is not empty or cannot be written.
+    """
     refuse_non_empty(folder)
     folder = Path(folder).resolve()
     try:
@@ -56,16 +73,10 @@ def write_model(
         ) as temporary:
             partial = Path(temporary) / "model"
             partial.mkdir()
-            sums = _write_items(partial, item_shapes(record.config), items)
-            record = replace(record, weights_sha256=sums)
-            if tokenizer_from is not None:
-                _copy_tokenizer(tokenizer_from, partial)
-            (partial / "model.json").write_text(json.dumps(config_to_dict(record), indent=2) + "\n")
-            write_sums(partial, [path.name for path in partial.iterdir() if path.is_file()])
+            yield partial
             partial.replace(folder)
     except OSError as error:
         raise UserError(f"cannot write model folder {folder}: {error}; nothing is kept") from error
-    return record
 
 
 def refuse_non_empty(folder: str | Path) -> None:
@@ -93,7 +104,8 @@ def _write_items(
     return sums
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the tokenizer's files, as far as there are any."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
