@@ -63,4 +63,7 @@ def _to_numpy(torch: Any, tensor: Any, origin: str) -> np.ndarray:
     try:
         return tensor.numpy()
     except (TypeError, RuntimeError) as error:
-        raise UserError(f"{origin}: want a plain tensor, got {tensor.dtype}") from error
+        raise UserError(
+            f"{origin}: want a plain tensor, got {tensor.dtype} ({tensor.layout}); "
+            "quantised and sparse weights cannot be read"
+        ) from error

@@ -32,7 +32,7 @@ _SIGNS = {
         r"|weight\.(absmax|quant_map|quant_state\..*))$"
     ),
 }
-_QUANTISED_TYPE = re.compile(r"(U?I|F)(4|8)(_.*)?|u?int8|float8.*")
+_QUANTISED_TYPE = re.compile(r"[UIF][48](_.*)?|u?int8|float8.*")
 
 
 def refuse_config(values: Mapping[str, Any], origin: str) -> None:

@@ -1,0 +1,274 @@
+"""Targets of every family, rope, spelling, type and file form, against `transformers`."""
+
+import copy
+import hashlib
+import itertools
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from convert_sources import draw, run, target_tensors, write_source
+from models import random_tokens
+from safetensors.numpy import save_file
+
+from poss_jax.cache import init_cache
+from poss_jax.checkpoint import TOKENIZER_FILES, load_target, read_record
+from poss_jax.config import UserError
+from poss_jax.layers import linear
+from poss_jax.target import prefill
+
+# Model type, and what differs from the tiny shape below.
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "llama_head_dim": ("llama", {"head_dim": 12}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+ROPES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},  # max_position_embeddings is 8, and texts are longer
+    "llama3": {"factor": 8.0, **LLAMA3},
+}
+THETA = 1e3
+SPELLINGS = ("type", "rope_type", "rope_parameters")
+DTYPES = ("float32", "float16", "bfloat16")
+FORMS = ("safetensors", "safetensors shards", "bin", "bin shards", "both")
+FACTORS = (FAMILIES, ROPES, SPELLINGS, DTYPES, FORMS)
+BATCH, LENGTH = 2, 20
+
+
+def pairs(case):
+    return set(itertools.combinations(case, 2))
+
+
+def choose_cases():
+    """Every family in every form; rope, spelling and type by how many pairs are new."""
+    cases, seen = [], set()
+    for family, form in itertools.product(FAMILIES, FORMS):
+        candidates = [(family, *rest, form) for rest in itertools.product(ROPES, SPELLINGS, DTYPES)]
+        cases.append(max(candidates, key=lambda case: len(pairs(case) - seen)))
+        seen |= pairs(cases[-1])
+    return cases
+
+
+CASES = choose_cases()
+
+
+def test_every_pair_of_values_is_among_the_cases():
+    seen = set().union(*map(pairs, CASES))
+    for one, other in itertools.combinations(FACTORS, 2):
+        assert set(itertools.product(one, other)) <= seen
+
+
+def random_model(family: str, rope: str, dtype: str):
+    """A random model of `transformers` in float32, every weight a value of `dtype`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, changes = FAMILIES[family]
+    shape = {
+        "vocab_size": 53,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8,
+        "rope_parameters": {"rope_type": rope, "rope_theta": THETA, **ROPES[rope]},
+    }
+    config = AutoConfig.for_model(model_type, **shape, **changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        width = parameter.shape[-1] if parameter.ndim == 2 else 25
+        is_scale = name.endswith("norm.weight")
+        torch.nn.init.normal_(parameter, mean=float(is_scale), std=width**-0.5)
+        parameter.data = parameter.data.to(getattr(torch, dtype)).float()
+    return model
+
+
+def save_model(model, folder: Path, rope: str, spelling: str, dtype: str, form: str) -> None:
+    """Writes a checkpoint as some version of `transformers` does."""
+    import torch
+
+    stored = copy.deepcopy(model).to(getattr(torch, dtype))
+    shard_size = "20KB" if form == "safetensors shards" else "1GB"
+    stored.save_pretrained(folder, max_shard_size=shard_size)
+    assert len(list(folder.glob("*.safetensors"))) > 1 or shard_size == "1GB"
+    if "bin" in form:
+        (folder / "model.safetensors").unlink()
+        save_bin(stored.state_dict(), folder, sharded=form == "bin shards")
+    if form == "both":
+        (folder / "pytorch_model.bin").write_bytes(b"not looked at")
+    values = json.loads((folder / "config.json").read_text())
+    assert values["dtype"] == dtype
+    if spelling != "rope_parameters":
+        del values["rope_parameters"]
+        scaling = {spelling: rope, **ROPES[rope]} if rope != "default" else None
+        values |= {"rope_theta": THETA, "rope_scaling": scaling, "torch_dtype": values.pop("dtype")}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def save_bin(state, folder: Path, *, sharded: bool) -> None:
+    import torch
+
+    if not sharded:
+        torch.save(state, folder / "pytorch_model.bin")
+        return
+    names = sorted(state)
+    weight_map = {name: f"pytorch_model-{i % 3}.bin" for i, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        part = {name: state[name].clone() for name in names if weight_map[name] == shard}
+        torch.save(part, folder / shard)
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("family", "rope", "spelling", "dtype", "form"),
+    CASES,
+    ids=lambda value: value.replace(" ", "_"),
+)
+def test_logits_are_those_of_transformers(tmp_path, family, rope, spelling, dtype, form):
+    import torch
+
+    model = random_model(family, rope, dtype)
+    save_model(model, tmp_path / "source", rope, spelling, dtype, form)
+    run("target", source=tmp_path / "source", output=tmp_path / "target")
+    record, stored = load_target(tmp_path / "target")
+    assert {leaf.dtype for leaf in jax.tree.leaves(stored)} == {jnp.dtype(dtype)}
+    config = record.config
+    assert config.rope.type == rope
+
+    _, params = load_target(tmp_path / "target", jnp.float32)
+    tokens = random_tokens(config, BATCH, LENGTH)
+    lengths = jnp.full(BATCH, LENGTH, jnp.int32)
+    cache = init_cache(config, num_layers=2, size=LENGTH, rope_length=lengths, dtype=jnp.float32)
+    features = prefill(params, config, cache, tokens, lengths).features
+    logits = linear(features, params["head"]["weight"])
+    with torch.no_grad():
+        want = model(torch.tensor(np.asarray(tokens), dtype=torch.long)).logits
+    np.testing.assert_allclose(logits, want, rtol=0, atol=2e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# What travels with the weights
+
+
+def test_tokenizer_template_and_generation_config_travel_byte_for_byte(tmp_path):
+    folder = write_source(tmp_path / "source", target_tensors())
+    contents = {name: os.urandom(99) for name in TOKENIZER_FILES if not name.endswith(".json")}
+    contents |= {
+        name: b'{"note": "%s",\r\n\t"other" : [1 ,2]}' % name.encode()
+        for name in TOKENIZER_FILES
+        if name.endswith(".json")
+    }
+    contents["chat_template.jinja"] = "{{ 'é' }}\n".encode()
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    run("target", source=folder, output=tmp_path / "out")
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in contents} == contents
+    record = read_record(tmp_path / "out")
+    for got, name in (
+        (record.tokenizer_sha256, "tokenizer.json"),
+        (record.chat_template_sha256, "chat_template.jinja"),
+    ):
+        assert got == hashlib.sha256(contents[name]).hexdigest()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("model_ids", [7, [7, 8], None])
+@pytest.mark.parametrize("generation_ids", ["no file", 9, [8, 9]])
+def test_texts_stop_where_transformers_stops(tmp_path, model_ids, generation_ids):
+    from transformers import AutoModelForCausalLM
+
+    folder = write_source(tmp_path / "source", target_tensors(), eos_token_id=model_ids)
+    if generation_ids != "no file":
+        values = {"eos_token_id": generation_ids}
+        (folder / "generation_config.json").write_text(json.dumps(values))
+    run("target", source=folder, output=tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    want = model.generation_config.eos_token_id
+    want = () if want is None else (want,) if isinstance(want, int) else tuple(want)
+    assert read_record(tmp_path / "out").llama.eos_token_ids == want
+
+
+# --------------------------------------------------------------------------------------------------
+# What is refused by name
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({f"{Q_PROJ}.qweight": np.int32}, "quantised weights .*qweight"),
+        ({f"{Q_PROJ}.scales": np.float16}, "quantised weights .*scales"),
+        ({f"{Q_PROJ}.weight_scale": np.float32}, "quantised weights .*weight_scale"),
+        ({f"{Q_PROJ}.weight_scale_inv": np.float32}, "quantised weights .*weight_scale_inv"),
+        ({f"{Q_PROJ}.weight.absmax": np.float32}, "quantised weights .*absmax"),
+        ({f"{Q_PROJ}.weight": np.int8}, "quantised weights .*q_proj.weight of type I8"),
+        ({f"{Q_PROJ}.weight": np.uint8}, "quantised weights .*q_proj.weight of type U8"),
+        ({"model.layers.0.mlp.experts.0.w1.weight": np.float32}, "a mixture of experts"),
+        (
+            {"model.layers.0.block_sparse_moe.gate.weight": np.float32},
+            "a mixture of experts .*block_sparse_moe",
+        ),
+        ({"midlayer.self_attn.q_proj.weight": np.float32}, "an EAGLE-3 draft .midlayer"),
+        ({"d2t": np.int64, "t2d": np.bool_}, "an EAGLE-3 draft .d2t"),
+        (
+            {f"base_model.model.{Q_PROJ}.lora_A.weight": np.float32},
+            "a LoRA adapter .*lora_A.*merge it",
+        ),
+    ],
+)
+def test_tensors_that_tell_another_kind_of_model(tmp_path, extra, message):
+    tensors = target_tensors() | {key: np.ones((8, 8), dtype) for key, dtype in extra.items()}
+    folder = write_source(tmp_path / "source", tensors)
+    assert_refused(folder, tmp_path, message)
+
+
+def test_float8_weights(tmp_path):
+    folder = write_source(tmp_path / "source", target_tensors())
+    header = {"model.norm.weight": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}
+    text = json.dumps(header).encode()
+    file = folder / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    assert_refused(folder, tmp_path, "quantised weights .*model.norm.weight of type F8_E4M3")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_bin(tmp_path, dtype):
+    import torch
+
+    folder = write_source(tmp_path / "source", target_tensors())
+    (folder / "model.safetensors").unlink()
+    state = {"model.norm.weight": torch.ones(8).to(getattr(torch, dtype))}
+    torch.save(state, folder / "pytorch_model.bin")
+    assert_refused(folder, tmp_path, f"model.norm.weight.*{dtype}.*quantised")
+
+
+def test_adapter_folder(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file(draw({"x.lora_A.weight": (2, 8)}), folder / "adapter_model.safetensors")
+    assert_refused(folder, tmp_path, "a LoRA adapter .adapter_config.json.*merge it")
+
+
+def assert_refused(folder: Path, tmp_path: Path, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        run("target", source=folder, output=tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
