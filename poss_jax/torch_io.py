@@ -1,6 +1,7 @@
 """Reading PyTorch `.bin` state dicts; the only file that imports torch."""
 
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ import numpy as np
 
 from poss_jax.config import UserError
 
+_ZIP_MAGIC = b"PK\x03\x04"
+_GLOBAL = re.compile(r"GLOBAL (\S+)")
+
 
 def read_bin(path: str | Path) -> dict[str, np.ndarray]:
     """Reads a state dict without running any code from the file.
 
-    Files of the zip format are mapped into memory, so a tensor costs memory only once it is used.
+    Files of the zip format have their checksums compared first, and are mapped into memory, so a
+    tensor costs memory only once it is used. The older format has no checksums and is read whole.
 
     Args:
       path: a file written by `torch.save`.
@@ -27,22 +32,48 @@ def read_bin(path: str | Path) -> dict[str, np.ndarray]:
         else than named tensors.
     """
     torch = _import_torch()
+    path = Path(path)
     try:
-        mapped = zipfile.is_zipfile(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        is_zip = _is_zip(path)
+        if is_zip:
+            _check_zip(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except UserError:
+        raise
     except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path}: want plain tensors, got a pickle that holds or runs other things; "
-            "use a safetensors file instead"
-        ) from error
-    except (OSError, EOFError, RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{path}: cannot be read ({reason}); fetch the file again") from error
+        raise UserError(_explain_pickle(path, error, is_zip=is_zip)) from error
+    except Exception as error:  # a damaged pickle raises whatever it leads the unpickler to
+        raise UserError(_damaged(path, str(error) or type(error).__name__)) from error
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
     ):
         raise UserError(f"{path}: want a flat dict of named tensors; export the state dict alone")
     return {name: _to_numpy(torch, value, f"{path}, {name}") for name, value in state.items()}
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether the file begins as the zip format does, which torch decides by too."""
+    with path.open("rb") as file:
+        return file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+
+
+def _check_zip(path: Path) -> None:
+    """Reads every member once, a block at a time, and compares it with its CRC-32."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise UserError(_damaged(path, f"the checksum of {damaged} does not match"))
+
+
+def _explain_pickle(path: Path, error: pickle.UnpicklingError, *, is_zip: bool) -> str:
+    wanted = _GLOBAL.search(str(error))
+    what = f"one that wants to use {wanted[1]}" if wanted else "one that holds or runs other things"
+    damaged = "" if is_zip else " (or the file is damaged)"  # a zip's checksums were right
+    return f"{path}: want a pickle of plain tensors, got {what}{damaged}; use a safetensors file"
+
+
+def _damaged(path: Path, reason: str) -> str:
+    return f"{path}: cannot be read ({reason.partition(chr(10))[0]}); fetch the file again"
 
 
 def _import_torch() -> Any:

@@ -51,19 +51,45 @@ def test_files_of_the_zip_format_are_mapped(tmp_path):
 
 
 class Malicious:
+    def __init__(self, function, argument):
+        self.function, self.argument = function, argument
+
     def __reduce__(self):
-        return os.system, ("touch it_ran",)
+        return self.function, (self.argument,)
 
 
 @pytest.mark.torch
-def test_code_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    ("function", "argument", "shown"),
+    [(os.system, "touch it_ran", "posix.system"), (eval, "open('it_ran', 'w').close()", "eval")],
+)
+def test_code_is_refused(tmp_path, monkeypatch, zipped, function, argument, shown):
     import torch
 
     monkeypatch.chdir(tmp_path)
-    torch.save({"a": Malicious()}, "model.bin")
-    with pytest.raises(UserError, match=r"model\.bin: want plain tensors"):
+    state = {"a": torch.ones(2), "b": Malicious(function, argument)}
+    torch.save(state, "model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UserError, match=f"got one that wants to use {shown}") as error:
         read_bin("model.bin")
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "it_ran").exists()
+    torch.load("model.bin", weights_only=False)  # the file is one that runs code
+    assert (tmp_path / "it_ran").exists()
+
+
+@pytest.mark.torch
+def test_checksums_are_compared_before_use(tmp_path):
+    import torch
+
+    path = tmp_path / "model.bin"
+    torch.save({"a": torch.arange(64.0)}, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(np.float32(33).tobytes())] ^= 1
+    path.write_bytes(content)
+    assert torch.load(path)["a"].shape == (64,)  # torch does not compare them
+    with pytest.raises(UserError, match=r"model\.bin: .*the checksum of model/data/0 does not"):
+        read_bin(path)
 
 
 @pytest.mark.torch
