@@ -256,7 +256,7 @@ def test_target_of_a_draft_must_be_a_target(tmp_path, tiny):
 
 
 # --------------------------------------------------------------------------------------------------
-# The Hub (replaced at its boundary)
+# The Hub, replaced at its boundary (test_hub.py fetches)
 
 
 def test_hub_ids(tmp_path, tiny, monkeypatch):
@@ -279,29 +279,6 @@ def test_hub_ids(tmp_path, tiny, monkeypatch):
     run("target", source="a/b", output=tmp_path / "t")
     record = read_record(tmp_path / "t")
     assert (record.target.name, record.target.revision) == ("a/b", "0123abcd")
-
-
-def test_bin_is_fetched_only_without_safetensors(tmp_path, monkeypatch):
-    fetched = []
-
-    def download(hub_id, *, revision, allow_patterns, ignore_patterns):
-        fetched.append("*.bin" in allow_patterns)
-        return str(tmp_path)
-
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(UserError, match="holds no weights"):
-        run("target", source="a/b", output=tmp_path / "out")
-    assert fetched == [False, True]
-
-
-def test_hub_failure_is_one_line(tmp_path, monkeypatch):
-    def download(*args, **kwargs):
-        raise huggingface_hub.errors.LocalEntryNotFoundError("cannot\nfind it")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(UserError, match=r"no folder a/b here.*\(cannot find it\).*HF_TOKEN"):
-        run("target", source="a/b", output=tmp_path / "out")
 
 
 @pytest.mark.parametrize("source", ["missing", "./missing/model", "/missing", "a/b/c"])

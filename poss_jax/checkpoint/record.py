@@ -5,6 +5,7 @@ import json
 import platform
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -236,16 +237,40 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON file that holds an object.
 
     Raises:
-      UserError: missing, unreadable, not JSON, or not an object.
+      UserError: missing, unreadable, or what `parse_json` refuses.
     """
     try:
-        values = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; the file is needed") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); fetch the file again") from error
+    return parse_json(content, str(path))
+
+
+def parse_json(content: bytes, origin: str) -> dict[str, Any]:
+    """Reads a JSON object in which no key is given twice.
+
+    Args:
+      content: the text.
+      origin: what it came from, for messages.
+
+    Raises:
+      UserError: not JSON, not an object, or a key that is given twice.
+    """
+    try:
+        values = json.loads(content, object_pairs_hook=partial(_unique_keys, origin))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{origin}: not valid JSON ({error}); fetch the file again") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: want a JSON object, got {type(values).__name__}")
+        raise UserError(f"{origin}: want a JSON object, got {type(values).__name__}")
+    return values
+
+
+def _unique_keys(origin: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in values if keys.count(key) > 1)
+        raise UserError(f"{origin}: {twice} is given twice; fetch the file again")
     return values
 
 

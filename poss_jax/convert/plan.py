@@ -1,5 +1,6 @@
 """A conversion that is checked and ready: what goes where, and the stream of items to write."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,6 +22,11 @@ DType = Literal["keep", "float32", "bfloat16"]
 _CASTS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 _READABLE = ("float32", "bfloat16", "float16")
 _MAX_LISTED = 50
+
+# Values looked at a time, so that no mask as long as an embedding is made.
+_CHUNK = 1 << 22
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,14 @@ class Reader:
     def items(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Params]]:
         """Streams the items whose arrays are given by `slots`, one in memory at a time."""
         for item, group in groupby(slots.items(), key=lambda pair: pair[1].item):
-            yield item, unflatten_dict({slot.path: self.read(key) for key, slot in group})
+            yield item, unflatten_dict({slot.path: self._read_checked(key) for key, slot in group})
+
+    def _read_checked(self, key: str) -> np.ndarray:
+        array = self.read(key)
+        if not is_finite(array):
+            file = self.tensors[key].file
+            _LOG.warning("%s: %s holds NaN or infinity; it is converted as it is", file, key)
+        return array
 
     def rows(self, slots: Mapping[str, Slot], dropped: Mapping[str, str]) -> list[Row]:
         """The table: what is stored, then what is not and why."""
@@ -136,6 +149,13 @@ def check_keys(
             f"{origin}: the weights do not fit what config.json describes: {listed}{more}; "
             "give the model's own files"
         )
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether an array holds neither NaN nor infinity."""
+    values = array.reshape(-1)
+    starts = range(0, values.size, _CHUNK)
+    return all(np.isfinite(values[start : start + _CHUNK]).all() for start in starts)
 
 
 def same_up_to_rounding(a: np.ndarray, b: np.ndarray) -> bool:

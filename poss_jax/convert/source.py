@@ -1,7 +1,7 @@
 """A PyTorch checkpoint, in a folder or on the Hub, as a table of tensors read on demand."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,21 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from poss_jax import torch_io
-from poss_jax.checkpoint import read_json
+from poss_jax.checkpoint import (
+    SUMS_FILE,
+    TOKENIZER_FILES,
+    check_file,
+    parse_json,
+    read_json,
+    read_sums,
+)
 from poss_jax.config import UserError
+from poss_jax.convert.hub import check_blob, fetch_snapshot
 
 # What is fetched from the Hub: configs, tokenizer, and weights (.bin only without safetensors).
-_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_BIN_PATTERNS = ["*.bin"]
+# Weights by their usual names: some repositories hold a second copy under another.
+_PATTERNS = ("*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja", SUMS_FILE)
+_BIN_PATTERN = "pytorch_model*.bin"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 # In the order of preference.
@@ -44,11 +53,13 @@ class LazyTensor:
     """A tensor of a checkpoint that has not been read yet.
 
     Attributes:
+      file: that holds it.
       shape: as the file says.
       dtype: NumPy's name, or the file's own for types outside of float32, float16 and bfloat16.
       read: gives the array.
     """
 
+    file: Path
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray]
@@ -69,14 +80,18 @@ def open_source(source: str, revision: str | None = None) -> Source:
         return Source(folder.resolve().name, None, folder)
     if not _HUB_ID.fullmatch(source) or source.startswith("."):
         raise UserError(f"source {source} does not exist; give a folder or a Hub id (owner/name)")
-    snapshot = _download(source, revision, _PATTERNS)
+    snapshot = fetch_snapshot(source, revision, _PATTERNS)
     if not _find_weights(snapshot):
-        snapshot = _download(source, revision, _PATTERNS + _BIN_PATTERNS)
+        snapshot = fetch_snapshot(source, revision, (*_PATTERNS, _BIN_PATTERN))
     return Source(source, snapshot.name, snapshot)
 
 
-def open_tensors(folder: Path) -> dict[str, LazyTensor]:
+def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
     """Lists the tensors of a folder: safetensors or else .bin, a single file or shards.
+
+    Args:
+      folder: of the checkpoint.
+      verify: compare its files with SHA256SUMS or the Hub's checksums first, where there are any.
 
     Raises:
       UserError: no weights, a missing or damaged file, or an index that does not match its shards.
@@ -85,9 +100,33 @@ def open_tensors(folder: Path) -> dict[str, LazyTensor]:
     if weights is None:
         wanted = " or ".join(_WEIGHT_FILES)
         raise UserError(f"{folder} holds no weights; want {wanted}, or their .index.json")
-    if weights.suffix != ".json":
-        return dict(_read_file(weights))
-    return _read_shards(weights)
+    shards = _read_index(weights) if weights.suffix == ".json" else {}
+    files = [folder / name for name in sorted(set(shards.values()))] or [weights]
+    if verify:
+        small = (folder / name for name in ("config.json", *TOKENIZER_FILES))
+        _verify(dict.fromkeys([*small, weights, *files]))
+    tensors = _read_files(files)
+    if shards:
+        _check_index(weights, shards, tensors)
+    return tensors
+
+
+def _check_index(index: Path, shards: Mapping[str, str], tensors: Mapping[str, LazyTensor]) -> None:
+    found = {key: tensor.file.name for key, tensor in tensors.items()}
+    wrong = sorted(k for k in found.keys() | shards.keys() if found.get(k) != shards.get(k))
+    if wrong:
+        listed = ", ".join(wrong[:20])
+        raise UserError(f"{index} and its shards disagree about {listed}; fetch the files again")
+
+
+def _verify(paths: Iterable[Path]) -> None:
+    """Compares the files that exist with what is known about them."""
+    sums: dict[str, str] = {}
+    for path in filter(Path.is_file, paths):
+        sums = sums or read_sums(path.parent)
+        if path.name in sums:
+            check_file(path, sums[path.name])
+        check_blob(path)
 
 
 def _find_weights(folder: Path) -> Path | None:
@@ -98,42 +137,27 @@ def _find_weights(folder: Path) -> Path | None:
     return None
 
 
-def _download(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
-    import huggingface_hub  # here, because it is slow to import and folders do not need it
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
-            )
-        )
-    except (OSError, ValueError) as error:  # what the Hub's client raises derives from these
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"no folder {hub_id} here, and the Hub does not give it ({reason}); check the name, "
-            "the network and, for a gated model, HF_TOKEN"
-        ) from error
-
-
-def _read_shards(index: Path) -> dict[str, LazyTensor]:
+def _read_index(index: Path) -> dict[str, str]:
+    """File of every tensor, as an index says."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: want a weight_map, got {weight_map!r}; fetch the file again")
+    present = {path.name for path in index.parent.iterdir()}
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or name not in present:
+            raise UserError(f"{index} names the shard {name} of {key}, which is missing; fetch it")
+    return weight_map
+
+
+def _read_files(paths: Iterable[Path]) -> dict[str, LazyTensor]:
     tensors: dict[str, LazyTensor] = {}
-    found: dict[str, str] = {}
-    for name in sorted(set(map(str, weight_map.values()))):
-        path = index.parent / name
-        if Path(name).name != name or not path.is_file():
-            raise UserError(f"{index} names the shard {name}, which is missing; fetch it")
+    for path in paths:
         for key, tensor in _read_file(path):
             if key in tensors:
-                raise UserError(f"{path}: {key} is in {found[key]} too; fetch the files again")
-            tensors[key], found[key] = tensor, name
-    wrong = sorted(k for k in found.keys() | weight_map.keys() if found.get(k) != weight_map.get(k))
-    if wrong:
-        raise UserError(
-            f"{index} and its shards disagree about {', '.join(wrong[:20])}; fetch the files again"
-        )
+                raise UserError(
+                    f"{path}: {key} is in {tensors[key].file.name} too; fetch the files again"
+                )
+            tensors[key] = tensor
     return tensors
 
 
@@ -142,17 +166,19 @@ def _read_file(path: Path) -> Iterator[tuple[str, LazyTensor]]:
         yield from _read_safetensors(path)
         return
     for key, array in torch_io.read_bin(path).items():
-        yield key, LazyTensor(array.shape, array.dtype.name, partial(_same, array))
+        yield key, LazyTensor(path, array.shape, array.dtype.name, partial(_same, array))
 
 
 def _read_safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
     try:
         file = safe_open(path, framework="np")
+        with path.open("rb") as raw:  # safe_open takes the last of a key's entries
+            parse_json(raw.read(int.from_bytes(raw.read(8), "little")), f"{path}: header")
         for key in file.keys():  # noqa: SIM118 (not a mapping)
             stored = file.get_slice(key)
             dtype = str(stored.get_dtype())
             read = partial(file.get_tensor, key)
-            yield key, LazyTensor(tuple(stored.get_shape()), _DTYPES.get(dtype, dtype), read)
+            yield key, LazyTensor(path, tuple(stored.get_shape()), _DTYPES.get(dtype, dtype), read)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
 

@@ -1,0 +1,117 @@
+"""A Hub of a few models on this machine: the endpoints that fetching a snapshot uses, over HTTP."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_of_the_tests"
+_LARGE = (".safetensors", ".bin", ".model")
+
+
+@dataclass
+class Hub:
+    """Models by id, and what was asked for.
+
+    Attributes:
+      url: of the server.
+      models: folder of every model.
+      gated: ids that are shown to everybody and given to those who send TOKEN.
+      private: ids that are not even shown without TOKEN.
+      requests: method, path and token of every request.
+    """
+
+    url: str = ""
+    models: dict[str, Path] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
+    private: set[str] = field(default_factory=set)
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+
+
+@contextmanager
+def serve(hub: Hub) -> Iterator[Hub]:
+    """Runs the server in a thread."""
+
+    class Handler(_Handler):
+        pass
+
+    Handler.hub = hub
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _answer(self, *, with_body: bool) -> None:
+        path = unquote(urlsplit(self.path).path).strip("/")
+        parts = path.removeprefix("api/models/").split("/")
+        if len(parts) < 4:  # what the client asks on its own account
+            self.send_error(404)
+            return
+        token = (self.headers.get("authorization") or "").removeprefix("Bearer ") or None
+        self.hub.requests.append((self.command, path, token))
+        model, (kind, revision, *name) = "/".join(parts[:2]), parts[2:]
+        status, headers, body = self._find(model, kind, revision, "/".join(name), token)
+        self.send_response(status)
+        for key, value in ({"Content-Length": str(len(body))} | headers).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def _find(
+        self, model: str, kind: str, revision: str, name: str, token: str | None
+    ) -> tuple[int, dict[str, str], bytes]:
+        hub = self.hub
+        if model not in hub.models or (model in hub.private and token != TOKEN):
+            return 401, {"X-Error-Code": "RepoNotFound"}, b"{}"
+        if revision not in ("main", COMMIT):
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+        files = {path.name: path.read_bytes() for path in hub.models[model].iterdir()}
+        if kind == "revision":
+            return 200, {}, json.dumps({"id": model, "sha": COMMIT}).encode()
+        if kind == "tree":
+            entries = [_tree_entry(key, content) for key, content in files.items()]
+            return 200, {}, json.dumps(entries).encode()
+        assert kind == "resolve", kind
+        if model in hub.gated and token != TOKEN:
+            return 403, {"X-Error-Code": "GatedRepo"}, b"{}"
+        content = files[name]
+        etag = _tree_entry(name, content).get("lfs", {}).get("oid") or _git_sha1(content)
+        return 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'}, content
+
+
+def _tree_entry(name: str, content: bytes) -> dict:
+    entry = {"type": "file", "path": name, "size": len(content), "oid": _git_sha1(content)}
+    if name.endswith(_LARGE):
+        sha256 = hashlib.sha256(content).hexdigest()
+        entry["lfs"] = {"oid": sha256, "size": len(content), "pointerSize": 134}
+    return entry
+
+
+def _git_sha1(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

@@ -1,0 +1,187 @@
+"""Checkpoints from the Hub, which is a server on this machine: huggingface_hub itself fetches."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from convert_sources import TINY, target_tensors, write_source
+from hub_server import COMMIT, TOKEN, Hub, serve
+
+from poss_jax.checkpoint import read_record
+from poss_jax.config import UserError
+from poss_jax.convert.hub import check_blob
+
+ROOT = Path(__file__).parents[1]
+
+# Converts one source after the other, and prints what came of each. A process of its own, because
+# huggingface_hub reads most of its settings when it is imported.
+_SCRIPT = """
+import json, sys
+from poss_jax.config import UserError
+from poss_jax.convert.__main__ import main
+said = {}
+for number, arguments in enumerate(json.loads(sys.argv[1])):
+    try:
+        main(["target", "--source", *arguments, "--output", f"{sys.argv[2]}/{number}"])
+        said[" ".join(arguments)] = None
+    except UserError as error:
+        said[" ".join(arguments)] = str(error)
+print(json.dumps(said))
+"""
+
+
+def convert(hub_url: str, home: Path, output: Path, sources: list[str], **env: str) -> dict:
+    """What a process said about each source; None where it was converted."""
+    variables = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
+    variables |= {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"} | env
+    variables |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    arguments = json.dumps([source.split() for source in sources])
+    command = [sys.executable, "-c", _SCRIPT, arguments, str(output)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
+    assert result.returncode == 0, result.stderr
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert all("\n" not in (line or "") for line in said.values())
+    return said
+
+
+@dataclass
+class Fetched:
+    """What came of a process without a token, and of one with it."""
+
+    hub: Hub
+    home: Path
+    output: Path
+    said: dict
+    said_with_token: dict
+    token_requests: list
+
+
+@pytest.fixture(scope="module")
+def fetched(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    model = write_source(folder / "tiny", target_tensors())
+    (model / "pytorch_model.bin").write_bytes(b"not fetched beside safetensors")
+    (model / "consolidated.safetensors").write_bytes(b"a second copy that is not fetched")
+    (model / "tokenizer.json").write_text("{}")
+    only_bin = folder / "only_bin"
+    only_bin.mkdir()
+    (only_bin / "config.json").write_text(json.dumps(TINY))
+    (only_bin / "pytorch_model.bin").write_bytes(b"fetched")
+    names = ("owner/tiny", "owner/gated", "owner/private")
+    hub = Hub(models=dict.fromkeys(names, model) | {"owner/bin": only_bin})
+    hub.gated, hub.private = {"owner/gated"}, {"owner/private"}
+    with serve(hub):
+        sources = [
+            "owner/tiny",
+            f"owner/tiny --revision {COMMIT}",
+            "owner/tiny --revision no-such-branch",
+            "owner/missing",
+            "owner/gated",
+            "owner/private",
+        ]
+        said = convert(hub.url, folder / "home", folder / "out", sources)
+        before = len(hub.requests)
+        sources = ["owner/gated", "owner/private", "owner/bin"]
+        with_token = convert(hub.url, folder / "home2", folder / "out2", sources, HF_TOKEN=TOKEN)
+        yield Fetched(hub, folder / "home", folder / "out", said, with_token, hub.requests[before:])
+
+
+def test_name_and_commit_are_recorded(fetched):
+    assert fetched.said["owner/tiny"] is None
+    target = read_record(fetched.output / "0").target
+    assert (target.name, target.revision) == ("owner/tiny", COMMIT)
+    assert read_record(fetched.output / "1").target == target
+    assert (fetched.output / "0/tokenizer.json").read_text() == "{}"
+
+
+def test_only_what_is_needed_is_fetched(fetched):
+    first = [path for _, path, _ in fetched.hub.requests if path.startswith("owner/tiny/")]
+    names = {path.rpartition("/")[2] for path in first}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    # A .bin is fetched where there are no safetensors.
+    bins = [path for _, path, _ in fetched.hub.requests if path.endswith(".bin")]
+    assert bins and all(path.startswith("owner/bin/") for path in bins)
+    assert "pytorch_model.bin" in fetched.said_with_token["owner/bin"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "owner/tiny --revision no-such-branch",
+            "the Hub has no owner/tiny at revision no-such-branch; give one of its branches, tags "
+            "or commits",
+        ),
+        (
+            "owner/missing",
+            "no folder owner/missing here, and the Hub shows no such model; check the name, and "
+            "set HF_TOKEN if it is private",
+        ),
+        (
+            "owner/private",
+            "no folder owner/private here, and the Hub shows no such model; check the name, and "
+            "set HF_TOKEN if it is private",
+        ),
+        (
+            "owner/gated",
+            "owner/gated is gated: accept its terms on the model's page, and set HF_TOKEN to a "
+            "token of the same account",
+        ),
+    ],
+)
+def test_refusals_say_what_to_do(fetched, source, message):
+    assert fetched.said[source] == message
+
+
+def test_token_is_sent(fetched):
+    assert fetched.said_with_token["owner/gated"] is None
+    assert fetched.said_with_token["owner/private"] is None
+    assert {token for _, _, token in fetched.token_requests} == {TOKEN}
+    others = fetched.hub.requests[: -len(fetched.token_requests)]
+    assert {token for _, _, token in others} == {None}
+
+
+def test_offline_uses_the_cache(fetched, tmp_path):
+    before = len(fetched.hub.requests)
+    sources = ["owner/tiny", "owner/other"]
+    said = convert(fetched.hub.url, fetched.home, tmp_path, sources, HF_HUB_OFFLINE="1")
+    assert said["owner/tiny"] is None
+    assert read_record(tmp_path / "0").target == read_record(fetched.output / "0").target
+    cache = fetched.home / "hub"
+    assert said["owner/other"] == (
+        f"HF_HUB_OFFLINE is set, and the cache {cache} does not hold all of owner/other; unset "
+        "it, or fetch the model first"
+    )
+    assert len(fetched.hub.requests) == before
+
+
+def test_network_that_is_down(tmp_path):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    said = convert(url, tmp_path / "home", tmp_path / "out", ["owner/tiny"])
+    prefix = f"no folder owner/tiny here, and owner/tiny cannot be fetched from {url} ("
+    assert said["owner/tiny"].startswith(prefix)
+    assert "check the network" in said["owner/tiny"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_damaged_cache_is_noticed(fetched, tmp_path, name):
+    snapshot = fetched.home / "hub/models--owner--tiny/snapshots" / COMMIT
+    (tmp_path / "blobs").mkdir()
+    blob = tmp_path / "blobs" / (snapshot / name).readlink().name
+    blob.write_bytes((snapshot / name).read_bytes())
+    link = tmp_path / name
+    link.symlink_to(blob)
+    check_blob(link)
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 1
+    blob.write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name}: the Hub says .*SHA-.*, got"):
+        check_blob(link)

@@ -1,0 +1,136 @@
+"""Sources that contradict themselves or their checksums, and numbers that are none."""
+
+import json
+import re
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from convert_sources import run, target_tensors, write_shards, write_source
+
+from poss_jax.checkpoint import load_target, write_sums
+from poss_jax.config import UserError
+from poss_jax.convert import plan
+from poss_jax.convert.plan import is_finite
+from poss_jax.convert.source import open_tensors
+
+KEY = "model.layers.1.mlp.up_proj.weight"
+
+
+def refused(tmp_path, match):
+    with pytest.raises(UserError, match=match) as error:
+        run("target", source=tmp_path / "source", output=tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def duplicate(text: str, key: str) -> str:
+    """Writes a key and its value, a number, string or flat object, once more."""
+    entry = re.search(rf'"{re.escape(key)}":\s*(\{{[^}}]*\}}|[^,}}]*)', text)
+    assert entry is not None
+    return text.replace(entry[0], f"{entry[0]},{entry[0]}", 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# A key that is given twice
+
+
+def test_key_twice_in_a_header(tmp_path):
+    path = write_source(tmp_path / "source", target_tensors()) / "model.safetensors"
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = duplicate(content[8 : 8 + length].decode(), KEY).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
+    refused(tmp_path, rf"model\.safetensors: header: {re.escape(KEY)} is given twice")
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("config.json", "hidden_size"), ("model.safetensors.index.json", KEY)]
+)
+def test_key_twice_in_a_json_file(tmp_path, name, key):
+    tensors = target_tensors()
+    folder = write_source(tmp_path / "source", tensors)
+    write_shards(folder, tensors)
+    (folder / name).write_text(duplicate((folder / name).read_text(), key))
+    refused(tmp_path, rf"{re.escape(name)}: {re.escape(key)} is given twice")
+
+
+def test_json_that_is_too_deep(tmp_path):
+    folder = write_source(tmp_path / "source", target_tensors())
+    (folder / "config.json").write_text('{"a": ' + "[" * 100_000)
+    refused(tmp_path, r"config\.json: not valid JSON")
+
+
+@pytest.mark.parametrize("shard", [3, None, "", ".", "..", "x" * 300, "a\0b", "config.json/x"])
+def test_index_with_a_shard_that_cannot_be(tmp_path, shard):
+    folder = write_source(tmp_path / "source", {})
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {KEY: shard}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(tmp_path, rf"index\.json names the shard .* of {re.escape(KEY)}, which is missing")
+
+
+# --------------------------------------------------------------------------------------------------
+# Checksums
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model-00002-of-00003.safetensors", "tokenizer.json"]
+)
+def test_sums_beside_the_source_are_compared(tmp_path, name):
+    tensors = target_tensors()
+    folder = write_source(tmp_path / "source", tensors)
+    write_shards(folder, tensors)
+    (folder / "tokenizer.json").write_text("{ }")
+    write_sums(folder, [path.name for path in folder.iterdir()])
+    run("target", source=folder, output=tmp_path / "intact")
+    (tmp_path / "intact").rename(tmp_path / "source/intact")
+    content = bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    (folder / name).write_bytes(content)
+    refused(tmp_path, rf"{re.escape(name)}: (SHA256SUMS says SHA-256|not valid JSON)")
+
+
+def test_sums_of_files_that_are_not_used(tmp_path):
+    folder = write_source(tmp_path / "source", target_tensors())
+    names = ["README.md", "pytorch_model.bin"]
+    (folder / "SHA256SUMS").write_text("".join(f"{'0' * 64}  {name}\n" for name in names))
+    (folder / "pytorch_model.bin").write_bytes(b"not looked at")
+    run("target", source=folder, output=tmp_path / "out")
+
+
+def test_looking_needs_no_hashing(tmp_path):
+    folder = write_source(tmp_path / "source", target_tensors())
+    (folder / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
+    assert KEY in open_tensors(folder, verify=False)
+    with pytest.raises(UserError, match="SHA256SUMS says"):
+        open_tensors(folder)
+
+
+# --------------------------------------------------------------------------------------------------
+# Not a number
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
+def test_numbers_that_are_none_are_reported(tmp_path, caplog, dtype, value):
+    tensors = target_tensors(dtype)
+    tensors[KEY][3, 2] = value
+    folder = write_source(tmp_path / "source", tensors)
+    run("target", source=folder, output=tmp_path / "out")
+    file = folder / "model.safetensors"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: {KEY} holds NaN or infinity; it is converted as it is"
+    ]
+    got = load_target(tmp_path / "out")[1]["layers"][1]["mlp"]["up"]["weight"]
+    assert np.asarray(got).tobytes() == tensors[KEY].tobytes()
+
+
+def test_every_chunk_is_looked_at(monkeypatch):
+    monkeypatch.setattr(plan, "_CHUNK", 4)
+    for index in range(10):
+        values = np.zeros(10, np.float32)
+        assert is_finite(values)
+        values[index] = np.nan
+        assert not is_finite(values.reshape(5, 2))
