@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from poss_jax.checkpoint import ModelRecord, load_draft, load_target
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
@@ -18,6 +19,7 @@ from poss_jax.convert.__main__ import main as convert
 from poss_jax.draft import attach
 from poss_jax.shapes import Params
 from poss_jax.speculate import DecodeConfig, Weights
+from poss_jax.torch_io import read_bin
 
 ROOT = Path(os.environ.get("POSS_JAX_FIXTURES", Path(__file__).parent / "fixtures"))
 SPANS = {"eagle": "1", "hass": "1", "poss1": "1,1,1,1,1,1", "poss2": "2,2,2", "poss3": "3,3"}
@@ -69,6 +71,18 @@ def load_golden(folder: Path, method: str) -> Golden:
         convert(["draft", *arguments, "--trained-depth", str(TRAINED_DEPTH[method])])
     record, params = load_target(target)
     return Golden(method, target, draft, record, params, *load_draft(draft, target=record))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a recorded model."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Weights of a recorded model, by the original's keys."""
+    if (folder / "model.safetensors").exists():
+        return load_file(folder / "model.safetensors")
+    return read_bin(folder / "pytorch_model.bin")
 
 
 def read_json(name: str) -> Any:

@@ -23,11 +23,11 @@ from convert_sources import (
 )
 from safetensors.numpy import load_file
 
-from poss_jax.checkpoint import load_draft, load_target, read_record, target_shapes
-from poss_jax.config import LlamaConfig, RopeConfig, UserError
-from poss_jax.convert.draft import PUBLISHED
+from poss_jax.checkpoint import draft_shapes, load_draft, load_target, read_record, target_shapes
+from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, UserError
 from poss_jax.convert.hf_config import parse_llama_config
 from poss_jax.convert.names import slots_by_key
+from poss_jax.convert.published import PUBLISHED
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +231,11 @@ def test_embedding_of_another_target(tmp_path, tiny):
         run("draft", source=source, target=tiny / "target", output=tmp_path / "out")
 
 
-@pytest.mark.parametrize("config", [{"hidden_size": 16}, {"vocab_size": 32}])
+@pytest.mark.parametrize("config", [{"hidden_size": 16, "head_dim": 4}, {"vocab_size": 32}])
 def test_draft_that_does_not_fit_the_target(tmp_path, tiny, config):
-    source = write_source(tmp_path / "source", draft_tensors(), **config)
+    layer = parse_llama_config(TINY | config, {}, origin="config")
+    shapes = {k: s.shape for k, s in slots_by_key(draft_shapes(DraftConfig(layer=layer))).items()}
+    source = write_source(tmp_path / "source", draw(shapes), **config)
     with pytest.raises(UserError, match="does not fit the target source"):
         run("draft", source=source, target=tiny / "target", output=tmp_path / "out")
 
@@ -273,7 +275,9 @@ def test_hub_ids(tmp_path, tiny, monkeypatch):
     run("draft", source=hub_id, target=target, output=tmp_path / "out", revision="main")
     assert calls == [(hub_id, "main", False)]
     config = read_record(tmp_path / "out").config
-    assert (config.positions_per_specialist, config.trained_depth) == PUBLISHED[hub_id]
+    known = PUBLISHED[hub_id]
+    assert config.positions_per_specialist == known.positions_per_specialist == (1,) * 7
+    assert config.trained_depth == known.trained_depth == 7
 
     write_source(snapshot, target_tensors())
     run("target", source="a/b", output=tmp_path / "t")

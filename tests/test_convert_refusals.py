@@ -48,7 +48,7 @@ def test_every_wrong_key_is_listed(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("key", ["layers.0.input_layernorm.weight", "lm_head.weight", "d2t"])
+@pytest.mark.parametrize("key", ["layers.0.norm.weight", "token_map", "norm.weight"])
 def test_unknown_draft_keys(tmp_path, tiny, key):
     source = write_source(tmp_path / "source", draft_tensors(**{key: (8,)}))
     with pytest.raises(UserError, match=f"unknown {key}"):
@@ -122,9 +122,13 @@ def test_damaged_index(tmp_path, damage):
 def test_table_and_summary(tmp_path, tiny, capsys):
     run("target", source=tiny / "source", output=tmp_path / "out")
     *table, last = capsys.readouterr().out.splitlines()
-    assert len(table) == len(target_tensors())
+    assert len(table) == 3 + 9
     assert table[0].split() == [
         *("model.embed_tokens.weight", "->", "embed/weight", "16x8", "float32")
+    ]
+    assert table[7].split() == [
+        *("model.layers.{0..1}.mlp.gate_proj.weight", "->", "layers/{0..1}/mlp/gate/weight"),
+        *("12x8", "float32"),
     ]
     assert json.loads(last) == {
         "output": str(tmp_path / "out"),
@@ -132,6 +136,7 @@ def test_table_and_summary(tmp_path, tiny, capsys):
         "method": None,
         "parameters": sum(value.size for value in target_tensors().values()),
         "dtype": "float32",
+        "assumed": [],
     }
 
 

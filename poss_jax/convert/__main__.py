@@ -19,6 +19,7 @@ from poss_jax.checkpoint import count_parameters, refuse_non_empty, write_model
 from poss_jax.convert.draft import plan_draft
 from poss_jax.convert.plan import Conversion
 from poss_jax.convert.specialists import plan_specialists
+from poss_jax.convert.table import format_rows
 from poss_jax.convert.target import plan_target
 from poss_jax.program import Parser, run_program
 
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     refuse_non_empty(args.output)
     conversion = _plan(args)
-    _print_table(conversion)
+    for line in conversion.assumed:
+        print(f"assumed: {line}")
+    print("\n".join(format_rows(conversion.rows)))
     items = tqdm(conversion.items, total=conversion.num_items, unit="item", disable=None)
     write_model(
         args.output, conversion.record, iter(items), tokenizer_from=conversion.tokenizer_from
@@ -47,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "method": record.method,
         "parameters": count_parameters(record.config),
         "dtype": conversion.dtype,
+        "assumed": list(conversion.assumed),
     }
     print(json.dumps(summary))
 
@@ -71,15 +75,6 @@ def _plan(args: argparse.Namespace) -> Conversion:
     return plan_specialists(
         args.draft, args.positions_per_specialist, trained_depth=args.trained_depth
     )
-
-
-def _print_table(conversion: Conversion) -> None:
-    rows = conversion.rows
-    key_width = max(len(row.key) for row in rows)
-    path_width = max(len(row.path) for row in rows)
-    for row in rows:
-        shape = "x".join(map(str, row.shape))
-        print(f"{row.key:{key_width}}  ->  {row.path:{path_width}}  {shape}  {row.dtype}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -32,6 +32,9 @@ _LEAVES = {"scale": "weight"}
 DRAFT_EMBEDDING = "embed_tokens.weight"
 """A draft's copy of the target's embedding, which we do not store."""
 
+DRAFT_HEAD = "lm_head.weight"
+"""Likewise of the target's head, in the layout of vLLM."""
+
 
 @dataclass(frozen=True)
 class Slot:

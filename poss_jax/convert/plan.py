@@ -56,6 +56,7 @@ class Conversion:
       items: streams (name, arrays); can be run through once.
       num_items: how many there are.
       tokenizer_from: folder the tokenizer's files are copied from.
+      assumed: what the source does not say and why we take it so, one line each.
     """
 
     record: ModelRecord
@@ -63,6 +64,7 @@ class Conversion:
     items: Iterator[tuple[str, Params]]
     num_items: int
     tokenizer_from: Path
+    assumed: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> str:

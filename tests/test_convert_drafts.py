@@ -1,0 +1,360 @@
+"""Drafts in every layout in use: each arrives bit for bit and drafts what was recorded."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from convert_sources import (
+    assert_stored,
+    convert_tiny,
+    draft_keys,
+    draft_tensors,
+    draw,
+    run,
+    target_tensors,
+    write_shards,
+    write_source,
+)
+from golden import ROOT, Golden, load_golden, read_config, read_tensors
+from safetensors.numpy import save_file
+from test_golden import check_rounds
+
+from poss_jax.checkpoint import load_draft, read_record
+from poss_jax.config import UserError
+from poss_jax.convert.published import PUBLISHED
+
+SPANS = {"eagle": "1", "poss3": "3,3"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Layouts: each changes the tensors and config.json of a recorded draft, and nothing it computes
+
+
+def plain(tensors, config):
+    return tensors, config
+
+
+def prefixed(tensors, config):
+    return {f"model.{key}": value for key, value in tensors.items()}, config
+
+
+def without_embedding(tensors, config):
+    return {k: v for k, v in tensors.items() if k != "embed_tokens.weight"}, config
+
+
+def of_vllm(tensors, config):
+    """A wrapper around config.json, a prefix on all but fc, and the target's head."""
+    tensors = {k if k.startswith("fc.") else f"model.{k}": v for k, v in tensors.items()}
+    head = read_tensors(ROOT / "target")["lm_head.weight"]
+    tensors["lm_head.weight"] = head.astype(tensors["fc.weight"].dtype)
+    inner = {key: value for key, value in config.items() if key != "bias"}
+    return tensors, {"model_type": "eagle", "model": inner, "eagle_fc_bias": False}
+
+
+def with_fc_bias(tensors, config):
+    """As the drafts of Llama 2 and Vicuna, whose config.json has no key `bias`."""
+    bias = {"fc.bias": np.zeros(128, tensors["fc.weight"].dtype)}
+    return tensors | bias, {key: value for key, value in config.items() if key != "bias"}
+
+
+def of_qwen2(tensors, config):
+    """Biases on queries, keys and values too."""
+    tensors, config = with_fc_bias(tensors, config)
+    biases = {
+        key.replace("weight", "bias"): np.zeros(value.shape[0], value.dtype)
+        for key, value in tensors.items()
+        if any(f"{name}_proj" in key for name in "qkv")
+    }
+    return tensors | biases, config | {"qkv_bias": True}
+
+
+def of_transformers_5(tensors, config):
+    theta = config["rope_theta"]
+    config = {k: v for k, v in config.items() if k not in ("rope_theta", "torch_dtype")}
+    return tensors, config | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "dtype": "float32",
+    }
+
+
+def with_all_layers_counted(tensors, config):
+    layers = {key.split(".")[1] for key in tensors if key.startswith("layers.")}
+    return tensors, config | {"num_hidden_layers": len(layers)}
+
+
+def write_safetensors(folder, tensors):
+    save_file(tensors, folder / "model.safetensors")
+
+
+def write_bin(folder, tensors):
+    import torch
+
+    state = {
+        k: torch.from_numpy(v.astype(np.float32)).to(getattr(torch, v.dtype.name))
+        for k, v in tensors.items()
+    }
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+FORMS = {"safetensors": write_safetensors, "shards": write_shards, "bin": write_bin}
+FLOAT32, FLOAT16, BFLOAT16 = np.float32, np.float16, jnp.bfloat16
+
+# Every layout, type and file form, each beside as many of the others as few cases allow.
+MATRIX = [
+    ("eagle", plain, FLOAT32, "safetensors"),
+    ("poss3", plain, FLOAT16, "bin"),
+    ("poss3", prefixed, FLOAT32, "bin"),
+    ("eagle", prefixed, BFLOAT16, "shards"),
+    ("eagle", of_vllm, FLOAT32, "shards"),
+    ("poss3", of_vllm, FLOAT16, "safetensors"),
+    ("poss3", without_embedding, FLOAT32, "safetensors"),
+    ("eagle", without_embedding, BFLOAT16, "bin"),
+    ("eagle", of_qwen2, FLOAT32, "bin"),
+    ("poss3", of_qwen2, BFLOAT16, "shards"),
+    ("poss3", of_transformers_5, FLOAT32, "shards"),
+    ("eagle", of_transformers_5, FLOAT16, "shards"),
+    ("poss3", with_all_layers_counted, FLOAT32, "safetensors"),
+    ("poss3", with_all_layers_counted, BFLOAT16, "safetensors"),
+    ("eagle", with_fc_bias, FLOAT16, "safetensors"),  # float32: as of_qwen2
+    ("poss3", with_fc_bias, BFLOAT16, "bin"),
+]
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory) -> dict[str, Golden]:
+    """The recorded models, converted once for all tests of a worker."""
+    folder = tmp_path_factory.getbasetemp() / "golden"
+    return {method: load_golden(folder, method) for method in SPANS}
+
+
+@pytest.mark.parametrize(
+    ("method", "layout", "dtype", "form"),
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{case[1].__name__}-{jnp.dtype(case[2]).name}-{case[3]}",
+            marks=[pytest.mark.torch] if case[3] == "bin" else [],
+        )
+        for case in MATRIX
+    ],
+)
+def test_layouts(tmp_path, golden, method, layout, dtype, form):
+    base = golden[method]
+    original = read_tensors(ROOT / "draft" / method)
+    original = {key: value.astype(dtype) for key, value in original.items()}
+    tensors, config = layout(original, read_config(ROOT / "draft" / method))
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    FORMS[form](source, tensors)
+    spans = {"positions_per_specialist": SPANS[method]}
+    run("draft", source=source, target=base.target_folder, output=tmp_path / "out", **spans)
+    record, params = load_draft(tmp_path / "out", target=base.target_record)
+    assert_stored(params, draft_keys(base.draft_config.num_specialists), original)
+    if dtype == FLOAT32:
+        changed = dataclasses.replace(base, draft_record=record, draft=params)
+        check_rounds(changed, "_small")
+
+
+def test_matrix_is_complete():
+    """Every layout meets two types, every type every file form."""
+    for layout in {case[1] for case in MATRIX}:
+        assert len({case[2] for case in MATRIX if case[1] is layout}) == 2
+    for dtype in (FLOAT32, FLOAT16, BFLOAT16):
+        assert {case[3] for case in MATRIX if case[2] is dtype} == FORMS.keys()
+
+
+# --------------------------------------------------------------------------------------------------
+# What the files do not say
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return convert_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def convert(tmp_path, tiny, tensors, capsys, name="source", config=None, **flags):
+    """Converts a tiny draft; returns its config and the lines of what was assumed."""
+    source = write_source(tmp_path / name, tensors, **{"rope_theta": 1e4, **(config or {})})
+    capsys.readouterr()
+    run("draft", source=source, target=tiny / "target", output=tmp_path / "out", **flags)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assumed = [line.removeprefix("assumed: ") for line in lines if line.startswith("assumed: ")]
+    assert json.loads(last)["assumed"] == assumed
+    return read_record(tmp_path / "out").draft, assumed
+
+
+FULL = {"bias": False, "rms_norm_eps": 1e-6}
+
+
+def test_nothing_is_assumed_where_the_files_say_it(tmp_path, tiny, capsys):
+    metadata = {"positions_per_specialist": [1, 4], "trained_depth": 7}
+    config, assumed = convert(
+        tmp_path, tiny, draft_tensors(2), capsys, config=FULL | {"poss_jax": metadata}
+    )
+    assert (config.positions_per_specialist, config.trained_depth) == ((1, 4), 7)
+    assert assumed == []
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"rope_theta": None}, "rope theta 10000, because config.json has none"),
+        ({"rms_norm_eps": None}, "rms_norm_eps 1e-06, because config.json has none"),
+        ({"model_type": None}, "model_type llama, because config.json has none"),
+        ({"bias": True}, "fc without bias, because the weights hold no fc.bias, although"),
+        ({"bias": None}, "has no key bias, which means true"),
+        ({"model_type": "qwen2"}, "qkv_bias False, because the weights hold no"),
+        ({"rope_theta": 5e5}, "because the draft's config.json says so, although the target has"),
+    ],
+)
+def test_what_config_json_leaves_out(tmp_path, tiny, capsys, config, line):
+    flags = {"trained_depth": 3}
+    _, assumed = convert(tmp_path, tiny, draft_tensors(), capsys, config=FULL | config, **flags)
+    assert [line in said for said in assumed].count(True) == 1, assumed
+    assert all(", because " in said for said in assumed)
+
+
+@pytest.mark.parametrize("folder", ["PosS3-Llama2-13B-Chat", "models--HINT-lab--{}/snapshots/0a1b"])
+def test_published_drafts_are_known_by_their_folder(tmp_path, tiny, capsys, folder):
+    name = "PosS3-Llama2-13B-Chat"
+    config, assumed = convert(
+        tmp_path, tiny, draft_tensors(2), capsys, name=folder.format(name), config=FULL
+    )
+    assert (config.positions_per_specialist, config.trained_depth) == ((3, 3), 6)
+    assert len(assumed) == 2 and all(f"is that of HINT-lab/{name}" in line for line in assumed)
+
+
+def test_flags_win_and_it_is_said(tmp_path, tiny, capsys):
+    name, flags = "PosS3-Llama2-13B-Chat", {"positions_per_specialist": "1,2"}
+    config, assumed = convert(
+        tmp_path, tiny, draft_tensors(2), capsys, name=name, config=FULL, **flags
+    )
+    assert (config.positions_per_specialist, config.trained_depth) == ((1, 2), 3)
+    assert assumed[0].startswith("1,2 positions per specialist as asked, although ")
+    assert assumed[1:] == ["trained depth 3, because the positions per specialist add up to it"]
+
+
+def test_a_known_name_with_another_number_of_layers(tmp_path, tiny, capsys):
+    with pytest.raises(UserError, match="has 4 specialists, got 2"):
+        convert(tmp_path, tiny, draft_tensors(4), capsys, name="PosS3-Llama2-13B-Chat")
+
+
+def test_published_table():
+    for hub_id, known in PUBLISHED.items():
+        spans, depth = known.positions_per_specialist, known.trained_depth
+        if "PosS" in hub_id:
+            span = int(hub_id.split("PosS")[1][0])
+            assert set(spans) == {span} and sum(spans) == depth
+        else:
+            assert spans == (1,) and depth == (3 if "HASS" in hub_id else 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Contradictions and other models
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": 16}, r"hidden_size 16, the weights have fc\.weight \[8, 16\]"),
+        ({"intermediate_size": 20}, r"intermediate_size 20, .* \[12, 8\]"),
+        ({"head_dim": 6}, r"num_attention_heads times head_dim 12, .*q_proj\.weight \[8, 8\]"),
+        ({"num_key_value_heads": 2}, r"num_key_value_heads times head_dim 8, .* \[4, 8\]"),
+        ({"vocab_size": 32}, r"vocab_size 32, .* \[16, 8\]"),
+        ({"num_hidden_layers": 3}, r"num_hidden_layers 3, the weights hold 1"),
+        ({"qkv_bias": True}, r"qkv_bias True, the weights hold no layers\.0\.self_attn\.q_proj"),
+        ({"attention_bias": True}, r"attention_bias True, the weights hold no"),
+        ({"mlp_bias": True}, r"mlp_bias True, the weights hold no"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, r"says EAGLE-3 .* EAGLE-2's layout"),
+        ({"poss_jax": [3]}, r"poss_jax: want an object"),
+        ({"poss_jax": {"trained_depth": 3}}, r"poss_jax: missing key 'positions_per_specialist'"),
+    ],
+)
+def test_contradictions_name_both_sides(tmp_path, tiny, capsys, config, message):
+    tensors = draft_tensors(**{"embed_tokens.weight": (16, 8)})
+    with pytest.raises(UserError, match=message):
+        convert(tmp_path, tiny, tensors, capsys, config=config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_hidden_bias_against_config_json(tmp_path, tiny, capsys):
+    tensors = draft_tensors(**{"layers.0.self_attn.q_proj.bias": (8,)})
+    with pytest.raises(UserError, match="says qkv_bias False, the weights hold a"):
+        convert(tmp_path, tiny, tensors, capsys, config={"qkv_bias": False})
+
+
+def test_other_head_in_vllms_layout(tmp_path, tiny, capsys):
+    tensors = draft_tensors(**{"model.lm_head.weight": (16, 8)})
+    with pytest.raises(UserError, match=r"model\.lm_head\.weight differs from the head"):
+        convert(tmp_path, tiny, tensors, capsys)
+
+
+def test_a_key_with_and_without_prefix(tmp_path, tiny, capsys):
+    tensors = draft_tensors(**{"model.fc.weight": (8, 16)})
+    with pytest.raises(UserError, match=r"both fc\.weight and model\.fc\.weight"):
+        convert(tmp_path, tiny, tensors, capsys)
+
+
+NOT_YET = "not supported yet"
+OTHERS = {
+    "EAGLE-3 by its names": ({"midlayer.hidden_norm.weight": (8,)}, {}, f"an EAGLE-3 .*{NOT_YET}"),
+    "EAGLE-3 by its map": ({"d2t": (4,), "t2d": (16,)}, {}, f"an EAGLE-3 draft .*{NOT_YET}"),
+    "EAGLE-3 by its fc": ({"fc.weight": (8, 24)}, {}, rf"EAGLE-3 .*\[8, 24\].*{NOT_YET}"),
+    "EAGLE-3 by its width": (
+        {"layers.0.self_attn.q_proj.weight": (8, 16)},
+        {},
+        rf"an EAGLE-3 draft \(.*q_proj\.weight \[8, 16\].*{NOT_YET}",
+    ),
+    "PosS on EAGLE-3": (
+        {"midlayers.0.hidden_norm.weight": (8,), "midlayers.1.hidden_norm.weight": (8,)},
+        {},
+        f"a PosS draft on EAGLE-3 .*{NOT_YET}",
+    ),
+    "speculators' EAGLE-3": (
+        {},
+        {"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]},
+        rf"an EAGLE-3 draft of speculators \(Eagle3DraftModel\): {NOT_YET}",
+    ),
+    "another of speculators": (
+        {},
+        {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]},
+        rf"a dflash draft of speculators \(DFlashDraftModel\): {NOT_YET}",
+    ),
+    "speculators' EAGLE-1": (
+        {"embed_layernorm.weight": (8,)},
+        {},
+        r"an EAGLE-1 draft of speculators .*\(embed_layernorm\.weight\)",
+    ),
+    "an input norm": (
+        {"layers.0.input_layernorm.weight": (8,)},
+        {},
+        r"layers\.0\.input_layernorm\.weight belongs to no EAGLE-2, HASS or PosS draft",
+    ),
+    "LoRA": ({"layers.0.self_attn.q_proj.lora_A.weight": (2, 8)}, {}, "a LoRA adapter"),
+    "quantised": ({}, {"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_others_are_refused_by_name(tmp_path, tiny, capsys, what):
+    extra, config, message = OTHERS[what]
+    tensors = draft_tensors() | draw(extra)
+    with pytest.raises(UserError, match=message):
+        convert(tmp_path, tiny, tensors, capsys, config=config)
+
+
+def test_a_target_given_as_draft(tmp_path, tiny, capsys):
+    with pytest.raises(UserError, match=r"holds a whole target .* with the target command"):
+        convert(tmp_path, tiny, target_tensors(), capsys)
+
+
+def test_an_adapter_folder_without_weights_of_its_own(tmp_path, tiny):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="a LoRA adapter"):
+        run("draft", source=source, target=tiny / "target", output=tmp_path / "out")
