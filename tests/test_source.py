@@ -72,6 +72,40 @@ def test_index_with_a_shard_that_cannot_be(tmp_path, shard):
 
 
 # --------------------------------------------------------------------------------------------------
+# Sizes and settings that cannot be
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
+
+
+@pytest.mark.parametrize(
+    "text", ["-1", "0", "0.5", "1e999", "NaN", '"many"', "[8]", "{}", "1" * 30, "1" * 5000]
+)
+@pytest.mark.parametrize("key", _SIZES)
+def test_wrong_size(tmp_path, key, text):
+    folder = write_source(tmp_path / "source", target_tensors(), **{key: "HERE"})
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"HERE"', text))
+    refused(tmp_path, r"config\.json")
+
+
+@pytest.mark.parametrize("text", ["-1", "1e999", "NaN", '"small"', "[]"])
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "max_position_embeddings"])
+def test_wrong_setting(tmp_path, key, text):
+    folder = write_source(tmp_path / "source", target_tensors(), **{key: "HERE"})
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"HERE"', text))
+    refused(tmp_path, rf"config\.json: {key.partition('_')[0]}")
+
+
+@pytest.mark.parametrize("text", ["1e999", "4294967296", '"end"', "[1, -2]", "[[1]]"])
+def test_wrong_stop_token(tmp_path, text):
+    folder = write_source(tmp_path / "source", target_tensors(), eos_token_id="HERE")
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"HERE"', text))
+    refused(tmp_path, r"config\.json: eos_token_ids")
+
+
+# --------------------------------------------------------------------------------------------------
 # Checksums
 
 

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-STRICT = ConfigDict(extra="forbid")
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+TokenId = Annotated[int, Field(ge=-1, lt=2**31)]  # -1 stands for none in some config.json
 Spans = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 
 
@@ -24,11 +25,11 @@ class RopeConfig:
     """
 
     type: Literal["default", "linear", "dynamic", "llama3"] = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
+    theta: float = Field(default=10000.0, gt=0)
+    factor: float = Field(default=1.0, gt=0)
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: int = Field(default=8192, gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -45,20 +46,20 @@ class LlamaConfig:
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0)
+    num_layers: int = Field(gt=0, le=10_000)
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0, multiple_of=2)
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = Field(default=2048, gt=0)
+    rms_norm_eps: float = Field(default=1e-5, ge=0)
     rope: RopeConfig = Field(default_factory=RopeConfig)
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
     mlp_bias: bool = False
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: TokenId | None = None
+    eos_token_ids: tuple[TokenId, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
