@@ -138,12 +138,13 @@ def check_keys(
     shapes = {**optional, **wanted}
     problems = [f"missing {key} {list(wanted[key])}" for key in wanted if key not in tensors]
     for key, tensor in tensors.items():
+        where = f"in {tensor.file.name}"
         if key not in shapes:
-            problems.append(f"unknown {key} {list(tensor.shape)}")
+            problems.append(f"unknown {key} {list(tensor.shape)} {where}")
         elif tensor.shape != shapes[key]:
-            problems.append(f"{key} want {list(shapes[key])} got {list(tensor.shape)}")
+            problems.append(f"{key} want {list(shapes[key])} got {list(tensor.shape)} {where}")
         elif tensor.dtype not in _READABLE:
-            problems.append(f"{key} want {' or '.join(_READABLE)} got {tensor.dtype}")
+            problems.append(f"{key} want {' or '.join(_READABLE)} got {tensor.dtype} {where}")
     if problems:
         listed = "; ".join(problems[:_MAX_LISTED])
         more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""

@@ -30,6 +30,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # In the order of preference.
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
+_SMALL_FILES = ("config.json", *TOKENIZER_FILES)
+
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -68,21 +70,25 @@ class LazyTensor:
 def open_source(source: str, revision: str | None = None) -> Source:
     """Finds a checkpoint's folder, downloading it if it is a Hub id.
 
+    Config and tokenizer are compared with SHA256SUMS or the Hub's checksums, where there are any.
+
     Args:
       source: an existing folder, or a Hub id such as `owner/name`.
       revision: branch, tag or commit on the Hub.
 
     Raises:
-      UserError: neither a folder nor a Hub id, or the Hub does not give it.
+      UserError: neither a folder nor a Hub id, the Hub does not give it, or a damaged file.
     """
     folder = Path(source)
     if folder.is_dir():
+        _verify(folder, _SMALL_FILES)
         return Source(folder.resolve().name, None, folder)
     if not _HUB_ID.fullmatch(source) or source.startswith("."):
         raise UserError(f"source {source} does not exist; give a folder or a Hub id (owner/name)")
     snapshot = fetch_snapshot(source, revision, _PATTERNS)
     if not _find_weights(snapshot):
         snapshot = fetch_snapshot(source, revision, (*_PATTERNS, _BIN_PATTERN))
+    _verify(snapshot, _SMALL_FILES)
     return Source(source, snapshot.name, snapshot)
 
 
@@ -91,7 +97,7 @@ def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
 
     Args:
       folder: of the checkpoint.
-      verify: compare its files with SHA256SUMS or the Hub's checksums first, where there are any.
+      verify: compare them with SHA256SUMS or the Hub's checksums first, where there are any.
 
     Raises:
       UserError: no weights, a missing or damaged file, or an index that does not match its shards.
@@ -101,11 +107,10 @@ def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
         wanted = " or ".join(_WEIGHT_FILES)
         raise UserError(f"{folder} holds no weights; want {wanted}, or their .index.json")
     shards = _read_index(weights) if weights.suffix == ".json" else {}
-    files = [folder / name for name in sorted(set(shards.values()))] or [weights]
+    files = sorted(set(shards.values())) or [weights.name]
     if verify:
-        small = (folder / name for name in ("config.json", *TOKENIZER_FILES))
-        _verify(dict.fromkeys([*small, weights, *files]))
-    tensors = _read_files(files)
+        _verify(folder, dict.fromkeys([weights.name, *files]))
+    tensors = _read_files(folder / name for name in files)
     if shards:
         _check_index(weights, shards, tensors)
     return tensors
@@ -115,18 +120,18 @@ def _check_index(index: Path, shards: Mapping[str, str], tensors: Mapping[str, L
     found = {key: tensor.file.name for key, tensor in tensors.items()}
     wrong = sorted(k for k in found.keys() | shards.keys() if found.get(k) != shards.get(k))
     if wrong:
-        listed = ", ".join(wrong[:20])
+        listed = ", ".join(f"{k} ({shards.get(k)}, got {found.get(k)})" for k in wrong[:20])
         raise UserError(f"{index} and its shards disagree about {listed}; fetch the files again")
 
 
-def _verify(paths: Iterable[Path]) -> None:
-    """Compares the files that exist with what is known about them."""
-    sums: dict[str, str] = {}
-    for path in filter(Path.is_file, paths):
-        sums = sums or read_sums(path.parent)
-        if path.name in sums:
-            check_file(path, sums[path.name])
-        check_blob(path)
+def _verify(folder: Path, names: Iterable[str]) -> None:
+    """Compares those files that exist with what is known about them."""
+    sums = read_sums(folder)
+    for name in names:
+        if (folder / name).is_file():
+            if name in sums:
+                check_file(folder / name, sums[name])
+            check_blob(folder / name)
 
 
 def _find_weights(folder: Path) -> Path | None:
