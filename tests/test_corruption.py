@@ -6,7 +6,6 @@ bit flipped in their data changes the one number it is in, and nothing else; a d
 config changes the config, and no weight.
 """
 
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator

@@ -236,7 +236,7 @@ def _known(draft: DraftSource, metadata: DraftMetadata | None) -> tuple[Any, str
 
 
 def _check_spans(draft: DraftSource, spans: tuple[int, ...] | None) -> tuple[int, ...]:
-    name, num_layers = draft.source.name, draft.num_layers
+    name, num_layers = draft.origin, draft.num_layers
     if spans is not None and len(spans) == num_layers:
         return spans
     got = " and does not say which positions each drafts"
