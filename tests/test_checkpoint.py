@@ -165,6 +165,52 @@ def test_target_comes_back_bit_for_bit(tmp_path, dtype):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(got))
 
 
+def half_of_the_first_axis(path, shape):
+    """The first axis over two devices; a single norm of all lies on one device."""
+    if path == "norm/scale":
+        return jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    spec = jax.sharding.PartitionSpec("x") if len(shape) == 2 else jax.sharding.PartitionSpec()
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_each_device_gets_its_part(saved, dtype):
+    _, whole = load_target(saved / "target")
+    _, parts = load_target(saved / "target", dtype, sharding=half_of_the_first_axis)
+    seen = {}
+    for (item, tree), (_, want) in zip(
+        split_items(TARGET, parts), split_items(TARGET, whole), strict=True
+    ):
+        for path, array in flatten_item(tree).items():
+            stored = flatten_item(want)[path]
+            name = "/".join((item, *path))
+            seen[name] = array.sharding
+            assert array.sharding == half_of_the_first_axis(name, array.shape)
+            assert array.dtype == (dtype or stored.dtype)
+            np.testing.assert_array_equal(np.asarray(array), np.asarray(stored.astype(array.dtype)))
+            rows = len(array) // 2 if array.ndim == 2 else len(array)
+            assert {shard.data.shape[0] for shard in array.addressable_shards} == {rows}
+    assert seen.keys() == paths(target_shapes(TARGET)).keys()
+    assert len(seen["norm/scale"].device_set) == 1
+
+
+def test_one_sharding_for_all_of_a_draft(saved):
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[4:])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    target = read_record(saved / "target")
+    _, params = load_draft(saved / "draft", target=target, sharding=sharding)
+    assert_same(params, random_params(DRAFT))
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(params))
+
+
+def test_arrays_that_cannot_be_cut_as_wanted(saved):
+    mesh = jax.make_mesh((8,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    with pytest.raises(UserError, match=r"layers/0/.* \[.*\] cannot be sharded"):
+        load_target(saved / "target", sharding=sharding)
+
+
 def test_draft_comes_back_bit_for_bit(saved):
     record, params = load_draft(saved / "draft", target=read_record(saved / "target"))
     assert (record.method, record.kv) == ("poss13", "per_specialist")

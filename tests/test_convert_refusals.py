@@ -152,10 +152,10 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, tiny, monkeypatch, erro
     checkpointer = poss_jax.checkpoint.folder._checkpointer()
     save = checkpointer.save
 
-    def fail_at_the_norm(path, item):
+    def fail_at_the_norm(path, args):
         if path.name == "norm":
             raise error("stop")
-        save(path, item)
+        save(path, args=args)
 
     monkeypatch.setattr(checkpointer, "save", fail_at_the_norm)
     with pytest.raises(error, match="stop"):

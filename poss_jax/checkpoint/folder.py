@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -15,12 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
 
 from poss_jax.checkpoint.items import flatten_item, item_shapes, join_items
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, check_fit, read_record
 from poss_jax.checkpoint.sums import hash_item, write_sums
 from poss_jax.config import DraftConfig, UserError, config_to_dict
 from poss_jax.shapes import Params
+
+# How large the pieces of a stored array are at most: a device that holds a part of an array reads
+# the pieces with that part.
+_CHUNK_BYTES = 64 * 2**20
+
+ShardingFor = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+"""(key path such as `layers/0/attention/q/weight`, shape) -> where the array is to lie."""
 
 
 def write_model(
@@ -96,8 +104,11 @@ def _write_items(
         # NumPy arrays leave no note of this machine's devices in the item.
         arrays = jax.tree.map(np.asarray, tree)
         _check_item(f"item {name}", arrays, shapes.get(name, {}))
-        _checkpointer().save(partial / "weights" / name, arrays)
+        save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
+        args = ocp.args.PyTreeSave(arrays, save_args=save_args)
+        _checkpointer().save(partial / "weights" / name, args=args)
         sums[name] = hash_item(arrays)
+        del tree, arrays  # before the next item is made
     missing = sorted(shapes.keys() - sums.keys())
     if missing:
         raise UserError(f"model has no items {', '.join(missing)}; give every item")
@@ -125,12 +136,18 @@ def _check_item(origin: str, arrays: Params, shapes: Params) -> None:
 # Reading
 
 
-def load_target(folder: str | Path, dtype: Any = None) -> tuple[ModelRecord, Params]:
-    """Loads a target straight to the default device.
+def load_target(
+    folder: str | Path,
+    dtype: Any = None,
+    *,
+    sharding: jax.sharding.Sharding | ShardingFor | None = None,
+) -> tuple[ModelRecord, Params]:
+    """Loads a target straight to its devices.
 
     Args:
       folder: model folder.
       dtype: of every array; None keeps what is stored.
+      sharding: see `load_item`.
 
     Returns:
       The record, and {"embed", "layers": list, "norm", "head"}; a tied head is the embedding's
@@ -140,7 +157,7 @@ def load_target(folder: str | Path, dtype: Any = None) -> tuple[ModelRecord, Par
       UserError: what `read_record` refuses, a draft, or a missing or damaged item.
     """
     record = _read_family(folder, "target")
-    params = _load_params(folder, record, dtype)
+    params = _load_params(folder, record, dtype, sharding)
     params.setdefault("head", {"weight": params["embed"]["weight"]})
     return record, params
 
@@ -151,14 +168,16 @@ def load_draft(
     *,
     target: ModelRecord,
     allow_target_mismatch: bool = False,
+    sharding: jax.sharding.Sharding | ShardingFor | None = None,
 ) -> tuple[ModelRecord, Params]:
-    """Loads a draft straight to the default device.
+    """Loads a draft straight to its devices.
 
     Args:
       folder: model folder.
       dtype: of every array; None keeps what is stored.
       target: record of the target it will draft for.
       allow_target_mismatch: load it although it was made for other weights of the same shape.
+      sharding: see `load_item`.
 
     Returns:
       The record, and {"fc", "specialists": list}.
@@ -176,19 +195,39 @@ def load_draft(
             f"{target.target.name} with another embedding or head; use its own target, or allow "
             "the target mismatch"
         )
-    return record, _load_params(folder, record, dtype)
+    return record, _load_params(folder, record, dtype, sharding)
 
 
-def load_item(folder: str | Path, record: ModelRecord, name: str, dtype: Any = None) -> Params:
+def load_item(
+    folder: str | Path,
+    record: ModelRecord,
+    name: str,
+    dtype: Any = None,
+    *,
+    sharding: jax.sharding.Sharding | ShardingFor | None = None,
+) -> Params:
     """Loads one item of a model; `items.py` lists names and key paths.
 
+    Each device's part of an array is read and cast on its own; the host never holds more than the
+    parts being read.
+
+    Args:
+      folder: model folder.
+      record: what its model.json says.
+      name: of the item.
+      dtype: of every array; None keeps what is stored.
+      sharding: of every array, or a function that gives it; None: the default device.
+
     Raises:
-      UserError: the item is missing, damaged, or not what the config says.
+      UserError: the item is missing, damaged, or not what the config says, or an array cannot be
+        cut as the sharding wants.
     """
-    sharding = jnp.zeros(()).sharding  # of the default device, whatever device wrote the item
-    abstract = jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(array.shape, dtype or array.dtype, sharding=sharding),
-        describe_item(folder, record, name),
+    sharding = sharding or jnp.zeros(()).sharding  # whatever device wrote the item
+    abstract = unflatten_dict(
+        {
+            path: _place("/".join((name, *path)), array, dtype, sharding)
+            for path, array in flatten_item(describe_item(folder, record, name)).items()
+        }
     )
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     path = _item_path(folder, name)
@@ -196,6 +235,23 @@ def load_item(folder: str | Path, record: ModelRecord, name: str, dtype: Any = N
         return _checkpointer().restore(
             path, args=ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args)
         )
+
+
+def _place(
+    path: str,
+    array: jax.ShapeDtypeStruct,
+    dtype: Any,
+    sharding: jax.sharding.Sharding | ShardingFor,
+) -> jax.ShapeDtypeStruct:
+    """What of an array is to be restored, and where."""
+    if not isinstance(sharding, jax.sharding.Sharding):
+        sharding = sharding(path, array.shape)
+    try:
+        sharding.shard_shape(array.shape)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} {list(array.shape)} cannot be sharded: {reason}") from error
+    return jax.ShapeDtypeStruct(array.shape, dtype or array.dtype, sharding=sharding)
 
 
 def describe_item(folder: str | Path, record: ModelRecord, name: str) -> Params:
@@ -225,9 +281,16 @@ def _read_family(folder: str | Path, family: str) -> ModelRecord:
     return record
 
 
-def _load_params(folder: str | Path, record: ModelRecord, dtype: Any) -> Params:
-    names = item_shapes(record.config)
-    return join_items((name, load_item(folder, record, name, dtype)) for name in names)
+def _load_params(
+    folder: str | Path,
+    record: ModelRecord,
+    dtype: Any,
+    sharding: jax.sharding.Sharding | ShardingFor | None,
+) -> Params:
+    return join_items(
+        (name, load_item(folder, record, name, dtype, sharding=sharding))
+        for name in item_shapes(record.config)
+    )
 
 
 def _item_path(folder: str | Path, name: str) -> Path:
@@ -252,5 +315,6 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 @cache
-def _checkpointer() -> ocp.PyTreeCheckpointer:
-    return ocp.PyTreeCheckpointer()
+def _checkpointer() -> ocp.Checkpointer:
+    # Weights barely compress, and the attempt would take as much memory again.
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))

@@ -11,6 +11,7 @@ key -> our path, shape and type, and as its last line one JSON object.
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,6 +23,7 @@ from poss_jax.convert.specialists import plan_specialists
 from poss_jax.convert.table import format_rows
 from poss_jax.convert.target import plan_target
 from poss_jax.program import Parser, run_program
+from poss_jax.shapes import Params
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for line in conversion.assumed:
         print(f"assumed: {line}")
     print("\n".join(format_rows(conversion.rows)))
-    items = tqdm(conversion.items, total=conversion.num_items, unit="item", disable=None)
-    write_model(
-        args.output, conversion.record, iter(items), tokenizer_from=conversion.tokenizer_from
-    )
+    with tqdm(total=conversion.num_items, unit="item", disable=None) as progress:
+        # Iterating over tqdm itself would keep each item until the next one has been made.
+        items = map(partial(_advance, progress), conversion.items)
+        write_model(args.output, conversion.record, items, tokenizer_from=conversion.tokenizer_from)
     record = conversion.record
     summary = {
         "output": str(args.output),
@@ -53,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "assumed": list(conversion.assumed),
     }
     print(json.dumps(summary))
+
+
+def _advance(progress: tqdm, item: tuple[str, Params]) -> tuple[str, Params]:
+    progress.update()
+    return item
 
 
 def cli() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -178,14 +179,22 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
     try:
         file = safe_open(path, framework="np")
         with path.open("rb") as raw:  # safe_open takes the last of a key's entries
-            parse_json(raw.read(int.from_bytes(raw.read(8), "little")), f"{path}: header")
+            size = int.from_bytes(raw.read(8), "little")
+            header = parse_json(raw.read(size), f"{path}: header")
         for key in file.keys():  # noqa: SIM118 (not a mapping)
             stored = file.get_slice(key)
-            dtype = str(stored.get_dtype())
-            read = partial(file.get_tensor, key)
-            yield key, LazyTensor(path, tuple(stored.get_shape()), _DTYPES.get(dtype, dtype), read)
+            shape, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
+            dtype = _DTYPES.get(dtype, dtype)
+            start = 8 + size + header[key]["data_offsets"][0]
+            yield key, LazyTensor(path, shape, dtype, partial(_map, path, start, shape, dtype))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
+
+
+def _map(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Maps a tensor into memory, where it costs none of its own: `get_tensor` makes a copy."""
+    array = np.memmap(path, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, "r", start, shape)
+    return np.require(array, requirements="A")  # no file has to align its tensors
 
 
 def _same(array: np.ndarray) -> np.ndarray:

@@ -43,9 +43,9 @@ def plan_target(source: str, *, revision: str | None = None, dtype: DType = "kee
     )
     reader = Reader(tensors, dtype)
     if config.tie_embeddings and _HEAD in tensors:
-        _check_tied(opened.folder, reader)
-    embedding = reader.read(_EMBED)
-    head = embedding if config.tie_embeddings else reader.read(_HEAD)
+        _check_tied(opened.folder, tensors)
+    embedding = tensors[_EMBED].read()
+    head = embedding if config.tie_embeddings else tensors[_HEAD].read()
     identity = target_identity(opened.name, opened.revision, embedding, head)
     return Conversion(
         record=new_record(config, identity, tokenizer_from=opened.folder),
@@ -70,8 +70,8 @@ def _dropped(
     return dropped
 
 
-def _check_tied(folder: Path, reader: Reader) -> None:
-    if (reader.read(_EMBED) != reader.read(_HEAD)).any():
+def _check_tied(folder: Path, tensors: dict[str, LazyTensor]) -> None:
+    if (tensors[_EMBED].read() != tensors[_HEAD].read()).any():
         raise UserError(
             f"{folder}: config.json ties the embeddings, got another {_HEAD}; "
             "set tie_word_embeddings to what the model was trained with"
