@@ -1,6 +1,8 @@
 """Synthetic checkpoints in PyTorch's layouts, and where each of their keys must arrive."""
 
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +131,16 @@ def convert_tiny(folder: Path) -> Path:
     write_source(folder / "source", target_tensors())
     run("target", source=folder / "source", output=folder / "target")
     return folder
+
+
+def damages(content: bytes, num_cases: int) -> Iterator[tuple[str, bytes]]:
+    """The content, cut and with a bit flipped, each so often, and what was done to it."""
+    rng = random.Random(len(content))
+    for _ in range(num_cases):
+        end = rng.randrange(len(content))
+        yield f"cut {end}", content[:end]
+    for _ in range(num_cases):
+        place, bit = rng.randrange(len(content)), rng.randrange(8)
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << bit
+        yield f"flip {place} {bit}", bytes(flipped)

@@ -6,16 +6,22 @@ bit flipped in their data changes the one number it is in, and nothing else; a d
 config changes the config, and no weight.
 """
 
-import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from convert_sources import convert_tiny, draft_tensors, target_tensors, write_shards, write_source
+from convert_sources import (
+    convert_tiny,
+    damages,
+    draft_tensors,
+    target_tensors,
+    write_shards,
+    write_source,
+)
 from flax.traverse_util import flatten_dict
 
 from poss_jax.checkpoint import write_sums
@@ -101,19 +107,6 @@ def run_cli(monkeypatch, capsys, tmp_path):
     return run
 
 
-def damages(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """The content, cut and with a bit flipped, and what was done to it."""
-    rng = random.Random(len(content))
-    for _ in range(NUM_CASES):
-        end = rng.randrange(len(content))
-        yield f"cut {end}", content[:end]
-    for _ in range(NUM_CASES):
-        place, bit = rng.randrange(len(content)), rng.randrange(8)
-        flipped = bytearray(content)
-        flipped[place] ^= 1 << bit
-        yield f"flip {place} {bit}", bytes(flipped)
-
-
 def changed_elements(got: Result, want: Result) -> list[tuple[str, int]]:
     """Key path and index of the float32 numbers that differ."""
     return [
@@ -144,7 +137,7 @@ FILES = [
 def test_with_checksums_damage_never_passes(tmp_path, run_cli, form, name):
     case = build(tmp_path, form, with_sums=True)
     want, intact = case.convert(), (case.folder / name).read_bytes()
-    for done, content in damages(intact):
+    for done, content in damages(intact, NUM_CASES):
         (case.folder / name).write_bytes(content)
         try:
             assert case.convert() == want, done
@@ -157,7 +150,7 @@ def test_without_checksums(tmp_path, run_cli, form, name):
     case = build(tmp_path, form, with_sums=False)
     want, intact = case.convert(), (case.folder / name).read_bytes()
     header = 8 + int.from_bytes(intact[:8], "little")
-    for done, content in damages(intact):
+    for done, content in damages(intact, NUM_CASES):
         (case.folder / name).write_bytes(content)
         try:
             got = case.convert()

@@ -9,9 +9,21 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convert_sources import convert_tiny
+from convert_sources import convert_tiny, damages, draft_tensors, run, write_source
+from models import random_target, tiny_llama
 
-from poss_jax.checkpoint import load_item, load_target, read_record, sums, verify_model
+from poss_jax.checkpoint import (
+    item_shapes,
+    load_item,
+    load_target,
+    new_record,
+    read_record,
+    split_items,
+    sums,
+    target_identity,
+    verify_model,
+    write_model,
+)
 from poss_jax.checkpoint.sums import hash_item, hash_values
 from poss_jax.config import UserError
 
@@ -142,3 +154,90 @@ def test_malformed_sums(model, tmp_path, line):
     (copy / "SHA256SUMS").write_text(line + "\n")
     with pytest.raises(UserError, match="SHA256SUMS: line 1: want"):
         verify_model(copy)
+
+
+# --------------------------------------------------------------------------------------------------
+# Damage anywhere
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> Path:
+    folder = convert_tiny(tmp_path_factory.mktemp("draft"))
+    tokenizer = folder / "target/tokenizer.json"
+    tokenizer.write_text('{"version": "1.0"}')
+    source = write_source(folder / "draft_source", draft_tensors())
+    run("draft", source=source, target=folder / "target", output=folder / "draft")
+    return folder / "draft"
+
+
+def assert_found_or_harmless(folder: Path, content: bytes, path: Path, num_cases: int) -> None:
+    """Loading or `verify_model` refuses the damaged file in one line, or all is as it was."""
+    want = read_model(folder)
+    for done, damaged in damages(content, num_cases):
+        path.write_bytes(damaged)
+        try:
+            verify_model(folder)
+            got = read_model(folder)
+        except UserError as error:
+            assert "\n" not in str(error) and str(folder) in str(error), done
+        else:
+            assert got == want, done
+    path.write_bytes(content)
+
+
+def read_model(folder: Path) -> tuple:
+    record = read_record(folder)
+    items = {
+        name: hash_item(load_item(folder, record, name)) for name in item_shapes(record.config)
+    }
+    tokenizer = {path.name: path.read_bytes() for path in folder.glob("tokenizer*")}
+    return record, items, tokenizer
+
+
+def assert_all_found(folder: Path, parts: list[Path], num_cases: int) -> None:
+    files = [path for part in parts for path in sorted([part, *part.rglob("*")]) if path.is_file()]
+    assert len(files) > 2
+    for path in files:
+        assert_found_or_harmless(folder, path.read_bytes(), path, num_cases)
+
+
+def test_damage_to_records_and_tokenizer(draft, tmp_path, capfd):
+    copy = shutil.copytree(draft, tmp_path / "copy")
+    names = ["model.json", "tokenizer.json", "SHA256SUMS"]
+    assert_all_found(copy, [copy / name for name in names], num_cases=40)
+    assert capfd.readouterr().err == ""
+
+
+def test_damage_to_an_item(draft, tmp_path, capfd):
+    copy = shutil.copytree(draft, tmp_path / "copy")
+    assert_all_found(copy, [copy / "weights/fc"], num_cases=8)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_damage_to_every_file(draft, tmp_path):
+    copy = shutil.copytree(draft, tmp_path / "copy")
+    assert_all_found(copy, [copy], num_cases=40)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_damage_to_a_large_array(tmp_path, damage, capfd):
+    """Beyond 1 KiB, Orbax keeps arrays in files without checksums; ours cover them."""
+    config = tiny_llama(tie_embeddings=True)
+    params = random_target(config)
+    identity = target_identity("tiny", None, *(params["embed"]["weight"],) * 2)
+    record = new_record(config, identity, tokenizer_from=None)
+    write_model(tmp_path / "m", record, split_items(config, params), tokenizer_from=None)
+    files = [path for path in (tmp_path / "m/weights/embed").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    half = len(content) // 2
+    content[half] ^= 1
+    largest.write_bytes(content[:half] if damage == "cut" else content)
+    if damage == "flip":
+        load_target(tmp_path / "m")
+    message = "embed is damaged" if damage == "cut" else "weights of item embed are not those"
+    with pytest.raises(UserError, match=message) as error:
+        verify_model(tmp_path / "m")
+    assert len(str(error.value)) < 400
+    assert capfd.readouterr().err == ""

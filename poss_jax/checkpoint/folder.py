@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from flax.traverse_util import unflatten_dict
 
 from poss_jax.checkpoint.items import flatten_item, item_shapes, join_items
@@ -264,6 +265,7 @@ def describe_item(folder: str | Path, record: ModelRecord, name: str) -> Params:
     if not path.is_dir():
         raise UserError(f"{folder} has no weights item {name}; copy or convert the model again")
     with _explained(path):
+        _check_store(path)
         metadata = _checkpointer().metadata(path).item_metadata
         if metadata is None:
             raise ValueError("it has no metadata")
@@ -307,11 +309,20 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Orbax raises just that when data cannot be read
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).partition(". See full")[0].split())[:200]
         raise UserError(f"{path} is damaged ({reason}); convert the model again") from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _check_store(path: Path) -> None:
+    """Reads an item's table of contents, which has checksums.
+
+    Orbax finds the same damage, but the reads it had under way then print their own errors.
+    """
+    spec = {"driver": "ocdbt", "base": f"file://{path}/"}
+    ts.KvStore.open(spec).result().list().result()
 
 
 @cache
