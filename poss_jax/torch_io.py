@@ -1,8 +1,9 @@
-"""Reading PyTorch `.bin` state dicts; the only file that imports torch."""
+"""Reading and writing PyTorch `.bin` state dicts; the only file that imports torch."""
 
 import pickle
 import re
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,34 @@ def read_bin(path: str | Path) -> dict[str, np.ndarray]:
     return {name: _to_numpy(torch, value, f"{path}, {name}") for name, value in state.items()}
 
 
+def write_bin(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a state dict that `torch.load(weights_only=True)` reads.
+
+    Args:
+      path: of the file.
+      arrays: by name; of NumPy's types that PyTorch has, or `ml_dtypes.bfloat16`.
+
+    Raises:
+      UserError: torch is not installed, or the file cannot be written.
+    """
+    torch = _import_torch()
+    state = {name: _to_torch(torch, array) for name, array in arrays.items()}
+    try:
+        torch.save(state, path)
+    except (OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{Path(path).name} cannot be written: {reason}; nothing is kept"
+        ) from error
+
+
+def _to_torch(torch: Any, array: np.ndarray) -> Any:
+    array = np.array(array)  # torch wants memory of its own, which may be written
+    if array.dtype == ml_dtypes.bfloat16:  # as in _to_numpy
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
 def _is_zip(path: Path) -> bool:
     """Whether the file begins as the zip format does, which torch decides by too."""
     with path.open("rb") as file:
@@ -81,7 +110,7 @@ def _import_torch() -> Any:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
-            "reading a .bin file needs torch; install the `torch` extra "
+            "a .bin file needs torch; install the `torch` extra "
             "(pip install 'poss-jax[torch]') or use a safetensors file"
         ) from error
     return torch

@@ -71,8 +71,8 @@ def write_shards(folder: Path, tensors, num_shards=3) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def run(command, **flags):
-    argv = [command]
+def run(command, *switches, **flags):
+    argv = [command, *switches]
     for flag, value in flags.items():
         argv += ["--" + flag.replace("_", "-"), str(value)]
     main(argv)

@@ -1,11 +1,15 @@
-r"""Converts PyTorch checkpoints into model folders, and makes a PosS start from a trained draft.
+r"""Converts PyTorch checkpoints into model folders and back, and says what a checkpoint holds.
 
-Needs a folder or Hub id with safetensors (or .bin, with the `torch` extra). Prints a table, source
-key -> our path, shape and type, and as its last line one JSON object.
+Needs a folder or Hub id with safetensors (or .bin, with the `torch` extra). Prints what had to be
+assumed, a table (source key -> our path, shape and type), and as its last line one JSON object.
 
-    python -m poss_jax.convert target --source meta-llama/Llama-3.2-1B-Instruct --output runs/target
+    python -m poss_jax.convert inspect HINT-lab/PosS3-Llama3-8B-Instruct
+    python -m poss_jax.convert target --source meta-llama/Meta-Llama-3-8B-Instruct \
+        --output models/llama3
     python -m poss_jax.convert draft --source HINT-lab/PosS3-Llama3-8B-Instruct \
-        --target runs/target --output runs/poss3
+        --target models/llama3 --output models/poss3
+    python -m poss_jax.convert export --model models/poss3 --target models/llama3 \
+        --output exported/poss3
 """
 
 import argparse
@@ -18,6 +22,7 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint import count_parameters, refuse_non_empty, write_model
 from poss_jax.convert.draft import plan_draft
+from poss_jax.convert.export import plan_export, write_export
 from poss_jax.convert.plan import Conversion
 from poss_jax.convert.specialists import plan_specialists
 from poss_jax.convert.table import format_rows
@@ -27,7 +32,7 @@ from poss_jax.shapes import Params
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one conversion.
+    """Runs one command.
 
     Args:
       arguments: the command line without the program's name; None takes the process's own.
@@ -36,7 +41,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
       UserError: wrong arguments, or anything in the source that cannot be converted.
     """
     args = _parser().parse_args(arguments)
+    if args.command == "inspect":
+        _inspect(args)
+        return
     refuse_non_empty(args.output)
+    if args.command == "export":
+        _export(args)
+    else:
+        _convert(args)
+
+
+def cli() -> None:
+    """Entry point of `poss-convert`."""
+    run_program(main)
+
+
+def _convert(args: argparse.Namespace) -> None:
     conversion = _plan(args)
     for line in conversion.assumed:
         print(f"assumed: {line}")
@@ -62,9 +82,23 @@ def _advance(progress: tqdm, item: tuple[str, Params]) -> tuple[str, Params]:
     return item
 
 
-def cli() -> None:
-    """Entry point of `poss-convert`."""
-    run_program(main)
+def _export(args: argparse.Namespace) -> None:
+    export = plan_export(
+        args.model,
+        form=args.format,
+        target=args.target,
+        specialist=args.specialist,
+        dtype=args.dtype,
+    )
+    print("\n".join(format_rows(export.rows)))
+    arrays = tqdm(export.arrays(), total=len(export.rows), unit="tensor", disable=None)
+    write_export(args.output, export, iter(arrays), as_bin=args.bin)
+    summary = {"output": str(args.output), "tensors": len(export.rows), "dtype": export.dtype}
+    print(json.dumps(summary))
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    raise NotImplementedError
 
 
 def _plan(args: argparse.Namespace) -> Conversion:
@@ -97,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_target(commands)
     _add_draft(commands)
     _add_specialists(commands)
+    _add_export(commands)
     return parser
 
 
@@ -154,6 +189,42 @@ def _add_specialists(commands: argparse._SubParsersAction) -> None:
     _add_spans(command, required=True)
 
 
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "export",
+        help="a model folder as a PyTorch checkpoint",
+        description=(
+            "Write a model folder as a PyTorch checkpoint: a target as `transformers` reads it, a "
+            "draft as the original EAGLE and PosS code does (the embedding of its target is part "
+            "of that layout). SHA256SUMS beside the files is checked when they are converted again."
+        ),
+    )
+    command.add_argument(
+        "--model", required=True, type=Path, metavar="DIR", help="model folder to export"
+    )
+    _add_output(command, "folder to write; must not exist or be empty")
+    command.add_argument(
+        "--format",
+        choices=("hf", "eagle", "poss"),
+        help="hf: a target; eagle: a draft of one layer; poss: any draft (default: hf or poss)",
+    )
+    command.add_argument(
+        "--target", type=Path, metavar="DIR", help="model folder of a draft's target"
+    )
+    command.add_argument(
+        "--specialist",
+        type=int,
+        metavar="S",
+        help="write this one of a draft's specialists (0 is the first) as an eagle draft",
+    )
+    command.add_argument(
+        "--bin",
+        action="store_true",
+        help="write pytorch_model.bin, not model.safetensors; needs the `torch` extra",
+    )
+    _add_dtype(command, "float16")
+
+
 def _add_source(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--source",
@@ -166,21 +237,28 @@ def _add_source(command: argparse.ArgumentParser) -> None:
         metavar="REV",
         help="branch, tag or commit on the Hub (default: its main branch)",
     )
+    _add_dtype(command)
+
+
+def _add_dtype(command: argparse.ArgumentParser, *more: str) -> None:
     command.add_argument(
         "--dtype",
-        choices=("keep", "float32", "bfloat16"),
+        choices=("keep", "float32", "bfloat16", *more),
         default="keep",
-        help="type to store the weights in (default: keep that of the source)",
+        help="type to store the weights in (default: keep the one they have)",
     )
 
 
-def _add_output(command: argparse.ArgumentParser) -> None:
+def _add_output(
+    command: argparse.ArgumentParser,
+    text: str = "model folder to write; must not exist or be empty",
+) -> None:
     command.add_argument(
         "--output",
         required=True,
         type=Path,
         metavar="DIR",
-        help="model folder to write; must not exist or be empty",
+        help=text,
     )
 
 

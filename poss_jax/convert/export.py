@@ -1,0 +1,285 @@
+"""The way out: a model folder of ours as the PyTorch checkpoint it would have come from."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from poss_jax import torch_io
+from poss_jax.checkpoint import (
+    ModelRecord,
+    copy_tokenizer,
+    describe_item,
+    flatten_item,
+    item_shapes,
+    load_item,
+    read_record,
+    whole_folder,
+    write_sums,
+)
+from poss_jax.config import DraftConfig, UserError
+from poss_jax.convert.config_json import draft_config_json, target_config_json
+from poss_jax.convert.draft_config import DraftMetadata
+from poss_jax.convert.names import DRAFT_EMBEDDING, source_key
+from poss_jax.convert.plan import Row
+
+Format = Literal["hf", "eagle", "poss"]
+ExportDType = Literal["keep", "float32", "bfloat16", "float16"]
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model folder and what its model.json says."""
+
+    folder: Path
+    record: ModelRecord
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export that is checked and ready.
+
+    Attributes:
+      config: contents of config.json.
+      origins: where each exported item comes from: model, and name of the item there.
+      rows: the table: our path -> key, with the shape and type that are written.
+      tokenizer_from: folder whose tokenizer files are copied; None copies none.
+    """
+
+    config: dict[str, Any]
+    origins: dict[str, tuple[Model, str]]
+    rows: list[Row]
+    tokenizer_from: Path | None
+
+    @property
+    def dtype(self) -> str:
+        """Type of the written arrays; several are joined by a plus."""
+        return "+".join(sorted({row.dtype for row in self.rows}))
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Streams (key, array) in the order of the rows, one item in memory at a time."""
+        rows = iter(self.rows)
+        for model, item in self.origins.values():
+            loaded = flatten_item(load_item(model.folder, model.record, item))
+            arrays = {"/".join((item, *path)): array for path, array in loaded.items()}
+            for row in islice(rows, len(arrays)):
+                yield row.path, _cast(row, np.asarray(arrays[row.key]))
+
+
+def plan_export(
+    model: str | Path,
+    *,
+    form: Format | None = None,
+    target: str | Path | None = None,
+    specialist: int | None = None,
+    dtype: ExportDType = "keep",
+) -> Export:
+    """Plans the export of any model folder.
+
+    Args:
+      model: model folder.
+      form: hf (a target), eagle (a draft of one layer) or poss (any draft); None takes what the
+        model is.
+      target: model folder of a draft's target.
+      specialist: which one of several to write as an eagle draft.
+      dtype: to write; by default what is stored.
+
+    Raises:
+      UserError: options that do not go together, or what the plans for targets and drafts refuse.
+    """
+    record = read_record(model)
+    if form is None:
+        form = "hf" if record.family == "target" else "poss" if specialist is None else "eagle"
+    if form == "hf":
+        if target is not None or specialist is not None:
+            raise UserError("--target and --specialist are for drafts; leave them out for a target")
+        return plan_target_export(model, dtype=dtype)
+    num_layers = record.draft.num_specialists if record.family == "draft" else 1
+    if form == "eagle" and specialist is None and num_layers > 1:
+        raise UserError(
+            f"{model} has {num_layers} specialists, an eagle draft one layer; give --specialist "
+            f"0 to {num_layers - 1}, or --format poss"
+        )
+    if form == "poss" and specialist is not None:
+        raise UserError("--format poss writes every specialist; give --format eagle for one")
+    if target is None:
+        raise UserError(
+            "the layout of drafts holds their target's embedding; give its folder: --target DIR"
+        )
+    return plan_draft_export(model, target, specialist=specialist, dtype=dtype)
+
+
+def plan_target_export(model: str | Path, *, dtype: ExportDType = "keep") -> Export:
+    """Plans a target in the layout of `transformers`.
+
+    Args:
+      model: model folder of the target.
+      dtype: to write; by default what is stored.
+
+    Raises:
+      UserError: a draft, a damaged folder, or a target no class of `transformers` can hold.
+    """
+    source = Model(Path(model), read_record(model))
+    if isinstance(source.record.config, DraftConfig):
+        raise UserError(f"{model} is a draft; give --format eagle or --format poss")
+    origins = {name: (source, name) for name in item_shapes(source.record.config)}
+    rows = _rows(origins, dtype)
+    config = target_config_json(source.record.llama, rows[0].dtype)
+    return Export(config, origins, rows, tokenizer_from=source.folder)
+
+
+def plan_draft_export(
+    model: str | Path,
+    target: str | Path,
+    *,
+    specialist: int | None = None,
+    dtype: ExportDType = "keep",
+) -> Export:
+    """Plans a draft in the layout of EAGLE and PosS, which holds the target's embedding too.
+
+    Args:
+      model: model folder of the draft.
+      target: model folder of its target.
+      specialist: the one to write, as an EAGLE draft of one layer; None writes all.
+      dtype: to write; by default what is stored (for the embedding: what the draft's fc has).
+
+    Raises:
+      UserError: a target, a damaged folder, no such specialist, another target than the draft was
+        made for, or layers the original code does not have.
+    """
+    draft, owner = Model(Path(model), read_record(model)), Model(Path(target), read_record(target))
+    if not isinstance(draft.record.config, DraftConfig):
+        raise UserError(f"{model} is a target; give --format hf")
+    if owner.record.family != "target" or not draft.record.target.same_weights(owner.record.target):
+        raise UserError(
+            f"{target}: want the target {draft.record.target.name} that draft {model} was made "
+            f"for, got {owner.record.family} {owner.record.target.name} with another embedding or "
+            "head; its embedding is part of the layout"
+        )
+    config = _cut(draft.record.draft, specialist)
+    origins = {"embed": (owner, "embed"), "fc": (draft, "fc")}
+    for index in range(config.num_specialists):
+        origins[f"specialists/{index}"] = (draft, f"specialists/{specialist or index}")
+    fc_dtype = next(row.dtype for row in _rows({"fc": origins["fc"]}, dtype))
+    rows = _rows(origins, dtype)
+    rows[0] = replace(rows[0], path=DRAFT_EMBEDDING, dtype=fc_dtype)
+    metadata = DraftMetadata(
+        positions_per_specialist=config.positions_per_specialist,
+        trained_depth=config.trained_depth,
+        draft_vocabulary=draft.record.draft_vocabulary,
+    )
+    return Export(draft_config_json(config, metadata, fc_dtype), origins, rows, None)
+
+
+def write_export(
+    folder: str | Path,
+    export: Export,
+    arrays: Iterable[tuple[str, np.ndarray]],
+    *,
+    as_bin: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes an exported checkpoint with its SHA256SUMS, or nothing at all.
+
+    Args:
+      folder: must not exist, or be empty.
+      export: what to write.
+      arrays: `export.arrays()`, perhaps with a progress bar around it; a shard at a time is in
+        memory.
+      as_bin: write PyTorch's own format instead of safetensors; needs torch.
+      max_shard_bytes: larger models are cut into files of at most this size, with an index.
+
+    Raises:
+      UserError: the folder is not empty or cannot be written, or torch is wanted and missing.
+    """
+    name = "pytorch_model.bin" if as_bin else "model.safetensors"
+    shards = _shards(export.rows, max_shard_bytes)
+    arrays, weight_map = iter(arrays), {}
+    with whole_folder(folder) as partial:
+        for number, rows in enumerate(shards, start=1):
+            shard = name
+            if len(shards) > 1:
+                stem, suffix = name.split(".")
+                shard = f"{stem}-{number:05}-of-{len(shards):05}.{suffix}"
+            _save(partial / shard, dict(islice(arrays, len(rows))))
+            weight_map |= dict.fromkeys((row.path for row in rows), shard)
+        if len(shards) > 1:
+            size = sum(_num_bytes(row) for row in export.rows)
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            _write_json(partial / f"{name}.index.json", index)
+        _write_json(partial / "config.json", export.config)
+        if export.tokenizer_from is not None:
+            copy_tokenizer(export.tokenizer_from, partial)
+        write_sums(partial, [path.name for path in partial.iterdir()])
+
+
+def _cut(config: DraftConfig, specialist: int | None) -> DraftConfig:
+    """The config of one specialist alone; of all of them without a choice."""
+    if specialist is None:
+        return config
+    if not 0 <= specialist < config.num_specialists:
+        raise UserError(
+            f"specialist {specialist} does not exist; the draft has {config.num_specialists}, "
+            f"give 0 to {config.num_specialists - 1}"
+        )
+    return replace(config, positions_per_specialist=(1,))
+
+
+def _rows(origins: dict[str, tuple[Model, str]], dtype: ExportDType) -> list[Row]:
+    rows = []
+    for name, (model, item) in origins.items():
+        stored = flatten_item(describe_item(model.folder, model.record, item))
+        for path, shape in flatten_item(item_shapes(model.record.config)[item]).items():
+            written = np.dtype(stored[path].dtype).name if dtype == "keep" else dtype
+            rows.append(Row("/".join((item, *path)), source_key(name, path), shape, written))
+    return rows
+
+
+def _cast(row: Row, array: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = array.astype(_TYPES[row.dtype], copy=False)
+    if cast.dtype != array.dtype and np.isinf(cast).any() and not np.isinf(array).any():
+        raise UserError(f"{row.path} holds numbers beyond {row.dtype}; give another --dtype")
+    return cast
+
+
+def _num_bytes(row: Row) -> int:
+    return int(np.prod(row.shape)) * np.dtype(_TYPES[row.dtype]).itemsize
+
+
+def _shards(rows: list[Row], max_bytes: int) -> list[list[Row]]:
+    """Cuts the rows, in order, into parts of at most so many bytes (or of a single row)."""
+    shards: list[list[Row]] = []
+    size = max_bytes
+    for row in rows:
+        size += _num_bytes(row)
+        if size > max_bytes or not shards:
+            shards.append([])
+            size = _num_bytes(row)
+        shards[-1].append(row)
+    return shards
+
+
+def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    if path.suffix == ".bin":
+        torch_io.write_bin(path, arrays)
+        return
+    try:
+        save_file(arrays, path, metadata={"format": "pt"})  # transformers insists on it
+    except SafetensorError as error:
+        raise UserError(f"{path.name} cannot be written: {error}; nothing is kept") from error
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")

@@ -1,0 +1,340 @@
+"""Export: what comes out is what came in, and PyTorch's own classes load it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from convert_sources import (
+    convert_tiny,
+    draft_tensors,
+    draw,
+    run,
+    target_tensors,
+    write_source,
+)
+from flax.traverse_util import unflatten_dict
+from safetensors.numpy import load_file
+from test_config_json import LLAMA, TARGETS
+
+from poss_jax.checkpoint import (
+    flatten_item,
+    load_target,
+    new_record,
+    read_record,
+    read_sums,
+    target_identity,
+    target_shapes,
+    verify_model,
+    write_model,
+)
+from poss_jax.config import LlamaConfig, UserError
+from poss_jax.convert.export import plan_export, write_export
+from poss_jax.target import encode, stack_layers
+from poss_jax.torch_io import read_bin
+
+DTYPES = [np.float32, np.float16, jnp.bfloat16]
+
+
+def read_folder(folder: Path):
+    """Tensors of an exported folder, and config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    if (folder / "pytorch_model.bin").exists():
+        return read_bin(folder / "pytorch_model.bin"), config
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors, config
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert got[key].dtype == value.dtype, key
+        np.testing.assert_array_equal(got[key], value)
+
+
+def assert_same_model(first: Path, second: Path):
+    """Two model folders with the same config and the same bits."""
+    one, two = read_record(first), read_record(second)
+    ignored = {"provenance": {}, "target": two.target}
+    assert replace(one, **ignored) == replace(two, **ignored)
+    assert one.weights_sha256 == two.weights_sha256 is not None
+    assert one.target.same_weights(two.target)
+    verify_model(second)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return convert_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Round trips
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["safetensors", pytest.param("bin", marks=pytest.mark.torch)])
+def test_target_and_draft_come_back_bit_for_bit(tmp_path, dtype, form):
+    flags = ["--bin"] if form == "bin" else []
+    target = target_tensors(dtype)
+    source = write_source(tmp_path / "source", target, eos_token_id=[3, 5], bos_token_id=1)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "generation_config.json").write_text('{"eos_token_id": 7}')
+    draft = draft_tensors(2, dtype, **{"fc.bias": (8,)})
+    draft["embed_tokens.weight"] = target["model.embed_tokens.weight"]
+    write_source(tmp_path / "draft", draft, bias=True, rope_theta=1e4)
+    spans = {"positions_per_specialist": "1,4", "trained_depth": 7}
+    for end in ("a", "b"):
+        folder = tmp_path / end
+        run("target", source=source, output=folder / "target")
+        there = {"target": folder / "target"}
+        run("draft", source=tmp_path / "draft", output=folder / "draft", **there, **spans)
+        source, spans = folder / "hf", {}
+        run("export", *flags, model=folder / "target", output=folder / "hf")
+        run("export", *flags, model=folder / "draft", output=tmp_path / f"poss-{end}", **there)
+        assert_same(read_folder(folder / "hf")[0], target)
+        assert_same(read_folder(tmp_path / f"poss-{end}")[0], draft)
+        if end == "a":
+            (tmp_path / "draft").rename(tmp_path / "first")
+            (tmp_path / "poss-a").rename(tmp_path / "draft")
+    assert_same_model(tmp_path / "a/target", tmp_path / "b/target")
+    assert_same_model(tmp_path / "a/draft", tmp_path / "b/draft")
+    assert (tmp_path / "b/hf/tokenizer.json").read_text() == "{}"
+    assert read_record(tmp_path / "b/target").llama.eos_token_ids == (7,)
+
+
+def write_target(folder: Path, config: LlamaConfig) -> Path:
+    """A model folder with random weights, made without the converter."""
+    items = {
+        name: unflatten_dict(draw(flatten_item(shapes)))
+        for name, shapes in target_shapes(config).items()
+    }
+    embedding = items["embed"]["weight"]
+    head = embedding if config.tie_embeddings else items["head"]["weight"]
+    record = new_record(config, target_identity("tiny", None, embedding, head), tokenizer_from=None)
+    write_model(folder, record, items.items(), tokenizer_from=None)
+    return folder
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", TARGETS)
+def test_transformers_loads_an_exported_target(tmp_path, name):
+    import torch
+    import transformers
+
+    folder = write_target(tmp_path / "target", TARGETS[name])
+    run("export", model=folder, output=tmp_path / "hf", format="hf")
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    tokens = jnp.asarray([[1, 4, 2, 8, 5, 7]])
+    with torch.no_grad():
+        want = model(torch.from_numpy(np.array(tokens))).logits.numpy()
+    params = load_target(folder)[1]
+    features = encode(params | {"layers": stack_layers(params["layers"])}, TARGETS[name], tokens)
+    got = features @ params["head"]["weight"].T
+    np.testing.assert_allclose(got, want, atol=2e-5, rtol=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Drafts for the original code
+
+
+def original_modules(num_layers, *, fc_bias, qkv_bias):
+    """A module tree with the keys of the original's draft, which are loaded strictly there."""
+    from torch import nn
+
+    def linear(inner, outer, bias=False):
+        return nn.Linear(inner, outer, bias=bias)
+
+    def layer():
+        attention = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
+        modules = {name: linear(8, width, qkv_bias) for name, width in attention.items()}
+        mlp = {"gate_proj": linear(8, 12), "up_proj": linear(8, 12), "down_proj": linear(12, 8)}
+        norm = nn.Module()
+        norm.weight = nn.Parameter(torch_ones(8))
+        return nn.ModuleDict(
+            {
+                "self_attn": nn.ModuleDict(modules | {"o_proj": linear(8, 8)}),
+                "mlp": nn.ModuleDict(mlp),
+                "post_attention_layernorm": norm,
+            }
+        )
+
+    return nn.ModuleDict(
+        {
+            "embed_tokens": nn.Embedding(16, 8, padding_idx=0),
+            "fc": linear(16, 8, fc_bias),
+            "layers": nn.ModuleList([layer() for _ in range(num_layers)]),
+        }
+    )
+
+
+def torch_ones(width):
+    import torch
+
+    return torch.ones(width)
+
+
+def convert_draft(folder, tiny, num_layers, **extra):
+    """Converts a tiny draft; its folder."""
+    source = write_source(folder / "source", draft_tensors(num_layers, **extra))
+    spans = ",".join("2" * num_layers)
+    there = {"target": tiny / "target", "positions_per_specialist": spans}
+    run("draft", source=source, output=folder / "draft", **there)
+    return folder / "draft"
+
+
+QKV_BIAS = {f"layers.0.self_attn.{name}_proj.bias": (4,) for name in "kv"}
+QKV_BIAS["layers.0.self_attn.q_proj.bias"] = (8,)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("num_layers", "fc_bias", "extra"),
+    [(1, False, {}), (1, True, QKV_BIAS), (3, True, {})],
+)
+def test_keys_are_those_the_original_loads_strictly(tmp_path, tiny, num_layers, fc_bias, extra):
+    import torch
+
+    extra = extra | ({"fc.bias": (8,)} if fc_bias else {})
+    draft = convert_draft(tmp_path, tiny, num_layers, **extra)
+    there = {"target": tiny / "target", "output": tmp_path / "out"}
+    run("export", "--bin", model=draft, format="eagle" if num_layers == 1 else "poss", **there)
+    state = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
+    modules = original_modules(num_layers, fc_bias=fc_bias, qkv_bias=bool(extra.keys() & QKV_BIAS))
+    modules.load_state_dict(state, strict=True)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["bias"], config["num_hidden_layers"]) == (fc_bias, 1)
+    assert config.get("qkv_bias", False) == bool(extra.keys() & QKV_BIAS)
+    embedding = target_tensors()["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(state["embed_tokens.weight"].numpy(), embedding)
+
+
+@pytest.mark.parametrize("specialist", [0, 2])
+def test_one_specialist_is_an_eagle_draft(tmp_path, tiny, specialist):
+    draft = convert_draft(tmp_path, tiny, 3)
+    flags = {"model": draft, "target": tiny / "target", "specialist": specialist}
+    run("export", output=tmp_path / "out", **flags)
+    tensors, _ = read_folder(tmp_path / "out")
+    whole = draft_tensors(3)
+    want = {"embed_tokens.weight": target_tensors()["model.embed_tokens.weight"]}
+    want |= {"fc.weight": whole["fc.weight"]}
+    want |= {
+        key.replace(f"layers.{specialist}.", "layers.0."): value
+        for key, value in whole.items()
+        if key.startswith(f"layers.{specialist}.")
+    }
+    assert_same(tensors, want)
+    run("draft", source=tmp_path / "out", target=tiny / "target", output=tmp_path / "again")
+    config = read_record(tmp_path / "again").draft
+    assert (config.positions_per_specialist, config.trained_depth) == ((1,), 6)
+
+
+def test_the_embedding_takes_the_drafts_type(tmp_path, tiny):
+    draft = draft_tensors(dtype=jnp.bfloat16)
+    source = write_source(tmp_path / "source", draft)
+    run("draft", source=source, target=tiny / "target", output=tmp_path / "draft")
+    there = {"target": tiny / "target", "output": tmp_path / "out"}
+    run("export", model=tmp_path / "draft", **there)
+    tensors, config = read_folder(tmp_path / "out")
+    assert {value.dtype for value in tensors.values()} == {np.dtype(jnp.bfloat16)}
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_shards_and_their_index(tmp_path, tiny):
+    export = plan_export(tiny / "target")
+    write_export(tmp_path / "out", export, export.arrays(), max_shard_bytes=1000)
+    shards = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert shards[0] == f"model-00001-of-{len(shards):05}.safetensors" and len(shards) > 3
+    assert_same(read_folder(tmp_path / "out")[0], target_tensors())
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in target_tensors().values())
+    run("target", source=tmp_path / "out", output=tmp_path / "again")
+    assert_same_model(tiny / "target", tmp_path / "again")
+
+
+def test_files_are_listed_with_their_checksums(tmp_path, tiny):
+    run("export", model=tiny / "target", output=tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert read_sums(tmp_path / "out").keys() == names - {"SHA256SUMS"}
+    weights = tmp_path / "out/model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match="SHA256SUMS says"):
+        run("target", source=tmp_path / "out", output=tmp_path / "again")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype_flag(tmp_path, tiny, dtype, capsys):
+    run("export", model=tiny / "target", output=tmp_path / "out", dtype=dtype)
+    want = {key: value.astype(jnp.dtype(dtype)) for key, value in target_tensors().items()}
+    tensors, config = read_folder(tmp_path / "out")
+    assert_same(tensors, want)
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert config["dtype"] == summary["dtype"] == dtype
+
+
+def test_numbers_that_a_type_cannot_hold(tmp_path):
+    tensors = target_tensors() | {"lm_head.weight": np.full((16, 8), 1e6, np.float32)}
+    run("target", source=write_source(tmp_path / "s", tensors), output=tmp_path / "target")
+    with pytest.raises(UserError, match=r"lm_head\.weight holds numbers beyond float16"):
+        run("export", model=tmp_path / "target", output=tmp_path / "out", dtype="float16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "target"]
+
+
+def test_interrupted_export_leaves_nothing(tmp_path, tiny):
+    def interrupted(arrays):
+        yield next(arrays)
+        raise KeyboardInterrupt
+
+    export = plan_export(tiny / "target")
+    with pytest.raises(KeyboardInterrupt):
+        write_export(tmp_path / "out", export, interrupted(export.arrays()), max_shard_bytes=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "message"),
+    [
+        ("draft", {}, "holds? their target's embedding; give its folder: --target"),
+        ("draft", {"format": "hf"}, "is a draft; give --format eagle or --format poss"),
+        (
+            "draft",
+            {"format": "eagle", "target": "target"},
+            "--specialist 0 to 1, or",
+        ),
+        ("draft", {"specialist": 2, "target": "target"}, "specialist 2 does not exist"),
+        (
+            "draft",
+            {"specialist": 1, "format": "poss", "target": "target"},
+            "eagle for one",
+        ),
+        ("draft", {"target": "draft"}, "want the target source .* got draft source"),
+        ("draft", {"target": "other"}, "want the target source .* with another embedding or head"),
+        ("target", {"target": "target"}, "--target and --specialist are for drafts"),
+        ("target", {"format": "poss", "target": "target"}, "is a target; give --format hf"),
+        ("source", {}, "not a model folder of poss_jax"),
+    ],
+)
+def test_refusals(tmp_path, tiny, model, flags, message):
+    folders = {"target": tiny / "target", "source": tiny / "source"}
+    folders["draft"] = convert_draft(tmp_path, tiny, 2)
+    if "other" in flags.values():
+        folders["other"] = write_target(tmp_path / "other", LLAMA)
+    flags = {key: folders.get(value, value) for key, value in flags.items()}
+    with pytest.raises(UserError, match=message):
+        run("export", model=folders[model], output=tmp_path / "out", **flags)
+    assert not (tmp_path / "out").exists()
