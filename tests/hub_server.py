@@ -25,6 +25,7 @@ class Hub:
       gated: ids that are shown to everybody and given to those who send TOKEN.
       private: ids that are not even shown without TOKEN.
       requests: method, path and token of every request.
+      num_bytes: sent in all bodies.
     """
 
     url: str = ""
@@ -32,6 +33,7 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     private: set[str] = field(default_factory=set)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    num_bytes: int = 0
 
 
 @contextmanager
@@ -76,11 +78,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append((self.command, path, token))
         model, (kind, revision, *name) = "/".join(parts[:2]), parts[2:]
         status, headers, body = self._find(model, kind, revision, "/".join(name), token)
+        wanted = (self.headers.get("range") or "").removeprefix("bytes=")
+        if status == 200 and wanted:
+            first, last = map(int, wanted.split("-"))
+            status, body = 206, body[first : last + 1]
         self.send_response(status)
         for key, value in ({"Content-Length": str(len(body))} | headers).items():
             self.send_header(key, value)
         self.end_headers()
         if with_body:
+            self.hub.num_bytes += len(body)
             self.wfile.write(body)
 
     def _find(
@@ -100,6 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
         assert kind == "resolve", kind
         if model in hub.gated and token != TOKEN:
             return 403, {"X-Error-Code": "GatedRepo"}, b"{}"
+        if name not in files:
+            return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, b""
         content = files[name]
         etag = _tree_entry(name, content).get("lfs", {}).get("oid") or _git_sha1(content)
         return 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'}, content

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from poss_jax.checkpoint import count_parameters, refuse_non_empty, write_model
 from poss_jax.convert.draft import plan_draft
 from poss_jax.convert.export import plan_export, write_export
+from poss_jax.convert.inspection import inspect
 from poss_jax.convert.plan import Conversion
 from poss_jax.convert.specialists import plan_specialists
 from poss_jax.convert.table import format_rows
@@ -98,7 +99,14 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    raise NotImplementedError
+    found = inspect(args.source, args.revision, verify=args.verify)
+    lines = [f"{name:24}{text}" for name, text in found.facts]
+    lines += ["", *format_rows(found.rows), ""] if found.rows else []
+    lines += [f"assumed: {line}" for line in found.assumed]
+    lines += [f"needs: {found.needs}"] if found.needs else []
+    lines += [f"refused: {found.refused}"] if found.refused else []
+    print("\n".join(lines))
+    print(json.dumps(found.summary))
 
 
 def _plan(args: argparse.Namespace) -> Conversion:
@@ -128,11 +136,33 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_inspect(commands)
     _add_target(commands)
     _add_draft(commands)
     _add_specialists(commands)
     _add_export(commands)
     return parser
+
+
+def _add_inspect(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "inspect",
+        help="say what a checkpoint or a model folder holds, without converting it",
+        description=(
+            "Say what a folder or Hub id holds: its family, shapes, types, rope and vocabulary, "
+            "what converting it would assume or need, and why it would be refused. Of safetensors "
+            "on the Hub only the headers are fetched; .bin files have none and are downloaded."
+        ),
+    )
+    command.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="folder of a PyTorch checkpoint, its Hub id (owner/name), or a model folder",
+    )
+    _add_revision(command)
+    command.add_argument(
+        "--verify", action="store_true", help="compare a model folder with its checksums"
+    )
 
 
 def _add_target(commands: argparse._SubParsersAction) -> None:
@@ -232,12 +262,16 @@ def _add_source(command: argparse.ArgumentParser) -> None:
         metavar="DIR_OR_HUB_ID",
         help="folder of the PyTorch checkpoint, or its id on the Hugging Face Hub (owner/name)",
     )
+    _add_revision(command)
+    _add_dtype(command)
+
+
+def _add_revision(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--revision",
         metavar="REV",
         help="branch, tag or commit on the Hub (default: its main branch)",
     )
-    _add_dtype(command)
 
 
 def _add_dtype(command: argparse.ArgumentParser, *more: str) -> None:

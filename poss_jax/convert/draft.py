@@ -13,10 +13,10 @@ from poss_jax.checkpoint import (
     new_record,
     read_record,
 )
-from poss_jax.config import LlamaConfig, UserError
+from poss_jax.config import DraftConfig, LlamaConfig, UserError
 from poss_jax.convert.draft_config import read_draft_config
 from poss_jax.convert.draft_source import DraftSource, open_draft
-from poss_jax.convert.names import DRAFT_EMBEDDING, DRAFT_HEAD, slots_by_key
+from poss_jax.convert.names import DRAFT_EMBEDDING, DRAFT_HEAD, Slot, slots_by_key
 from poss_jax.convert.plan import Conversion, DType, Reader, check_keys, same_up_to_rounding
 from poss_jax.convert.source import open_source
 
@@ -56,14 +56,7 @@ def plan_draft(
     )
     config = reading.config
     check_fit(f"draft {draft.origin}", config.layer, target_record)
-    slots = slots_by_key(item_shapes(config))
-    copy = (config.layer.vocab_size, config.layer.hidden_size)
-    check_keys(
-        draft.origin,
-        draft.tensors,
-        wanted={key: slot.shape for key, slot in slots.items()},
-        optional=dict.fromkeys(_COPIES, copy),
-    )
+    slots = check_draft(config, draft)
     dropped = _drop_copies(draft, target, target_record)
     reader = Reader(draft.tensors, dtype)
     return Conversion(
@@ -79,6 +72,26 @@ def plan_draft(
         tokenizer_from=target,
         assumed=(*reading.assumed, *_compare_rope(config.layer, target_record.llama)),
     )
+
+
+def check_draft(config: DraftConfig, draft: DraftSource) -> dict[str, Slot]:
+    """Compares the names, shapes and types of the weights with the config; reads none of them.
+
+    Returns:
+      Where each plain key goes.
+
+    Raises:
+      UserError: every key that does not fit.
+    """
+    slots = slots_by_key(item_shapes(config))
+    copy = (config.layer.vocab_size, config.layer.hidden_size)
+    check_keys(
+        draft.origin,
+        draft.tensors,
+        wanted={key: slot.shape for key, slot in slots.items()},
+        optional=dict.fromkeys(_COPIES, copy),
+    )
+    return slots
 
 
 def _drop_copies(draft: DraftSource, target: Path, record: ModelRecord) -> dict[str, str]:

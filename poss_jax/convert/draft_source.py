@@ -61,11 +61,23 @@ def open_draft(source: Source) -> DraftSource:
         what we recognise is named.
     """
     refuse_adapter(source.folder)
+    return recognise_draft(source, open_tensors(source.folder))
+
+
+def recognise_draft(source: Source, tensors: Mapping[str, LazyTensor]) -> DraftSource:
+    """Tells a draft of one of the layouts from everything else; no tensor is read.
+
+    Args:
+      source: where its config.json is.
+      tensors: by their name in the files.
+
+    Raises:
+      UserError: as `open_draft`.
+    """
     path = source.folder / "config.json"
     values = read_json(path)
     refuse_speculators(values, str(path))
     values = unwrap_config(values)
-    tensors = open_tensors(source.folder)
     keys = plain_keys(tensors, str(source.folder))
     draft = DraftSource(source, values, {name: tensors[key] for name, key in keys.items()}, keys)
     refuse_other_drafts(draft.tensors, draft.origin)

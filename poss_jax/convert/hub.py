@@ -41,6 +41,38 @@ def fetch_snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -
         raise UserError(_explain(hub_id, revision, error)) from error
 
 
+def fetch_headers(hub_id: str, revision: str) -> dict[str, tuple[str, tuple[int, ...], str]] | None:
+    """Fetches the headers of a model's safetensors files.
+
+    Args:
+      hub_id: owner/name.
+      revision: commit.
+
+    Returns:
+      File, shape and safetensors' name of the type by key; None where there are no such files, or
+      where HF_HUB_OFFLINE is set.
+
+    Raises:
+      UserError: anything that keeps them from coming.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        found = huggingface_hub.get_safetensors_metadata(hub_id, revision=revision)
+    except errors.NotASafetensorsRepoError:
+        return None
+    except Exception as error:  # as in fetch_snapshot
+        raise UserError(_explain(hub_id, revision, error)) from error
+    return {
+        key: (file, tuple(info.shape), info.dtype)
+        for file, header in found.files_metadata.items()
+        for key, info in header.tensors.items()
+    }
+
+
 def check_blob(path: Path) -> None:
     """Compares a file of the Hub's cache with its checksum; other files pass.
 

@@ -20,11 +20,12 @@ from poss_jax.checkpoint import (
     read_sums,
 )
 from poss_jax.config import UserError
-from poss_jax.convert.hub import check_blob, fetch_snapshot
+from poss_jax.convert.hub import check_blob, fetch_headers, fetch_snapshot
 
 # What is fetched from the Hub: configs, tokenizer, and weights (.bin only without safetensors).
 # Weights by their usual names: some repositories hold a second copy under another.
-_PATTERNS = ("*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja", SUMS_FILE)
+_SMALL_PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", SUMS_FILE)
+_PATTERNS = (*_SMALL_PATTERNS, "model*.safetensors")
 _BIN_PATTERN = "pytorch_model*.bin"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -68,7 +69,7 @@ class LazyTensor:
     read: Callable[[], np.ndarray]
 
 
-def open_source(source: str, revision: str | None = None) -> Source:
+def open_source(source: str, revision: str | None = None, *, weights: bool = True) -> Source:
     """Finds a checkpoint's folder, downloading it if it is a Hub id.
 
     Config and tokenizer are compared with SHA256SUMS or the Hub's checksums, where there are any.
@@ -76,6 +77,7 @@ def open_source(source: str, revision: str | None = None) -> Source:
     Args:
       source: an existing folder, or a Hub id such as `owner/name`.
       revision: branch, tag or commit on the Hub.
+      weights: download them too.
 
     Raises:
       UserError: neither a folder nor a Hub id, the Hub does not give it, or a damaged file.
@@ -86,11 +88,35 @@ def open_source(source: str, revision: str | None = None) -> Source:
         return Source(folder.resolve().name, None, folder)
     if not _HUB_ID.fullmatch(source) or source.startswith("."):
         raise UserError(f"source {source} does not exist; give a folder or a Hub id (owner/name)")
+    if not weights:
+        snapshot = fetch_snapshot(source, revision, _SMALL_PATTERNS)
+        return Source(source, snapshot.name, snapshot)
     snapshot = fetch_snapshot(source, revision, _PATTERNS)
     if not _find_weights(snapshot):
         snapshot = fetch_snapshot(source, revision, (*_PATTERNS, _BIN_PATTERN))
     _verify(snapshot, _SMALL_FILES)
     return Source(source, snapshot.name, snapshot)
+
+
+def list_tensors(source: Source) -> dict[str, LazyTensor]:
+    """Lists the tensors of a source that was opened without its weights.
+
+    On the Hub only the headers of safetensors files are fetched; .bin files have none, so they are
+    downloaded.
+
+    Raises:
+      UserError: as `open_tensors` and `fetch_headers`.
+    """
+    if source.revision is None:
+        return open_tensors(source.folder, verify=False)
+    headers = fetch_headers(source.name, source.revision)
+    if headers is None:
+        whole = open_source(source.name, source.revision)
+        return open_tensors(whole.folder, verify=False)
+    return {
+        key: LazyTensor(source.folder / file, shape, _DTYPES.get(dtype, dtype), _not_fetched)
+        for key, (file, shape, dtype) in headers.items()
+    }
 
 
 def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
@@ -195,6 +221,10 @@ def _map(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarr
     """Maps a tensor into memory, where it costs none of its own: `get_tensor` makes a copy."""
     array = np.memmap(path, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, "r", start, shape)
     return np.require(array, requirements="A")  # no file has to align its tensors
+
+
+def _not_fetched() -> np.ndarray:
+    raise AssertionError("only the header was fetched")
 
 
 def _same(array: np.ndarray) -> np.ndarray:

@@ -17,6 +17,8 @@ def format_rows(rows: Sequence[Row]) -> list[str]:
     folded = fold_rows(rows)
     key_width = max((len(row.key) for row in folded), default=0)
     path_width = max((len(row.path) for row in folded), default=0)
+    if not path_width:  # nothing goes anywhere
+        return [f"{row.key:{key_width}}  {format_shape(row)}" for row in folded]
     return [
         f"{row.key:{key_width}}  ->  {row.path:{path_width}}  {format_shape(row)}" for row in folded
     ]

@@ -1,5 +1,6 @@
 """Llama-family targets in Hugging Face's layout."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from poss_jax.checkpoint import new_record, target_identity, target_shapes
@@ -32,15 +33,8 @@ def plan_target(source: str, *, revision: str | None = None, dtype: DType = "kee
     refuse_adapter(opened.folder)
     config = read_llama_config(opened.folder)
     tensors = open_tensors(opened.folder)
-    refuse_tensors(tensors, str(opened.folder))
     slots = slots_by_key(target_shapes(config))
-    dropped = _dropped(config, tensors)
-    check_keys(
-        str(opened.folder),
-        tensors,
-        wanted={key: slot.shape for key, slot in slots.items()},
-        optional={key: shape for key, (shape, _) in dropped.items()},
-    )
+    dropped = check_target(config, tensors, str(opened.folder))
     reader = Reader(tensors, dtype)
     if config.tie_embeddings and _HEAD in tensors:
         _check_tied(opened.folder, tensors)
@@ -49,15 +43,42 @@ def plan_target(source: str, *, revision: str | None = None, dtype: DType = "kee
     identity = target_identity(opened.name, opened.revision, embedding, head)
     return Conversion(
         record=new_record(config, identity, tokenizer_from=opened.folder),
-        rows=reader.rows(slots, {key: why for key, (_, why) in dropped.items()}),
+        rows=reader.rows(slots, dropped),
         items=reader.items(slots),
         num_items=len(target_shapes(config)),
         tokenizer_from=opened.folder,
     )
 
 
+def check_target(
+    config: LlamaConfig, tensors: Mapping[str, LazyTensor], origin: str
+) -> dict[str, str]:
+    """Compares the names, shapes and types of the weights with the config; reads none of them.
+
+    Args:
+      config: of the target.
+      tensors: by key.
+      origin: the source, for messages.
+
+    Returns:
+      Keys that are known and not stored, and why.
+
+    Raises:
+      UserError: what cannot be converted, or every key that does not fit.
+    """
+    refuse_tensors(tensors, origin)
+    dropped = _dropped(config, tensors)
+    check_keys(
+        origin,
+        tensors,
+        wanted={key: slot.shape for key, slot in slots_by_key(target_shapes(config)).items()},
+        optional={key: shape for key, (shape, _) in dropped.items()},
+    )
+    return {key: why for key, (_, why) in dropped.items()}
+
+
 def _dropped(
-    config: LlamaConfig, tensors: dict[str, LazyTensor]
+    config: LlamaConfig, tensors: Mapping[str, LazyTensor]
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Keys we know and do not store: wanted shape, and why."""
     dropped: dict[str, tuple[tuple[int, ...], str]] = {
