@@ -72,8 +72,15 @@ def fetched(tmp_path_factory):
     only_bin.mkdir()
     (only_bin / "config.json").write_text(json.dumps(TINY))
     (only_bin / "pytorch_model.bin").write_bytes(b"fetched")
+    sharded_bin = folder / "sharded_bin"
+    sharded_bin.mkdir()
+    (sharded_bin / "config.json").write_text(json.dumps(TINY))
+    (sharded_bin / "pytorch_model-00001-of-00001.bin").write_bytes(b"fetched")
+    index = {"weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
+    (sharded_bin / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     names = ("owner/tiny", "owner/gated", "owner/private")
     hub = Hub(models=dict.fromkeys(names, model) | {"owner/bin": only_bin})
+    hub.models["owner/shards"] = sharded_bin
     hub.gated, hub.private = {"owner/gated"}, {"owner/private"}
     with serve(hub):
         sources = [
@@ -86,7 +93,7 @@ def fetched(tmp_path_factory):
         ]
         said = convert(hub.url, folder / "home", folder / "out", sources)
         before = len(hub.requests)
-        sources = ["owner/gated", "owner/private", "owner/bin"]
+        sources = ["owner/gated", "owner/private", "owner/bin", "owner/shards"]
         with_token = convert(hub.url, folder / "home2", folder / "out2", sources, HF_TOKEN=TOKEN)
         yield Fetched(hub, folder / "home", folder / "out", said, with_token, hub.requests[before:])
 
@@ -105,8 +112,10 @@ def test_only_what_is_needed_is_fetched(fetched):
     assert names == {"config.json", "model.safetensors", "tokenizer.json"}
     # A .bin is fetched where there are no safetensors.
     bins = [path for _, path, _ in fetched.hub.requests if path.endswith(".bin")]
-    assert bins and all(path.startswith("owner/bin/") for path in bins)
+    assert bins and all(path.startswith(("owner/bin/", "owner/shards/")) for path in bins)
     assert "pytorch_model.bin" in fetched.said_with_token["owner/bin"]
+    assert "pytorch_model-00001-of-00001.bin" in fetched.said_with_token["owner/shards"]
+    assert "which is missing" not in fetched.said_with_token["owner/shards"]
 
 
 @pytest.mark.parametrize(
