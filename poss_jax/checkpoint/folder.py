@@ -209,8 +209,8 @@ def load_item(
 ) -> Params:
     """Loads one item of a model; `items.py` lists names and key paths.
 
-    Each device's part of an array is read and cast on its own; the host never holds more than the
-    parts being read.
+    Each device's part of an array is read and cast on its own; beside the result the host holds
+    about one item.
 
     Args:
       folder: model folder.
