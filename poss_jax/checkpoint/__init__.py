@@ -3,7 +3,8 @@
 record.py      what model.json says: config, target identity, provenance
 items.py       which weight items a model has, their key paths and shapes
 sums.py        checksums of arrays and of files
-folder.py      writing a folder, all or nothing, and loading it to the device
+folder.py      writing a model, and loading it to the device
+whole.py       a folder that is written all or nothing
 integrity.py   comparing a folder with its checksums
 """
 
@@ -13,8 +14,6 @@ from poss_jax.checkpoint.folder import (
     load_draft,
     load_item,
     load_target,
-    refuse_non_empty,
-    whole_folder,
     write_model,
 )
 from poss_jax.checkpoint.integrity import verify_model
@@ -42,6 +41,7 @@ from poss_jax.checkpoint.record import (
     tokenizer_hashes,
 )
 from poss_jax.checkpoint.sums import SUMS_FILE, check_file, read_sums, write_sums
+from poss_jax.checkpoint.whole import refuse_non_empty, whole_folder
 
 __all__ = [
     "FORMAT_VERSION",

@@ -2,8 +2,9 @@
 
 import json
 import logging
+import os
+import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,12 +22,15 @@ from flax.traverse_util import unflatten_dict
 from poss_jax.checkpoint.items import flatten_item, item_shapes, join_items
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, check_fit, read_record
 from poss_jax.checkpoint.sums import hash_item, write_sums
+from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config import DraftConfig, UserError, config_to_dict
 from poss_jax.shapes import Params
 
 # How large the pieces of a stored array are at most: a device that holds a part of an array reads
 # the pieces with that part.
 _CHUNK_BYTES = 64 * 2**20
+
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 ShardingFor = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 """(key path such as `layers/0/attention/q/weight`, shape) -> where the array is to lie."""
@@ -66,37 +70,6 @@ def write_model(
     return record
 
 
-@contextmanager
-def whole_folder(folder: str | Path) -> Iterator[Path]:
-    """Gives a temporary sibling to fill, which becomes `folder` at the end, or vanishes.
-
-    Raises:
-      UserError: the folder is not empty or cannot be written.
-    """
-    refuse_non_empty(folder)
-    folder = Path(folder).resolve()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{folder.name}.partial-", dir=folder.parent, ignore_cleanup_errors=True
-        ) as temporary:
-            partial = Path(temporary) / "model"
-            partial.mkdir()
-            yield partial
-            partial.replace(folder)
-    except OSError as error:
-        raise UserError(f"cannot write model folder {folder}: {error}; nothing is kept") from error
-
-
-def refuse_non_empty(folder: str | Path) -> None:
-    """Raises UserError unless a model folder may be written here."""
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output {folder} is a file; name a folder that does not exist yet")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"output {folder} is not empty; name another folder or empty this one")
-
-
 def _write_items(
     partial: Path, shapes: dict[str, Params], items: Iterable[tuple[str, Params]]
 ) -> dict[str, str]:
@@ -107,13 +80,24 @@ def _write_items(
         _check_item(f"item {name}", arrays, shapes.get(name, {}))
         save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
         args = ocp.args.PyTreeSave(arrays, save_args=save_args)
-        _checkpointer().save(partial / "weights" / name, args=args)
+        _save_item(partial / "weights" / name, args)
         sums[name] = hash_item(arrays)
         del tree, arrays  # before the next item is made
     missing = sorted(shapes.keys() - sums.keys())
     if missing:
         raise UserError(f"model has no items {', '.join(missing)}; give every item")
     return sums
+
+
+def _save_item(path: Path, args: ocp.args.PyTreeSave) -> None:
+    try:
+        with _quiet():
+            _checkpointer().save(path, args=args)
+    except Exception as error:  # Orbax raises many kinds; a full disk as a ValueError
+        code = _OS_ERROR.search(str(error))
+        if code is not None:
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+        raise OSError(" ".join(str(error).split())[:200]) from error
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -302,15 +286,23 @@ def _item_path(folder: str | Path, name: str) -> Path:
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
     """Turns what Orbax logs and raises on a damaged item into one UserError."""
+    try:
+        with _quiet():
+            yield
+    except Exception as error:  # Orbax raises just that when data cannot be read
+        reason = " ".join(str(error).partition(". See full")[0].split())[:200]
+        raise UserError(f"{path} is damaged ({reason}); convert the model again") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Orbax from logging what it raises as well."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
         yield
-    except Exception as error:  # Orbax raises just that when data cannot be read
-        reason = " ".join(str(error).partition(". See full")[0].split())[:200]
-        raise UserError(f"{path} is damaged ({reason}); convert the model again") from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -1,0 +1,60 @@
+"""Writing a folder all or nothing, whatever happens meanwhile."""
+
+import glob
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from poss_jax.config import UserError
+
+_LOCK = "lock"
+
+
+@contextmanager
+def whole_folder(folder: str | Path) -> Iterator[Path]:
+    """Gives a temporary sibling to fill, which becomes `folder` at the end, or vanishes.
+
+    Raises:
+      UserError: the folder is not empty or cannot be written.
+    """
+    refuse_non_empty(folder)
+    folder = Path(folder).resolve()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{folder.name}.partial-"
+        _remove_abandoned(folder.parent, prefix)
+        with (
+            tempfile.TemporaryDirectory(
+                prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True
+            ) as temporary,
+            FileLock(Path(temporary) / _LOCK),
+        ):
+            partial = Path(temporary) / "model"
+            partial.mkdir()
+            yield partial
+            partial.replace(folder)
+    except OSError as error:
+        raise UserError(f"cannot write model folder {folder}: {error}; nothing is kept") from error
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """Removes what killed processes left of earlier tries; those that live hold their lock."""
+    for path in parent.glob(f"{glob.escape(prefix)}*"):
+        try:
+            with FileLock(path / _LOCK, timeout=0):
+                shutil.rmtree(path, ignore_errors=True)
+        except Timeout:
+            continue
+
+
+def refuse_non_empty(folder: str | Path) -> None:
+    """Raises UserError unless a model folder may be written here."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output {folder} is a file; name a folder that does not exist yet")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"output {folder} is not empty; name another folder or empty this one")

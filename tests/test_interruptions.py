@@ -1,0 +1,124 @@
+"""Conversions that are killed, or run out of space: nothing that looks complete is left."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from convert_sources import run, target_tensors, write_source
+
+from poss_jax.checkpoint import verify_model, whole_folder
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A target whose conversion takes a while: its head alone is 50 kB."""
+    extra = {"model.embed_tokens.weight": (1600, 8), "lm_head.weight": (1600, 8)}
+    tensors = target_tensors(**extra)
+    for index in range(2, 12):
+        layer = {k: v for k, v in tensors.items() if k.startswith("model.layers.0.")}
+        tensors |= {key.replace(".0.", f".{index}.", 1): v.copy() for key, v in layer.items()}
+    folder = tmp_path_factory.mktemp("interrupted") / "source"
+    write_source(folder, tensors, vocab_size=1600, num_hidden_layers=12)
+    (folder / "tokenizer.json").write_text(json.dumps({"padding": "x" * 200_000}))
+    return folder
+
+
+def command(source: Path, output: Path) -> list[str]:
+    program = [sys.executable, "-m", "poss_jax.convert", "target"]
+    return [*program, "--source", str(source), "--output", str(output)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Killed
+
+
+def kill_when(source: Path, output: Path, pattern: str, seconds: float = 0.0) -> bool:
+    """Kills a conversion some time after a file appears; whether it was still running."""
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command(source, output), cwd=ROOT, stdout=quiet, stderr=quiet) as process:
+        while process.poll() is None and not list(output.parent.glob(pattern)):
+            time.sleep(0.001)
+        time.sleep(seconds)
+        process.kill()
+    return process.returncode == -9
+
+
+@pytest.mark.parametrize("moment", ["", "/model/weights/layers/0", "/model/weights/head"])
+def test_killed_conversion_leaves_nothing_complete(tmp_path, source, moment):
+    output = tmp_path / "made"
+    assert kill_when(source, output, f".made.partial-*{moment}")
+    assert not output.exists()
+    assert len(list(tmp_path.iterdir())) == 1  # the hidden rest, which the next run removes
+    run("target", source=source, output=output)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    verify_model(output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_killed_at_a_random_moment(tmp_path, source, seed):
+    output = tmp_path / "made"
+    kill_when(source, output, ".made.partial-*", random.Random(seed).uniform(0, 0.6))
+    if output.exists():
+        verify_model(output)
+
+
+def test_rest_of_a_running_conversion_is_left_alone(tmp_path):
+    with whole_folder(tmp_path / "made") as first, whole_folder(tmp_path / "made") as second:
+        assert first.is_dir() and second.is_dir() and first != second
+    assert (tmp_path / "made").is_dir()
+
+
+def test_rest_of_another_output_is_left_alone(tmp_path):
+    for name in ("madeup", "[m]ade"):
+        (tmp_path / f".{name}.partial-1").mkdir()
+    with whole_folder(tmp_path / "made"):
+        pass
+    assert len(list(tmp_path.iterdir())) == 3
+    with whole_folder(tmp_path / "[m]ade"):
+        pass
+    assert not (tmp_path / ".[m]ade.partial-1").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Out of space
+
+
+def assert_one_line(result: subprocess.CompletedProcess[str], output: Path, reason: str) -> None:
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"error: cannot write model folder {output}: ")
+    assert reason in result.stderr
+
+
+@pytest.mark.parametrize("blocks", [1, 20, 150])
+def test_file_that_cannot_grow(tmp_path, source, blocks):
+    """The limit stops an item's small files, its data, or the copy of the tokenizer."""
+    limited = f"ulimit -f {blocks} && exec {' '.join(command(source, tmp_path / 'made'))}"
+    result = subprocess.run(["sh", "-c", limited], cwd=ROOT, capture_output=True, text=True)
+    assert_one_line(result, tmp_path / "made", "File too large")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk(tmp_path, source):
+    """A small file system of its own, where mounting is allowed."""
+    mount = f"mount -t tmpfs -o size=128k none {tmp_path}"
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode
+    ):
+        pytest.skip("mounting a file system is not allowed here")
+    convert = " ".join(command(source, tmp_path / "made"))
+    script = f"{mount} && {convert}; code=$?; find {tmp_path} -mindepth 1; exit $code"
+    result = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script], cwd=ROOT, capture_output=True, text=True
+    )
+    assert_one_line(result, tmp_path / "made", "No space left on device")
+    assert str(tmp_path) not in result.stdout
