@@ -54,6 +54,12 @@ def of_vllm(tensors, config):
     return tensors, {"model_type": "eagle", "model": inner, "eagle_fc_bias": False}
 
 
+def of_speculators(tensors, config):
+    inner = {key: value for key, value in config.items() if key != "bias"}
+    wrapper = {"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"]}
+    return tensors, wrapper | {"transformer_layer_config": inner, "fusion_bias": False}
+
+
 def with_fc_bias(tensors, config):
     """As the drafts of Llama 2 and Vicuna, whose config.json has no key `bias`."""
     bias = {"fc.bias": np.zeros(128, tensors["fc.weight"].dtype)}
@@ -110,6 +116,8 @@ MATRIX = [
     ("eagle", prefixed, BFLOAT16, "shards"),
     ("eagle", of_vllm, FLOAT32, "shards"),
     ("poss3", of_vllm, FLOAT16, "safetensors"),
+    ("eagle", of_speculators, FLOAT32, "safetensors"),
+    ("poss3", of_speculators, BFLOAT16, "shards"),
     ("poss3", without_embedding, FLOAT32, "safetensors"),
     ("eagle", without_embedding, BFLOAT16, "bin"),
     ("eagle", of_qwen2, FLOAT32, "bin"),
@@ -244,7 +252,9 @@ def test_a_known_name_with_another_number_of_layers(tmp_path, tiny, capsys):
 
 
 def test_published_table():
+    docs = (Path(__file__).parents[1] / "docs/checkpoints.md").read_text()
     for hub_id, known in PUBLISHED.items():
+        assert hub_id in docs and known.target in docs
         spans, depth = known.positions_per_specialist, known.trained_depth
         if "PosS" in hub_id:
             span = int(hub_id.split("PosS")[1][0])

@@ -1,6 +1,7 @@
 """The two things a run can train. Each says what its rows, parameters, step and model are."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -138,7 +139,8 @@ class DraftStage:
                 f"specialists.depth {wanted.depth} does not fit rows of {length} tokens; lower it "
                 "or raise data.sequence_length"
             )
-        layer, fc_bias, self._init_draft = self._record.llama, wanted.fc_bias, None
+        layer, fc_bias = replace(self._record.llama, num_layers=1), wanted.fc_bias
+        self._init_draft = None
         self._vocabulary = None
         if config.init_draft is not None:
             record, draft = load_draft(config.init_draft, jnp.float32, target=self._record)

@@ -75,7 +75,8 @@ class DraftConfig:
     EAGLE-2 and HASS are `positions_per_specialist=(1,)`, PosS-n is `(n, n, ...)`.
 
     Attributes:
-      layer: shape of one specialist (its `num_layers` is not looked at) and of the embedding.
+      layer: shape of one specialist and of the embedding; its `num_layers` is 1 in new drafts, and
+        not looked at.
       positions_per_specialist: how many draft positions each specialist serves; beyond the last
         span the last specialist continues.
       trained_depth: number of draft positions the rollout was trained on.

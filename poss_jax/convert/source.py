@@ -92,8 +92,8 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
         snapshot = fetch_snapshot(source, revision, _SMALL_PATTERNS)
         return Source(source, snapshot.name, snapshot)
     snapshot = fetch_snapshot(source, revision, _PATTERNS)
-    weights = _find_weights(snapshot)
-    if weights is None or weights.name.startswith(_WEIGHT_FILES[1]):  # its index may be there
+    found = _find_weights(snapshot)
+    if found is None or found.name.startswith(_WEIGHT_FILES[1]):  # its index may be there
         snapshot = fetch_snapshot(source, revision, (*_PATTERNS, _BIN_PATTERN))
     _verify(snapshot, _SMALL_FILES)
     return Source(source, snapshot.name, snapshot)
