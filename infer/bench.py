@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from infer.measure import Decoder, Run, measure_phases, measure_steps, time_prompts
-from infer.options import add_tree_options, at_least, check_writable, read_tree
+from infer.options import add_mismatch_option, add_tree_options, at_least, check_writable, read_tree
 from infer.prompts import next_prompt
 from infer.report import build_report, format_report, write_report
 from poss_jax.checkpoint import load_draft, load_target, provenance, refuse_non_empty
@@ -35,7 +35,10 @@ from poss_jax.engine import Engine, Prompt, default_dtype
 from poss_jax.program import Parser, run_program
 
 AUTOREGRESSIVE = "autoregressive"
-_OPTIONS = ("target", "prompts", "num_prompts", "max_new_tokens", "repeats", "output")
+_OPTIONS = (
+    *("target", "prompts", "num_prompts", "max_new_tokens", "repeats", "output"),
+    "allow_target_mismatch",
+)
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
@@ -79,7 +82,12 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
     tokenizer = load_tokenizer(Path(config.target)) if target[0].tokenizer_sha256 else None
     decoders = [Decoder(AUTOREGRESSIVE, Engine(target, tokenizer=tokenizer))]
     for name, folder in config.drafts.items():
-        draft = load_draft(folder, dtype, target=target[0])
+        draft = load_draft(
+            folder,
+            dtype,
+            target=target[0],
+            allow_target_mismatch=config.allow_target_mismatch,
+        )
         engine = Engine(target, draft, tokenizer=tokenizer, tree=config.tree)
         decoders.append(Decoder(name, engine))
     return decoders
@@ -178,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="DIR", help="folder for the report")
     parser.add_argument("--overwrite", action="store_true", help="replace a report that is there")
     add_tree_options(parser)
+    add_mismatch_option(parser)
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="change a key of the config"
     )

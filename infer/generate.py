@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from infer.options import add_tree_options, at_least, check_writable, read_tree
+from infer.options import add_mismatch_option, add_tree_options, at_least, check_writable, read_tree
 from infer.prompts import next_prompt, num_turns
 from poss_jax.config import UserError
 from poss_jax.data import PROMPT_KEYS, read_prompts
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.draft,
         tree=read_tree(args),
         max_length=args.max_length,
-        allow_target_mismatch=args.allow_target_mismatch,
+        allow_target_mismatch=bool(args.allow_target_mismatch),
     )
     started = time.monotonic()
     answers = answer_records(
@@ -188,11 +188,7 @@ def _parser() -> argparse.ArgumentParser:
         help="most tokens of prompt and answer (default: what the target was made for)",
     )
     add_tree_options(parser)
-    parser.add_argument(
-        "--allow-target-mismatch",
-        action="store_true",
-        help="use a draft that was made for other weights of the same shape",
-    )
+    add_mismatch_option(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="answers as .jsonl")
     return parser
 

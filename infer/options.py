@@ -35,6 +35,16 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_mismatch_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the permission to use a draft of another target."""
+    parser.add_argument(
+        "--allow-target-mismatch",
+        action="store_true",
+        default=None,
+        help="use a draft that was made for other weights of the same shape",
+    )
+
+
 def read_tree(args: argparse.Namespace, tree: TreeConfig | None = None) -> TreeConfig | None:
     """The tree asked for: the options, the rest from `tree` (None: the device's default)."""
     given = {

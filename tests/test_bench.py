@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Runs, refusal, tiny_runs, write_config, write_lines
+from programs import Runs, copy_model, refusal, tiny_runs, write_config, write_lines
 
 from infer import bench as program
-from infer.bench import main, read_bench_prompts
+from infer.bench import load_decoders, main, read_bench_prompts
 from infer.measure import Run
 from infer.report import build_report, format_report
-from poss_jax.config import CPU_TREE, BenchConfig, TreeConfig
+from poss_jax.config import CPU_TREE, BenchConfig, TreeConfig, UserError
 from poss_jax.engine import Engine, Generation
 
 N = 12
@@ -215,7 +215,7 @@ def test_flags_win_over_the_config(
         ["--config", file],
         ["--config", file, "repeats=2", "--tree-depth", "6", "--num-prompts", "9", "tree.top_k=1"],
         ["--config", file, *flags],
-        [*flags, "--draft", "B=b=c", "--tree-depth", "3"],
+        [*flags, "--draft", "B=b=c", "--tree-depth", "3", "--allow-target-mismatch"],
     ):
         with pytest.raises(KeyboardInterrupt):
             main(arguments)
@@ -227,6 +227,16 @@ def test_flags_win_over_the_config(
     assert (overridden.tree, overridden.max_new_tokens) == (from_file.tree, N)
     assert by_flags.drafts == {"PosS-2": runs.model("poss2"), "B": "b=c"}
     assert by_flags.tree == replace(CPU_TREE, depth=3)
+    assert by_flags.allow_target_mismatch and not overridden.allow_target_mismatch
+
+
+def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) -> None:
+    other = {"name": "another", "head_sha256": "0" * 64}
+    target = copy_model(runs.model("target"), tmp_path / "model", target=other)
+    config = BenchConfig(target=target, drafts={"EAGLE-2": runs.model("eagle")})
+    with pytest.raises(UserError, match=r"set allow_target_mismatch \(--allow-target-mismatch\)"):
+        load_decoders(config)
+    assert len(load_decoders(replace(config, allow_target_mismatch=True))) == 2
 
 
 def test_stdlib_prompts_are_cut_to_length(runs: Runs) -> None:

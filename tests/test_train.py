@@ -245,6 +245,16 @@ def test_a_draft_keeps_the_vocabulary_of_the_one_it_starts_from(runs: Runs, tmp_
     assert read_record(tmp_path / "saved").draft_vocabulary == (5, 7, 11)
 
 
+def test_starting_from_another_targets_draft_needs_permission(runs: Runs, tmp_path: Path) -> None:
+    other = {"name": "another", "head_sha256": "0" * 64}
+    own = copy_model(runs.model("eagle"), tmp_path / "own", target=other)
+    values = DRAFT | {"init_draft": own}
+    with pytest.raises(UserError, match="was made for another"):
+        open_stage(load_config(TrainConfig, config_file(runs, tmp_path, values)), tmp_path)
+    values["allow_target_mismatch"] = True
+    open_stage(load_config(TrainConfig, config_file(runs, tmp_path, values)), tmp_path)
+
+
 def test_overwrite_starts_anew(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(runs.root / "target", tmp_path / "run")
     config = config_file(runs, tmp_path, TARGET, seed=1)

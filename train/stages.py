@@ -143,7 +143,12 @@ class DraftStage:
         self._init_draft = None
         self._vocabulary = None
         if config.init_draft is not None:
-            record, draft = load_draft(config.init_draft, jnp.float32, target=self._record)
+            record, draft = load_draft(
+                config.init_draft,
+                jnp.float32,
+                target=self._record,
+                allow_target_mismatch=config.allow_target_mismatch,
+            )
             layer, fc_bias = record.draft.layer, record.draft.fc_bias
             self._vocabulary = record.draft_vocabulary
             self._init_draft = extend_specialists(draft, len(wanted.positions_per_specialist))

@@ -177,8 +177,8 @@ def load_draft(
     if not allow_target_mismatch and not record.target.same_weights(target.target):
         raise UserError(
             f"draft {folder} was made for {record.target.name}, got the target "
-            f"{target.target.name} with another embedding or head; use its own target, or allow "
-            "the target mismatch"
+            f"{target.target.name} with another embedding or head; use its own target, or set "
+            "allow_target_mismatch (--allow-target-mismatch)"
         )
     return record, _load_params(folder, record, dtype, sharding)
 

@@ -84,6 +84,7 @@ class TrainConfig:
       model: shape of the language model (stage target).
       target: model folder of the frozen target (stage draft).
       init_draft: model folder of a draft to start from (stage draft; None: from scratch).
+      allow_target_mismatch: start from a draft made for other weights of the same shape.
       num_tokens: budget in tokens.
       checkpoint_every: steps between saves of the training state.
       validate_every: steps between validations; both also happen at the end.
@@ -95,6 +96,7 @@ class TrainConfig:
     model: LlamaConfig | None = None
     target: str | None = None
     init_draft: str | None = None
+    allow_target_mismatch: bool = False
     specialists: SpecialistsConfig = Field(default_factory=SpecialistsConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
@@ -128,6 +130,7 @@ class BenchConfig:
       num_prompts: how many prompts are used (of a file: at most).
       prompt_tokens: length of a `stdlib` prompt, in tokens.
       tree: None takes the default of the device.
+      allow_target_mismatch: measure drafts made for other weights of the same shape.
       repeats: interleaved timed passes.
     """
 
@@ -138,5 +141,6 @@ class BenchConfig:
     prompt_tokens: int = Field(default=64, gt=0)
     max_new_tokens: int = Field(default=128, gt=0)
     tree: TreeConfig | None = None
+    allow_target_mismatch: bool = False
     repeats: int = Field(default=3, gt=0)
     output: str | None = None
