@@ -93,6 +93,7 @@ def _save_item(path: Path, args: ocp.args.PyTreeSave) -> None:
     try:
         with _quiet():
             _checkpointer().save(path, args=args)
+        (path / "commit_success.txt").unlink(missing_ok=True)  # it names this machine's folders
     except Exception as error:  # Orbax raises many kinds; a full disk as a ValueError
         code = _OS_ERROR.search(str(error))
         if code is not None:
