@@ -74,7 +74,7 @@ def write_bin(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _to_torch(torch: Any, array: np.ndarray) -> Any:
-    array = np.array(array)  # torch wants memory of its own, which may be written
+    array = array if array.flags.writeable else array.copy()  # torch warns of any other
     if array.dtype == ml_dtypes.bfloat16:  # as in _to_numpy
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -74,7 +74,8 @@ class Export:
             loaded = flatten_item(load_item(model.folder, model.record, item))
             arrays = {"/".join((item, *path)): array for path, array in loaded.items()}
             for row in islice(rows, len(arrays)):
-                yield row.path, _cast(row, np.asarray(arrays[row.key]))
+                # A copy, so that PyTorch takes it as it is, and so that the item can be freed.
+                yield row.path, _cast(row, np.array(arrays.pop(row.key)))
 
 
 def plan_export(
