@@ -327,12 +327,12 @@ OTHERS = {
     "speculators' EAGLE-3": (
         {},
         {"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]},
-        rf"an EAGLE-3 draft of speculators \(Eagle3DraftModel\): {NOT_YET}",
+        rf"an EAGLE-3 draft of speculators \(Eagle3DraftModel\); {NOT_YET}",
     ),
     "another of speculators": (
         {},
         {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]},
-        rf"a dflash draft of speculators \(DFlashDraftModel\): {NOT_YET}",
+        rf"a dflash draft of speculators \(DFlashDraftModel\); {NOT_YET}",
     ),
     "speculators' EAGLE-1": (
         {"embed_layernorm.weight": (8,)},
@@ -342,7 +342,7 @@ OTHERS = {
     "an input norm": (
         {"layers.0.input_layernorm.weight": (8,)},
         {},
-        r"layers\.0\.input_layernorm\.weight belongs to no EAGLE-2, HASS or PosS draft",
+        r"layers\.0\.input_layernorm\.weight\); no EAGLE-2, HASS or PosS draft has one",
     ),
     "LoRA": ({"layers.0.self_attn.q_proj.lora_A.weight": (2, 8)}, {}, "a LoRA adapter"),
     "quantised": ({}, {"quantization_config": {"quant_method": "awq"}}, "quantised weights"),

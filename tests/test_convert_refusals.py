@@ -55,6 +55,21 @@ def test_unknown_draft_keys(tmp_path, tiny, key):
         run("draft", source=source, target=tiny / "target", output=tmp_path / "out")
 
 
+def test_a_draft_given_as_target(tmp_path):
+    source = write_source(tmp_path / "source", draft_tensors())
+    with pytest.raises(UserError, match=r"holds a draft \(fc\.weight\); .* the draft command"):
+        run("target", source=source, output=tmp_path / "out")
+
+
+@pytest.mark.parametrize("names", [3, "One", [None], {}])
+def test_architectures_that_are_no_list_of_names(tmp_path, tiny, names, capsys):
+    source = write_source(tmp_path / "source", draft_tensors(), architectures=names)
+    run("draft", source=source, target=tiny / "target", output=tmp_path / "out")
+    (source / "config.json").write_text(json.dumps({"architectures": names}))
+    main(["inspect", str(source)])
+    assert "refused" in capsys.readouterr().out
+
+
 def test_draft_without_layers(tmp_path, tiny):
     source = write_source(tmp_path / "source", draft_tensors(0))
     with pytest.raises(UserError, match=r"missing layers\.0\.self_attn\.q_proj\.weight"):

@@ -8,16 +8,15 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config
-from poss_jax.convert.draft_source import FC, QUERY, DraftSource
+from poss_jax.convert.draft_source import DraftSource
 from poss_jax.convert.hf_config import parse_llama_config
-from poss_jax.convert.names import DRAFT_EMBEDDING, source_key
+from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
 from poss_jax.convert.published import PUBLISHED, find_published
 
 METADATA = "poss_jax"
 """Where a config.json that we export holds what its layout has no key for."""
 
 _FIRST = "specialists/0"
-_FC_BIAS = source_key("fc", ("bias",))
 _KEY = source_key(_FIRST, ("attention", "k", "weight"))
 _GATE = source_key(_FIRST, ("mlp", "gate", "weight"))
 
@@ -86,7 +85,7 @@ def read_draft_config(
         layer=layer,
         positions_per_specialist=spans,
         trained_depth=depth,
-        fc_bias=_FC_BIAS in draft.tensors,
+        fc_bias=FC_BIAS in draft.tensors,
     )
     vocabulary = metadata.draft_vocabulary if metadata else None
     return DraftReading(config, vocabulary, (*assumed, *assumed_spans))
@@ -165,12 +164,12 @@ def _read_biases(draft: DraftSource, layer: LlamaConfig) -> tuple[dict[str, bool
                 "that belongs to these weights"
             )
         assumed.append(f"{field} {shown[field]}, because {found}")
-    has_bias, said = _FC_BIAS in draft.tensors, draft.values.get("bias")
+    has_bias, said = FC_BIAS in draft.tensors, draft.values.get("bias")
     if has_bias != (said in (None, True)):
         says = "has no key bias, which means true" if said is None else f"says bias {said!r}"
         assumed.append(
             f"fc with{'' if has_bias else 'out'} bias, because the weights hold "
-            f"{'a' if has_bias else 'no'} {_FC_BIAS}, although config.json {says}"
+            f"{'a' if has_bias else 'no'} {FC_BIAS}, although config.json {says}"
         )
     return shown, assumed
 

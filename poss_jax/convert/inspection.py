@@ -24,10 +24,10 @@ from poss_jax.convert.draft import check_draft
 from poss_jax.convert.draft_config import read_draft_config, read_layer
 from poss_jax.convert.draft_source import recognise_draft
 from poss_jax.convert.hf_config import read_llama_config
-from poss_jax.convert.names import slots_by_key
+from poss_jax.convert.names import FC_BIAS, plain_name, slots_by_key
 from poss_jax.convert.plan import Row
 from poss_jax.convert.published import PUBLISHED, find_published
-from poss_jax.convert.refusals import refuse_adapter
+from poss_jax.convert.refusals import model_names, refuse_adapter
 from poss_jax.convert.source import LazyTensor, Source, list_tensors, open_source
 from poss_jax.convert.target import check_target
 
@@ -120,7 +120,7 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
 def _is_draft(tensors: Mapping[str, LazyTensor]) -> bool:
     """Whether the draft command is the one to name it: a fusion layer, or EAGLE-3's names."""
     signs = ("fc.", "midlayer", "fusion_fc.", "d2t")
-    return any(key.removeprefix("model.").startswith(signs) for key in tensors)
+    return any(plain_name(key).startswith(signs) for key in tensors)
 
 
 def _command(found: Inspection, revision: str | None) -> str:
@@ -155,7 +155,7 @@ def _read_draft(found: Inspection, source: Source, tensors: Mapping[str, LazyTen
     config = DraftConfig(
         layer=layer,
         positions_per_specialist=(1,) * draft.num_layers,
-        fc_bias="fc.bias" in draft.tensors,
+        fc_bias=FC_BIAS in draft.tensors,
     )
     slots = check_draft(config, draft)
     found.family = "draft"
@@ -182,8 +182,7 @@ def _name_config(found: Inspection, source: Source) -> None:
         values = read_json(source.folder / "config.json")
     except UserError:
         return
-    names = values.get("architectures") or [values.get("model_type")]
-    found.add("config.json says", ", ".join(map(str, names)))
+    found.add("config.json says", ", ".join(model_names(values)) or "no name")
 
 
 def _count_weights(found: Inspection) -> None:

@@ -1,5 +1,6 @@
 """PyTorch key <-> our item and path: one table, read in both directions."""
 
+import re
 from dataclasses import dataclass
 
 from poss_jax.checkpoint import flatten_item
@@ -28,6 +29,8 @@ _MODULES = {
     "mlp/down": "mlp.down_proj",
 }
 _LEAVES = {"scale": "weight"}
+
+_PREFIX = re.compile(r"^(model\.)+")
 
 DRAFT_EMBEDDING = "embed_tokens.weight"
 """A draft's copy of the target's embedding, which we do not store."""
@@ -74,3 +77,13 @@ def slots_by_key(shapes: dict[str, Params]) -> dict[str, Slot]:
         for path, shape in flatten_item(tree).items()
     ]
     return {source_key(slot.item, slot.path): slot for slot in slots}
+
+
+def plain_name(key: str) -> str:
+    """A PyTorch key without the prefix `model.`, which some programs put before every key."""
+    return _PREFIX.sub("", key)
+
+
+FC = source_key("fc", ("weight",))
+FC_BIAS = source_key("fc", ("bias",))
+QUERY = source_key("specialists/0", ("attention", "q", "weight"))

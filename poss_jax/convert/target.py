@@ -8,7 +8,7 @@ from poss_jax.config import LlamaConfig, UserError
 from poss_jax.convert.hf_config import read_llama_config
 from poss_jax.convert.names import slots_by_key, source_key
 from poss_jax.convert.plan import Conversion, DType, Reader, check_keys
-from poss_jax.convert.refusals import refuse_adapter, refuse_tensors
+from poss_jax.convert.refusals import refuse_adapter, refuse_draft, refuse_tensors
 from poss_jax.convert.source import LazyTensor, open_source, open_tensors
 
 _EMBED = source_key("embed", ("weight",))
@@ -67,6 +67,7 @@ def check_target(
       UserError: what cannot be converted, or every key that does not fit.
     """
     refuse_tensors(tensors, origin)
+    refuse_draft(tensors, origin)
     dropped = _dropped(config, tensors)
     check_keys(
         origin,
