@@ -27,7 +27,9 @@ def run_program(main: Callable[[], None]) -> None:
     Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR` (default: `~/.cache/poss_jax/xla`),
     so that only the first run of a shape waits for the compiler.
     """
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.basicConfig()
+    for handler in logging.getLogger().handlers:  # one of which importing Orbax may have set up
+        handler.setFormatter(logging.Formatter("%(message)s"))
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path.home() / ".cache" / "poss_jax" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(cache))
@@ -37,6 +39,8 @@ def run_program(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         sys.exit(_failed(str(error), 2))
+    except OSError as error:  # such as a path that may not be looked at
+        sys.exit(_failed(f"{error}; check the path, and that you may use it", 2))
     except KeyboardInterrupt:
         sys.exit(_failed("interrupted", 130))
 

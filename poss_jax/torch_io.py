@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +39,9 @@ def read_bin(path: str | Path) -> dict[str, np.ndarray]:
         is_zip = _is_zip(path)
         if is_zip:
             _check_zip(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():  # of old pickles: they are read, or refused below
+            warnings.simplefilter("ignore")
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except UserError:
         raise
     except pickle.UnpicklingError as error:

@@ -155,6 +155,19 @@ def test_table_and_summary(tmp_path, tiny, capsys):
     }
 
 
+def test_sources_that_are_none(tmp_path, tiny):
+    file = tiny / "source/model.safetensors"
+    for flags, message in (
+        ({"source": file}, "is a file; give the folder it is in"),
+        ({"source": tiny / "target"}, "is a model folder of poss_jax already"),
+        ({"source": tiny / "source", "revision": "main"}, "has no revision main; leave it out"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run("target", output=tmp_path / "out", **flags)
+    with pytest.raises(UserError, match="has no revision main"):
+        main(["inspect", str(tiny / "target"), "--revision", "main"])
+
+
 def test_output_that_is_not_empty(tmp_path, tiny):
     (tmp_path / "keep.txt").write_text("mine")
     with pytest.raises(UserError, match="not empty"):
@@ -174,8 +187,26 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, tiny, monkeypatch, erro
 
     monkeypatch.setattr(checkpointer, "save", fail_at_the_norm)
     with pytest.raises(UserError if error is RuntimeError else error, match="stop"):
-        run("target", source=tiny / "source", output=tmp_path / "out")
+        run("target", source=tiny / "source", output=tmp_path / "new" / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """Runs the program in this process; gives the one line it says before exit code 2."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")  # leave this process's setting alone
+
+    def run(argv: list[str]) -> str:
+        monkeypatch.setattr(sys, "argv", ["poss-convert", *argv])
+        with pytest.raises(SystemExit) as exit_info:
+            cli()
+        assert exit_info.value.code == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ") and err.count("\n") == 1
+        return err
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -190,19 +221,20 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, tiny, monkeypatch, erro
         ["draft", "--source", "x", "--target", "t", "--output", "y", "--trained-depth", "-1"],
     ],
 )
-def test_wrong_arguments_are_one_line(argv, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["poss-convert", *argv])
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")  # leave this process's setting alone
-    with pytest.raises(SystemExit) as exit_info:
-        cli()
-    assert exit_info.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1
-    assert "--help" in err
+def test_wrong_arguments_are_one_line(argv, said):
+    assert "--help" in said(argv)
 
 
-@pytest.mark.parametrize("command", [[], ["target"], ["draft"], ["init-specialists"]])
+@pytest.mark.parametrize("names", [("x" * 300, "out"), ("source", "y" * 300)])
+def test_paths_that_cannot_be(tmp_path, tiny, names, said):
+    source, output = tiny / names[0], tmp_path / names[1]
+    assert "too long" in said(["target", "--source", str(source), "--output", str(output)])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["inspect"], ["target"], ["draft"], ["init-specialists"], ["export"]]
+)
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main([*command, "--help"])
@@ -210,12 +242,26 @@ def test_help(command, capsys):
     assert "poss-convert" in capsys.readouterr().out
 
 
-def test_as_a_process(tmp_path):
+def as_a_process(source, output):
     command = [sys.executable, "-m", "poss_jax.convert", "target"]
-    command += ["--source", str(tmp_path / "missing"), "--output", str(tmp_path / "out")]
+    command += ["--source", str(source), "--output", str(output)]
     root = Path(__file__).parents[1]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    return subprocess.run(command, capture_output=True, text=True, cwd=root)
+
+
+def test_a_refusal_as_a_process(tmp_path):
+    result = as_a_process(tmp_path / "missing", tmp_path / "out")
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.startswith("error: source ") and result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_warning_as_a_process(tmp_path):
+    tensors = target_tensors() | {"lm_head.weight": np.full((16, 8), np.nan, np.float32)}
+    source = write_source(tmp_path / "source", tensors)
+    result = as_a_process(source, tmp_path / "out")
+    assert result.returncode == 0
+    file = source / "model.safetensors"
+    line = f"{file}: lm_head.weight holds NaN or infinity; it is converted as it is\n"
+    assert result.stderr == line

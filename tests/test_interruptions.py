@@ -94,7 +94,7 @@ def test_rest_of_another_output_is_left_alone(tmp_path):
 def assert_one_line(result: subprocess.CompletedProcess[str], output: Path, reason: str) -> None:
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith(f"error: cannot write model folder {output}: ")
+    assert result.stderr.startswith(f"error: cannot write folder {output}: ")
     assert reason in result.stderr
 
 

@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -76,6 +77,15 @@ def test_code_is_refused(tmp_path, monkeypatch, zipped, function, argument, show
     assert not (tmp_path / "it_ran").exists()
     torch.load("model.bin", weights_only=False)  # the file is one that runs code
     assert (tmp_path / "it_ran").exists()
+
+
+@pytest.mark.torch
+def test_code_in_a_pickle_that_torch_did_not_write(tmp_path):
+    state = {"a": Malicious(os.system, f"touch {tmp_path}/it_ran")}
+    (tmp_path / "model.bin").write_bytes(pickle.dumps(state, protocol=4))
+    with pytest.raises(UserError, match="got one that holds or runs other things"):
+        read_bin(tmp_path / "model.bin")
+    assert not (tmp_path / "it_ran").exists()
 
 
 @pytest.mark.torch

@@ -4,7 +4,7 @@ import glob
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -23,7 +23,9 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     """
     refuse_non_empty(folder)
     folder = Path(folder).resolve()
+    new_parents: list[Path] = []
     try:
+        new_parents += (path for path in folder.parents if not path.exists())
         folder.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{folder.name}.partial-"
         _remove_abandoned(folder.parent, prefix)
@@ -38,7 +40,13 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
             yield partial
             partial.replace(folder)
     except OSError as error:
-        raise UserError(f"cannot write model folder {folder}: {error}; nothing is kept") from error
+        raise UserError(
+            f"cannot write folder {folder}: {error}; nothing is kept, give a place that can hold it"
+        ) from error
+    finally:
+        for path in new_parents:
+            with suppress(OSError):  # not empty, as it is to be
+                path.rmdir()
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:

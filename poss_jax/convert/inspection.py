@@ -87,7 +87,7 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
       UserError: there is nothing to look at, or a checksum differs. What could not be converted
         raises nothing: that is what was to be found out.
     """
-    if (Path(source) / "model.json").is_file():
+    if revision is None and (Path(source) / "model.json").is_file():
         return _inspect_model(Path(source), verify=verify)
     if verify:
         raise UserError(

@@ -80,12 +80,16 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
       weights: download them too.
 
     Raises:
-      UserError: neither a folder nor a Hub id, the Hub does not give it, or a damaged file.
+      UserError: neither a folder nor a Hub id, a folder with a revision, a model folder, the Hub
+        does not give it, or a damaged file.
     """
     folder = Path(source)
     if folder.is_dir():
+        _refuse_folder(folder, revision)
         _verify(folder, _SMALL_FILES)
         return Source(folder.resolve().name, None, folder)
+    if folder.is_file():
+        raise UserError(f"source {source} is a file; give the folder it is in, with config.json")
     if not _HUB_ID.fullmatch(source) or source.startswith("."):
         raise UserError(f"source {source} does not exist; give a folder or a Hub id (owner/name)")
     if not weights:
@@ -97,6 +101,19 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
         snapshot = fetch_snapshot(source, revision, (*_PATTERNS, _BIN_PATTERN))
     _verify(snapshot, _SMALL_FILES)
     return Source(source, snapshot.name, snapshot)
+
+
+def _refuse_folder(folder: Path, revision: str | None) -> None:
+    if revision is not None:
+        raise UserError(
+            f"source {folder} is a folder, which has no revision {revision}; leave it out, or give "
+            "a Hub id that is no folder here"
+        )
+    if (folder / "model.json").is_file():
+        raise UserError(
+            f"source {folder} is a model folder of poss_jax already; use it as it is, or give a "
+            "PyTorch checkpoint"
+        )
 
 
 def list_tensors(source: Source) -> dict[str, LazyTensor]:
