@@ -31,6 +31,8 @@ from poss_jax.convert.target import plan_target
 from poss_jax.program import Parser, run_program
 from poss_jax.shapes import Params
 
+_OUTPUT = "folder to write; must not exist or be empty"
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command.
@@ -42,14 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
       UserError: wrong arguments, or anything in the source that cannot be converted.
     """
     args = _parser().parse_args(arguments)
-    if args.command == "inspect":
-        _inspect(args)
-        return
-    refuse_non_empty(args.output)
-    if args.command == "export":
-        _export(args)
-    else:
-        _convert(args)
+    if "output" in args:  # before anything large is read
+        refuse_non_empty(args.output)
+    args.run(args)
 
 
 def cli() -> None:
@@ -57,30 +54,40 @@ def cli() -> None:
     run_program(main)
 
 
-def _convert(args: argparse.Namespace) -> None:
-    conversion = _plan(args)
-    for line in conversion.assumed:
-        print(f"assumed: {line}")
-    print("\n".join(format_rows(conversion.rows)))
-    with tqdm(total=conversion.num_items, unit="item", disable=None) as progress:
-        # Iterating over tqdm itself would keep each item until the next one has been made.
-        items = map(partial(_advance, progress), conversion.items)
-        write_model(args.output, conversion.record, items, tokenizer_from=conversion.tokenizer_from)
-    record = conversion.record
-    summary = {
-        "output": str(args.output),
-        "family": record.family,
-        "method": record.method,
-        "parameters": count_parameters(record.config),
-        "dtype": conversion.dtype,
-        "assumed": list(conversion.assumed),
-    }
-    print(json.dumps(summary))
+# --------------------------------------------------------------------------------------------------
+# Commands
 
 
-def _advance(progress: tqdm, item: tuple[str, Params]) -> tuple[str, Params]:
-    progress.update()
-    return item
+def _inspect(args: argparse.Namespace) -> None:
+    found = inspect(args.source, args.revision, verify=args.verify)
+    lines = [f"{name:24}{text}" for name, text in found.facts]
+    lines += ["", *format_rows(found.rows), ""] if found.rows else []
+    lines += [f"assumed: {line}" for line in found.assumed]
+    lines += [f"needs: {found.needs}"] if found.needs else []
+    lines += [f"refused: {found.refused}"] if found.refused else []
+    print("\n".join(lines))
+    print(json.dumps(found.summary))
+
+
+def _target(args: argparse.Namespace) -> None:
+    _write(args.output, plan_target(args.source, revision=args.revision, dtype=args.dtype))
+
+
+def _draft(args: argparse.Namespace) -> None:
+    conversion = plan_draft(
+        args.source,
+        args.target,
+        positions_per_specialist=args.positions_per_specialist,
+        trained_depth=args.trained_depth,
+        revision=args.revision,
+        dtype=args.dtype,
+    )
+    _write(args.output, conversion)
+
+
+def _specialists(args: argparse.Namespace) -> None:
+    spans, depth = args.positions_per_specialist, args.trained_depth
+    _write(args.output, plan_specialists(args.draft, spans, trained_depth=depth))
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -98,32 +105,33 @@ def _export(args: argparse.Namespace) -> None:
     print(json.dumps(summary))
 
 
-def _inspect(args: argparse.Namespace) -> None:
-    found = inspect(args.source, args.revision, verify=args.verify)
-    lines = [f"{name:24}{text}" for name, text in found.facts]
-    lines += ["", *format_rows(found.rows), ""] if found.rows else []
-    lines += [f"assumed: {line}" for line in found.assumed]
-    lines += [f"needs: {found.needs}"] if found.needs else []
-    lines += [f"refused: {found.refused}"] if found.refused else []
-    print("\n".join(lines))
-    print(json.dumps(found.summary))
+def _write(output: Path, conversion: Conversion) -> None:
+    for line in conversion.assumed:
+        print(f"assumed: {line}")
+    print("\n".join(format_rows(conversion.rows)))
+    record = conversion.record
+    with tqdm(total=conversion.num_items, unit="item", disable=None) as progress:
+        # Iterating over tqdm itself would keep each item until the next one has been made.
+        items = map(partial(_advance, progress), conversion.items)
+        write_model(output, record, items, tokenizer_from=conversion.tokenizer_from)
+    summary = {
+        "output": str(output),
+        "family": record.family,
+        "method": record.method,
+        "parameters": count_parameters(record.config),
+        "dtype": conversion.dtype,
+        "assumed": list(conversion.assumed),
+    }
+    print(json.dumps(summary))
 
 
-def _plan(args: argparse.Namespace) -> Conversion:
-    if args.command == "target":
-        return plan_target(args.source, revision=args.revision, dtype=args.dtype)
-    if args.command == "draft":
-        return plan_draft(
-            args.source,
-            args.target,
-            positions_per_specialist=args.positions_per_specialist,
-            trained_depth=args.trained_depth,
-            revision=args.revision,
-            dtype=args.dtype,
-        )
-    return plan_specialists(
-        args.draft, args.positions_per_specialist, trained_depth=args.trained_depth
-    )
+def _advance(progress: tqdm, item: tuple[str, Params]) -> tuple[str, Params]:
+    progress.update()
+    return item
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -154,6 +162,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
             "on the Hub only the headers are fetched; .bin files have none and are downloaded."
         ),
     )
+    command.set_defaults(run=_inspect)
     command.add_argument(
         "source",
         metavar="SOURCE",
@@ -174,8 +183,9 @@ def _add_target(commands: argparse._SubParsersAction) -> None:
             "(safetensors, or .bin with the `torch` extra; a single file or shards)."
         ),
     )
+    command.set_defaults(run=_target)
     _add_source(command)
-    _add_output(command)
+    _add_folder(command, "--output", _OUTPUT)
 
 
 def _add_draft(commands: argparse._SubParsersAction) -> None:
@@ -187,15 +197,12 @@ def _add_draft(commands: argparse._SubParsersAction) -> None:
             "without input norm). Head and embedding are the target's and are not stored."
         ),
     )
+    command.set_defaults(run=_draft)
     _add_source(command)
-    command.add_argument(
-        "--target",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="model folder of the target it was trained for, made by the target command",
+    _add_folder(
+        command, "--target", "model folder of the target it was trained for, made by this program"
     )
-    _add_output(command)
+    _add_folder(command, "--output", _OUTPUT)
     _add_spans(command, required=False)
 
 
@@ -208,14 +215,11 @@ def _add_specialists(commands: argparse._SubParsersAction) -> None:
             "draft has. Train it to tell them apart."
         ),
     )
-    command.add_argument(
-        "--draft",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="model folder of the draft to start from, usually an EAGLE draft",
+    command.set_defaults(run=_specialists)
+    _add_folder(
+        command, "--draft", "model folder of the draft to start from, usually an EAGLE draft"
     )
-    _add_output(command)
+    _add_folder(command, "--output", _OUTPUT)
     _add_spans(command, required=True)
 
 
@@ -229,18 +233,15 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
             "of that layout). SHA256SUMS beside the files is checked when they are converted again."
         ),
     )
-    command.add_argument(
-        "--model", required=True, type=Path, metavar="DIR", help="model folder to export"
-    )
-    _add_output(command, "folder to write; must not exist or be empty")
+    command.set_defaults(run=_export)
+    _add_folder(command, "--model", "model folder to export")
+    _add_folder(command, "--output", _OUTPUT)
     command.add_argument(
         "--format",
         choices=("hf", "eagle", "poss"),
         help="hf: a target; eagle: a draft of one layer; poss: any draft (default: hf or poss)",
     )
-    command.add_argument(
-        "--target", type=Path, metavar="DIR", help="model folder of a draft's target"
-    )
+    _add_folder(command, "--target", "model folder of a draft's target", required=False)
     command.add_argument(
         "--specialist",
         type=int,
@@ -283,28 +284,20 @@ def _add_dtype(command: argparse.ArgumentParser, *more: str) -> None:
     )
 
 
-def _add_output(
-    command: argparse.ArgumentParser,
-    text: str = "model folder to write; must not exist or be empty",
+def _add_folder(
+    command: argparse.ArgumentParser, flag: str, text: str, *, required: bool = True
 ) -> None:
-    command.add_argument(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help=text,
-    )
+    command.add_argument(flag, required=required, type=Path, metavar="DIR", help=text)
 
 
 def _add_spans(command: argparse.ArgumentParser, *, required: bool) -> None:
-    default = (
-        ""
-        if required
-        else (
+    default, depth = "", "that of the draft"
+    if not required:
+        default = (
             " (default: known for the published checkpoints on the Hub, 1 for a single layer; "
             "otherwise it must be given)"
         )
-    )
+        depth = "known for the published ones, 1 for a single layer, otherwise the sum of the above"
     command.add_argument(
         "--positions-per-specialist",
         required=required,
@@ -312,7 +305,6 @@ def _add_spans(command: argparse.ArgumentParser, *, required: bool) -> None:
         metavar="N,N,...",
         help=f"how many draft positions each specialist serves, such as 3,3{default}",
     )
-    depth = "that of the draft" if required else "1 for a single layer, else the sum of the above"
     command.add_argument(
         "--trained-depth",
         type=_parse_count,

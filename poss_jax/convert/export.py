@@ -27,7 +27,7 @@ from poss_jax.checkpoint import (
 from poss_jax.config import DraftConfig, UserError
 from poss_jax.convert.config_json import draft_config_json, target_config_json
 from poss_jax.convert.draft_config import DraftMetadata
-from poss_jax.convert.names import DRAFT_EMBEDDING, source_key
+from poss_jax.convert.names import DRAFT_EMBEDDING, FC, source_key
 from poss_jax.convert.plan import Row
 
 Format = Literal["hf", "eagle", "poss"]
@@ -97,20 +97,23 @@ def plan_export(
       dtype: to write; by default what is stored.
 
     Raises:
-      UserError: options that do not go together, or what the plans for targets and drafts refuse.
+      UserError: options that do not go together, a damaged folder, another target than the draft
+        was made for, or a model that the layout cannot hold.
     """
-    record = read_record(model)
-    if form is None:
-        form = "hf" if record.family == "target" else "poss" if specialist is None else "eagle"
-    if form == "hf":
+    source = Model(Path(model), read_record(model))
+    if source.record.family == "target":
+        if form not in (None, "hf"):
+            raise UserError(f"{model} is a target; give --format hf")
         if target is not None or specialist is not None:
             raise UserError("--target and --specialist are for drafts; leave them out for a target")
-        return plan_target_export(model, dtype=dtype)
-    num_layers = record.draft.num_specialists if record.family == "draft" else 1
-    if form == "eagle" and specialist is None and num_layers > 1:
+        return _plan_target(source, dtype)
+    number = source.record.draft.num_specialists
+    if form == "hf":
+        raise UserError(f"{model} is a draft; give --format eagle or --format poss")
+    if form == "eagle" and specialist is None and number > 1:
         raise UserError(
-            f"{model} has {num_layers} specialists, an eagle draft one layer; give --specialist "
-            f"0 to {num_layers - 1}, or --format poss"
+            f"{model} has {number} specialists, an eagle draft one layer; give --specialist "
+            f"0 to {number - 1}, or --format poss"
         )
     if form == "poss" and specialist is not None:
         raise UserError("--format poss writes every specialist; give --format eagle for one")
@@ -118,62 +121,36 @@ def plan_export(
         raise UserError(
             "the layout of drafts holds their target's embedding; give its folder: --target DIR"
         )
-    return plan_draft_export(model, target, specialist=specialist, dtype=dtype)
+    owner = Model(Path(target), read_record(target))
+    return _plan_draft(source, owner, specialist, dtype)
 
 
-def plan_target_export(model: str | Path, *, dtype: ExportDType = "keep") -> Export:
-    """Plans a target in the layout of `transformers`.
-
-    Args:
-      model: model folder of the target.
-      dtype: to write; by default what is stored.
-
-    Raises:
-      UserError: a draft, a damaged folder, or a target no class of `transformers` can hold.
-    """
-    source = Model(Path(model), read_record(model))
-    if isinstance(source.record.config, DraftConfig):
-        raise UserError(f"{model} is a draft; give --format eagle or --format poss")
-    origins = {name: (source, name) for name in item_shapes(source.record.config)}
+def _plan_target(target: Model, dtype: ExportDType) -> Export:
+    """A target in the layout of `transformers`."""
+    origins = {name: (target, name) for name in item_shapes(target.record.config)}
     rows = _rows(origins, dtype)
-    config = target_config_json(source.record.llama, rows[0].dtype)
-    return Export(config, origins, rows, tokenizer_from=source.folder)
+    config = target_config_json(target.record.llama, rows[0].dtype)
+    return Export(config, origins, rows, tokenizer_from=target.folder)
 
 
-def plan_draft_export(
-    model: str | Path,
-    target: str | Path,
-    *,
-    specialist: int | None = None,
-    dtype: ExportDType = "keep",
-) -> Export:
-    """Plans a draft in the layout of EAGLE and PosS, which holds the target's embedding too.
+def _plan_draft(draft: Model, target: Model, specialist: int | None, dtype: ExportDType) -> Export:
+    """A draft in the layout of EAGLE and PosS, which holds the target's embedding too.
 
-    Args:
-      model: model folder of the draft.
-      target: model folder of its target.
-      specialist: the one to write, as an EAGLE draft of one layer; None writes all.
-      dtype: to write; by default what is stored (for the embedding: what the draft's fc has).
-
-    Raises:
-      UserError: a target, a damaged folder, no such specialist, another target than the draft was
-        made for, or layers the original code does not have.
+    The embedding is written in the type that the draft's fc has.
     """
-    draft, owner = Model(Path(model), read_record(model)), Model(Path(target), read_record(target))
-    if not isinstance(draft.record.config, DraftConfig):
-        raise UserError(f"{model} is a target; give --format hf")
-    if owner.record.family != "target" or not draft.record.target.same_weights(owner.record.target):
+    made_for, given = draft.record.target, target.record.target
+    if target.record.family != "target" or not made_for.same_weights(given):
         raise UserError(
-            f"{target}: want the target {draft.record.target.name} that draft {model} was made "
-            f"for, got {owner.record.family} {owner.record.target.name} with another embedding or "
-            "head; its embedding is part of the layout"
+            f"{target.folder}: want the target {made_for.name} that draft {draft.folder} was made "
+            f"for, got {target.record.family} {given.name} with another embedding or head; its "
+            "embedding is part of the layout"
         )
     config = _cut(draft.record.draft, specialist)
-    origins = {"embed": (owner, "embed"), "fc": (draft, "fc")}
+    origins = {"embed": (target, "embed"), "fc": (draft, "fc")}
     for index in range(config.num_specialists):
         origins[f"specialists/{index}"] = (draft, f"specialists/{specialist or index}")
-    fc_dtype = next(row.dtype for row in _rows({"fc": origins["fc"]}, dtype))
     rows = _rows(origins, dtype)
+    fc_dtype = next(row.dtype for row in rows if row.path == FC)
     rows[0] = replace(rows[0], path=DRAFT_EMBEDDING, dtype=fc_dtype)
     metadata = DraftMetadata(
         positions_per_specialist=config.positions_per_specialist,

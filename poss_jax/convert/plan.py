@@ -84,20 +84,16 @@ class Reader:
         self.tensors = tensors
         self.dtype: DType = dtype
 
-    def read(self, key: str) -> np.ndarray:
-        """Reads one tensor in the wanted type."""
-        array = self.tensors[key].read()
-        return array if self.dtype == "keep" else array.astype(_CASTS[self.dtype], copy=False)
-
     def items(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Params]]:
         """Streams the items whose arrays are given by `slots`, one in memory at a time."""
         for item, group in groupby(slots.items(), key=lambda pair: pair[1].item):
-            yield item, unflatten_dict({slot.path: self._read_checked(key) for key, slot in group})
+            yield item, unflatten_dict({slot.path: self._read(key) for key, slot in group})
 
-    def _read_checked(self, key: str) -> np.ndarray:
-        array = self.read(key)
+    def _read(self, key: str) -> np.ndarray:
+        array, file = self.tensors[key].read(), self.tensors[key].file
+        if self.dtype != "keep":
+            array = array.astype(_CASTS[self.dtype], copy=False)
         if not is_finite(array):
-            file = self.tensors[key].file
             _LOG.warning("%s: %s holds NaN or infinity; it is converted as it is", file, key)
         return array
 
