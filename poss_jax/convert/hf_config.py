@@ -125,7 +125,9 @@ def _refuse_sliding_window(values: Mapping[str, Any], origin: str) -> None:
     """
     layer_types = values.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise UserError(f"{origin}: layer_types: want full_attention alone, got {layer_types!r}")
+        raise UserError(
+            f"{origin}: layer_types: want full_attention alone, got {layer_types!r}; no other runs"
+        )
     slides = values["model_type"] == "mistral"
     if values["model_type"] in ("qwen2", "qwen3") and not layer_types:
         first_layer = _count(values, "max_window_layers", origin)
@@ -166,7 +168,8 @@ def _parse_rope(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     settings = _rope_settings(values, origin)
     kind = settings.pop("type")
     if kind not in _ROPE_KEYS:
-        raise UserError(f"{origin}: rope type: want one of {', '.join(_ROPE_KEYS)}, got {kind!r}")
+        known = ", ".join(_ROPE_KEYS)
+        raise UserError(f"{origin}: rope type: want one of {known}, got {kind!r}; no other runs")
     unknown = settings.keys() - {"rope_theta", *_ROPE_KEYS["llama3"]}
     missing = [key for key in _ROPE_KEYS[kind] if key not in settings]
     if unknown or missing:
