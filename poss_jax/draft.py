@@ -13,6 +13,7 @@ While drafting, the scratch rows of the cache hold the beam of every level after
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,31 @@ from jax import lax
 from poss_jax.cache import KVCache, scratch_mask, write_layer
 from poss_jax.config import DraftConfig, TreeConfig, UserError
 from poss_jax.layers import DecoderLayer, attend, init_layer, linear
+from poss_jax.sampling import Sampling, Text, process_logits
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 from poss_jax.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
 
-ChildrenFn = Callable[[Array, Array, int], tuple[Array, Array]]
-"""(logits [B rows V], position of the children [B], W) -> (draft ids, log-probabilities)."""
+
+class Level(NamedTuple):
+    """Where the children of a beam will stand.
+
+    Attributes:
+      depth: draft position of the children, static.
+      position: their position in the text.
+      path: tokens of all beam nodes so far.
+      on_path: which of them each child follows.
+    """
+
+    depth: int
+    position: Array  # [B] int32
+    path: Array  # [B depth*W] int32
+    on_path: Array  # [B rows depth*W] bool
+
+
+ChildrenFn = Callable[[Array, Level, int], tuple[Array, Array]]
+"""(logits [B rows Vd], their level, W) -> (draft ids, log-probabilities), both [B rows W]."""
+
+_SHARPNESS = 2.0
 
 
 class Drafted(struct.PyTreeNode):
@@ -145,6 +166,7 @@ def draft(
     """
     beam, x = root_beam(len(root_input)), root_input
     rows = x[:, :0]  # draft inputs of the levels after the first, as they come
+    path = jnp.zeros((len(x), 0), jnp.int32)  # their tokens
     levels: list[Candidates] = []
     for depth in range(tree.depth):
         if depth:
@@ -152,25 +174,63 @@ def draft(
             cache = _enter_level(params, config, cache, rows, depth)
         features = _run_level(params, config, cache, beam, x, depth)
         logits = linear(features, params["head"]["weight"])
-        ids, log_probs = children(logits, cache.length + depth + 1, tree.top_k)
+        level = Level(depth, cache.length + depth + 1, path, beam.ancestors)
+        ids, log_probs = children(logits, level, tree.top_k)
         levels.append(expand(beam, params["vocabulary"][ids], log_probs))
         if depth + 1 < tree.depth:
             first_index = sum(level.tokens.shape[1] for level in levels[:-1])
             beam, picks = next_beam(beam, levels[-1], first_index=first_index, top_k=tree.top_k)
             tokens = jnp.take_along_axis(levels[-1].tokens, picks, axis=1)
+            path = jnp.concatenate([path, tokens], axis=1)
             parent = (picks // tree.top_k)[:, :, None]
             x = fuse_pairs(params, tokens, jnp.take_along_axis(features, parent, axis=1))
     return Drafted(candidates=join_levels(levels), cache=cache)
 
 
 def top_children(
-    logits: Float[Array, "B rows V"], position: Int[Array, " B"], top_k: int
+    logits: Float[Array, "B rows Vd"], level: Level, top_k: int
 ) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
-    """The most likely tokens and their log-probabilities."""
-    del position
+    """The most likely tokens and their log-probabilities (EAGLE-2)."""
+    del level
     wide = logits.astype(jnp.float32)
     best, ids = lax.top_k(wide, top_k)
     return ids, best - jax.nn.logsumexp(wide, axis=-1, keepdims=True)
+
+
+def coupled_children(
+    logits: Float[Array, "B rows Vd"],
+    level: Level,
+    top_k: int,
+    *,
+    sampling: Sampling,
+    text: Text,
+    noise: Float[Array, "B positions V"],
+    vocabulary: Int[Array, " Vd"],
+) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
+    """The tokens the target is likely to draw with the noise it is going to use.
+
+    The target draws `argmax(its scores + noise)`, and the noise is known. With the draft's own
+    scores in place of the target's, `scores + noise` ranks the candidates by how near they are to
+    being drawn; its softmax, sharpened, estimates how likely each one is. Greedy sequences have no
+    noise and are ranked as by `top_children`.
+
+    Args:
+      logits: of the draft.
+      level: where the children stand.
+      top_k: W.
+      sampling: the request's settings.
+      text: tokens so far; the path in it is not looked at.
+      noise: for the children of every depth.
+      vocabulary: target id of every logit.
+    """
+    text = text._replace(path=level.path, on_path=level.on_path)
+    scores = process_logits(
+        logits, sampling, text, vocab_size=noise.shape[-1], vocabulary=vocabulary
+    )
+    noisy = scores + noise[:, level.depth, vocabulary][:, None]
+    noisy *= jnp.where(sampling.temperature > 0, _SHARPNESS, 1.0)[:, None, None]
+    best, ids = lax.top_k(noisy, top_k)
+    return ids, best - jax.nn.logsumexp(noisy, axis=-1, keepdims=True)
 
 
 def _enter_level(

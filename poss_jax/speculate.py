@@ -6,6 +6,7 @@ Autoregressive decoding is the same round with a tree that holds the root alone,
 through the same prefill, the same choosing of tokens and the same commit.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from poss_jax import draft as drafting
 from poss_jax import target as targets
 from poss_jax.cache import KVCache, commit_rows, init_cache, write_rows
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
-from poss_jax.shapes import Array, Int, Params
+from poss_jax.sampling import Sampling, Text, draw_noise, process_logits
+from poss_jax.shapes import Array, Bool, Float, Int, Params
 from poss_jax.tree import Tree, root_tree, select
 from poss_jax.verify import Acceptance, accept, choose
 
@@ -29,14 +31,16 @@ class DecodeConfig(NamedTuple):
       draft: shape of the draft; None decodes autoregressively.
       tree: size of the draft tree.
       max_new_tokens: N, room for output; a request's own limit may be lower.
-      children: how the draft proposes the children of a node.
+      is_coupled: whether the draft looks at the noise the target will sample with.
+      children: how the draft proposes the children of a node, instead of either way of its own.
     """
 
     target: LlamaConfig
     draft: DraftConfig | None
     tree: TreeConfig
     max_new_tokens: int
-    children: drafting.ChildrenFn = drafting.top_children
+    is_coupled: bool = True
+    children: drafting.ChildrenFn | None = None
 
     @property
     def max_accepted(self) -> int:
@@ -68,12 +72,14 @@ class Request(struct.PyTreeNode):
       lengths: tokens of each prompt, at least 1.
       limits: most new tokens, 1 to N.
       stop_ids: tokens that end a text, the same for all; -1 is none.
+      sampling: how tokens are chosen; None is the argmax of the target's logits.
     """
 
     tokens: Array  # [B P] int32
     lengths: Array  # [B] int32
     limits: Array  # [B] int32
     stop_ids: Array  # [num_stop] int32
+    sampling: Sampling | None = None
 
 
 class DraftState(struct.PyTreeNode):
@@ -139,7 +145,7 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
         dtype=dtype,
     )
     out = targets.prefill(weights.target, config.target, cache, request.tokens, request.lengths)
-    root = choose(out.logits)
+    root = _choose_first(config, request, out.logits)
     state = DecodeState(
         target_cache=out.cache,
         draft=None,
@@ -175,25 +181,55 @@ def run_round(
     weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
 ) -> DecodeState:
     """Drafts, verifies, accepts and commits once; a sequence that is done stays as it is."""
-    state, tree = draft_tree(weights, config, state)
+    noise = round_noise(config, request, state)
+    state, tree = draft_tree(weights, config, request, state, noise)
     out = verify_tree(weights, config, state, tree)
-    acceptance = accept(tree, choose(out.logits), max_accepted=config.max_accepted)
+    chosen = choose_tokens(request, state, tree, out.logits, noise)
+    acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
     return commit(weights, config, request, state, out, acceptance)
 
 
+def round_noise(
+    config: DecodeConfig, request: Request, state: DecodeState
+) -> Float[Array, "B positions V"] | None:
+    """Noise of every position that a round can choose a token for; None decodes greedily."""
+    if request.sampling is None:
+        return None
+    depth = config.tree.depth if config.draft else 0
+    return draw_noise(
+        request.sampling,
+        state.target_cache.length + 1,
+        num_positions=depth + 1,
+        vocab_size=config.target.vocab_size,
+    )
+
+
 def draft_tree(
-    weights: Weights, config: DecodeConfig, state: DecodeState
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    noise: Float[Array, "B positions V"] | None,
 ) -> tuple[DecodeState, Tree]:
-    """First half of a round: the tree to verify."""
+    """First part of a round: the tree to verify."""
     if config.draft is None or state.draft is None:
         return state, root_tree(state.root)
+    children = config.children or drafting.top_children
+    if config.children is None and config.is_coupled and request.sampling and noise is not None:
+        children = partial(
+            drafting.coupled_children,
+            sampling=request.sampling,
+            text=_text(request, state.output, root_tree(state.root)),
+            noise=noise,
+            vocabulary=weights.draft["vocabulary"],
+        )
     drafted = drafting.draft(
         weights.draft,
         config.draft,
         config.tree,
         state.draft.cache,
         state.draft.root_input,
-        config.children,
+        children,
     )
     state = state.replace(draft=state.draft.replace(cache=drafted.cache))
     return state, select(state.root, drafted.candidates, config.tree)
@@ -211,6 +247,25 @@ def verify_tree(
         tree.depths,
         tree.ancestors,
     )
+
+
+def choose_tokens(
+    request: Request,
+    state: DecodeState,
+    tree: Tree,
+    logits: Float[Array, "B M V"],
+    noise: Float[Array, "B positions V"] | None,
+) -> Int[Array, "B M"]:
+    """The token the target chooses after every node."""
+    if request.sampling is None or noise is None:
+        return choose(logits)
+    scores = process_logits(
+        logits,
+        request.sampling,
+        _text(request, state.output, tree),
+        vocab_size=logits.shape[-1],
+    )
+    return choose(scores + jnp.take_along_axis(noise, tree.depths[:, :, None], axis=1))
 
 
 def commit(
@@ -284,6 +339,39 @@ def _write_output(
         num_rounds=output.num_rounds + active.astype(jnp.int32),
         is_done=output.is_done | is_end.any(axis=1) | (num_tokens >= request.limits),
     )
+
+
+def _choose_first(config: DecodeConfig, request: Request, logits: Array) -> Int[Array, " B"]:
+    """The token after the prompt."""
+    if request.sampling is None:
+        return choose(logits)
+    V, B = config.target.vocab_size, len(logits)
+    noise = draw_noise(request.sampling, request.lengths, num_positions=1, vocab_size=V)
+    text = Text(
+        tokens=request.tokens,
+        is_token=_are_first(request.tokens, request.lengths),
+        path=jnp.zeros((B, 0), jnp.int32),
+        on_path=jnp.zeros((B, 1, 0), bool),
+    )
+    scores = process_logits(logits[:, None], request.sampling, text, vocab_size=V)
+    return choose(scores + noise)[:, 0]
+
+
+def _text(request: Request, output: Output, tree: Tree) -> Text:
+    """What precedes a choice at each node: the prompt, the output, and the path from the root."""
+    in_prompt = _are_first(request.tokens, request.lengths)
+    in_output = _are_first(output.tokens, output.num_tokens)
+    return Text(
+        tokens=jnp.concatenate([request.tokens, output.tokens], axis=1),
+        is_token=jnp.concatenate([in_prompt, in_output], axis=1),
+        path=tree.tokens,
+        on_path=tree.ancestors,
+    )
+
+
+def _are_first(tokens: Int[Array, "B T"], count: Int[Array, " B"]) -> Bool[Array, "B T"]:
+    """Which tokens are among the first `count` of their sequence."""
+    return jnp.arange(tokens.shape[1])[None] < count[:, None]
 
 
 def _commit_draft(

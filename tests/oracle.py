@@ -12,24 +12,25 @@ import numpy as np
 
 from poss_jax import speculate
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
-from poss_jax.draft import attach, top_children
+from poss_jax.draft import Level, attach, top_children
 from poss_jax.shapes import Array, Params
 from poss_jax.speculate import DecodeConfig, Output, Request, Weights
 
 PROMPT_SIZE, MAX_NEW = 16, 32
 
 
-def plant(future: Array, is_planted: Array, logits: Array, position: Array, top_k: int):
+def plant(future: Array, is_planted: Array, logits: Array, level: Level, top_k: int):
     """Children of every node: the most likely ones, and perhaps the true token.
 
     Args:
       future: [B positions] token the target chooses at every position.
       is_planted: [B positions] where it is planted.
       logits: [B rows V] of the draft.
-      position: [B] of the children.
+      level: where the children stand.
       top_k: how many children.
     """
-    ids, log_probs = top_children(logits, position, top_k)
+    ids, log_probs = top_children(logits, level, top_k)
+    position = level.position
     token = jnp.take_along_axis(future, position[:, None], axis=1)[:, :, None]
     here = jnp.take_along_axis(is_planted, position[:, None], axis=1)[:, :, None]
     is_token = ids == token
@@ -65,7 +66,7 @@ class Shape:
 
         def with_oracle(weights: Weights, request: Request, future: Array, planted: Array):
             children = partial(plant, future, planted)
-            config = DecodeConfig(llama, draft, tree, MAX_NEW, children)
+            config = DecodeConfig(llama, draft, tree, MAX_NEW, children=children)
             return speculate.generate(weights, config, request)
 
         self._with_oracle = jax.jit(with_oracle)

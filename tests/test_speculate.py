@@ -68,7 +68,7 @@ def test_a_draft_with_its_own_vocabulary_proposes_target_ids():
     def run(weights: Weights, request: Request):
         config_drafted = DecodeConfig(llama, config, tree, 20)
         state = speculate.start(weights, config_drafted, request)
-        _, drafted = speculate.draft_tree(weights, config_drafted, state)
+        _, drafted = speculate.draft_tree(weights, config_drafted, request, state, None)
         alone = DecodeConfig(llama, None, tree, 20)
         return (
             drafted.tokens,

@@ -1,0 +1,192 @@
+"""What the target's choice is made of: processed scores, and noise that belongs to the request.
+
+A token is chosen as `argmax(scores + noise)`. The scores are the logits after the processors of
+`transformers`, in its order: logit bias, repetition penalty, temperature, top-k, top-p, min-p. The
+noise is Gumbel noise, so that the argmax is a draw from softmax(scores); it depends on the seed of
+the request and the position of the chosen token, and on nothing else. So a request gets the same
+text from any drafter, tree and batch, and the drafter may look at the noise beforehand. Sequences
+of temperature 0 get no noise: they are greedy.
+
+Scores and noise are float32 whatever the model's dtype.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from poss_jax.shapes import Array, Bool, Float, Int
+
+
+class Sampling(struct.PyTreeNode):
+    """How tokens are chosen, per sequence.
+
+    Attributes:
+      seed: of the noise.
+      temperature: 0 is greedy.
+      top_k: how many tokens may be chosen; 0 is all.
+      top_p: probability mass of the tokens that may be chosen; 1 is all.
+      min_p: least probability relative to the most likely token's; 0 is all.
+      repetition_penalty: divides positive and multiplies negative logits of tokens in the text; 1
+        is none.
+      bias_ids: tokens whose logits are shifted; -1 is none.
+      bias: by how much.
+    """
+
+    seed: Array  # [B] uint32
+    temperature: Array  # [B] float32
+    top_k: Array  # [B] int32
+    top_p: Array  # [B] float32
+    min_p: Array  # [B] float32
+    repetition_penalty: Array  # [B] float32
+    bias_ids: Array  # [B num_biased] int32
+    bias: Array  # [B num_biased] float32
+
+
+class Text(NamedTuple):
+    """Tokens that precede a choice: those of the sequence, and those on a node's own path.
+
+    Attributes:
+      tokens: of the sequence.
+      is_token: False for padding.
+      path: tokens of all nodes.
+      on_path: which of the nodes precede each choice.
+    """
+
+    tokens: Array  # [B S]
+    is_token: Array  # [B S] bool
+    path: Array  # [B nodes]
+    on_path: Array  # [B rows nodes] bool
+
+
+def draw_noise(
+    sampling: Sampling, first: Int[Array, " B"], *, num_positions: int, vocab_size: int
+) -> Float[Array, "B positions V"]:
+    """Gumbel noise for consecutive positions, zero in greedy rows.
+
+    Args:
+      sampling: seeds and temperatures.
+      first: position of the first token to be chosen; the prompt's first token is at 0.
+      num_positions: how many.
+      vocab_size: V.
+    """
+
+    def draw(seed: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        # The default mode never exceeds 16, so it cannot choose tokens less likely than 1e-7.
+        return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
+
+    positions = first[:, None] + jnp.arange(num_positions)[None]
+    noise = jax.vmap(jax.vmap(draw, (None, 0)))(sampling.seed, positions)
+    return jnp.where(_is_sampled(sampling)[:, None, None], noise, 0.0)
+
+
+def process_logits(
+    logits: Float[Array, "B rows Vd"],
+    sampling: Sampling,
+    text: Text,
+    *,
+    vocab_size: int,
+    vocabulary: Int[Array, " Vd"] | None = None,
+) -> Float[Array, "B rows Vd"]:
+    """Scores of the tokens that may be chosen; -inf for the others.
+
+    What no sequence asks for takes no time: it is skipped by conditions on the settings.
+
+    Args:
+      logits: of the next token.
+      sampling: the settings.
+      text: what the repetition penalty looks at.
+      vocab_size: V of the target.
+      vocabulary: target id of every logit, for a draft that has its own; None: all, in order.
+    """
+
+    def own(values: Array) -> Array:
+        return values if vocabulary is None else values[..., vocabulary]
+
+    def biased(scores: Array) -> Array:
+        return scores + own(_bias(sampling, vocab_size))[:, None]
+
+    def penalised(scores: Array) -> Array:
+        penalty = sampling.repetition_penalty[:, None, None]
+        lower = jnp.where(scores > 0, scores / penalty, scores * penalty)
+        return jnp.where(own(_seen(text, vocab_size)), lower, scores)
+
+    is_sampled = _is_sampled(sampling)
+    has_filter = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    scores = logits.astype(jnp.float32)
+    scores = _where_any(sampling.bias_ids >= 0, biased, scores)
+    scores = _where_any(sampling.repetition_penalty != 1, penalised, scores)
+    scores = scores / jnp.where(is_sampled, sampling.temperature, 1.0)[:, None, None]
+    return _where_any(has_filter & is_sampled, lambda scores: _filter(scores, sampling), scores)
+
+
+def _is_sampled(sampling: Sampling) -> Bool[Array, " B"]:
+    return sampling.temperature > 0
+
+
+def _where_any(wanted: Array, change: Callable[[Array], Array], scores: Array) -> Array:
+    return lax.cond(wanted.any(), change, lambda scores: scores, scores)
+
+
+def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "B V"]:
+    """What is added to the logits of every token."""
+    batch = len(sampling.bias_ids)
+    ids = jnp.where(sampling.bias_ids < 0, vocab_size, sampling.bias_ids)  # beyond: dropped
+    bias = jnp.zeros((batch, vocab_size))
+    return bias.at[jnp.arange(batch)[:, None], ids].add(sampling.bias, mode="drop")
+
+
+def _seen(text: Text, vocab_size: int) -> Bool[Array, "B rows V"]:
+    """Which tokens occur before each choice."""
+    B, rows = text.on_path.shape[:2]
+    sequence = jnp.arange(B)[:, None]
+    tokens = jnp.where(text.is_token, text.tokens, vocab_size)
+    before = jnp.zeros((B, vocab_size), bool).at[sequence, tokens].set(True, mode="drop")
+    seen = jnp.broadcast_to(before[:, None], (B, rows, vocab_size))
+    path = jnp.where(text.on_path, text.path[:, None], vocab_size)
+    return seen.at[sequence[:, None], jnp.arange(rows)[None, :, None], path].set(True, mode="drop")
+
+
+def _filter(scores: Float[Array, "B rows Vd"], sampling: Sampling) -> Float[Array, "B rows Vd"]:
+    """Top-k, then top-p over what is left, then min-p; equal scores stay or go together."""
+    # Differs from transformers: among scores equal to the last one kept, top-p there keeps some.
+    top_k, top_p, min_p = (
+        setting[:, None, None] for setting in (sampling.top_k, sampling.top_p, sampling.min_p)
+    )
+    highest = scores.max(axis=-1, keepdims=True)
+    order = _order(scores)
+    least = _least_kept(order, jnp.ones_like(scores), top_k.astype(jnp.float32))
+    kept = (order >= least) | (top_k <= 0)
+    mass = jnp.where(kept, jnp.exp(scores - highest), 0.0)
+    least = _least_kept(order, mass, top_p * mass.sum(axis=-1, keepdims=True))
+    kept &= (order >= least) | (top_p >= 1)
+    kept &= scores >= highest + jnp.log(min_p)
+    return jnp.where(kept, scores, -jnp.inf)
+
+
+def _order(scores: Array) -> Array:
+    """Integers that are ordered as the scores are."""
+    bits = lax.bitcast_convert_type(scores, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _least_kept(order: Array, weights: Array, limit: Array) -> Array:
+    """The least entry above which there is less than `limit` of weight.
+
+    Found bit by bit, in 32 passes over the row: sorting it takes longer.
+    """
+    highest = order.max(axis=-1, keepdims=True)
+
+    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds  # the answer is above low, and no more than high
+        middle = (low & high) + ((low ^ high) >> 1)
+        above = jnp.where(order > middle, weights, 0.0).sum(axis=-1, keepdims=True)
+        is_enough = above < limit
+        return jnp.where(is_enough, low, middle), jnp.where(is_enough, middle, high)
+
+    low = jnp.full_like(highest, jnp.iinfo(jnp.int32).min)
+    return lax.fori_loop(0, 32, halve, (low, highest))[1]
