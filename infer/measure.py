@@ -14,7 +14,7 @@ from tqdm import tqdm
 from poss_jax import speculate, target
 from poss_jax.engine import Engine, Generation, generate_jit
 from poss_jax.speculate import DecodeConfig, DecodeState, Request, Weights
-from poss_jax.tree import Tree
+from poss_jax.tree import Tree, root_tree
 from poss_jax.verify import accept, choose
 
 _PHASE_CALLS = 20
@@ -85,12 +85,13 @@ def measure_phases(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> 
     state = state.replace(output=done)
     phases: dict[str, float] = {}
     if config.draft is not None:
-        draft = jax.jit(speculate.draft_tree, static_argnums=1, donate_argnums=2)
+        draft = jax.jit(speculate.draft_tree, static_argnums=1, donate_argnums=3)
         phases["draft"], (state, tree) = _timed(
-            lambda previous: draft(engine.weights, config, previous[0]), (state, None)
+            lambda previous: draft(engine.weights, config, request, previous[0], None),
+            (state, None),
         )
     else:
-        tree = jax.jit(speculate.draft_tree, static_argnums=1)(engine.weights, config, state)[1]
+        tree = root_tree(state.root)
     phases["verify"], (state, out) = _timed(
         lambda previous: _verify(engine.weights, config, previous[0], tree), (state, None)
     )

@@ -50,7 +50,7 @@ def outputs(answers: list[Generation]) -> list[list[int]]:
 
 
 def test_defaults_on_cpu(engine: Engine, plain: Engine) -> None:
-    assert engine.tree == CPU_TREE
+    assert engine.trees == {1: CPU_TREE}
     assert engine.weights.target["norm"]["scale"].dtype == jnp.float32
     assert engine.max_length == engine.target_config.max_position_embeddings == 256
     assert (plain.draft_config, plain.weights.draft) == (None, {})
@@ -229,7 +229,7 @@ def test_tree_that_asks_for_too_much_is_clamped_and_said_once(
 ) -> None:
     tree = TreeConfig(depth=2, top_k=3, total_tokens=60)
     engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=tree)
-    assert engine.tree == TreeConfig(depth=2, top_k=3, total_tokens=3 + 9 + 1)
+    assert engine.trees[1] == TreeConfig(depth=2, top_k=3, total_tokens=3 + 9 + 1)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and record.name == "poss_jax.engine"
     assert record.getMessage().endswith(

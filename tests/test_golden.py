@@ -50,7 +50,7 @@ def test_target_features_and_logits(golden):
 @partial(jax.jit, static_argnums=1)
 def round_in_pieces(weights: Weights, config: DecodeConfig, request: Request, state: DecodeState):
     """A round that shows what lies between its parts."""
-    args = (config.tree, state.draft.cache, state.draft.root_input, config.children)
+    args = (config.tree, state.draft.cache, state.draft.root_input, drafting.top_children)
     drafted = drafting.draft(weights.draft, config.draft, *args)
     tree = select(state.root, drafted.candidates, config.tree)
     out = speculate.verify_tree(weights, config, state, tree)

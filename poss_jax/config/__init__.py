@@ -19,6 +19,7 @@ from poss_jax.config.runs import (
     DataConfig,
     ObjectiveConfig,
     OptimizerConfig,
+    SamplingConfig,
     SpecialistsConfig,
     TrainConfig,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "RopeConfig",
+    "SamplingConfig",
     "SpecialistsConfig",
     "TrainConfig",
     "TreeConfig",

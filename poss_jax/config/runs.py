@@ -121,6 +121,36 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class SamplingConfig:
+    """How the target chooses tokens; names, meaning and order of application as in `transformers`.
+
+    Attributes:
+      temperature: divides the scores; 0 is greedy, and then top_k, top_p and min_p change nothing.
+      top_k: only so many of the likeliest tokens may be chosen; 0 is all.
+      top_p: only the likeliest tokens that together have this probability; 1 is all.
+      min_p: only tokens at least this likely, relative to the likeliest; 0 is all.
+      repetition_penalty: divides positive and multiplies negative scores of tokens in the text; 1
+        is none.
+      logit_bias: token id -> what is added to its logit.
+      seed: with the position in the text it decides every draw. Prompts without a seed of their own
+        get different ones, derived from the run's seed and the prompt's index.
+    """
+
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are the argmax of the logits as they are."""
+        return self.temperature == 0 and self.repetition_penalty == 1 and not self.logit_bias
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class BenchConfig:
     """One benchmark: every draft against autoregressive decoding over the same prompts.
 
