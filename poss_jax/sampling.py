@@ -10,6 +10,7 @@ of temperature 0 get no noise: they are greedy.
 Scores and noise are float32 whatever the model's dtype.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -91,6 +92,7 @@ def process_logits(
     *,
     vocab_size: int,
     vocabulary: Int[Array, " Vd"] | None = None,
+    filter_margin: float = math.inf,
 ) -> Float[Array, "B rows Vd"]:
     """Scores of the tokens that may be chosen; -inf for the others.
 
@@ -102,6 +104,8 @@ def process_logits(
       text: what the repetition penalty looks at.
       vocab_size: V of the target.
       vocabulary: target id of every logit, for a draft that has its own; None: all, in order.
+      filter_margin: by how much top-k, top-p and min-p lower a score. A draft lowers it by little,
+        since it does not quite know what the target's filters leave.
     """
 
     def own(values: Array) -> Array:
@@ -121,7 +125,11 @@ def process_logits(
     scores = _where_any(sampling.bias_ids >= 0, biased, scores)
     scores = _where_any(sampling.repetition_penalty != 1, penalised, scores)
     scores = scores / jnp.where(is_sampled, sampling.temperature, 1.0)[:, None, None]
-    return _where_any(has_filter & is_sampled, lambda scores: _filter(scores, sampling), scores)
+    return _where_any(
+        has_filter & is_sampled,
+        lambda scores: jnp.where(_is_kept(scores, sampling), scores, scores - filter_margin),
+        scores,
+    )
 
 
 def _is_sampled(sampling: Sampling) -> Bool[Array, " B"]:
@@ -151,7 +159,7 @@ def _seen(text: Text, vocab_size: int) -> Bool[Array, "B rows V"]:
     return seen.at[sequence[:, None], jnp.arange(rows)[None, :, None], path].set(True, mode="drop")
 
 
-def _filter(scores: Float[Array, "B rows Vd"], sampling: Sampling) -> Float[Array, "B rows Vd"]:
+def _is_kept(scores: Float[Array, "B rows Vd"], sampling: Sampling) -> Bool[Array, "B rows Vd"]:
     """Top-k, then top-p over what is left, then min-p; equal scores stay or go together."""
     # Differs from transformers: among scores equal to the last one kept, top-p there keeps some.
     top_k, top_p, min_p = (
@@ -164,8 +172,7 @@ def _filter(scores: Float[Array, "B rows Vd"], sampling: Sampling) -> Float[Arra
     mass = jnp.where(kept, jnp.exp(scores - highest), 0.0)
     least = _least_kept(order, mass, top_p * mass.sum(axis=-1, keepdims=True))
     kept &= (order >= least) | (top_p >= 1)
-    kept &= scores >= highest + jnp.log(min_p)
-    return jnp.where(kept, scores, -jnp.inf)
+    return kept & (scores >= highest + jnp.log(min_p))
 
 
 def _order(scores: Array) -> Array:

@@ -13,6 +13,7 @@ import numpy as np
 from poss_jax import speculate
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.draft import Level, attach, top_children
+from poss_jax.sampling import Sampling
 from poss_jax.shapes import Array, Params
 from poss_jax.speculate import DecodeConfig, Output, Request, Weights
 
@@ -39,7 +40,27 @@ def plant(future: Array, is_planted: Array, logits: Array, level: Level, top_k: 
     return jnp.where(slot, token, ids), jnp.where(slot, 0.0, log_probs)
 
 
-def draw_request(llama: LlamaConfig, batch: int, rng: np.random.Generator) -> Request:
+def draw_sampling(llama: LlamaConfig, batch: int, rng: np.random.Generator) -> Sampling:
+    """Settings of every kind, each sequence with its own; some are greedy."""
+
+    def column(dtype, *choices) -> Array:
+        return jnp.asarray(rng.choice(choices, batch), dtype)
+
+    return Sampling(
+        seed=jnp.asarray(rng.integers(0, 2**32, batch), jnp.uint32),
+        temperature=column(jnp.float32, 0, 0.3, 0.7, 1, 1.5),
+        top_k=column(jnp.int32, 0, 0, 3, 20),
+        top_p=column(jnp.float32, 1, 1, 0.9, 0.5),
+        min_p=column(jnp.float32, 0, 0, 0.1),
+        repetition_penalty=column(jnp.float32, 1, 1, 1.3),
+        bias_ids=jnp.asarray(rng.integers(-1, llama.vocab_size, (batch, 2)), jnp.int32),
+        bias=jnp.asarray(rng.normal(size=(batch, 2)), jnp.float32),
+    )
+
+
+def draw_request(
+    llama: LlamaConfig, batch: int, rng: np.random.Generator, *, is_sampled: bool
+) -> Request:
     """Prompts of unequal length, unequal limits, and sometimes a token that ends a text."""
     stop = int(rng.integers(0, llama.vocab_size)) if rng.random() < 0.5 else -1
     return Request(
@@ -47,6 +68,7 @@ def draw_request(llama: LlamaConfig, batch: int, rng: np.random.Generator) -> Re
         lengths=jnp.asarray(rng.integers(1, PROMPT_SIZE + 1, batch), jnp.int32),
         limits=jnp.asarray(rng.integers(MAX_NEW // 2, MAX_NEW + 1, batch), jnp.int32),
         stop_ids=jnp.asarray([stop], jnp.int32),
+        sampling=draw_sampling(llama, batch, rng) if is_sampled else None,
     )
 
 
@@ -55,11 +77,20 @@ class Shape:
 
     Attributes:
       tree: size of the draft tree.
+      is_sampled: whether requests have sampling settings.
       lengths_seen: accepted counts of all rounds that were not cut.
     """
 
-    def __init__(self, llama: LlamaConfig, draft: DraftConfig, tree: TreeConfig, batch: int):
-        self.llama, self.batch, self.tree = llama, batch, tree
+    def __init__(
+        self,
+        llama: LlamaConfig,
+        draft: DraftConfig,
+        tree: TreeConfig,
+        batch: int,
+        *,
+        is_sampled: bool,
+    ):
+        self.llama, self.batch, self.tree, self.is_sampled = llama, batch, tree, is_sampled
         self.lengths_seen: set[int] = set()
         alone = DecodeConfig(llama, None, tree, MAX_NEW)
         self._alone = jax.jit(lambda weights, request: speculate.generate(weights, alone, request))
@@ -73,7 +104,7 @@ class Shape:
 
     def check(self, target: Params, draft: Params, rng: np.random.Generator) -> None:
         """Decodes one drawn request both ways and compares token for token."""
-        request = draw_request(self.llama, self.batch, rng)
+        request = draw_request(self.llama, self.batch, rng, is_sampled=self.is_sampled)
         expected = jax.device_get(vars(self._alone(Weights(target, {}), request).output))
         planted = jnp.asarray(rng.random((self.batch, PROMPT_SIZE + MAX_NEW + 16)) < 0.7)
         future = _future(request, expected, planted.shape)

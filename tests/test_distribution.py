@@ -1,0 +1,135 @@
+"""Sampled texts have the target's own distribution; planted mistakes do not get through.
+
+A vocabulary of four tokens and texts of four tokens: all 256 texts are enumerated with their exact
+probabilities, and 200,000 are sampled speculatively.
+"""
+
+import itertools
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import random_draft, random_target, stacked, tiny_llama
+from scipy import stats
+from test_sampling import settings
+
+from poss_jax import speculate
+from poss_jax.config import DraftConfig, TreeConfig
+from poss_jax.draft import attach
+from poss_jax.layers import linear
+from poss_jax.sampling import Text, process_logits
+from poss_jax.speculate import DecodeConfig, Request, Weights
+from poss_jax.target import encode
+from poss_jax.tree import has_children
+
+V, LENGTH, BATCH, NUM_SAMPLES = 4, 4, 4000, 200_000
+LLAMA = tiny_llama(vocab_size=V, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
+DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 1))
+PROMPT = [2, 0, 1]
+GIVEN = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3}
+TREES = {
+    "greedy": (TreeConfig(depth=3, top_k=2, total_tokens=8), False),
+    "wide": (TreeConfig(depth=2, top_k=4, total_tokens=21), True),
+    "chain": (TreeConfig(depth=3, top_k=1, total_tokens=4), True),
+}
+
+
+@cache
+def weights() -> Weights:
+    target = random_target(LLAMA, seed=3)
+    return Weights(target, attach(random_draft(DRAFT, seed=4), target))
+
+
+@cache
+def exact_distribution() -> np.ndarray:
+    """Probability of every text, from plain forwards over all of them."""
+    texts = np.array(list(itertools.product(range(V), repeat=LENGTH)), np.int32)
+    tokens = jnp.asarray(np.hstack([np.tile(PROMPT, (len(texts), 1)), texts]), jnp.int32)
+    target = weights().target
+    features = encode(stacked(target), LLAMA, tokens)
+    logits = linear(features, target["head"]["weight"])
+    probability = np.ones(len(texts))
+    for n in range(LENGTH):
+        end = len(PROMPT) + n
+        nothing = jnp.zeros((len(texts), 1, 0), bool)
+        text = Text(
+            tokens, jnp.zeros_like(tokens, bool).at[:, :end].set(True), tokens[:, :0], nothing
+        )
+        given = settings(len(texts), **GIVEN)
+        scores = process_logits(logits[:, end - 1 : end], given, text, vocab_size=V)
+        chosen = np.array(jax.nn.softmax(scores[:, 0]), np.float64)
+        probability *= np.take_along_axis(chosen, texts[:, n : n + 1], axis=1)[:, 0]
+    np.testing.assert_allclose(probability.sum(), 1, atol=1e-5)
+    return probability / probability.sum()
+
+
+def sample(name: str | None, num_samples: int = NUM_SAMPLES) -> np.ndarray:
+    """Texts as numbers of four digits to the base of four; None decodes autoregressively."""
+    tree, is_coupled = TREES[name or "chain"]
+    config = DecodeConfig(LLAMA, DRAFT if name else None, tree, LENGTH, is_coupled)
+
+    @jax.jit
+    def run(weights: Weights, seeds: jax.Array) -> jax.Array:
+        request = Request(
+            tokens=jnp.tile(jnp.asarray([PROMPT], jnp.int32), (BATCH, 1)),
+            lengths=jnp.full(BATCH, len(PROMPT), jnp.int32),
+            limits=jnp.full(BATCH, LENGTH, jnp.int32),
+            stop_ids=jnp.asarray([-1], jnp.int32),
+            sampling=settings(BATCH, **GIVEN).replace(seed=seeds),
+        )
+        tokens = speculate.generate(weights, config, request).output.tokens[:, :LENGTH]
+        return tokens @ jnp.asarray(V ** np.arange(LENGTH)[::-1], jnp.int32)
+
+    seeds = np.arange(num_samples, dtype=np.uint32).reshape(-1, BATCH)
+    return np.concatenate([np.array(run(weights(), jnp.asarray(part))) for part in seeds])
+
+
+def find_bias(texts: np.ndarray) -> list[str]:
+    """Which of two tests tell the texts from the exact distribution, at 0.1 %."""
+    exact, counts = exact_distribution(), np.bincount(texts, minlength=V**LENGTH)
+    size, found = len(texts), []
+    is_common = exact * size >= 5
+    merged = [np.append(x[is_common], x[~is_common].sum()) for x in (counts, exact * size)]
+    merged = [x[merged[1] > 0] for x in merged]
+    if stats.chisquare(*merged).pvalue < 1e-3:
+        found.append("chi-square")
+    draws = np.random.default_rng(0).multinomial(size, exact, 4000)
+    bound = np.quantile(np.abs(draws / size - exact).sum(axis=1) / 2, 0.999)
+    if np.abs(counts / size - exact).sum() / 2 > bound:
+        found.append("total variation")
+    return found
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_sampled_texts_have_the_exact_distribution(name):
+    assert find_bias(sample(name)) == []
+
+
+def by_round(config, request, state, *, original):
+    """Noise keyed by the round instead of the position."""
+    cache = state.target_cache
+    length = request.lengths + jnp.broadcast_to(state.round_index, cache.length.shape)
+    return original(config, request, state.replace(target_cache=cache.replace(length=length)))
+
+
+def raw_bonus(request, state, tree, logits, noise, *, original):
+    """The original's mistake: at the end of a path the next token ignores all settings."""
+    chosen = original(request, state, tree, logits, noise)
+    wide = logits + jnp.take_along_axis(noise, tree.depths[:, :, None], axis=1)
+    return jnp.where(has_children(tree), chosen, jnp.argmax(wide, axis=-1).astype(jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "mistake"),
+    [("greedy", "round_noise", by_round), ("greedy", "choose_tokens", raw_bonus)],
+    ids=["noise keyed by the round", "bonus from raw logits"],
+)
+def test_a_planted_bias_is_found(name, function, mistake, monkeypatch):
+    expected = sample(None, BATCH)
+    np.testing.assert_array_equal(sample(name, BATCH), expected)
+    original = getattr(speculate, function)
+    monkeypatch.setattr(speculate, function, partial(mistake, original=original))
+    assert (sample(name, BATCH) != expected).any()
+    assert find_bias(sample(name)) == ["chi-square", "total variation"]

@@ -1,0 +1,204 @@
+"""Processed scores against transformers and by hand; noise that belongs to seed and position."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from poss_jax.sampling import Sampling, Text, draw_noise, process_logits
+
+V = 40
+
+
+def settings(batch: int, **given) -> Sampling:
+    """Settings of a batch; a number stands for every sequence, a list is one each."""
+    values = {
+        "seed": 0,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    } | {name: value for name, value in given.items() if not name.startswith("bias")}
+    dtypes = {"seed": np.uint32, "top_k": np.int32}
+    columns = {
+        name: jnp.asarray(np.broadcast_to(value, batch), dtypes.get(name, np.float32))
+        for name, value in values.items()
+    }
+    ids = jnp.asarray(given.get("bias_ids", np.zeros((batch, 0))), jnp.int32)
+    bias = jnp.asarray(given.get("bias", np.zeros((batch, 0))), jnp.float32)
+    return Sampling(**columns, bias_ids=ids, bias=bias)
+
+
+def text_of(tokens, on_path=None, path=()) -> Text:
+    """One sequence; by default nothing is on the path of its one row."""
+    path = jnp.asarray([path], jnp.int32)
+    on_path = np.zeros((1, 1, path.shape[1])) if on_path is None else [on_path]
+    tokens = jnp.asarray([tokens], jnp.int32)
+    return Text(tokens, tokens >= 0, path, jnp.asarray(on_path, bool))
+
+
+def scores_of(logits, text=None, **given) -> np.ndarray:
+    """Scores of the rows of one sequence."""
+    logits = jnp.asarray([logits], jnp.float32)
+    out = process_logits(logits, settings(1, **given), text or text_of([]), vocab_size=4)
+    return np.array(out[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# Processors
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"top_p": 0.5}, [1]),  # 0.5 is reached by the first alone
+        ({"top_p": 0.51}, [1, 3]),
+        ({"top_p": 0.81}, [0, 1, 3]),
+        ({"top_p": 1e-6}, [1]),
+        ({"min_p": 0.25}, [0, 1, 3]),
+        ({"min_p": 1.0}, [1]),
+        ({"top_k": 2, "top_p": 0.62}, [1]),  # of the two that top-k leaves, the first has 0.625
+        ({"top_k": 2, "top_p": 0.63}, [1, 3]),
+        ({"temperature": 0.0, "top_k": 1}, [0, 1, 2, 3]),  # greedy: nothing to choose from
+    ],
+)
+def test_filters(given, kept):
+    logits = np.log(np.float32([0.15, 0.5, 0.05, 0.3]))
+    scores = scores_of([logits], **given)
+    np.testing.assert_array_equal(np.isfinite(scores[0]).nonzero()[0], kept)
+    np.testing.assert_array_equal(scores[0][kept], logits[kept])
+
+
+def test_equal_scores_stay_or_go_together():
+    assert np.isfinite(scores_of([[1.0, 2.0, 1.0, 0.0]], top_k=2)).tolist() == [
+        [True, True, True, False]
+    ]
+
+
+def test_bias_comes_before_penalty_and_penalty_before_temperature():
+    text = text_of([2, 2, -1])
+    given = {"bias_ids": [[0, 2, -1]], "bias": [[1.0, -3.0, 9.0]]}
+    scores = scores_of([[1.0, 4.0, 1.0, 0.0]], text, repetition_penalty=2.0, **given)
+    assert scores.tolist() == [[2.0, 4.0, -4.0, 0.0]]
+    scores = scores_of([[1.0, 4.0, 6.0, 0.0]], text, repetition_penalty=2.0, temperature=0.5)
+    assert scores.tolist() == [[2.0, 8.0, 6.0, 0.0]]
+
+
+def test_the_penalty_looks_along_a_nodes_own_path():
+    #   root (0) ── node 1 (1) ── node 2 (3)        token in brackets; the text holds no token
+    on_path = np.tril(np.ones((3, 3)))
+    text = text_of([], on_path, path=(0, 1, 3))
+    scores = scores_of(np.ones((3, 4)), text, repetition_penalty=2.0)
+    assert scores.tolist() == [
+        [0.5, 1.0, 1.0, 1.0],
+        [0.5, 0.5, 1.0, 1.0],
+        [0.5, 0.5, 1.0, 0.5],
+    ]
+
+
+def test_a_draft_with_its_own_vocabulary_is_processed_alike():
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(1, 2, V)), jnp.float32)
+    text = Text(
+        jnp.asarray([[3, 7]]),
+        jnp.ones((1, 2), bool),
+        jnp.asarray([[7, 9]]),
+        jnp.ones((1, 2, 2), bool),
+    )
+    given = settings(1, repetition_penalty=1.3, temperature=0.7, bias_ids=[[9, 4]], bias=[[2, -2]])
+    vocabulary = jnp.asarray([9, 3, 11, 4])
+    whole = process_logits(logits, given, text, vocab_size=V)
+    part = process_logits(logits[..., vocabulary], given, text, vocab_size=V, vocabulary=vocabulary)
+    np.testing.assert_array_equal(part, whole[..., vocabulary])
+
+
+@pytest.mark.torch
+def test_processors_are_those_of_transformers():
+    torch = pytest.importorskip("torch")
+    from transformers.generation import logits_process as hf
+
+    rng = np.random.default_rng(0)
+    batch = 200
+    logits = rng.normal(scale=3, size=(batch, V)).astype(np.float32)
+    tokens = rng.integers(0, V, (batch, 12))
+    given = {
+        "temperature": rng.choice([0.3, 0.7, 1.0, 1.5], batch),
+        "top_k": rng.choice([0, 1, 3, 20, 60], batch),
+        "top_p": rng.choice([1.0, 0.95, 0.5, 0.05], batch),
+        "min_p": rng.choice([0.0, 0.02, 0.3], batch),
+        "repetition_penalty": rng.choice([1.0, 1.2, 0.8], batch),
+    }
+    bias_ids, bias = rng.integers(0, V, (batch, 2)), rng.normal(scale=4, size=(batch, 2))
+    bias_ids[:, 1] = (bias_ids[:, 0] + 1) % V
+    text = Text(
+        jnp.asarray(tokens[:, :8], jnp.int32),
+        jnp.ones((batch, 8), bool),
+        jnp.asarray(tokens[:, 8:], jnp.int32),
+        jnp.ones((batch, 1, 4), bool),
+    )
+    sampling = settings(batch, **given, bias_ids=bias_ids, bias=bias)
+    ours = jax.jit(partial(process_logits, vocab_size=V))(logits[:, None], sampling, text)[:, 0]
+    for row in range(batch):
+        one = {name: value[row].item() for name, value in given.items()}
+        biases = {(int(i),): float(b) for i, b in zip(bias_ids[row], bias[row], strict=True)}
+        wanted = hf.LogitsProcessorList(
+            [
+                hf.SequenceBiasLogitsProcessor(biases),
+                hf.RepetitionPenaltyLogitsProcessor(one["repetition_penalty"]),
+                hf.TemperatureLogitsWarper(one["temperature"]),
+            ]
+        )
+        if one["top_k"]:
+            wanted.append(hf.TopKLogitsWarper(one["top_k"]))
+        if one["top_p"] < 1:
+            wanted.append(hf.TopPLogitsWarper(one["top_p"]))
+        if one["min_p"]:
+            wanted.append(hf.MinPLogitsWarper(one["min_p"]))
+        theirs = wanted(torch.tensor(tokens[row : row + 1]), torch.tensor(logits[row : row + 1]))
+        np.testing.assert_allclose(ours[row], theirs[0].numpy(), rtol=2e-6, err_msg=str(one))
+
+
+# --------------------------------------------------------------------------------------------------
+# Noise
+
+
+def noise(seeds, first, num_positions, vocab_size=V, **given) -> np.ndarray:
+    sampling = settings(len(seeds), seed=seeds, **given)
+    draw = jax.jit(partial(draw_noise, num_positions=num_positions, vocab_size=vocab_size))
+    return np.array(draw(sampling, jnp.asarray(first, jnp.int32)))
+
+
+def test_noise_belongs_to_seed_and_position():
+    together = noise([5, 9, 5], [3, 3, 5], 4)
+    assert together.dtype == np.float32
+    np.testing.assert_array_equal(together[:1], noise([5], [3], 4))
+    np.testing.assert_array_equal(together[0, 2:], together[2, :2])
+    kinds = np.concatenate([together[0], together[1], together[2, 2:]])
+    assert len(np.unique(kinds)) == kinds.size
+
+
+def test_greedy_sequences_have_no_noise():
+    drawn = noise([1, 1], [0, 0], 2, temperature=[0.0, 1e-3])
+    assert not drawn[0].any() and drawn[1].all()
+
+
+def test_noise_reaches_beyond_one_in_ten_million():
+    """Noise of 24 bits ends at 16.6, and so never chooses a token of probability below 6e-8."""
+    drawn = noise([0], [0], 16, vocab_size=2**22)
+    bound = 16.7
+    expected = drawn.size * -np.expm1(-np.exp(-bound))
+    assert expected > 3
+    assert abs((drawn > bound).sum() - expected) < 4 * np.sqrt(expected)
+
+
+def test_noise_is_gumbel():
+    drawn = np.sort(noise(range(64), [0] * 64, 8, vocab_size=256).ravel())
+    rank = (np.arange(drawn.size) + 0.5) / drawn.size
+    distance = np.abs(np.exp(-np.exp(-drawn)) - rank).max()
+    assert distance < 1.95 / np.sqrt(drawn.size)  # Kolmogorov-Smirnov at 0.1 %
