@@ -30,7 +30,7 @@ DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 1))
 PROMPT = [2, 0, 1]
 GIVEN = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3}
 TREES = {
-    "greedy": (TreeConfig(depth=3, top_k=2, total_tokens=8), False),
+    "greedy": (TreeConfig(depth=2, top_k=2, total_tokens=6), False),
     "wide": (TreeConfig(depth=2, top_k=4, total_tokens=21), True),
     "chain": (TreeConfig(depth=3, top_k=1, total_tokens=4), True),
 }
@@ -93,7 +93,8 @@ def find_bias(texts: np.ndarray) -> list[str]:
     is_common = exact * size >= 5
     merged = [np.append(x[is_common], x[~is_common].sum()) for x in (counts, exact * size)]
     merged = [x[merged[1] > 0] for x in merged]
-    if stats.chisquare(*merged).pvalue < 1e-3:
+    is_impossible = counts[exact == 0].any()
+    if is_impossible or stats.chisquare(*merged).pvalue < 1e-3:
         found.append("chi-square")
     draws = np.random.default_rng(0).multinomial(size, exact, 4000)
     bound = np.quantile(np.abs(draws / size - exact).sum(axis=1) / 2, 0.999)
