@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from infer.lossless import check_lossless, format_check
 from infer.measure import Decoder, Run, measure_phases, measure_steps, time_prompts
 from infer.options import add_mismatch_option, add_tree_options, at_least, check_writable, read_tree
 from infer.prompts import next_prompt
@@ -127,6 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
     args = _parser().parse_intermixed_args(arguments)
     config = _read_config(args)
+    if args.check_lossless:
+        _check_lossless(config)
+        return
     if config.output is not None:
         _check_output(Path(config.output), overwrite=args.overwrite)
     report = bench(config)
@@ -135,6 +139,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_report(report, Path(config.output))
         print(f"report: {config.output}")
     print(json.dumps(report))
+
+
+def _check_lossless(config: BenchConfig) -> None:
+    """Prints the comparison; exit code 1 if it found failures."""
+    if not config.drafts:
+        raise UserError("--check-lossless: want at least one draft; give --draft NAME=DIR")
+    decoders = load_decoders(config)
+    prompts = read_bench_prompts(config, decoders[0].engine)
+    report = check_lossless(decoders, prompts, config.max_new_tokens)
+    print(format_check(report))
+    print(json.dumps(report | {"config": config_to_dict(config), "provenance": provenance()}))
+    if report["failures"]:
+        raise SystemExit(1)
 
 
 def _check_output(folder: Path, *, overwrite: bool) -> None:
@@ -184,6 +201,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help="of each answer")
     parser.add_argument("--repeats", type=at_least(1), metavar="N", help="timed passes")
     parser.add_argument("--output", metavar="DIR", help="folder for the report")
+    parser.add_argument(
+        "--check-lossless",
+        action="store_true",
+        help="compare outputs instead of speed: every draft, several trees and batch sizes, greedy\n"
+        "and sampled; exit code 1 if a difference is more than rounding",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a report that is there")
     add_tree_options(parser)
     add_mismatch_option(parser)

@@ -135,16 +135,8 @@ class DecodeState(struct.PyTreeNode):
 def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
     """Runs the prompts through target and draft, and chooses the first token."""
     B, P = request.tokens.shape
-    N, dtype = config.max_new_tokens, weights.target["embed"]["weight"].dtype
-    rope_length = request.lengths + request.limits
-    cache = init_cache(
-        config.target,
-        num_layers=config.target.num_layers,
-        size=config.target_cache_size(P),
-        rope_length=rope_length,
-        dtype=dtype,
-    )
-    out = targets.prefill(weights.target, config.target, cache, request.tokens, request.lengths)
+    N = config.max_new_tokens
+    out = prefill(weights, config, request)
     root = _choose_first(config, request, out.logits)
     state = DecodeState(
         target_cache=out.cache,
@@ -166,8 +158,8 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
         config.draft.layer,
         num_layers=config.draft.num_specialists,
         size=config.draft_cache_size(P),
-        rope_length=rope_length,
-        dtype=dtype,
+        rope_length=request.lengths + request.limits,
+        dtype=out.features.dtype,
     )
     is_last = jnp.arange(P)[None] == (request.lengths - 1)[:, None]
     following = jnp.where(is_last, root[:, None], jnp.roll(request.tokens, -1, axis=1))
@@ -175,6 +167,18 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
         weights, config.draft, draft_cache, following, out.features, request.lengths
     )
     return state.replace(draft=draft)
+
+
+def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.TargetOutput:
+    """The target's pass over the prompts."""
+    cache = init_cache(
+        config.target,
+        num_layers=config.target.num_layers,
+        size=config.target_cache_size(request.tokens.shape[1]),
+        rope_length=request.lengths + request.limits,
+        dtype=weights.target["embed"]["weight"].dtype,
+    )
+    return targets.prefill(weights.target, config.target, cache, request.tokens, request.lengths)
 
 
 def run_round(
@@ -219,7 +223,7 @@ def draft_tree(
         children = partial(
             drafting.coupled_children,
             sampling=request.sampling,
-            text=_text(request, state.output, root_tree(state.root)),
+            text=text_before(request, state.output, root_tree(state.root)),
             noise=noise,
             vocabulary=weights.draft["vocabulary"],
         )
@@ -262,7 +266,7 @@ def choose_tokens(
     scores = process_logits(
         logits,
         request.sampling,
-        _text(request, state.output, tree),
+        text_before(request, state.output, tree),
         vocab_size=logits.shape[-1],
     )
     return choose(scores + jnp.take_along_axis(noise, tree.depths[:, :, None], axis=1))
@@ -345,19 +349,25 @@ def _choose_first(config: DecodeConfig, request: Request, logits: Array) -> Int[
     """The token after the prompt."""
     if request.sampling is None:
         return choose(logits)
-    V, B = config.target.vocab_size, len(logits)
+    V = config.target.vocab_size
     noise = draw_noise(request.sampling, request.lengths, num_positions=1, vocab_size=V)
-    text = Text(
+    text = prompt_text(request)
+    scores = process_logits(logits[:, None], request.sampling, text, vocab_size=V)
+    return choose(scores + noise)[:, 0]
+
+
+def prompt_text(request: Request) -> Text:
+    """What precedes the first choice."""
+    B = len(request.tokens)
+    return Text(
         tokens=request.tokens,
         is_token=_are_first(request.tokens, request.lengths),
         path=jnp.zeros((B, 0), jnp.int32),
         on_path=jnp.zeros((B, 1, 0), bool),
     )
-    scores = process_logits(logits[:, None], request.sampling, text, vocab_size=V)
-    return choose(scores + noise)[:, 0]
 
 
-def _text(request: Request, output: Output, tree: Tree) -> Text:
+def text_before(request: Request, output: Output, tree: Tree) -> Text:
     """What precedes a choice at each node: the prompt, the output, and the path from the root."""
     in_prompt = _are_first(request.tokens, request.lengths)
     in_output = _are_first(output.tokens, output.num_tokens)

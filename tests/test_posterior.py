@@ -18,7 +18,7 @@ from poss_jax.verify import accept, choose
 
 CASES = {record["case"]: record for record in read_json("posterior_sampling")}
 ARRAYS = read_npz("posterior_sampling")
-DEPTH, NUM_DRAWS = 6, 4000
+DEPTH, NUM_DRAWS = 6, 1000
 
 
 def tree_of(case: int) -> Tree:

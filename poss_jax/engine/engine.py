@@ -10,6 +10,7 @@ Without a draft the same calls decode autoregressively, and give the same text.
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,6 @@ class Engine:
         record, params = target
         self.target_config = record.llama
         self.draft_config: DraftConfig | None = None
-        tree = tree or default_tree()
-        self.trees: Trees = {1: tree} if isinstance(tree, TreeConfig) else tree
         self.is_coupled = is_coupled
         draft_params: Params = {}
         if draft is not None:
@@ -80,9 +79,8 @@ class Engine:
             vocabulary = draft_record.draft_vocabulary
             ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
             draft_params = attach(draft_params, params, ids)
-            num_ids = len(draft_params["vocabulary"])
-            self.trees = {n: tree and fit_tree(tree, num_ids) for n, tree in self.trees.items()}
         self.weights = Weights(params, draft_params)
+        self.trees = _fit_trees(tree or default_tree(), draft_params)
         self.tokenizer = tokenizer
         self.stop_ids = _stop_ids(self.target_config.eos_token_ids, tokenizer)
         self.max_length = max_length or self.target_config.max_position_embeddings
@@ -132,6 +130,14 @@ class Engine:
             max_length=max_length,
             is_coupled=is_coupled,
         )
+
+    def with_tree(self, tree: TreeConfig | Trees, *, is_coupled: bool | None = None) -> "Engine":
+        """The same models with another tree, and perhaps other coupling; shares the weights."""
+        other = copy(self)
+        other.trees = _fit_trees(tree, self.weights.draft)
+        if is_coupled is not None:
+            other.is_coupled = is_coupled
+        return other
 
     def generate(
         self,
@@ -299,6 +305,14 @@ class Engine:
             LiveAnswer(ids, row, tokenizer=self.tokenizer, stop_ids=self.stop_ids, stop=stop)
             for row, ids in enumerate(prompts)
         ]
+
+
+def _fit_trees(tree: TreeConfig | Trees, draft: Params) -> Trees:
+    """Trees per batch size, none of which asks for more than can be drafted."""
+    trees = {1: tree} if isinstance(tree, TreeConfig) else tree
+    if not draft:
+        return trees
+    return {size: tree and fit_tree(tree, len(draft["vocabulary"])) for size, tree in trees.items()}
 
 
 def _stop_ids(eos_token_ids: Sequence[int], tokenizer: Any) -> list[int]:

@@ -1,0 +1,299 @@
+"""Is it lossless? Speculative and autoregressive outputs of the same seeds, compared by token.
+
+A first difference is a failure, unless rounding explains it: unless the two best scores, or a token
+and the boundary of a filter, were nearer to each other than the scores of the two forwards are.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from infer.measure import Decoder
+from poss_jax import speculate
+from poss_jax.config import SamplingConfig, TreeConfig
+from poss_jax.engine import Engine, Generation
+from poss_jax.sampling import Text, draw_noise, process_logits
+from poss_jax.speculate import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.verify import accept
+
+TEMPERATURES = (0.0, 0.3, 0.7, 1.0, 1.5)
+FILTERS = ({}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1})
+BATCH_SIZES = (1, 4)
+MAX_ROUNDING = 1e-4  # of float32 scores; beyond it, the two forwards do not compute the same
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode speculatively."""
+
+    draft: str
+    engine: Engine
+    tree: TreeConfig
+    batch_size: int
+
+    @property
+    def name(self) -> str:
+        tree = f"{self.tree.depth}/{self.tree.top_k}/{self.tree.num_nodes}"
+        coupling = "" if self.engine.is_coupled else ", not coupled"
+        return f"{self.draft}, tree {tree}, batch {self.batch_size}{coupling}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt and how its tokens are chosen."""
+
+    prompt: list[int]
+    sampling: SamplingConfig
+
+
+def check_lossless(
+    decoders: Sequence[Decoder], prompts: Sequence[list[int]], max_new_tokens: int
+) -> dict[str, Any]:
+    """Compares every draft, several trees and batch sizes with autoregressive decoding.
+
+    Args:
+      decoders: the autoregressive one first.
+      prompts: token ids.
+      max_new_tokens: limit of every answer.
+
+    Returns:
+      A JSON-compatible report; `failures` is empty where decoding is lossless.
+    """
+    jobs = list(draw_jobs(prompts))
+    settings = [setting for decoder in decoders[1:] for setting in list_settings(decoder)]
+    total = len(jobs) * (1 + len(settings))
+    with tqdm(total=total, desc="check lossless", unit="answer") as progress:
+        expected = _decode(decoders[0].engine, jobs, max_new_tokens, 1, progress)
+        rows = []
+        for setting in settings:
+            engine, size = setting.engine, setting.batch_size
+            answers = _decode(engine, jobs, max_new_tokens, size, progress)
+            rows.append(
+                _compare(setting, decoders[0].engine, jobs, expected, answers, max_new_tokens)
+            )
+    return {
+        "answers": len(jobs),
+        "max_new_tokens": max_new_tokens,
+        "temperatures": TEMPERATURES,
+        "filters": FILTERS,
+        "largest_rounding": max(row["rounding"] for row in rows),
+        "failures": [difference for row in rows for difference in row["failures"]],
+        "excused": [difference for row in rows for difference in row["excused"]],
+        "settings": rows,
+    }
+
+
+def draw_jobs(prompts: Sequence[list[int]]) -> Iterator[Job]:
+    """Every prompt at every temperature, with and without filters, each with its own seed."""
+    for index, (prompt, temperature, filters) in enumerate(product(prompts, TEMPERATURES, FILTERS)):
+        yield Job(prompt, SamplingConfig(temperature=temperature, seed=index, **filters))
+
+
+def list_settings(decoder: Decoder) -> Iterator[Setting]:
+    """The draft's own tree coupled and not, a wide tree and a chain, alone and in batches."""
+    own = decoder.engine.trees[1]
+    assert own is not None
+    trees = {(own, True), (own, False)}
+    trees |= {(TreeConfig(depth=2, top_k=8, total_tokens=32), True)}
+    trees |= {(TreeConfig(depth=6, top_k=1, total_tokens=7), True)}
+    for (tree, is_coupled), size in product(sorted(trees, key=str), BATCH_SIZES):
+        engine = decoder.engine.with_tree(tree, is_coupled=is_coupled)
+        yield Setting(decoder.name, engine, tree, size)
+
+
+def _decode(
+    engine: Engine, jobs: Sequence[Job], max_new_tokens: int, batch_size: int, progress: tqdm
+) -> list[Generation]:
+    answers: list[Generation] = []
+    for first in range(0, len(jobs), batch_size):
+        batch = jobs[first : first + batch_size]
+        answers += engine.generate(
+            [job.prompt for job in batch],
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            sampling=[job.sampling for job in batch],
+        )
+        progress.update(len(batch))
+    return answers
+
+
+def _compare(
+    setting: Setting,
+    baseline: Engine,
+    jobs: Sequence[Job],
+    expected: Sequence[Generation],
+    answers: Sequence[Generation],
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """One row of the report; the first answer, and all that differ, are replayed."""
+    outputs = [(a.output_ids, b.output_ids) for a, b in zip(expected, answers, strict=True)]
+    different = [index for index, (a, b) in enumerate(outputs) if a != b]
+    roundings, failures, excused = [], [], []
+    for index in sorted({0, *different}):
+        first = index - index % setting.batch_size
+        batch = jobs[first : first + setting.batch_size]
+        at = _first_difference(*outputs[index])
+        alone = _replay(baseline, [jobs[index]], 0, max_new_tokens, at)
+        together = _replay(setting.engine, batch, index - first, max_new_tokens, at)
+        roundings.append(_rounding(alone, together))
+        if index in different:
+            ours, theirs = (output[at] for output in outputs[index])
+            found = examine(alone[-1], together[-1], (ours, theirs), roundings[-1])
+            found = {"setting": setting.name, "answer": index, "token": at} | found
+            (excused if found["is_excused"] else failures).append(found)
+    return {
+        "setting": setting.name,
+        "equal": len(jobs) - len(different),
+        "rounding": max(roundings),
+        "failures": failures,
+        "excused": excused,
+    }
+
+
+class Scores(NamedTuple):
+    """What a token was chosen by: the argmax of `filtered + noise`.
+
+    Attributes:
+      plain: before top-k, top-p and min-p.
+      filtered: after them.
+      noise: of the position.
+    """
+
+    plain: Any  # [V]
+    filtered: Any  # [V]
+    noise: Any  # [V]
+
+
+def examine(
+    expected: Scores, got: Scores, tokens: tuple[int, int], rounding: float
+) -> dict[str, Any]:
+    """Whether rounding explains that two forwards chose different tokens.
+
+    Args:
+      expected: of the autoregressive forward.
+      got: of the speculative one.
+      tokens: what either chose.
+      rounding: the largest difference that was measured between their scores.
+    """
+    chosen = tuple(int((one.filtered + one.noise).argmax()) for one in (expected, got))
+    best = np.sort(expected.filtered + expected.noise)[-2:]
+    at_boundary = np.isfinite(expected.filtered) != np.isfinite(got.filtered)
+    gap = float(best[1] - best[0])
+    explained = chosen == tokens and np.array_equal(expected.noise, got.noise)
+    return {
+        "tokens": tokens,
+        "gap": gap,
+        "tokens_at_a_filters_boundary": np.flatnonzero(at_boundary).tolist(),
+        "rounding": rounding,
+        "is_excused": bool(
+            explained and rounding <= MAX_ROUNDING and (at_boundary.any() or gap <= rounding)
+        ),
+    }
+
+
+def _rounding(ones: Sequence[Scores], others: Sequence[Scores]) -> float:
+    """By how much the difference of two scores differs at most between two forwards."""
+    shifts = [one.plain - other.plain for one, other in zip(ones, others, strict=True)]
+    return float(max(shift.max() - shift.min() for shift in shifts))
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Index of the first token that differs; of the last one where none does."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)) - 1)
+
+
+def _replay(
+    engine: Engine, batch: Sequence[Job], row: int, max_new_tokens: int, last: int
+) -> list[Scores]:
+    """Decodes a batch anew, from the host, and keeps what tokens 0 to `last` were chosen by."""
+    request = engine.request(
+        [job.prompt for job in batch],
+        max_new_tokens,
+        batch_size=len(batch),
+        sampling=[job.sampling for job in batch],
+    )
+    config = engine.decode_config(max_new_tokens, len(batch))
+    state, seen = _start(engine.weights, config, request)
+    scores = [Scores(*(np.array(part[row, 0]) for part in seen))]
+    while len(scores) <= last:
+        before = int(state.output.num_tokens[row])
+        state, seen = _run_round(engine.weights, config, request, state)
+        landed = int(state.output.num_tokens[row]) - before
+        scores += [Scores(*(np.array(part[row, i]) for part in seen)) for i in range(landed)]
+    return scores[: last + 1]
+
+
+@partial(jax.jit, static_argnums=1)
+def _start(weights: Weights, config: DecodeConfig, request: Request) -> tuple[DecodeState, Scores]:
+    logits = speculate.prefill(weights, config, request).logits[:, None]
+    text = speculate.prompt_text(request)
+    depths = jnp.zeros(logits.shape[:2], jnp.int32)
+    scores = _scores(request, text, logits, request.lengths, depths)
+    return speculate.start(weights, config, request), scores
+
+
+@partial(jax.jit, static_argnums=1)
+def _run_round(
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+) -> tuple[DecodeState, Scores]:
+    """A round that also gives the scores along the accepted path."""
+    noise = speculate.round_noise(config, request, state)
+    before = state
+    state, tree = speculate.draft_tree(weights, config, request, state, noise)
+    out = speculate.verify_tree(weights, config, state, tree)
+    chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
+    acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
+    text = speculate.text_before(request, state.output, tree)
+    first = before.target_cache.length + 1
+    scores = _scores(request, text, out.logits, first, tree.depths)
+    path = acceptance.path[:, :, None]
+    scores = Scores(*(jnp.take_along_axis(part, path, axis=1) for part in scores))
+    return speculate.commit(weights, config, request, state, out, acceptance), scores
+
+
+def _scores(
+    request: Request, text: Text, logits: jax.Array, first: jax.Array, depths: jax.Array
+) -> Scores:
+    """What the tokens after some nodes are chosen by, worked out anew."""
+    wide, sampling = logits.astype(jnp.float32), request.sampling
+    if sampling is None:
+        return Scores(wide, wide, jnp.zeros_like(wide))
+    V = wide.shape[-1]
+    unfiltered = sampling.replace(
+        top_k=jnp.zeros_like(sampling.top_k),
+        top_p=jnp.ones_like(sampling.top_p),
+        min_p=jnp.zeros_like(sampling.min_p),
+    )
+    noise = draw_noise(sampling, first, num_positions=depths.shape[1], vocab_size=V)
+    return Scores(
+        process_logits(wide, unfiltered, text, vocab_size=V),
+        process_logits(wide, sampling, text, vocab_size=V),
+        jnp.take_along_axis(noise, depths[:, :, None], axis=1),
+    )
+
+
+def format_check(report: dict[str, Any]) -> str:
+    """The report as a Markdown table, and a line for every difference."""
+    lines = [
+        f"{report['answers']} answers of at most {report['max_new_tokens']} tokens, temperatures "
+        f"{', '.join(map(str, report['temperatures']))}, with and without filters; reference: "
+        "autoregressive decoding, alone",
+        "",
+        "| decoded | equal | excused | failures | rounding |",
+        "|---|---|---|---|---|",
+    ]
+    for row in report["settings"]:
+        counts = f"{row['equal']} | {len(row['excused'])} | {len(row['failures'])}"
+        lines.append(f"| {row['setting']} | {counts} | {row['rounding']:.1e} |")
+    for kind in ("excused", "failures"):
+        lines += [f"{kind}: {json.dumps(difference)}" for difference in report[kind]]
+    return "\n".join(lines)
