@@ -204,8 +204,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check-lossless",
         action="store_true",
-        help="compare outputs instead of speed: every draft, several trees and batch sizes, greedy\n"
-        "and sampled; exit code 1 if a difference is more than rounding",
+        help="compare outputs instead of speed: every draft, several trees and batch sizes,\n"
+        "greedy and sampled; exit code 1 if a difference is more than rounding",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a report that is there")
     add_tree_options(parser)

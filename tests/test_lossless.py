@@ -1,0 +1,111 @@
+"""The losslessness check: what it excuses, what it does not, and the program around it."""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+
+import jax
+import numpy as np
+import pytest
+from programs import Runs, tiny_runs, write_lines
+from test_distribution import raw_bonus
+
+from infer import bench, lossless
+from infer.lossless import Scores, examine
+from poss_jax import speculate
+
+NO_NOISE = np.zeros(4, np.float32)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+def scores(*values: float, kept=(0, 1, 2, 3)) -> Scores:
+    plain = np.float32(values)
+    return Scores(plain, np.where(np.isin(range(4), kept), plain, -np.inf), NO_NOISE)
+
+
+def test_a_near_tie_is_excused():
+    found = examine(scores(0, 1, 0.99999, 0), scores(0, 0.99999, 1, 0), (1, 2), 2e-5)
+    assert found["is_excused"] and found["tokens"] == (1, 2)
+    assert found["gap"] == pytest.approx(1e-5, rel=1e-2)
+
+
+def test_a_token_at_the_boundary_of_a_filter_is_excused():
+    ours, theirs = scores(3, 2, 1, 0, kept=(0, 1)), scores(3, 2, 1, 0, kept=(0, 1, 2))
+    noise = np.float32([0, 0, 9, 0])
+    found = examine(ours._replace(noise=noise), theirs._replace(noise=noise), (0, 2), 1e-6)
+    assert found["is_excused"] and found["tokens_at_a_filters_boundary"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("got", "tokens", "rounding"),
+    [
+        (scores(0, 0.999, 1, 0), (1, 2), 2e-3),  # the forwards do not agree
+        (scores(0, 1, 0.99999, 0), (1, 2), 2e-5),  # its own scores say 1
+        (scores(0, 0.99999, 1, 0), (1, 2), 1e-6),  # nearer than the gap is wide
+    ],
+)
+def test_other_differences_are_failures(got, tokens, rounding):
+    assert not examine(scores(0, 1, 0.99999, 0), got, tokens, rounding)["is_excused"]
+
+
+def test_other_noise_is_a_failure():
+    got = scores(0, 0.99999, 1, 0)._replace(noise=np.float32([0, 0, 1e-7, 0]))
+    assert not examine(scores(0, 1, 0.99999, 0), got, (1, 2), 2e-5)["is_excused"]
+
+
+def arguments(runs: Runs, tmp_path) -> list[str]:
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "def area_7"}, {"prompt": "de"})
+    options = ["--target", runs.model("target"), "--draft", f"PosS-2={runs.model('poss2')}"]
+    return [*options, "--prompts", prompts, "--max-new-tokens", "16", "--check-lossless"]
+
+
+@pytest.fixture
+def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batched setting alone: each costs compilations."""
+    every = lossless.list_settings
+    monkeypatch.setattr(lossless, "list_settings", lambda decoder: islice(every(decoder), 1, 2))
+
+
+@pytest.mark.usefixtures("few_settings")
+def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys):
+    bench.main(arguments(runs, tmp_path))
+    out = capsys.readouterr().out
+    assert "| PosS-2, tree 2/8/32, batch 4 | 20 | 0 | 0 |" in out
+    report = json.loads(out.splitlines()[-1])
+    assert report["failures"] == report["excused"] == [] and report["answers"] == 20
+    assert 0 < report["largest_rounding"] < lossless.MAX_ROUNDING
+
+
+@pytest.fixture
+def fresh_programs() -> Iterator[None]:
+    """Nothing compiled before is used, and nothing compiled here later."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("few_settings", "fresh_programs")
+def test_the_program_finds_a_planted_mistake(runs: Runs, tmp_path, capsys, monkeypatch):
+    original = speculate.choose_tokens
+
+    def mistaken(request, state, tree, logits, noise):
+        if request.sampling is None or tree.tokens.shape[1] == 1:  # only where a tree was drafted
+            return original(request, state, tree, logits, noise)
+        return raw_bonus(request, state, tree, logits, noise, original=original)
+
+    monkeypatch.setattr(speculate, "choose_tokens", mistaken)
+    with pytest.raises(SystemExit) as exit_:
+        bench.main([*arguments(runs, tmp_path), "--num-prompts", "1"])
+    assert exit_.value.code == 1
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["failures"] and not any(found["is_excused"] for found in report["failures"])
+
+
+def test_a_check_without_drafts_is_refused(runs: Runs):
+    with pytest.raises(Exception, match="want at least one draft; give --draft NAME=DIR"):
+        bench.main(["--target", runs.model("target"), "--check-lossless"])
