@@ -164,7 +164,7 @@ def _read_config(args: argparse.Namespace) -> BenchConfig:
     given = {name: getattr(args, name) for name in _OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     if args.draft:
-        given["drafts"] = _read_drafts(args.draft)
+        given["drafts"] = read_drafts(args.draft)
     if args.config is not None:
         config = load_config(BenchConfig, args.config, args.overrides)
         config = replace(config, **given)
@@ -175,7 +175,8 @@ def _read_config(args: argparse.Namespace) -> BenchConfig:
     return replace(config, tree=read_tree(args, config.tree))
 
 
-def _read_drafts(texts: Sequence[str]) -> dict[str, str]:
+def read_drafts(texts: Sequence[str]) -> dict[str, str]:
+    """Reads NAME=DIR arguments."""
     drafts: dict[str, str] = {}
     for text in texts:
         name, _, folder = text.partition("=")
