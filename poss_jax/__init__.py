@@ -7,7 +7,7 @@ Where things live:
     target, draft       the frozen Llama; fc fusion and specialists
     tree, verify        static-shape draft tree; the path the target agrees with
     speculate           the decoding round and its on-device loop
-    engine              load, generate: what users hold
+    engine              load, generate, stream: what users hold
     rollout, losses     the training recursion and what it minimises
     train_step          jitted steps
     data, checkpoint    text, tokenizer, rows; the model folder
@@ -16,9 +16,17 @@ Where things live:
 `train/` makes weights and `infer/` uses them; both are programs around these functions.
 """
 
-from poss_jax.config import TreeConfig, UserError
-from poss_jax.engine import Engine, Generation
+from poss_jax.config import SamplingConfig, TreeConfig, UserError
+from poss_jax.engine import Chunk, Engine, Generation
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "Generation", "TreeConfig", "UserError", "__version__"]
+__all__ = [
+    "Chunk",
+    "Engine",
+    "Generation",
+    "SamplingConfig",
+    "TreeConfig",
+    "UserError",
+    "__version__",
+]

@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config.models import STRICT, LlamaConfig, Spans, TreeConfig
@@ -132,8 +132,8 @@ class SamplingConfig:
       repetition_penalty: divides positive and multiplies negative scores of tokens in the text; 1
         is none.
       logit_bias: token id -> what is added to its logit.
-      seed: with the position in the text it decides every draw. Prompts without a seed of their own
-        get different ones, derived from the run's seed and the prompt's index.
+      seed: with the position in the text it decides every draw. Of prompts without a seed of
+        their own the first gets the run's, the others ones derived from it and their index.
     """
 
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -141,7 +141,7 @@ class SamplingConfig:
     top_p: float = Field(default=1.0, gt=0, le=1)
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    logit_bias: dict[int, float] = Field(default_factory=dict)
+    logit_bias: dict[int, FiniteFloat] = Field(default_factory=dict)
     seed: int = Field(default=0, ge=0, lt=2**32)
 
     @property

@@ -11,7 +11,14 @@ settings.py   defaults of the device; trees per batch size; sampling settings as
 from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.engine import Engine, generate_jit
 from poss_jax.engine.prompts import Prompt
-from poss_jax.engine.settings import Trees, default_dtype, default_tree, fit_tree
+from poss_jax.engine.settings import (
+    Trees,
+    check_bias,
+    default_dtype,
+    default_tree,
+    fit_tree,
+    prompt_seed,
+)
 from poss_jax.engine.text import Piece
 
 __all__ = [
@@ -21,8 +28,10 @@ __all__ = [
     "Piece",
     "Prompt",
     "Trees",
+    "check_bias",
     "default_dtype",
     "default_tree",
     "fit_tree",
     "generate_jit",
+    "prompt_seed",
 ]

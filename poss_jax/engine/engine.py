@@ -29,6 +29,7 @@ from poss_jax.engine.live import LiveAnswer, run_live
 from poss_jax.engine.prompts import Prompt, encode_prompt
 from poss_jax.engine.settings import (
     Trees,
+    check_bias,
     default_dtype,
     default_tree,
     fit_tree,
@@ -154,8 +155,8 @@ class Engine:
           prompts: texts, token ids or chat messages.
           max_new_tokens: most new tokens of each.
           batch_size: prompts decoded together.
-          sampling: how tokens are chosen, for all prompts (each then gets its own seed, derived
-            from this one and its index) or one per prompt; None is greedy.
+          sampling: how tokens are chosen, for all prompts (the first then has its seed, the others
+            seeds derived from it and their index) or one per prompt; None is greedy.
           stop: strings that end a text; they are not part of it.
 
         Raises:
@@ -168,6 +169,7 @@ class Engine:
             raise UserError(f"batch_size: want at least 1, got {batch_size}")
         encoded = [self.prepare(prompt, max_new_tokens) for prompt in prompts]
         settings = sampling_per_prompt(sampling, len(prompts))
+        check_bias(settings, self.target_config.vocab_size)
         config = self.decode_config(max_new_tokens, batch_size)
         answers: list[Generation] = []
         for first in range(0, len(encoded), batch_size):
@@ -198,7 +200,7 @@ class Engine:
         Args:
           prompt: text, token ids or chat messages.
           max_new_tokens: most new tokens.
-          sampling: how tokens are chosen; the seed is taken as it is. None is greedy.
+          sampling: how tokens are chosen; None is greedy.
           stop: strings that end the text; they are not part of it.
 
         Yields:

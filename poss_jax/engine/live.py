@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax import speculate
-from poss_jax.engine.answers import Chunk, read_answer
+from poss_jax.engine.answers import Chunk, Generation, read_answer
 from poss_jax.engine.text import Piece, TextStream
 from poss_jax.speculate import DecodeConfig, Request, Weights
 
@@ -82,14 +82,7 @@ class LiveAnswer:
         if not self.is_ended:
             return chunk
         if is_stopped:
-            answer = replace(
-                answer,
-                output_ids=answer.output_ids[: self._num_landed],
-                accepted_per_round=[*accepted[:-1], min(accepted[-1], num_kept)]
-                if accepted
-                else [],
-                stop_reason="stop",
-            )
+            answer = _stop_after(answer, num_kept, num_beyond=len(tokens) - num_kept)
         return replace(chunk, answer=replace(answer, text=self._text if self._stream else None))
 
     def _push(
@@ -105,3 +98,21 @@ class LiveAnswer:
             if self._stream.is_stopped:
                 return pieces, count
         return pieces + (self._stream.finish() if is_last else []), len(tokens)
+
+
+def _stop_after(answer: Generation, num_kept: int, *, num_beyond: int) -> Generation:
+    """An answer whose last round a stop string ended, and left so many tokens beyond it."""
+    if not num_beyond:
+        return replace(answer, stop_reason="stop")
+
+    def cut(counts: list[int]) -> list[int]:
+        # As at a stop token: nothing beyond was accepted or refused.
+        return [*counts[:-1], min(counts[-1], num_kept)]
+
+    return replace(
+        answer,
+        output_ids=answer.output_ids[:-num_beyond],
+        accepted_per_round=cut(answer.accepted_per_round),
+        offered_per_round=cut(answer.offered_per_round),
+        stop_reason="stop",
+    )

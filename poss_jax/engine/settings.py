@@ -70,8 +70,17 @@ def sampling_per_prompt(
 
 
 def prompt_seed(seed: int, index: int) -> int:
-    """Seed of a prompt within a run, from the run's seed and the prompt's index."""
+    """Seed of a prompt within a run: the run's own for the first, others derived from it."""
+    if index == 0:
+        return seed
     return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
+
+
+def check_bias(settings: Sequence[SamplingConfig], vocab_size: int) -> None:
+    """Raises UserError where a biased token is not in the vocabulary."""
+    outside = [t for one in settings for t in one.logit_bias if not 0 <= t < vocab_size]
+    if outside:
+        raise UserError(f"logit_bias: want token ids of 0 to {vocab_size - 1}, got {outside[0]}")
 
 
 def sampling_arrays(settings: Sequence[SamplingConfig], vocab_size: int) -> Sampling | None:
@@ -82,9 +91,7 @@ def sampling_arrays(settings: Sequence[SamplingConfig], vocab_size: int) -> Samp
     """
     if all(one.is_plain for one in settings):
         return None
-    outside = [t for one in settings for t in one.logit_bias if not 0 <= t < vocab_size]
-    if outside:
-        raise UserError(f"logit_bias: want token ids of 0 to {vocab_size - 1}, got {outside[0]}")
+    check_bias(settings, vocab_size)
     most = max(len(one.logit_bias) for one in settings)
     width = 1 << (most - 1).bit_length() if most else 0  # few shapes to compile
     ids = np.full((len(settings), width), -1, np.int32)

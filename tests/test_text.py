@@ -1,0 +1,224 @@
+"""Text that grows token by token: equal to decoding all tokens at once, cut at stop strings."""
+
+import itertools
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from poss_jax.engine.text import Piece, TextStream
+
+WORDS = [
+    "a",
+    "the ",
+    " ",
+    "é",
+    "e\u0301",
+    "中文",
+    "日本",
+    "😀",
+    "👨\u200d👩\u200d👧",
+    "\ufffd",
+    "\n",
+]
+SPECIAL = ["<s>", "</s>"]
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Llama 3's kind: every token is one or several bytes, not always whole characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ends = {text[i:] for text in map(mapped, ["中a", "a😀", "é "]) for i in range(3)}
+    backend = Tokenizer(models.BPE(vocabulary([*alphabet, *sorted(ends)]), merges=[]))
+    backend.pre_tokenizer, backend.decoder = encode, decoders.ByteLevel()
+    return wrap(backend)
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Llama 2's kind: words, and bytes for all that is no word."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "▁a", "b", "▁▁", "é", "<0xZZ>"]
+    backend = Tokenizer(models.BPE(vocabulary(names), merges=[], byte_fallback=True))
+    space, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), strip])
+    return wrap(backend)
+
+
+def mapped(text: str) -> str:
+    """Bytes as the characters that byte-level tokens are spelled with."""
+    encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return encode.pre_tokenize_str(text)[0][0]
+
+
+def vocabulary(names: list[str]) -> dict[str, int]:
+    return {name: i for i, name in enumerate([*SPECIAL, *dict.fromkeys(names)])}
+
+
+def wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    backend.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def byte_characters() -> list[str]:
+    """How byte-level tokens spell every byte: itself if it can be printed, else from U+0100 on."""
+    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(byte if byte in kept else next(others)) for byte in range(256)]
+
+
+BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
+BYTES = {
+    id(BYTE_LEVEL): BYTE_LEVEL.convert_tokens_to_ids(byte_characters()),
+    id(BYTE_FALLBACK): BYTE_FALLBACK.convert_tokens_to_ids([f"<0x{b:02X}>" for b in range(256)]),
+}
+
+
+def spell(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return [BYTES[id(tokenizer)][byte] for byte in text.encode()]
+
+
+def decode(tokenizer: PreTrainedTokenizerFast, tokens: list[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def shown(tokenizer, tokens: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+    """What each token adds, and what the end adds."""
+    stream = TextStream(tokenizer, stop)
+    parts = [stream.push(token, is_drafted=False) for token in tokens] + [stream.finish()]
+    return ["".join(piece.text for piece in part) for part in parts], stream
+
+
+# --------------------------------------------------------------------------------------------------
+# Characters
+
+
+def test_spelling_of_the_tests_own_helpers() -> None:
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        for text in WORDS:
+            assert decode(tokenizer, spell(tokenizer, "x" + text)) == "x" + text
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["level", "fallback"])
+def test_all_parts_make_the_whole_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    rng, broken, letters = random.Random(0), 0, BYTES[id(tokenizer)]
+    others = set(range(len(tokenizer) + 3)) - set(letters)  # targets embed more than there are
+    for _ in range(400):
+        tokens: list[int] = []
+        for _ in range(rng.randrange(1, 8)):
+            kind = rng.random()
+            if kind < 0.5:
+                tokens += spell(tokenizer, rng.choice(WORDS))
+            elif kind < 0.7:
+                tokens += [rng.choice(letters)]
+            else:
+                tokens += [rng.choice(sorted(others))]
+        text = decode(tokenizer, tokens)
+        broken += "\ufffd" in text
+        parts, _ = shown(tokenizer, tokens)
+        assert "".join(parts) == text, tokens
+    assert 50 < broken < 350
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (BYTE_LEVEL, ["x", "", "", "中", "y", ""]),
+        (BYTE_FALLBACK, ["", "", "", "", "", "x中y"]),  # a run of bytes is decided at its end
+    ],
+    ids=["level", "fallback"],
+)
+def test_a_character_appears_with_its_last_byte(
+    tokenizer: PreTrainedTokenizerFast, expected: list[str]
+) -> None:
+    assert shown(tokenizer, spell(tokenizer, "x中y"))[0] == expected
+
+
+def test_a_run_of_bytes_appears_with_the_next_word() -> None:
+    word = BYTE_FALLBACK.convert_tokens_to_ids("b")
+    tokens = [word, *spell(BYTE_FALLBACK, "中"), word, word]
+    assert shown(BYTE_FALLBACK, tokens)[0] == ["b", "", "", "", "中b", "b", ""]
+
+
+def test_an_unfinished_character_is_shown_at_the_end() -> None:
+    tokens = spell(BYTE_LEVEL, "x中")[:-1]
+    assert shown(BYTE_LEVEL, tokens)[0] == ["x", "", "", "\ufffd"]
+
+
+def test_pieces_carry_the_mark_of_the_token_that_completed_them() -> None:
+    word = BYTE_FALLBACK.convert_tokens_to_ids("b")
+    tokens = [word, *spell(BYTE_FALLBACK, "é"), word]
+    stream = TextStream(BYTE_FALLBACK)
+    pieces: list[Piece] = []
+    for token, is_drafted in zip(tokens, (False, False, True, False), strict=True):
+        pieces += stream.push(token, is_drafted=is_drafted)
+    assert pieces == [Piece("b", False), Piece("é", True), Piece("b", False)]
+    stream = TextStream(BYTE_LEVEL)
+    for token in spell(BYTE_LEVEL, "é")[:1]:
+        assert stream.push(token, is_drafted=True) == []
+    assert stream.finish() == [Piece("\ufffd", True)]
+
+
+def test_long_texts_are_decoded_in_short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    original = PreTrainedTokenizerFast.decode
+
+    def counted(self, ids, **options):
+        lengths.append(len(ids))
+        return original(self, ids, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", counted)
+    shown(BYTE_LEVEL, spell(BYTE_LEVEL, "def area(width): return 中 " * 20))
+    assert max(lengths) <= 5
+
+
+# --------------------------------------------------------------------------------------------------
+# Stop strings
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_stop_string_at_every_place(length: int) -> None:
+    text = "日ab日ab\nxyz😀é"
+    for at in range(len(text) - length + 1):
+        stop = text[at : at + length]
+        first = text.index(stop)
+        parts, stream = shown(BYTE_LEVEL, spell(BYTE_LEVEL, text), (stop,))
+        assert "".join(parts) == text[:first]
+        assert stream.is_stopped
+        complete = len(text[: first + length].encode())
+        assert parts[complete:] == [""] * (len(parts) - complete)
+
+
+def first_complete(text: str, stops: tuple[str, ...]) -> str:
+    """What is left of a text, found the slow way: stop as soon as a stop string is complete."""
+    for end in range(len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)]
+    return text
+
+
+def test_overlapping_stop_strings_in_any_tokens() -> None:
+    words = ["".join(word) for n in (1, 2, 3) for word in itertools.product("ab", repeat=n)]
+    names = vocabulary([*words, "c"])
+    backend = Tokenizer(models.BPE(names, merges=[]))
+    backend.decoder = decoders.Fuse()
+    tokenizer, rng, stopped = wrap(backend), random.Random(1), 0
+    for _ in range(500):
+        tokens = [rng.randrange(2, len(names)) for _ in range(6)]
+        stops = tuple("".join(rng.choices("abc", k=rng.randrange(1, 6))) for _ in range(3))
+        parts, stream = shown(tokenizer, tokens, stops)
+        text = decode(tokenizer, tokens)
+        assert "".join(parts) == first_complete(text, stops), (text, stops)
+        assert stream.is_stopped == any(stop in text for stop in stops)
+        stopped += stream.is_stopped
+    assert 100 < stopped < 500
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    parts, _ = shown(BYTE_LEVEL, spell(BYTE_LEVEL, "a\n\nb\n"), ("\n\n\n",))
+    assert parts == ["a", "", "", "\n\nb", "", "\n"]
+
+
+def test_a_stop_string_that_an_unfinished_character_completes() -> None:
+    parts, stream = shown(BYTE_LEVEL, spell(BYTE_LEVEL, "ab中")[:-1], ("b\ufffd",))
+    assert (parts, stream.is_stopped) == (["a", "", "", "", ""], True)
