@@ -1,13 +1,23 @@
 """Options that several programs share, and what they check."""
 
 import argparse
+import logging
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from poss_jax.config import TreeConfig, UserError
-from poss_jax.engine import default_tree
+from poss_jax.config import SamplingConfig, TreeConfig, UserError, build_config, read_yaml
+from poss_jax.engine import Trees, default_tree
+
+_LOG = logging.getLogger(__name__)
+
+_SAMPLING_OPTIONS = {
+    "temperature": "divides the scores; 0 is greedy (the default)",
+    "top_p": "only the likeliest tokens that together have this probability",
+    "min_p": "only tokens at least this likely, relative to the likeliest",
+    "repetition_penalty": "lowers the scores of tokens that are in the text already, if above 1",
+}
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -54,6 +64,98 @@ def read_tree(args: argparse.Namespace, tree: TreeConfig | None = None) -> TreeC
     }
     given = {name: value for name, value in given.items() if value is not None}
     return replace(tree or default_tree(), **given) if given else tree
+
+
+def add_trees_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the file of trees per batch size."""
+    parser.add_argument(
+        "--trees",
+        metavar="FILE",
+        type=Path,
+        help="YAML file: batch size -> {depth, top_k, total_tokens}, or null for no draft",
+    )
+
+
+def read_trees(args: argparse.Namespace) -> TreeConfig | Trees | None:
+    """The trees asked for: of the file, or the one tree of the options.
+
+    Raises:
+      UserError: both are given, or what the file holds are no trees.
+    """
+    tree = read_tree(args)
+    if args.trees is None:
+        return tree
+    if tree is not None:
+        raise UserError("--trees: want it alone, got --tree-* options too; leave out one of them")
+    trees: dict[int, TreeConfig | None] = {}
+    for size, values in read_yaml(args.trees).items():
+        where = f"{args.trees}: {size}"
+        if type(size) is not int or size < 1:
+            raise UserError(f"{where}: want a batch size, a whole number from 1 on")
+        if not isinstance(values, dict | None):
+            raise UserError(f"{where}: want depth, top_k and total_tokens, or null; got {values!r}")
+        trees[size] = None
+        if values is not None:
+            values = asdict(default_tree()) | values
+            trees[size] = build_config(TreeConfig, values, origin=where)
+    if not trees:
+        raise UserError(f"{args.trees}: want batch sizes and their trees, got none")
+    return trees
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Adds how tokens are chosen (fields of `SamplingConfig`)."""
+    for name, text in _SAMPLING_OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=text)
+    parser.add_argument(
+        "--top-k", type=at_least(0), metavar="N", help="only the N likeliest tokens"
+    )
+    parser.add_argument(
+        "--logit-bias",
+        action="append",
+        metavar="ID=VALUE",
+        help="added to the logit of a token; may be repeated",
+    )
+    parser.add_argument("--seed", type=at_least(0), metavar="N", help="of every draw (default: 0)")
+    parser.add_argument(
+        "--no-coupling",
+        action="store_true",
+        help="drafts do not look at the sampler's noise: the same text, more slowly",
+    )
+
+
+def read_sampling(
+    args: argparse.Namespace, sampling: SamplingConfig | None = None
+) -> SamplingConfig:
+    """The settings asked for: the options, the rest from `sampling` (None: the defaults).
+
+    Raises:
+      UserError: a value that is out of bounds.
+    """
+    given = {name: getattr(args, name) for name in (*_SAMPLING_OPTIONS, "top_k", "seed")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.logit_bias is not None:
+        given["logit_bias"] = _read_bias(args.logit_bias)
+    values = asdict(sampling or SamplingConfig()) | given
+    settings = build_config(SamplingConfig, values, origin="sampling")
+    idle = [name for name in ("top_k", "top_p", "min_p") if name in given]
+    if idle and settings.temperature == 0:
+        _LOG.warning("at temperature 0, %s changes nothing; give --temperature", idle[0])
+    return settings
+
+
+def _read_bias(texts: Sequence[str]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            number = float(value)
+        except ValueError as error:
+            raise UserError(f"--logit-bias {text!r}: want ID=VALUE, such as 42=-1.5") from error
+        if not token.isdecimal() or int(token) in bias:
+            raise UserError(f"--logit-bias {text!r}: want a token id that is not named already")
+        bias[int(token)] = number
+    return bias
 
 
 def check_writable(path: Path) -> None:

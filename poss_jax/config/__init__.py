@@ -13,7 +13,13 @@ from poss_jax.config.models import (
     RopeConfig,
     TreeConfig,
 )
-from poss_jax.config.reading import UserError, build_config, config_to_dict, load_config
+from poss_jax.config.reading import (
+    UserError,
+    build_config,
+    config_to_dict,
+    load_config,
+    read_yaml,
+)
 from poss_jax.config.runs import (
     BenchConfig,
     DataConfig,
@@ -42,4 +48,5 @@ __all__ = [
     "build_config",
     "config_to_dict",
     "load_config",
+    "read_yaml",
 ]

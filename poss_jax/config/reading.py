@@ -43,7 +43,7 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
     Raises:
       UserError: missing or malformed file, malformed override, or what `build_config` refuses.
     """
-    values = _read_yaml(Path(path))
+    values = read_yaml(Path(path))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -56,12 +56,16 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
     return build_config(kind, values, origin=str(path))
 
 
-def config_to_dict(config: Any) -> dict[str, Any]:
-    """Turns a config dataclass into JSON-compatible nested dicts and lists."""
-    return json.loads(pydantic.TypeAdapter(type(config)).dump_json(config))
+def read_yaml(path: Path, derived: tuple[Path, ...] = ()) -> dict[Any, Any]:
+    """Reads a YAML file of keys; it may name another as `base:`, and its own keys win.
 
+    Args:
+      path: of the file.
+      derived: files that are being read, and name this one.
 
-def _read_yaml(path: Path, derived: tuple[Path, ...] = ()) -> dict[str, Any]:
+    Raises:
+      UserError: missing or malformed file, or another `base` than a file's path.
+    """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -77,7 +81,12 @@ def _read_yaml(path: Path, derived: tuple[Path, ...] = ()) -> dict[str, Any]:
     derived = (*derived, path.resolve())
     if not isinstance(base, str) or (path.parent / base).resolve() in derived:
         raise UserError(f"config {path}: base: want the path of another YAML file, got {base!r}")
-    return _merge(_read_yaml(path.parent / base, derived), values)
+    return _merge(read_yaml(path.parent / base, derived), values)
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """Turns a config dataclass into JSON-compatible nested dicts and lists."""
+    return json.loads(pydantic.TypeAdapter(type(config)).dump_json(config))
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

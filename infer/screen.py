@@ -1,0 +1,49 @@
+"""Text on a terminal as it grows, accepted drafts marked."""
+
+import os
+import sys
+from itertools import groupby
+
+from poss_jax.engine import Chunk
+
+COLOUR = ("\x1b[32m", "\x1b[0m")
+BRACKETS = (
+    "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}",
+    "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}",
+)
+
+
+class Screen:
+    """Writes chunks to standard output, each at once.
+
+    Accepted drafts are green on a terminal (or with FORCE_COLOR), and in brackets elsewhere (or
+    with NO_COLOR).
+    """
+
+    def __init__(self, *, shows_drafts: bool) -> None:
+        self._marks = _marks() if shows_drafts else ("", "")
+        self._is_in_line = False
+        if shows_drafts:
+            sys.stderr.write("accepted drafts look {}like this{}\n".format(*self._marks))
+
+    def show(self, chunk: Chunk) -> None:
+        """Writes what a round added."""
+        before, after = self._marks
+        parts = []
+        for is_drafted, pieces in groupby(chunk.pieces, lambda piece: piece.is_drafted):
+            text = "".join(piece.text for piece in pieces)
+            parts.append(f"{before}{text}{after}" if is_drafted else text)
+        self._is_in_line = True
+        sys.stdout.write("".join(parts))
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        """Begins a new line, if an answer was begun."""
+        if self._is_in_line:
+            sys.stdout.write("\n")
+            self._is_in_line = False
+
+
+def _marks() -> tuple[str, str]:
+    is_wanted = os.environ.get("FORCE_COLOR") or sys.stdout.isatty()
+    return COLOUR if is_wanted and not os.environ.get("NO_COLOR") else BRACKETS
