@@ -21,7 +21,7 @@ class Screen:
     """
 
     def __init__(self, *, shows_drafts: bool) -> None:
-        self._marks = _marks() if shows_drafts else ("", "")
+        self._marks = draft_marks() if shows_drafts else ("", "")
         self._is_in_line = False
         if shows_drafts:
             sys.stderr.write("accepted drafts look {}like this{}\n".format(*self._marks))
@@ -44,6 +44,7 @@ class Screen:
             self._is_in_line = False
 
 
-def _marks() -> tuple[str, str]:
+def draft_marks() -> tuple[str, str]:
+    """What is written before and after an accepted draft."""
     is_wanted = os.environ.get("FORCE_COLOR") or sys.stdout.isatty()
     return COLOUR if is_wanted and not os.environ.get("NO_COLOR") else BRACKETS

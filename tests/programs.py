@@ -16,8 +16,11 @@ import yaml
 from filelock import FileLock
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from infer.generate import main as generate_main
 from poss_jax.config import UserError
 from train.main import main as train_main
+
+NUM_NEW = 6  # tokens of an answer that `generate` asks for
 
 TARGET = {
     "stage": "target",
@@ -99,6 +102,14 @@ def write_lines(path: Path, *records: Any) -> str:
     lines = [item if isinstance(item, str) else json.dumps(item) for item in records]
     path.write_text("".join(line + "\n" for line in lines))
     return str(path)
+
+
+def generate(target: str, draft: str | None, folder: Path, *arguments: str) -> list[Any]:
+    """Runs the generation program and reads its output file."""
+    output = folder / f"out-{len(list(folder.iterdir()))}.jsonl"
+    models = ["--target", target, *(["--draft", draft] if draft else [])]
+    generate_main([*models, "--max-new-tokens", str(NUM_NEW), "--output", str(output), *arguments])
+    return [json.loads(line) for line in output.read_text().splitlines()]
 
 
 def summary(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

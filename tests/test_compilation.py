@@ -5,7 +5,7 @@ import pytest
 from models import random_draft, random_target, tiny_llama
 
 from poss_jax.checkpoint import new_record, target_identity
-from poss_jax.config import DraftConfig, TreeConfig
+from poss_jax.config import DraftConfig, SamplingConfig, TreeConfig
 from poss_jax.engine import Engine
 
 
@@ -45,3 +45,17 @@ def test_a_second_call_of_the_same_shape_compiles_nothing(engine, compilations):
     assert not compilations
     engine.generate([[1] * 200], max_new_tokens=9)
     assert compilations
+
+
+def test_other_settings_compile_nothing(engine, compilations):
+    settings = [
+        SamplingConfig(temperature=1, seed=3),
+        SamplingConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.2),
+        SamplingConfig(),
+    ]
+    call = {"max_new_tokens": 5, "batch_size": 2}
+    engine.generate([[1, 2, 3], [4]], sampling=[settings[0], settings[2]], **call)
+    assert compilations
+    compilations.clear()
+    engine.generate([[4, 5]] * 6, sampling=[*settings, *settings], **call)
+    assert not compilations

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from programs import Runs, copy_model, tiny_runs
 
-from poss_jax import Engine, Generation, TreeConfig, UserError
+from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint import load_target, read_record
 from poss_jax.config import CPU_TREE
-from poss_jax.engine import fit_tree
+from poss_jax.engine import fit_tree, generate_jit, prompt_seed
+from poss_jax.engine.settings import sampling_per_prompt
 
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
 N = 24
@@ -221,7 +223,82 @@ def test_max_length_can_be_set(runs: Runs) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
+# Batches of requests that differ
+
+SETTINGS = [  # a bias each, so that the shapes of all are those of one program
+    SamplingConfig(temperature=1.2, top_p=0.95, logit_bias={9: 1}, seed=5),
+    SamplingConfig(),
+    SamplingConfig(temperature=0.7, top_k=5, repetition_penalty=1.3, logit_bias={9: 1}, seed=4),
+    SamplingConfig(temperature=1, min_p=0.02, logit_bias={7: -1}, seed=5),
+]
+MIXED = [*PROMPTS, "def area_1_1(width, heig"]
+SMALL = TreeConfig(depth=3, top_k=2, total_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def small(runs: Runs) -> Engine:
+    return Engine.load(runs.model("target"), runs.model("poss2"), tree=SMALL)
+
+
+def test_a_request_has_one_answer_alone_and_in_any_batch(small: Engine) -> None:
+    alone = small.generate(MIXED, max_new_tokens=N, sampling=SETTINGS)
+    assert len({answer.text for answer in alone}) == len(alone)
+    for batch_size in (2, 3):
+        call = {"max_new_tokens": N, "batch_size": batch_size}
+        assert small.generate(MIXED, sampling=SETTINGS, **call) == alone
+        turned = small.generate(MIXED[::-1], sampling=SETTINGS[::-1], **call)
+        assert turned[::-1] == alone
+
+
+def test_sampled_answers_need_no_draft(small: Engine, plain: Engine) -> None:
+    call = {"max_new_tokens": N, "sampling": SETTINGS}
+    assert outputs(plain.generate(MIXED, **call)) == outputs(small.generate(MIXED, **call))
+
+
+def test_rows_stop_at_limits_of_their_own(small: Engine) -> None:
+    prompts = [small.encode(prompt) for prompt in MIXED[:3]]
+    request = small.request(prompts, N, 3, SETTINGS[:3])
+    config = small.decode_config(N, 3)
+    whole = small.read(prompts, generate_jit(small.weights, config, request).output)
+    limits = [N, 1, 7]
+    shorter = request.replace(limits=jnp.asarray(limits, jnp.int32))
+    answers = small.read(prompts, generate_jit(small.weights, config, shorter).output)
+    expected = [ids[:limit] for ids, limit in zip(outputs(whole), limits, strict=True)]
+    assert outputs(answers) == expected
+    assert answers[0] == whole[0]
+
+
+def test_prompts_that_share_settings_have_seeds_of_their_own() -> None:
+    shared = SamplingConfig(temperature=1, seed=7)
+    first, second, third = sampling_per_prompt(shared, 3)
+    assert first == shared
+    assert second == replace(shared, seed=prompt_seed(7, 1))
+    seeds = {prompt_seed(seed, index) for seed in range(20) for index in range(20)}
+    assert len(seeds) == 400 and all(0 <= seed < 2**32 for seed in seeds)
+    assert sampling_per_prompt([third, first], 2) == [third, first]
+    with pytest.raises(UserError, match=r"one for all or one per prompt \(3\), got 2"):
+        sampling_per_prompt([third, first], 3)
+
+
+def test_biased_tokens_are_checked_before_anything_is_decoded(
+    plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poss_jax.engine.engine.generate_jit", None)
+    settings = [SamplingConfig(), SamplingConfig(logit_bias={300: 1})]
+    with pytest.raises(UserError, match="logit_bias: want token ids of 0 to 299, got 300"):
+        plain.generate(["a", "b"], max_new_tokens=1, sampling=settings)
+
+
+# --------------------------------------------------------------------------------------------------
 # Trees and drafts
+
+
+def test_trees_are_chosen_by_batch_size(runs: Runs) -> None:
+    trees = {2: SMALL, 4: None}
+    engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=trees)
+    chosen = [engine.decode_config(N, batch_size) for batch_size in (1, 2, 3, 4, 9)]
+    assert [config.tree for config in chosen[:3]] == [SMALL] * 3
+    assert [config.draft is None for config in chosen] == [False, False, False, True, True]
 
 
 def test_tree_that_asks_for_too_much_is_clamped_and_said_once(

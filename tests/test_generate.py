@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Runs, copy_model, refusal, summary, tiny_runs, write_lines
+from programs import (
+    NUM_NEW,
+    Runs,
+    copy_model,
+    generate,
+    refusal,
+    summary,
+    tiny_runs,
+    write_lines,
+)
 
 from infer.generate import main
 from infer.prompts import next_prompt, num_turns
@@ -26,9 +35,9 @@ RECORDS = [
 ]
 ORDER = [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (3, 0)]  # (record, turn) of the output's lines
 KEYS = (
-    "turn prompt_ids output_ids text accepted_per_round mean_acceptance_length stop_reason".split()
+    "turn prompt_ids output_ids text accepted_per_round mean_acceptance_length stop_reason "
+    "sampling".split()
 )
-N = 6
 # Short, so that all conversations share the shapes of one compiled program.
 CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }} {{ m.content }};{% endfor %}"
 
@@ -45,14 +54,6 @@ def target(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> str:
     copy_model(runs.model("target"), folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return str(folder)
-
-
-def generate(target: str, draft: str | None, folder: Path, *arguments: str) -> list[Any]:
-    """Runs the program and reads its output file."""
-    output = folder / f"out-{len(list(folder.iterdir()))}.jsonl"
-    models = ["--target", target, *(["--draft", draft] if draft else [])]
-    main([*models, "--max-new-tokens", str(N), "--output", str(output), *arguments])
-    return [json.loads(line) for line in output.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_lines_hold_answers_and_what_is_passed_on(lines: list[Any]) -> None:
     assert [line["turn"] for line in lines] == [turn for _, turn in ORDER]
     for line, kept in zip(lines, passed_on, strict=True):
         assert line.keys() == set(KEYS) | kept
-        assert len(line["output_ids"]) == N and line["stop_reason"] == "length"
+        assert len(line["output_ids"]) == NUM_NEW and line["stop_reason"] == "length"
         accepted = line["accepted_per_round"]
         assert line["mean_acceptance_length"] == pytest.approx(1 + sum(accepted) / len(accepted))
     assert lines[0]["question_id"] == 81 and lines[1]["category"] == "math"
@@ -118,12 +119,12 @@ def test_stops_at_the_first_stop_token_of_the_config(
     runs: Runs, lines: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = lines[0]["output_ids"]
-    stop = output[N // 2]
+    stop = output[NUM_NEW // 2]
     target = copy_model(runs.model("target"), tmp_path / "model", config={"eos_token_ids": [stop]})
-    main(["--target", target, "--prompt", "def area_7", "--max-new-tokens", str(N)])
+    main(["--target", target, "--prompt", "def area_7", "--max-new-tokens", str(NUM_NEW)])
     out = capsys.readouterr().out
     until = output[: output.index(stop)]
-    assert 0 < len(until) <= N // 2
+    assert 0 < len(until) <= NUM_NEW // 2
     assert out.startswith(load_tokenizer(Path(target)).decode(until) + "\n{")
     assert json.loads(out.splitlines()[-1])["new_tokens"] == len(until) + 1
 
@@ -132,7 +133,7 @@ def test_one_prompt_is_printed_before_the_summary(
     runs: Runs, lines: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     models = ["--target", runs.model("target"), "--draft", runs.model("poss2")]
-    main([*models, "--prompt", "def area_7", "--max-new-tokens", str(N)])
+    main([*models, "--prompt", "def area_7", "--max-new-tokens", str(NUM_NEW)])
     captured = capsys.readouterr()
     text, _, last = captured.out.removesuffix("\n").rpartition("\n")
     result = json.loads(last)
@@ -140,9 +141,10 @@ def test_one_prompt_is_printed_before_the_summary(
     assert result.pop("seconds_with_compilation") > 0
     assert result == {
         "answers": 1,
-        "new_tokens": N,
+        "new_tokens": NUM_NEW,
         "mean_acceptance_length": lines[0]["mean_acceptance_length"],
         "output": None,
+        "interrupted": False,
     }
     assert captured.err == ""
 
@@ -151,7 +153,7 @@ def test_a_conversation_its_answers_make_too_long_ends_early(
     target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine.load(target)
-    room = len(engine.encode(next_prompt({"turns": ["a", "b"]}, [""]))) + N
+    room = len(engine.encode(next_prompt({"turns": ["a", "b"]}, [""]))) + NUM_NEW
     records = write_lines(tmp_path / "prompts", {"turns": ["a", "b"]}, {"prompt": "def"})
     lines = generate(target, None, tmp_path, "--prompts", records, "--max-length", str(room))
     assert [line["turn"] for line in lines] == [0, 0]
@@ -163,7 +165,7 @@ def test_output_goes_into_a_new_folder_and_is_named(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "new" / "folder" / "answers.jsonl"
-    arguments = ["--prompt", "def area_7", "--max-new-tokens", str(N), "--output", str(path)]
+    arguments = ["--prompt", "def area_7", "--max-new-tokens", str(NUM_NEW), "--output", str(path)]
     main(["--target", runs.model("target"), *arguments])
     assert summary(capsys)["output"] == str(path)
     assert len(path.read_text().splitlines()) == 1
@@ -217,6 +219,15 @@ def test_number_of_turns() -> None:
         ("--target {target} --prompt x --max-length ten", "at least 1, got 'ten'; see --help"),
         ("--target {target} --prompt x --max-length 9", "do not fit a length of 9"),
         ("--target {target} --prompt x --max-new-tokens 400", "do not fit a length of 256"),
+        ("--target {target} --prompt x --temperature -1", "sampling: temperature: Input should be"),
+        ("--target {target} --prompt x --show-drafts", "marks text as it is streamed; add --str"),
+        ("--target {target} --prompt x --stream --batch-size 2", "leave out --batch-size"),
+        ("--target {target} --prompt x --trees nowhere", "config nowhere: No such file"),
+        ("--target {target} --prompt x --max-new-tokens 9 --stop=", "want strings, got an empty"),
+        (
+            "--target {target} --prompt x --max-new-tokens 9 --logit-bias 300=1",
+            "prompt 1 of 1: logit_bias: want token ids of 0 to 299, got 300",
+        ),
     ],
 )
 def test_bad_arguments_write_nothing(
@@ -252,6 +263,19 @@ def test_empty_prompt_is_refused_but_blanks_are_tokens(
         ({"prompt": "x" * 300}, "prompt 3 of 4: prompt of "),
         ({"turns": ["a", "b" * 300]}, "prompt 3 of 4: prompt of "),
         ({"turns": ["a"] * 20}, "prompt 3 of 4: prompt of "),
+        ({"prompt": "a", "sampling": 1}, "prompt 3 of 4: sampling: want settings such as {"),
+        (
+            {"prompt": "a", "sampling": {"temprature": 1}},
+            "3 of 4: sampling: unknown key 'temprature'; did you mean 'temperature'?",
+        ),
+        (
+            {"prompt": "a", "sampling": {"top_p": 2}},
+            "3 of 4: sampling: top_p: Input should be less than or equal to 1, got 2",
+        ),
+        (
+            {"prompt": "a", "sampling": {"logit_bias": {"300": 1}}},
+            "prompt 3 of 4: logit_bias: want token ids of 0 to 299, got 300",
+        ),
     ],
 )
 def test_bad_line_is_found_before_anything_is_decoded(
@@ -279,22 +303,52 @@ def test_output_that_cannot_be_is_refused_before_anything_is_loaded(
     assert (tmp_path / "answers.jsonl").read_text() == "earlier answers"
 
 
-def test_interrupted_run_leaves_no_output(
-    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def interrupt(monkeypatch: pytest.MonkeyPatch, method: str, call: int) -> None:
+    """Lets Ctrl-C be pressed when an engine's method is called for the n-th time."""
     calls: list[int] = []
-    answer = Engine.generate
+    original = getattr(Engine, method)
 
     def interrupted(self: Engine, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == call:
             raise KeyboardInterrupt
-        return answer(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "generate", interrupted)
+    monkeypatch.setattr(Engine, method, interrupted)
+
+
+def test_interrupted_run_keeps_the_answers_that_are_finished(
+    target: str,
+    prompts: str,
+    lines: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    interrupt(monkeypatch, "generate", 3)
+    output = tmp_path / "answers.jsonl"
+    arguments = ["--target", target, "--prompts", prompts, "--output", str(output)]
+    with pytest.raises(KeyboardInterrupt):
+        main([*arguments, "--max-new-tokens", str(NUM_NEW)])
+    kept = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["output_ids"] for line in kept] == [line["output_ids"] for line in lines[:2]]
+    result = summary(capsys)
+    assert (result["interrupted"], result["answers"], result["output"]) == (True, 2, str(output))
+
+
+def test_interrupted_before_the_first_answer_leaves_no_file(
+    target: str,
+    prompts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    interrupt(monkeypatch, "generate", 1)
     with pytest.raises(KeyboardInterrupt):
         generate(target, None, tmp_path, "--prompts", prompts)
     assert list(tmp_path.iterdir()) == []
+    result = summary(capsys)
+    assert (result["interrupted"], result["answers"], result["output"]) == (True, 0, None)
 
 
 def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,12 +73,13 @@ class LiveAnswer:
         accepted = answer.accepted_per_round
         tokens = answer.output_ids[self._num_landed :]
         is_drafted = [i < accepted[-1] if accepted else False for i in range(len(tokens))]
-        pieces, num_kept = self._push(tokens, is_drafted, is_last=output["is_done"][self._row])
+        is_done = bool(output["is_done"][self._row])
+        pieces, num_kept = self._push(tokens, is_drafted, is_last=is_done)
         self._num_landed += num_kept
         self._text += "".join(piece.text for piece in pieces)
         chunk = Chunk(pieces, tokens[:num_kept], is_drafted[:num_kept])
         is_stopped = self._stream is not None and self._stream.is_stopped
-        self.is_ended = is_stopped or bool(output["is_done"][self._row])
+        self.is_ended = is_stopped or is_done
         if not self.is_ended:
             return chunk
         if is_stopped:

@@ -1,0 +1,327 @@
+"""Streaming: an answer round by round is the answer, on the screen too, and may be broken off."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import Runs, copy_model, refusal, tiny_runs, write_lines
+
+from infer.generate import main
+from infer.screen import BRACKETS, COLOUR, Screen, draft_marks
+from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
+
+N = 24
+TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
+PROMPTS = ["def area_7", "def area_1_1(width, heig", "中"]
+SAMPLED = SamplingConfig(temperature=1.2, top_p=0.95, logit_bias={299: 1}, seed=5)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def engine(runs: Runs) -> Engine:
+    return Engine.load(runs.model("target"), runs.model("poss2"), tree=TREE)
+
+
+@pytest.fixture(scope="module")
+def answers(engine: Engine) -> dict[str, list[Generation]]:
+    """The answers of `generate`, one prompt at a time."""
+    kinds = {"greedy": None, "sampled": [SAMPLED] * len(PROMPTS)}
+    return {
+        kind: engine.generate(PROMPTS, max_new_tokens=N, sampling=sampling)
+        for kind, sampling in kinds.items()
+    }
+
+
+def chunks_of(engine: Engine, prompt: Any, **options: Any) -> tuple[list[Chunk], Generation]:
+    chunks = list(engine.stream(prompt, max_new_tokens=N, **options))
+    assert [chunk.answer for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    answer = chunks[-1].answer
+    assert answer is not None
+    return chunks, answer
+
+
+# --------------------------------------------------------------------------------------------------
+# The engine
+
+
+@pytest.mark.parametrize(("kind", "sampling"), [("greedy", None), ("sampled", SAMPLED)])
+def test_chunks_make_the_answer_of_generate(
+    engine: Engine,
+    answers: dict[str, list[Generation]],
+    kind: str,
+    sampling: SamplingConfig | None,
+) -> None:
+    assert any("\ufffd" in (answer.text or "") for answer in answers["sampled"])
+    for prompt, expected in zip(PROMPTS, answers[kind], strict=True):
+        chunks, answer = chunks_of(engine, prompt, sampling=sampling)
+        assert answer == expected
+        assert "".join(chunk.text for chunk in chunks) == expected.text
+        assert [token for chunk in chunks for token in chunk.output_ids] == expected.output_ids
+        assert all(len(chunk.output_ids) == len(chunk.is_drafted) for chunk in chunks)
+        # The first chunk is the token after the prompt; of a round, the first are drafted.
+        assert chunks[0].is_drafted == [False]
+        assert [sum(chunk.is_drafted) for chunk in chunks[1:]] == expected.accepted_per_round
+        assert all(chunk.is_drafted == sorted(chunk.is_drafted)[::-1] for chunk in chunks)
+
+
+def test_pieces_are_marked_as_their_tokens_are(
+    engine: Engine, answers: dict[str, list[Generation]]
+) -> None:
+    expected = answers["greedy"][0]
+    tokens = [engine.tokenizer.decode([token]) for token in expected.output_ids]
+    assert "\ufffd" not in "".join(tokens)  # so that every token is a piece
+    chunks, _ = chunks_of(engine, PROMPTS[0])
+    for chunk in chunks:
+        assert [piece.is_drafted for piece in chunk.pieces] == chunk.is_drafted
+    assert [piece.text for chunk in chunks for piece in chunk.pieces] == tokens
+
+
+@pytest.mark.parametrize(("kind", "sampling"), [("greedy", None), ("sampled", SAMPLED)])
+def test_stop_strings_at_every_place_of_an_answer(
+    engine: Engine,
+    answers: dict[str, list[Generation]],
+    kind: str,
+    sampling: SamplingConfig | None,
+) -> None:
+    whole = answers[kind][0]
+    text, decode = whole.text or "", engine.tokenizer.decode
+    for at in range(0, len(text) - 3, 4):
+        stop = text[at : at + 3]
+        chunks, answer = chunks_of(engine, PROMPTS[0], sampling=sampling, stop=[stop])
+        assert answer.text == text[: text.index(stop)]
+        assert "".join(chunk.text for chunk in chunks) == answer.text
+        count = len(answer.output_ids)
+        assert answer.output_ids == whole.output_ids[:count]
+        assert [token for chunk in chunks for token in chunk.output_ids] == answer.output_ids
+        assert stop in decode(answer.output_ids)
+        if "\ufffd" not in stop:  # which is decided by the token after it
+            assert stop not in decode(answer.output_ids[:-1])
+        assert answer.stop_reason == "stop"
+        assert [sum(chunk.is_drafted) for chunk in chunks[1:]] == answer.accepted_per_round
+        check_rounds(answer, whole)
+
+
+def check_rounds(answer: Generation, whole: Generation) -> None:
+    """The rounds are those of the whole answer, the last one cut where the tokens are."""
+    last = len(answer.accepted_per_round) - 1
+    if last < 0:
+        assert len(answer.output_ids) == 1
+        return
+    assert answer.accepted_per_round[:last] == whole.accepted_per_round[:last]
+    assert answer.offered_per_round[:last] == whole.offered_per_round[:last]
+    in_last = (
+        len(answer.output_ids) - 1 - sum(count + 1 for count in whole.accepted_per_round[:last])
+    )
+    accepted, offered = whole.accepted_per_round[last], whole.offered_per_round[last]
+    is_cut = in_last < accepted + 1
+    assert 1 <= in_last <= accepted + 1
+    assert answer.accepted_per_round[last] == min(accepted, in_last)
+    assert answer.offered_per_round[last] == (min(offered, in_last) if is_cut else offered)
+
+
+def ngrams(text: str, length: int) -> list[str]:
+    return [text[i : i + length] for i in range(len(text) - length + 1)]
+
+
+def test_stop_strings_in_batches_end_each_row_by_itself(
+    engine: Engine, answers: dict[str, list[Generation]]
+) -> None:
+    first, second, _ = [answer.text or "" for answer in answers["greedy"]]
+    stop = ["never there", next(ngram for ngram in ngrams(first, 6) if ngram not in second)]
+    alone = [chunks_of(engine, prompt, stop=stop)[1] for prompt in PROMPTS]
+    assert engine.generate(PROMPTS, max_new_tokens=N, stop=stop) == alone
+    assert engine.generate(PROMPTS, max_new_tokens=N, stop=stop, batch_size=2) == alone
+    assert {answer.stop_reason for answer in alone} == {"stop", "length"}
+
+
+def test_a_stream_may_be_broken_off(engine: Engine, answers: dict[str, list[Generation]]) -> None:
+    stream = engine.stream(PROMPTS[0], max_new_tokens=N)
+    first, second = next(stream), next(stream)
+    assert (answers["greedy"][0].text or "").startswith(first.text + second.text)
+    stream.close()
+    with pytest.raises(StopIteration):
+        next(stream)
+    other = engine.stream(PROMPTS[1], max_new_tokens=N)
+    next(other)  # left as it is
+    assert chunks_of(engine, PROMPTS[0])[1] == answers["greedy"][0]
+
+
+def test_one_prompt_has_one_text_whatever_the_call(engine: Engine) -> None:
+    (answer,) = engine.generate(PROMPTS[:1], max_new_tokens=N, sampling=SAMPLED)
+    assert chunks_of(engine, PROMPTS[0], sampling=SAMPLED)[1] == answer
+
+
+def test_stop_tokens_end_a_stream(engine: Engine, answers: dict[str, list[Generation]]) -> None:
+    whole = answers["greedy"][0].output_ids
+    first = {token: whole.index(token) for token in whole}
+    stop = max(first, key=first.__getitem__)
+    before = engine.stop_ids
+    engine.stop_ids = [stop]
+    try:
+        (expected,) = engine.generate(PROMPTS[:1], max_new_tokens=N)
+        chunks, answer = chunks_of(engine, PROMPTS[0])
+    finally:
+        engine.stop_ids = before
+    assert answer == expected and answer.output_ids[-1] == stop
+    assert "".join(chunk.text for chunk in chunks) == engine.tokenizer.decode(whole[: first[stop]])
+
+
+def test_without_tokenizer_there_are_tokens_and_no_text(
+    engine: Engine, answers: dict[str, list[Generation]]
+) -> None:
+    ids, tokenizer = engine.encode(PROMPTS[0]), engine.tokenizer
+    engine.tokenizer = None
+    try:
+        chunks, answer = chunks_of(engine, ids)
+        with pytest.raises(UserError, match="stop: this target has no tokenizer"):
+            engine.stream(ids, max_new_tokens=N, stop=["x"])
+    finally:
+        engine.tokenizer = tokenizer
+    assert answer.text is None and not any(chunk.pieces for chunk in chunks)
+    assert answer.output_ids == answers["greedy"][0].output_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error"),
+    [
+        ("", {}, "want at least one token"),
+        ([7] * 233, {}, "do not fit a length of 256"),
+        ("x", {"stop": [""]}, "stop: want strings, got an empty one"),
+        ("x", {"sampling": SamplingConfig(logit_bias={300: 1})}, "logit_bias: want token ids of 0"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_first_chunk(
+    engine: Engine, prompt: Any, options: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(UserError, match=error):
+        engine.stream(prompt, max_new_tokens=N, **options)
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+OPTIONS = {
+    "greedy": [],
+    "sampled": "--temperature 1.2 --top-p .95 --seed 5 --logit-bias 299=1".split(),
+    "stop": ["--stop", "a"],
+}
+TREE_OPTIONS = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()
+
+
+@pytest.fixture(scope="module")
+def models(runs: Runs) -> list[str]:
+    return ["--target", runs.model("target"), "--draft", runs.model("poss2"), *TREE_OPTIONS]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    return write_lines(path, *[{"prompt": prompt} for prompt in PROMPTS])
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, dict[str, Any]]:
+    """What the program prints, and its summary."""
+    main([*arguments, "--max-new-tokens", str(N)])
+    text, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    return text, json.loads(last) | {"seconds_with_compilation": 0}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_streamed_text_is_what_is_printed_otherwise(
+    models: list[str], prompts: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*models, "--prompts", prompts, *OPTIONS[kind]]
+    assert printed(capsys, *arguments, "--stream") == printed(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("variables", "marks"),
+    [
+        ({}, BRACKETS),
+        ({"FORCE_COLOR": "1"}, COLOUR),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, BRACKETS),
+    ],
+)
+def test_drafts_are_marked(
+    models: list[str],
+    answers: dict[str, list[Generation]],
+    variables: dict[str, str],
+    marks: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_colours(monkeypatch, **variables)
+    options = ["--max-new-tokens", str(N), "--stream", "--show-drafts"]
+    main([*models, "--prompt", PROMPTS[0], *options])
+    captured = capsys.readouterr()
+    before, after = marks
+    assert captured.err == f"accepted drafts look {before}like this{after}\n"
+    text, _, _ = captured.out.removesuffix("\n").rpartition("\n")
+    answer = answers["greedy"][0]
+    assert text.replace(before, "").replace(after, "") == answer.text
+    accepting = sum(count > 0 for count in answer.accepted_per_round)
+    assert accepting == text.count(before) == text.count(after) > 0
+    assert not text.startswith(before)  # the first token is the target's own
+
+
+def set_colours(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_terminals_get_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_colours(monkeypatch)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert draft_marks() == COLOUR
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert draft_marks() == BRACKETS
+
+
+def test_interrupted_stream_keeps_what_was_printed_and_the_finished_answers(
+    models: list[str],
+    prompts: str,
+    answers: dict[str, list[Generation]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, second = answers["greedy"][:2]
+    show, shown = Screen.show, []
+
+    def interrupted(self: Screen, chunk: Chunk) -> None:
+        show(self, chunk)
+        shown.append(chunk)
+        if len(shown) == len(first.accepted_per_round) + 1 + 3:  # in the second answer
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Screen, "show", interrupted)
+    output = tmp_path / "answers.jsonl"
+    options = ["--prompts", prompts, "--max-new-tokens", str(N), "--output", str(output)]
+    with pytest.raises(KeyboardInterrupt):
+        main([*models, *options, "--stream"])
+    text, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    begun = "".join(chunk.text for chunk in shown[-3:])
+    assert begun and (second.text or "").startswith(begun)
+    assert text == f"{first.text}\n{begun}"
+    result = json.loads(last)
+    assert (result["interrupted"], result["answers"]) == (True, 1)
+    (line,) = map(json.loads, output.read_text().splitlines())
+    assert line["text"] == first.text
+
+
+def test_target_without_tokenizer_has_no_text_to_stream(runs: Runs, tmp_path: Path) -> None:
+    folder = copy_model(runs.model("target"), tmp_path / "model", tokenizer_sha256=None)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    prompts = write_lines(tmp_path / "prompts", {"prompt_ids": [1]})
+    error = refusal(main, "--target", folder, "--prompts", prompts, "--stream")
+    assert error == "--stream shows text, but this target has no tokenizer; leave it out"
