@@ -143,9 +143,9 @@ def _tree_name(tree: TreeConfig) -> str:
 def format_table(report: dict[str, Any]) -> str:
     """The report as a Markdown table."""
     lines = [
-        f"Acceptance length, plain -> coupled drafting [95 % interval of the gain over prompts]; "
-        f"{report['prompts']} prompts x {report['seeds']} seeds x {report['max_new_tokens']} tokens, "
-        "without texts that loop",
+        "Acceptance length, plain -> coupled drafting [95 % interval of the gain over prompts]; "
+        f"{report['prompts']} prompts x {report['seeds']} seeds x {report['max_new_tokens']} "
+        "tokens, without texts that loop",
         "",
         f"| draft | tree | {' | '.join(SETTINGS)} |",
         "|---" * (2 + len(SETTINGS)) + "|",

@@ -19,9 +19,9 @@ from tqdm import tqdm
 from infer.measure import Decoder
 from poss_jax import speculate
 from poss_jax.config import SamplingConfig, TreeConfig
+from poss_jax.decoding import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine import Engine, Generation
 from poss_jax.sampling import Text, draw_noise, process_logits
-from poss_jax.speculate import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.verify import accept
 
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0, 1.5)

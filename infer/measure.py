@@ -12,8 +12,8 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax import speculate, target
+from poss_jax.decoding import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine import Engine, Generation, generate_jit
-from poss_jax.speculate import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.tree import Tree, root_tree
 from poss_jax.verify import accept, choose
 

@@ -6,6 +6,8 @@ Where things live:
     layers, cache       linear, rotary embedding, attention, one decoder layer; key/value caches
     target, draft       the frozen Llama; fc fusion and specialists
     tree, verify        static-shape draft tree; the path the target agrees with
+    sampling            processed scores, and noise that belongs to the request
+    decoding            what a round reads and writes: config, weights, request, state
     speculate           the decoding round and its on-device loop
     engine              load, generate, stream: what users hold
     rollout, losses     the training recursion and what it minimises

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 from poss_jax.checkpoint import ModelRecord, load_draft, load_target
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.convert.__main__ import main as convert
+from poss_jax.decoding import DecodeConfig, Weights
 from poss_jax.draft import attach
 from poss_jax.shapes import Params
-from poss_jax.speculate import DecodeConfig, Weights
 from poss_jax.torch_io import read_bin
 
 ROOT = Path(os.environ.get("POSS_JAX_FIXTURES", Path(__file__).parent / "fixtures"))

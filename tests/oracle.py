@@ -12,10 +12,10 @@ import numpy as np
 
 from poss_jax import speculate
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.decoding import DecodeConfig, Output, Request, Weights
 from poss_jax.draft import Level, attach, top_children
 from poss_jax.sampling import Sampling
 from poss_jax.shapes import Array, Params
-from poss_jax.speculate import DecodeConfig, Output, Request, Weights
 
 PROMPT_SIZE, MAX_NEW = 16, 32
 

@@ -17,10 +17,10 @@ from test_sampling import settings
 
 from poss_jax import speculate
 from poss_jax.config import DraftConfig, TreeConfig
+from poss_jax.decoding import DecodeConfig, Request, Weights
 from poss_jax.draft import attach
 from poss_jax.layers import linear
 from poss_jax.sampling import Text, process_logits
-from poss_jax.speculate import DecodeConfig, Request, Weights
 from poss_jax.target import encode
 from poss_jax.tree import has_children
 

@@ -13,10 +13,10 @@ from poss_jax import speculate
 from poss_jax.checkpoint import draft_shapes, flatten_item, split_items
 from poss_jax.config import ObjectiveConfig
 from poss_jax.convert.names import source_key
+from poss_jax.decoding import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine import Engine
 from poss_jax.losses import describe_targets
 from poss_jax.rollout import DraftBatch, rollout
-from poss_jax.speculate import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.target import encode, stack_layers, unstack_layers
 from poss_jax.train_step import DraftData, DraftTask, draft_gradients
 from poss_jax.tree import select

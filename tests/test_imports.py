@@ -12,6 +12,7 @@ ROWS = [  # a module imports from rows above its own, never from its own
     {"layers", "tree", "metrics", "sampling", "sharding"},
     {"cache"},
     {"target", "draft", "verify", "losses"},
+    {"decoding"},
     {"speculate", "rollout"},
     {"train_step"},
 ]

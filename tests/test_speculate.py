@@ -9,8 +9,8 @@ from oracle import Shape
 
 from poss_jax import speculate
 from poss_jax.config import DraftConfig, RopeConfig, TreeConfig
+from poss_jax.decoding import DecodeConfig, Request, Weights
 from poss_jax.draft import attach
-from poss_jax.speculate import DecodeConfig, Request, Weights
 
 # (depth, top_k, total_tokens), spans, batch. The fourth asks for more nodes than can be drafted.
 SHAPES = {

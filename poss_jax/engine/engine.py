@@ -23,6 +23,7 @@ from poss_jax import speculate
 from poss_jax.checkpoint import ModelRecord, load_draft, load_target
 from poss_jax.config import DraftConfig, SamplingConfig, TreeConfig, UserError
 from poss_jax.data import load_tokenizer
+from poss_jax.decoding import DecodeConfig, Output, Request, Weights
 from poss_jax.draft import attach
 from poss_jax.engine.answers import Chunk, Generation, read_answer
 from poss_jax.engine.live import LiveAnswer, run_live
@@ -38,7 +39,6 @@ from poss_jax.engine.settings import (
     tree_for,
 )
 from poss_jax.shapes import Params
-from poss_jax.speculate import DecodeConfig, Output, Request, Weights
 
 _SMALLEST_BUCKET = 32
 

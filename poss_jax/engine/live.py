@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax import speculate
+from poss_jax.decoding import DecodeConfig, Request, Weights
 from poss_jax.engine.answers import Chunk, Generation, read_answer
 from poss_jax.engine.text import Piece, TextStream
-from poss_jax.speculate import DecodeConfig, Request, Weights
 
 _start = jax.jit(speculate.start, static_argnums=1)
 _run_round = jax.jit(speculate.run_round, static_argnums=1, donate_argnums=3)

@@ -1,0 +1,125 @@
+"""What decoding reads and writes: the static side, the weights, the request, and the state."""
+
+from typing import NamedTuple
+
+from flax import struct
+
+from poss_jax.cache import KVCache
+from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.draft import ChildrenFn
+from poss_jax.sampling import Sampling
+from poss_jax.shapes import Array, Params
+
+
+class DecodeConfig(NamedTuple):
+    """Everything about decoding that is static.
+
+    Attributes:
+      target: shape of the target.
+      draft: shape of the draft; None decodes autoregressively.
+      tree: size of the draft tree.
+      max_new_tokens: N, room for output; a request's own limit may be lower.
+      is_coupled: whether the draft looks at the noise the target will sample with.
+      children: how the draft proposes the children of a node, instead of either way of its own.
+    """
+
+    target: LlamaConfig
+    draft: DraftConfig | None
+    tree: TreeConfig
+    max_new_tokens: int
+    is_coupled: bool = True
+    children: ChildrenFn | None = None
+
+    @property
+    def max_accepted(self) -> int:
+        return self.tree.max_accepted if self.draft else 0
+
+    def target_cache_size(self, prompt_size: int) -> int:
+        """Rows for prompt, new tokens and one tree."""
+        nodes = self.tree.num_nodes if self.draft else 1
+        return _round_up(prompt_size + self.max_new_tokens + nodes)
+
+    def draft_cache_size(self, prompt_size: int) -> int:
+        """Rows for the pairs of prompt and new tokens, and the beam of every level."""
+        scratch = max((self.tree.depth - 1) * self.tree.top_k, self.max_accepted + 1)
+        return _round_up(prompt_size + self.max_new_tokens + scratch)
+
+
+class Weights(NamedTuple):
+    """Parameters of the target and of the draft (with `attach`; empty: autoregressive)."""
+
+    target: Params
+    draft: Params
+
+
+class Request(struct.PyTreeNode):
+    """What is asked for, per sequence.
+
+    Attributes:
+      tokens: prompts, padded on the right.
+      lengths: tokens of each prompt, at least 1.
+      limits: most new tokens, 1 to N.
+      stop_ids: tokens that end a text, the same for all; -1 is none.
+      sampling: how tokens are chosen; None is the argmax of the target's logits.
+    """
+
+    tokens: Array  # [B P] int32
+    lengths: Array  # [B] int32
+    limits: Array  # [B] int32
+    stop_ids: Array  # [num_stop] int32
+    sampling: Sampling | None = None
+
+
+class DraftState(struct.PyTreeNode):
+    """What the draft carries from round to round.
+
+    Attributes:
+      cache: committed (feature, token) pairs; the last one ends in the root.
+      root_input: draft input of that last pair.
+    """
+
+    cache: KVCache
+    root_input: Array  # [B 1 D]
+
+
+class Output(struct.PyTreeNode):
+    """What was decoded so far, and how.
+
+    Attributes:
+      tokens: chosen tokens; those from `num_tokens` on are not part of the text.
+      num_tokens: tokens of each text.
+      num_accepted: accepted drafted tokens of every round.
+      num_offered: deepest position offered along the accepted path in every round.
+      num_rounds: rounds each sequence has taken part in.
+      is_done: the text ended: stop token or limit.
+    """
+
+    tokens: Array  # [B N+A] int32
+    num_tokens: Array  # [B] int32
+    num_accepted: Array  # [B N] int32
+    num_offered: Array  # [B N] int32
+    num_rounds: Array  # [B] int32
+    is_done: Array  # [B] bool
+
+
+class DecodeState(struct.PyTreeNode):
+    """All that a round reads and writes.
+
+    Attributes:
+      target_cache: committed tokens: all but the root.
+      draft: None without a draft.
+      root: the last chosen token.
+      round_index: rounds run so far.
+      output: texts and statistics.
+    """
+
+    target_cache: KVCache
+    draft: DraftState | None
+    root: Array  # [B] int32
+    round_index: Array  # [] int32
+    output: Output
+
+
+def _round_up(rows: int) -> int:
+    """Cache sizes in steps, so that few shapes are compiled."""
+    return -(-rows // 32) * 32
