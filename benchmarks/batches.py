@@ -1,0 +1,227 @@
+"""Tokens per second by batch size, with several draft trees and without a draft; the best of each.
+
+Needs a target and a draft (model folders; by default the demo's). All prompts are decoded with
+every batch size and tree, interleaved, and must give the same texts. Prints a table of tokens per
+second and of the ratio to decoding the same batches without a draft, and as its last line one JSON
+object; --output keeps report.json, report.md, trees.yaml (for `infer.generate --trees`) and a plot.
+
+    python benchmarks/batches.py --output docs/results/batches
+    python benchmarks/batches.py --target T --draft P --trees 6/10/60 4/4/16 --batch-sizes 1 8
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+from tqdm import tqdm
+
+from infer.bench import load_decoders, read_bench_prompts
+from infer.options import at_least, check_writable
+from poss_jax.checkpoint import provenance, refuse_non_empty
+from poss_jax.config import BenchConfig, TreeConfig, UserError, build_config, config_to_dict
+from poss_jax.engine import Engine, Generation, generate_jit
+from poss_jax.metrics import mean_acceptance_length
+from poss_jax.program import Parser, run_program
+
+DEMO = Path("runs/demo")
+NO_DRAFT = "no draft"
+TREES = ("2/1/3", "4/1/5", "3/2/6", "4/2/8", "4/4/16", "6/10/60")
+BATCH_SIZES = (1, 2, 4, 8, 16)
+Pass = tuple[list[Generation], float]
+"""Answers to all prompts, and the seconds they took."""
+
+
+def measure(
+    config: BenchConfig, trees: dict[str, TreeConfig | None], batch_sizes: Sequence[int]
+) -> dict[str, Any]:
+    """Times every batch size with every tree (None: without a draft)."""
+    _, decoder = load_decoders(config)
+    prompts = read_bench_prompts(config, decoder.engine)
+    cells = list(product(batch_sizes, trees))
+    engines = {name: decoder.engine.with_tree({1: tree}) for name, tree in trees.items()}
+    passes: dict[tuple[int, str], list[Pass]] = {cell: [] for cell in cells}
+    # The first pass compiles, and is not counted.
+    for _ in tqdm(range(1 + config.repeats), desc="batches", unit="pass"):
+        for size, name in cells:
+            done = time_batches(engines[name], prompts, config.max_new_tokens, size)
+            passes[size, name].append(done)
+    return {
+        "trees": {name: tree and config_to_dict(tree) for name, tree in trees.items()},
+        "batch_sizes": {
+            size: summarise({name: passes[size, name] for name in trees}) for size in batch_sizes
+        },
+        "different_outputs": count_different(passes),
+        "config": config_to_dict(config),
+        "provenance": provenance(),
+    }
+
+
+def time_batches(
+    engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int, batch_size: int
+) -> Pass:
+    """Decodes all prompts; times prefill and all rounds up to the finished outputs."""
+    config, answers, seconds = engine.decode_config(max_new_tokens, batch_size), [], 0.0
+    for first in range(0, len(prompts), batch_size):
+        batch = prompts[first : first + batch_size]
+        request = jax.block_until_ready(engine.request(batch, max_new_tokens, batch_size))
+        started = time.perf_counter()
+        state = jax.block_until_ready(generate_jit(engine.weights, config, request))
+        seconds += time.perf_counter() - started
+        answers += engine.read(batch, state.output)
+    return answers, seconds
+
+
+def summarise(passes: dict[str, list[Pass]]) -> dict[str, Any]:
+    """One batch size: speed of every tree, its ratio to no draft, and the fastest."""
+    speeds = {
+        name: [
+            sum(len(answer.output_ids) for answer in answers) / seconds for answers, seconds in run
+        ]
+        for name, (_, *run) in passes.items()
+    }
+    rows = {
+        name: {
+            "tokens_per_second": float(np.median(speeds[name])),
+            "tokens_per_second_per_repeat": speeds[name],
+            "ratio": float(np.median(np.divide(speeds[name], speeds[NO_DRAFT]))),
+            "acceptance_length": mean_acceptance_length(
+                [answer.accepted_per_round for answer in run[0][0]]
+            ),
+        }
+        for name, run in passes.items()
+    }
+    return {"best": max(rows, key=lambda name: rows[name]["ratio"]), "methods": rows}
+
+
+def count_different(passes: dict[tuple[int, str], list[Pass]]) -> int:
+    """How many outputs are not the first pass's, over all batch sizes, trees and repeats."""
+    texts = [
+        [answer.output_ids for answer in answers] for run in passes.values() for answers, _ in run
+    ]
+    return sum(one != other for text in texts for one, other in zip(text, texts[0], strict=True))
+
+
+def format_table(report: dict[str, Any]) -> str:
+    """Trees by batch sizes, the best of each size in bold."""
+    sizes = report["batch_sizes"]
+    config = report["config"]
+    lines = [
+        f"Tokens per second (ratio to no draft), by batch size; {config['num_prompts']} prompts x "
+        f"{config['max_new_tokens']} new tokens, {config['repeats']} repeats; "
+        f"{report['different_outputs']} outputs differ",
+        "",
+        f"| tree | acceptance length | {' | '.join(map(str, sizes))} |",
+        "|---" * (len(sizes) + 2) + "|",
+    ]
+    for name in report["trees"]:
+        rows = [entry["methods"][name] for entry in sizes.values()]
+        cells = [f"{row['tokens_per_second']:.0f} ({row['ratio']:.2f})" for row in rows]
+        best = [entry["best"] == name for entry in sizes.values()]
+        cells = [
+            f"**{cell}**" if is_best else cell for cell, is_best in zip(cells, best, strict=True)
+        ]
+        lines.append(f"| {name} | {rows[0]['acceptance_length']:.2f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """Writes report.json, report.md, trees.yaml and, where matplotlib is installed, a plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    best = {size: report["trees"][entry["best"]] for size, entry in report["batch_sizes"].items()}
+    device = report["provenance"]["device_kind"]
+    header = (
+        f"# Batch size -> fastest tree on {device} (python benchmarks/batches.py); null: no draft\n"
+    )
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    (folder / "report.md").write_text(format_table(report) + "\n")
+    (folder / "trees.yaml").write_text(header + yaml.safe_dump(best, default_flow_style=None))
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    _plot(report, folder / "batches.png")
+
+
+def _plot(report: dict[str, Any], path: Path) -> None:
+    """Tokens per second over batch size, a line per tree."""
+    from matplotlib import pyplot
+
+    sizes = report["batch_sizes"]
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for name in report["trees"]:
+        speeds = [entry["methods"][name]["tokens_per_second"] for entry in sizes.values()]
+        style = "--" if name == NO_DRAFT else "-"
+        axes.plot(list(sizes), speeds, style, marker="o", label=name)
+    axes.set(xlabel="batch size", ylabel="tokens per second", xscale="log", yscale="log")
+    axes.set_xticks(list(sizes), [str(size) for size in sizes])
+    axes.grid(alpha=0.3)
+    axes.legend(title="tree (depth/top_k/total_tokens)")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def read_tree(text: str) -> TreeConfig:
+    """depth/top_k/total_tokens."""
+    names, numbers = ("depth", "top_k", "total_tokens"), text.split("/")
+    if len(numbers) != len(names):
+        raise UserError(f"--trees {text!r}: want depth/top_k/total_tokens, such as 4/2/8")
+    return build_config(
+        TreeConfig, dict(zip(names, numbers, strict=True)), origin=f"--trees {text!r}"
+    )
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--target", default=str(DEMO / "target/model"), metavar="DIR")
+    parser.add_argument("--draft", default=str(DEMO / "poss3/model"), metavar="DIR")
+    parser.add_argument("--prompts", default="stdlib", metavar="FILE", help=".jsonl, or stdlib")
+    parser.add_argument("--num-prompts", type=at_least(1), default=32, metavar="N")
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=64, metavar="N")
+    parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
+    parser.add_argument("--trees", nargs="+", default=TREES, metavar="DEPTH/TOP_K/TOTAL")
+    parser.add_argument(
+        "--batch-sizes", nargs="+", type=at_least(1), default=BATCH_SIZES, metavar="N"
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
+    args = parser.parse_args(arguments)
+    if any(args.num_prompts % size for size in args.batch_sizes):
+        raise UserError("--num-prompts: want a multiple of every batch size, so that all are full")
+    if args.output is not None:
+        refuse_non_empty(args.output)
+        check_writable(args.output)
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = _parse(arguments)
+    config = BenchConfig(
+        target=args.target,
+        drafts={"draft": args.draft},
+        prompts=args.prompts,
+        num_prompts=args.num_prompts,
+        prompt_tokens=48,
+        max_new_tokens=args.max_new_tokens,
+        repeats=args.repeats,
+    )
+    trees = {NO_DRAFT: None} | {text: read_tree(text) for text in args.trees}
+    report = measure(config, trees, args.batch_sizes)
+    print(format_table(report))
+    if args.output is not None:
+        write_report(report, args.output)
+    print(json.dumps(report))
+    if report["different_outputs"]:
+        raise UserError(
+            f"{report['different_outputs']} outputs differ between trees; see the report"
+        )
+
+
+if __name__ == "__main__":
+    run_program(main)
