@@ -303,6 +303,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="most tokens of prompt and answer (default: what the target was made for)",
     )
+    add_sampling_options(parser)
+    add_tree_options(parser)
+    add_trees_option(parser)
+    add_mismatch_option(parser)
+    _add_answer_options(parser)
+    return parser
+
+
+def _add_answer_options(parser: argparse.ArgumentParser) -> None:
+    """Adds where answers end, and where they are shown and kept."""
     parser.add_argument(
         "--stop",
         action="append",
@@ -310,10 +320,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="ends an answer, and is not part of it; may be repeated",
     )
-    add_sampling_options(parser)
-    add_tree_options(parser)
-    add_trees_option(parser)
-    add_mismatch_option(parser)
     parser.add_argument(
         "--stream", action="store_true", help="print text as it comes, one answer after the other"
     )
@@ -323,7 +329,6 @@ def _parser() -> argparse.ArgumentParser:
         help="mark what the draft proposed: green, or in brackets where there is no colour",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="answers as .jsonl")
-    return parser
 
 
 def cli() -> None:
