@@ -6,6 +6,7 @@ as one JSON object; --output keeps report.json, report.md and a plot.
 
     python -m infer.bench --config configs/demo/bench.yaml
     python -m infer.bench --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl
+    python -m infer.bench --config configs/demo/bench.yaml --check-lossless
 """
 
 import argparse
@@ -19,7 +20,15 @@ from tqdm import tqdm
 
 from infer.lossless import check_lossless, format_check
 from infer.measure import Decoder, Run, measure_phases, measure_steps, time_prompts
-from infer.options import add_mismatch_option, add_tree_options, at_least, check_writable, read_tree
+from infer.options import (
+    add_mismatch_option,
+    add_sampling_options,
+    add_tree_options,
+    at_least,
+    check_writable,
+    read_sampling,
+    read_tree,
+)
 from infer.prompts import next_prompt
 from infer.report import build_report, format_report, write_report
 from poss_jax.checkpoint import load_draft, load_target, provenance, refuse_non_empty
@@ -81,7 +90,8 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
     dtype = default_dtype()
     target = load_target(config.target, dtype)
     tokenizer = load_tokenizer(Path(config.target)) if target[0].tokenizer_sha256 else None
-    decoders = [Decoder(AUTOREGRESSIVE, Engine(target, tokenizer=tokenizer))]
+    baseline = Engine(target, tokenizer=tokenizer)
+    decoders = [Decoder(AUTOREGRESSIVE, baseline, config.sampling)]
     for name, folder in config.drafts.items():
         draft = load_draft(
             folder,
@@ -89,8 +99,14 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
             target=target[0],
             allow_target_mismatch=config.allow_target_mismatch,
         )
-        engine = Engine(target, draft, tokenizer=tokenizer, tree=config.tree)
-        decoders.append(Decoder(name, engine))
+        engine = Engine(
+            target,
+            draft,
+            tokenizer=tokenizer,
+            tree=config.tree,
+            is_coupled=config.is_coupled,
+        )
+        decoders.append(Decoder(name, engine, config.sampling))
     return decoders
 
 
@@ -172,7 +188,12 @@ def _read_config(args: argparse.Namespace) -> BenchConfig:
         raise UserError("want --config FILE (and section.key=value) or --target DIR; see --help")
     else:
         config = build_config(BenchConfig, given, origin="options")
-    return replace(config, tree=read_tree(args, config.tree))
+    return replace(
+        config,
+        tree=read_tree(args, config.tree),
+        sampling=read_sampling(args, config.sampling),
+        is_coupled=config.is_coupled and not args.no_coupling,
+    )
 
 
 def read_drafts(texts: Sequence[str]) -> dict[str, str]:
@@ -210,6 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a report that is there")
     add_tree_options(parser)
+    add_sampling_options(parser)
     add_mismatch_option(parser)
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="change a key of the config"

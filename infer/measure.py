@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,9 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax import speculate, target
+from poss_jax.config import SamplingConfig
 from poss_jax.decoding import DecodeConfig, DecodeState, Request, Weights
-from poss_jax.engine import Engine, Generation, generate_jit
+from poss_jax.engine import Engine, Generation, generate_jit, prompt_seed
 from poss_jax.tree import Tree, root_tree
 from poss_jax.verify import accept, choose
 
@@ -22,16 +23,29 @@ _PHASE_CALLS = 20
 
 @dataclass
 class Decoder:
-    """A way to decode, and its row in the table."""
+    """A way to decode, and its row in the table.
+
+    Attributes:
+      name: in the table.
+      engine: decodes.
+      sampling: how tokens are chosen; every prompt has its own seed.
+      compile_seconds: what compiling took.
+    """
 
     name: str
     engine: Engine
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     compile_seconds: float = 0.0
+
+    def request(self, ids: list[int], index: int, max_new_tokens: int) -> Request:
+        """One prompt, alone in its batch; its seed follows from its index."""
+        sampling = replace(self.sampling, seed=prompt_seed(self.sampling.seed, index))
+        return self.engine.request([ids], max_new_tokens, batch_size=1, sampling=[sampling])
 
     def compile(self, prompts: list[list[int]], max_new_tokens: int) -> None:
         """Runs one prompt of every shape, so that later calls compile nothing."""
         started = time.monotonic()
-        requests = [self.engine.request([ids], max_new_tokens, batch_size=1) for ids in prompts]
+        requests = [self.request(ids, i, max_new_tokens) for i, ids in enumerate(prompts)]
         for request in {request.tokens.shape: request for request in requests}.values():
             config = self.engine.decode_config(max_new_tokens)
             jax.block_until_ready(generate_jit(self.engine.weights, config, request))
@@ -59,8 +73,8 @@ def time_prompts(
     """
     engine, run = decoder.engine, Run()
     config = engine.decode_config(max_new_tokens)
-    for ids in prompts:
-        request = jax.block_until_ready(engine.request([ids], max_new_tokens, batch_size=1))
+    for index, ids in enumerate(prompts):
+        request = jax.block_until_ready(decoder.request(ids, index, max_new_tokens))
         started = time.perf_counter()
         state = jax.block_until_ready(generate_jit(engine.weights, config, request))
         run.seconds.append(time.perf_counter() - started)
@@ -77,7 +91,7 @@ def measure_phases(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> 
     """
     engine = decoder.engine
     config = engine.decode_config(max_new_tokens)
-    request = engine.request([prompt], max_new_tokens, batch_size=1)
+    request = decoder.request(prompt, 0, max_new_tokens)
     start = jax.jit(speculate.start, static_argnums=1)
     state = start(engine.weights, config, request)
     # A sequence that is done is computed like any other, but its caches do not grow.
@@ -85,10 +99,8 @@ def measure_phases(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> 
     state = state.replace(output=done)
     phases: dict[str, float] = {}
     if config.draft is not None:
-        draft = jax.jit(speculate.draft_tree, static_argnums=1, donate_argnums=3)
         phases["draft"], (state, tree) = _timed(
-            lambda previous: draft(engine.weights, config, request, previous[0], None),
-            (state, None),
+            lambda previous: _draft(engine.weights, config, request, previous[0]), (state, None)
         )
     else:
         tree = root_tree(state.root)
@@ -145,6 +157,14 @@ def _seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+@partial(jax.jit, static_argnums=1, donate_argnums=3)
+def _draft(
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+) -> tuple[DecodeState, Tree]:
+    noise = speculate.round_noise(config, request, state)
+    return speculate.draft_tree(weights, config, request, state, noise)
+
+
 @partial(jax.jit, static_argnums=1, donate_argnums=2)
 def _verify(
     weights: Weights, config: DecodeConfig, state: DecodeState, tree: Tree
@@ -163,7 +183,9 @@ def _commit(
     tree: Tree,
 ) -> DecodeState:
     verified = target.TargetOutput(logits=out[0], features=out[1], cache=state.target_cache)
-    acceptance = accept(tree, choose(out[0]), max_accepted=config.max_accepted)
+    noise = speculate.round_noise(config, request, state)
+    chosen = speculate.choose_tokens(request, state, tree, out[0], noise)
+    acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
     return speculate.commit(weights, config, request, state, verified, acceptance)
 
 

@@ -160,6 +160,8 @@ class BenchConfig:
       num_prompts: how many prompts are used (of a file: at most).
       prompt_tokens: length of a `stdlib` prompt, in tokens.
       tree: None takes the default of the device.
+      sampling: how tokens are chosen; prompts get different seeds.
+      is_coupled: whether drafts look at the noise that the target samples with.
       allow_target_mismatch: measure drafts made for other weights of the same shape.
       repeats: interleaved timed passes.
     """
@@ -171,6 +173,8 @@ class BenchConfig:
     prompt_tokens: int = Field(default=64, gt=0)
     max_new_tokens: int = Field(default=128, gt=0)
     tree: TreeConfig | None = None
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    is_coupled: bool = True
     allow_target_mismatch: bool = False
     repeats: int = Field(default=3, gt=0)
     output: str | None = None
