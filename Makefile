@@ -29,6 +29,8 @@ demo: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare them i
 	done
 	@echo "== bench"
 	@$(PY) -m infer.bench --config configs/demo/bench.yaml --overwrite
+	@echo "== bench, sampling at temperature 1"
+	@$(PY) -m infer.bench --config configs/demo/bench_sampled.yaml --overwrite
 	@echo "Models, metrics and the report lie under runs/demo/"
 
 test: $(STAMP)  ## run the tests (TORCH=1 installs PyTorch and runs those that compare with it, too)

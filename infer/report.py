@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from infer.measure import Run
+from poss_jax.config import SamplingConfig, config_to_dict
 from poss_jax.metrics import (
     distinct_ngram_share,
     mean_acceptance_length,
@@ -89,11 +90,23 @@ def format_report(report: dict[str, Any]) -> str:
         f"{report['prompts']} prompts x {report['max_new_tokens']} new tokens, "
         f"{report['repeats']} repeats; {len(looping)} prompts loop (distinct 4-grams below "
         f"{LOOPING_BELOW}): {looping}",
+        *_describe_sampling(report.get("config")),
     ]
     for group in ("not_looping", "looping", "all"):
         lines += _group_table(report["methods"], group)
     lines += _phase_table(report)
     return "\n".join(lines)
+
+
+def _describe_sampling(config: dict[str, Any] | None) -> list[str]:
+    """How tokens were chosen, where it was not by the argmax alone."""
+    defaults = config_to_dict(SamplingConfig())
+    given = {} if config is None else config["sampling"]
+    changed = [f"{key} {value}" for key, value in given.items() if value != defaults[key]]
+    if config is None or not changed:
+        return []
+    coupling = "the drafts look at the noise" if config["is_coupled"] else "plain drafting"
+    return [f"sampling: {', '.join(changed)}; {coupling}"]
 
 
 def _group_table(methods: dict[str, Any], group: str) -> list[str]:

@@ -194,6 +194,17 @@ def test_bench_by_flags(
     assert min(report["autoregressive_step_milliseconds"].values()) > 0
 
 
+def test_sampled_outputs_are_equal_too(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*flags, "--temperature", "1", "--seed", "5", "--no-coupling"])
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert out.splitlines()[1] == "sampling: temperature 1.0, seed 5; plain drafting"
+    assert [method["all"]["equal_outputs"] for method in report["methods"].values()] == [2, 2]
+    assert report["config"]["sampling"]["temperature"] == 1
+
+
 def test_flags_win_over_the_config(
     runs: Runs, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
