@@ -1,12 +1,16 @@
 """What every program does around its own work: one-line errors, exit codes, compilation cache."""
 
 import argparse
+import atexit
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -36,15 +40,48 @@ def run_program(main: Callable[[], None]) -> None:
         # Small programs too: a hundred of them compile for seconds.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     try:
-        main()
+        with _interruptible():
+            main()
     except UserError as error:
         sys.exit(_failed(str(error), 2))
     except OSError as error:  # such as a path that may not be looked at
         sys.exit(_failed(f"{error}; check the path, and that you may use it", 2))
     except KeyboardInterrupt:
+        # jaxlib crashes when the interpreter is closed after a compilation was interrupted. Exit
+        # handlers run after all threads ended, the last registered first: nothing is closed.
+        atexit.register(_leave, 130)
         sys.exit(_failed("interrupted", 130))
 
 
 def _failed(message: str, code: int) -> int:
     sys.stderr.write(f"error: {' '.join(message.splitlines())}\n")
     return code
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Brings Ctrl-C back where it was lost.
+
+    Python drops what is raised in hooks and destructors. After a long call the first code to run is
+    often JAX's hook of the garbage collector, and Ctrl-C would do nothing.
+    """
+    before = sys.unraisablehook
+
+    def report(dropped: Any) -> None:
+        if dropped.exc_type is KeyboardInterrupt:
+            main = threading.main_thread().ident
+            threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = report
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

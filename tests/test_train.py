@@ -17,7 +17,6 @@ from programs import (
     POSS2,
     TARGET,
     Runs,
-    compilation_cache,
     copy_model,
     refusal,
     summary,
@@ -28,7 +27,6 @@ from programs import (
 from poss_jax import data
 from poss_jax.checkpoint import load_draft, load_target, read_record
 from poss_jax.config import TrainConfig, UserError, load_config
-from poss_jax.program import run_program
 from train.main import main
 from train.run_folder import RunFolder
 from train.stages import open_stage
@@ -335,45 +333,3 @@ def test_as_a_command_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
     assert result.stderr == (
         "error: config nowhere.yaml: No such file or directory; give the path of a YAML file\n"
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# What every program does around its own work
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "line"),
-    [
-        (UserError("want a, got b;\ndo c"), 2, "error: want a, got b; do c\n"),
-        (KeyboardInterrupt(), 130, "error: interrupted\n"),
-    ],
-)
-def test_bad_input_and_interruption_are_one_line_and_a_code(
-    error: BaseException,
-    code: int,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail() -> None:
-        raise error
-
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as it is")
-    with pytest.raises(SystemExit) as caught:
-        run_program(fail)
-    assert caught.value.code == code
-    assert capsys.readouterr() == ("", line)
-
-
-def test_compiled_programs_are_kept_unless_told_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for told in (True, False):
-        with compilation_cache(str(tmp_path)), monkeypatch.context() as patch:
-            patch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-            patch.setenv("HOME", str(tmp_path / "home"))
-            if told:
-                patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-            run_program(lambda: None)
-            kept = tmp_path if told else tmp_path / "home" / ".cache" / "poss_jax" / "xla"
-            assert jax.config.jax_compilation_cache_dir == str(kept)

@@ -1,0 +1,95 @@
+"""What every program does around its own work: one-line errors, exit codes, compilation cache."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from programs import compilation_cache
+
+from poss_jax.config import UserError
+from poss_jax.program import run_program
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("want a, got b;\ndo c"), 2, "error: want a, got b; do c\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+    ],
+)
+def test_bad_input_and_interruption_are_one_line_and_a_code(
+    error: BaseException,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as it is")
+    monkeypatch.setattr("atexit.register", lambda *args: None)  # which would end the tests
+    with pytest.raises(SystemExit) as caught:
+        run_program(fail)
+    assert caught.value.code == code
+    assert capsys.readouterr() == ("", line)
+
+
+INTERRUPTED = """
+import atexit, os, threading, time
+from poss_jax.program import run_program
+
+def main():
+    threading.Thread(target=lambda: (time.sleep(0.2), print("the thread ended"))).start()
+    print("begun")
+    raise KeyboardInterrupt
+
+atexit.register(os.abort)  # as jaxlib does after an interrupted compilation
+run_program(main)
+"""
+
+
+def test_nothing_is_closed_after_an_interruption() -> None:
+    result = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (130, "error: interrupted\n")
+    assert result.stdout == "begun\nthe thread ended\n"
+
+
+LOST = """
+import gc, time
+from poss_jax.program import run_program
+
+def hook(phase, info):
+    if phase == "stop" and gc.callbacks.pop():
+        raise KeyboardInterrupt
+
+def main():
+    gc.callbacks.append(hook)
+    gc.collect()
+    print("lost")
+    time.sleep(30)
+
+run_program(main)
+"""
+
+
+def test_an_interruption_of_the_garbage_collector_is_not_lost() -> None:
+    result = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (130, "error: interrupted\n")
+    assert result.stdout == "lost\n"
+
+
+def test_compiled_programs_are_kept_unless_told_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for told in (True, False):
+        with compilation_cache(str(tmp_path)), monkeypatch.context() as patch:
+            patch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+            patch.setenv("HOME", str(tmp_path / "home"))
+            if told:
+                patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+            run_program(lambda: None)
+            kept = tmp_path if told else tmp_path / "home" / ".cache" / "poss_jax" / "xla"
+            assert jax.config.jax_compilation_cache_dir == str(kept)
