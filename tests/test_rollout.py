@@ -70,9 +70,9 @@ def draft_chains(config, params, tokens, features, starts, depth):
     cache = commit_pairs(params, config, cache, every, jnp.asarray(starts + 1, jnp.int32))
     seen = []
 
-    def follow_the_text(logits, position, top_k):
+    def follow_the_text(logits, level, top_k):
         seen.append(logits[:, 0])
-        ids = jnp.take(tokens[0], jnp.minimum(position, T))[:, None, None]
+        ids = jnp.take(tokens[0], jnp.minimum(level.position, T))[:, None, None]
         return ids, jnp.zeros((batch, 1, top_k))
 
     tree = TreeConfig(depth=depth, top_k=1, total_tokens=2)
