@@ -43,12 +43,11 @@ def run_program(main: Callable[[], None]) -> None:
         with _interruptible():
             main()
     except UserError as error:
-        sys.exit(_failed(str(error), 2))
+        _leave(_failed(str(error), 2))
     except OSError as error:  # such as a path that may not be looked at
-        sys.exit(_failed(f"{error}; check the path, and that you may use it", 2))
+        _leave(_failed(f"{error}; check the path, and that you may use it", 2))
     except KeyboardInterrupt:
-        # jaxlib crashes when the interpreter is closed after a compilation was interrupted. Exit
-        # handlers run after all threads ended, the last registered first: nothing is closed.
+        # Exit handlers run after all threads ended, the last registered first.
         atexit.register(_leave, 130)
         sys.exit(_failed("interrupted", 130))
 
@@ -82,6 +81,11 @@ def _interruptible() -> Iterator[None]:
 
 
 def _leave(code: int) -> NoReturn:
+    """Exits without closing the interpreter.
+
+    Closing it crashes in jaxlib after an interrupted compilation, and after a failed write it may
+    wait for ever for Orbax, or let asyncio report what was reported already.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

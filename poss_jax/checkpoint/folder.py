@@ -1,5 +1,6 @@
 """Writing a model folder, all or nothing, and loading it to the device item by item."""
 
+import errno
 import json
 import logging
 import os
@@ -29,6 +30,8 @@ from poss_jax.shapes import Params
 # How large the pieces of a stored array are at most: a device that holds a part of an array reads
 # the pieces with that part.
 _CHUNK_BYTES = 64 * 2**20
+
+_ITEM_OVERHEAD_BYTES = 32 * 1024  # metadata of an item
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
@@ -78,6 +81,7 @@ def _write_items(
         # NumPy arrays leave no note of this machine's devices in the item.
         arrays = jax.tree.map(np.asarray, tree)
         _check_item(f"item {name}", arrays, shapes.get(name, {}))
+        _check_space(partial, arrays)
         save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
         args = ocp.args.PyTreeSave(arrays, save_args=save_args)
         _save_item(partial / "weights" / name, args)
@@ -87,6 +91,13 @@ def _write_items(
     if missing:
         raise UserError(f"model has no items {', '.join(missing)}; give every item")
     return sums
+
+
+def _check_space(folder: Path, arrays: Params) -> None:
+    """Raises OSError where an item does not fit, before Orbax's threads each find out."""
+    needed = sum(array.nbytes for array in jax.tree.leaves(arrays)) + _ITEM_OVERHEAD_BYTES
+    if shutil.disk_usage(folder).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _save_item(path: Path, args: ocp.args.PyTreeSave) -> None:
