@@ -75,6 +75,13 @@ def test_filters(given, kept):
     np.testing.assert_array_equal(scores[0][kept], logits[kept])
 
 
+def test_scores_are_float32_whatever_the_model_computes_in():
+    logits = jnp.asarray([[[1.0, 2.0, 3.0, 4.0]]], jnp.bfloat16)
+    scores = process_logits(logits, settings(1, temperature=0.3), text_of([]), vocab_size=4)
+    assert scores.dtype == jnp.float32
+    np.testing.assert_allclose(scores[0, 0], np.float32([1, 2, 3, 4]) / np.float32(0.3), rtol=1e-7)
+
+
 def test_equal_scores_stay_or_go_together():
     assert np.isfinite(scores_of([[1.0, 2.0, 1.0, 0.0]], top_k=2)).tolist() == [
         [True, True, True, False]
