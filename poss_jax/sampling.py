@@ -184,7 +184,7 @@ def _order(scores: Array) -> Array:
 def _least_kept(order: Array, weights: Array, limit: Array) -> Array:
     """The least entry above which there is less than `limit` of weight.
 
-    Found bit by bit, in 32 passes over the row: sorting it takes longer.
+    Found by bisection over all integers, in 32 passes and without sorting the row.
     """
     highest = order.max(axis=-1, keepdims=True)
 
