@@ -215,6 +215,10 @@ def test_damage_to_an_item(draft, tmp_path, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(  # Orbax leaves a coroutine behind when its metadata cannot be read
+    "ignore:coroutine 'NumpyHandler.metadata' was never awaited",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
 def test_damage_to_every_file(draft, tmp_path):
     copy = shutil.copytree(draft, tmp_path / "copy")
     assert_all_found(copy, [copy], num_cases=40)
