@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import yaml
 from tqdm import tqdm
 
 from infer.bench import load_decoders, read_bench_prompts
@@ -141,7 +140,8 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
     )
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     (folder / "report.md").write_text(format_table(report) + "\n")
-    (folder / "trees.yaml").write_text(header + yaml.safe_dump(best, default_flow_style=None))
+    lines = [f"{size}: {json.dumps(tree)}\n" for size, tree in best.items()]  # JSON is YAML, too
+    (folder / "trees.yaml").write_text(header + "".join(lines))
     try:
         import matplotlib
     except ImportError:
