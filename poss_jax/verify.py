@@ -28,9 +28,9 @@ class Acceptance(struct.PyTreeNode):
     emitted: Array  # [B A] int32
 
 
-def choose(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """The token the target chooses: greedy, the lowest id among equals."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+def choose(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
+    """The token of the highest score (logits, or scores with noise), the lowest id among equals."""
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
 def accept(tree: Tree, chosen: Int[Array, "B M"], *, max_accepted: int) -> Acceptance:
