@@ -21,7 +21,6 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax.config import DataConfig, UserError
-from poss_jax.shapes import Int
 
 if TYPE_CHECKING:
     import transformers
@@ -146,9 +145,31 @@ def load_tokenizer(folder: Path) -> "transformers.PreTrainedTokenizerBase":
         ) from error
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows of text to train on: a whole data set, or the batch of a step.
+
+    Attributes:
+      tokens: [rows T] int32.
+      loss_mask: [rows T] bool; True where a token is to be learnt from.
+      documents: [rows T] int32; which document of its row a token belongs to, counted from 1;
+        0: padding at the row's end.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    documents: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: slice | np.ndarray) -> "Rows":
+        return Rows(self.tokens[index], self.loss_mask[index], self.documents[index])
+
+
 def token_rows(
     texts: Sequence[str], tokenizer: "transformers.PreTrainedTokenizerBase", length: int
-) -> Int[np.ndarray, "rows {length}"]:
+) -> Rows:
     """Packs documents, each as bos + tokens + eos, into rows of `length` tokens; drops the rest.
 
     Text that looks like a special token is encoded as plain text.
@@ -171,12 +192,11 @@ def token_rows(
             f"want a row of {length} tokens, got {len(tokens)} tokens in {len(texts)} documents; "
             "give more text or lower data.sequence_length"
         )
-    return tokens[: rows * length].reshape(rows, length)
+    tokens = tokens[: rows * length].reshape(rows, length)
+    return Rows(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, np.int32))
 
 
-def batch_at(
-    rows: Int[np.ndarray, "rows T"], step: int, batch_size: int, seed: int
-) -> Int[np.ndarray, "{batch_size} T"]:
+def batch_at(rows: Rows, step: int, batch_size: int, seed: int) -> Rows:
     """Takes the batch of one step out of an endless sequence of shuffled epochs.
 
     A pure function of the step, so a resumed run sees what an uninterrupted one would. Batches
@@ -184,7 +204,7 @@ def batch_at(
     """
     positions = range(step * batch_size, (step + 1) * batch_size)
     places = (divmod(position, len(rows)) for position in positions)
-    return rows[[_epoch_order(len(rows), seed, epoch)[index] for epoch, index in places]]
+    return rows[np.array([_epoch_order(len(rows), seed, epoch)[i] for epoch, i in places])]
 
 
 def prompts_from_documents(

@@ -24,6 +24,7 @@ from poss_jax.losses import (
     language_model_loss,
     most_likely_tokens,
 )
+from poss_jax.packing import TrainBatch
 from poss_jax.rollout import DraftBatch, advance_history, depths, init_history, predict, rollout
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 from poss_jax.target import encode
@@ -161,15 +162,15 @@ def draft_gradients(
 
 
 def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) -> Callable:
-    """Returns the jitted `(state, target, tokens, loss_mask, key) -> (state, losses)`.
+    """Returns the jitted `(state, target, batch, key) -> (state, losses)`.
 
     The state is donated; the target runs frozen inside the same program.
     """
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, target: Params, tokens: Array, loss_mask: Array, key: Array):
+    def step(state: TrainState, target: Params, batch: TrainBatch, key: Array):
         key = jax.random.fold_in(key, state.step)
-        data = prepare_draft_data(target, task, tokens, loss_mask, key)
+        data = prepare_draft_data(target, task, batch.tokens, batch.loss_mask, key)
         gradients, losses = draft_gradients(state.params, target["head"]["weight"], task, data)
         return _updated(state, gradients, optimizer), losses
 
@@ -179,12 +180,12 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
 def make_target_step(
     config: LlamaConfig, optimizer: optax.GradientTransformation, *, rows_per_chunk: int
 ) -> Callable:
-    """Returns the jitted `(state, tokens) -> (state, loss)` of next-token pre-training."""
+    """Returns the jitted `(state, batch) -> (state, loss)` of next-token pre-training."""
     loss_fn = partial(target_loss, config=config, rows_per_chunk=rows_per_chunk)
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, tokens: Array):
-        loss, gradients = jax.value_and_grad(loss_fn)(state.params, tokens)
+    def step(state: TrainState, batch: TrainBatch):
+        loss, gradients = jax.value_and_grad(loss_fn)(state.params, batch.tokens)
         return _updated(state, gradients, optimizer), loss
 
     return step
@@ -202,12 +203,12 @@ def target_loss(
 
 
 def make_draft_validation(task: DraftTask) -> Callable:
-    """Returns the jitted `(draft, target, tokens, loss_mask) -> DraftValidation`."""
+    """Returns the jitted `(draft, target, batch) -> DraftValidation`."""
 
     @jax.jit
-    def validate(draft: Params, target: Params, tokens: Array, loss_mask: Array):
+    def validate(draft: Params, target: Params, batch: TrainBatch):
         head, chunk = target["head"]["weight"], task.objective.rows_per_chunk
-        data = prepare_draft_data(target, task, tokens, loss_mask)
+        data = prepare_draft_data(target, task, batch.tokens, batch.loss_mask)
         predictions = rollout(draft, task.draft, data.inputs, task.draft.trained_depth)
 
         def of_depth(prediction: Array) -> tuple[Array, Array]:

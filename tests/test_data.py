@@ -215,31 +215,39 @@ def test_rows_are_documents_between_bos_and_eos(tokenizer: PreTrainedTokenizerFa
     a, b = data._encode(tokenizer, ["QX", "ZQX"])
     stream = [0, *a, 1, 0, *b, 1]  # 9 tokens: <s> Q X </s> <s> Z Q X </s>
     rows = data.token_rows(["QX", "ZQX"], tokenizer, 4)
-    assert rows.dtype == np.int32 and rows.tolist() == [stream[:4], stream[4:8]]
+    assert rows.tokens.dtype == rows.documents.dtype == np.int32 and len(rows) == 2
+    assert rows.tokens.tolist() == [stream[:4], stream[4:8]]
+    assert rows.loss_mask.all() and (rows.documents == 1).all()
     with pytest.raises(UserError, match="want a row of 10 tokens, got 9 tokens in 2 documents"):
         data.token_rows(["QX", "ZQX"], tokenizer, 10)
     with pytest.raises(UserError, match="got 0 tokens in 0 documents"):
         data.token_rows([], tokenizer, 4)
 
 
+def numbered_rows(num_rows: int) -> data.Rows:
+    tokens = np.arange(num_rows, dtype=np.int32)[:, None].repeat(2, axis=1)
+    return data.Rows(tokens, tokens % 2 == 0, tokens + 1)
+
+
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(12, 4), (10, 4), (3, 8), (1, 2)])
 def test_batches_cover_each_row_once_per_epoch(num_rows: int, batch_size: int) -> None:
-    rows = np.arange(num_rows, dtype=np.int32)[:, None].repeat(2, axis=1)
+    rows = numbered_rows(num_rows)
     steps = range(3 * num_rows)  # batch_size times 3 epochs, exactly
     batches = [data.batch_at(rows, step, batch_size, 7) for step in steps]
-    assert all(batch.shape == (batch_size, 2) for batch in batches)
-    order = np.concatenate(batches)[:, 0].reshape(-1, num_rows)
+    assert all(batch.tokens.shape == (batch_size, 2) for batch in batches)
+    order = np.concatenate([batch.tokens for batch in batches])[:, 0].reshape(-1, num_rows)
     assert (np.sort(order, axis=1) == np.arange(num_rows)).all()
 
 
 def test_batches_of_a_resumed_run_are_the_same_and_seeds_differ() -> None:
-    rows = np.arange(60, dtype=np.int32).reshape(30, 2)
-    whole = [data.batch_at(rows, step, 4, 1) for step in range(20)]
+    rows = numbered_rows(30)
+    whole = [data.batch_at(rows, step, 4, 1).tokens for step in range(20)]
     data._epoch_order.cache_clear()
     for step in (19, 5, 12):
-        np.testing.assert_array_equal(data.batch_at(rows, step, 4, 1), whole[step])
-    assert (data.batch_at(rows, 0, 4, 2) != whole[0]).any()
-    assert (data.batch_at(rows, 0, 30, 1) != data.batch_at(rows, 1, 30, 1)).any()  # epochs differ
+        np.testing.assert_array_equal(data.batch_at(rows, step, 4, 1).tokens, whole[step])
+    assert (data.batch_at(rows, 0, 4, 2).tokens != whole[0]).any()
+    epochs = [data.batch_at(rows, step, 30, 1).tokens for step in (0, 1)]
+    assert (epochs[0] != epochs[1]).any()
 
 
 # --------------------------------------------------------------------------------------------------

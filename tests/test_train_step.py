@@ -11,6 +11,7 @@ from models import random_draft, random_target, random_tokens, stacked, tiny_lla
 
 from poss_jax.config import DraftConfig, ObjectiveConfig, OptimizerConfig
 from poss_jax.losses import draft_losses
+from poss_jax.packing import TrainBatch
 from poss_jax.rollout import advance_history, init_history, predict, rollout
 from poss_jax.target import encode, unstack_layers
 from poss_jax.train_step import (
@@ -87,6 +88,7 @@ TASK = DraftTask(
 )
 TOKENS = random_tokens(LLAMA, B, T)
 MASK = jnp.asarray(np.random.default_rng(3).random((B, T)) < 0.8).at[:, -1].set(True)
+BATCH = TrainBatch(TOKENS, MASK, jnp.ones_like(TOKENS))
 KEY = jax.random.key(4)
 SGD = optax.sgd(64.0)  # a large rate shows the gradient without the rounding of the parameters
 prepare = jax.jit(prepare_draft_data, static_argnums=1)
@@ -174,7 +176,7 @@ def test_scanned_step_equals_a_plain_loop(target, draft):
     def run(step_index):
         state = init_state(jax.tree.map(jnp.copy, draft), SGD)
         state = state.replace(step=jnp.array(step_index, jnp.int32))
-        return step(state, target, TOKENS, MASK, KEY)
+        return step(state, target, BATCH, KEY)
 
     losses = []
     for step_index in (5, 6):
@@ -232,7 +234,7 @@ def test_simulated_acceptance_length_of_any_hits():
 
 
 def test_validation(target, draft):
-    out = make_draft_validation(TASK)(draft, target, TOKENS, MASK)
+    out = make_draft_validation(TASK)(draft, target, BATCH)
     data = prepare(target, TASK, TOKENS, MASK)
     predictions = jax.jit(rollout, static_argnums=(1, 3))(draft, TASK.draft, data.inputs, R)
     head, mask = np.asarray(target["head"]["weight"]), np.asarray(data.loss_mask)
@@ -258,7 +260,7 @@ def test_target_step():
 
     loss, gradient = jax.jit(jax.value_and_grad(plain))(params)
     state = init_state(jax.tree.map(jnp.copy, params), SGD)
-    state, got = make_target_step(LLAMA, SGD, rows_per_chunk=10)(state, TOKENS)
+    state, got = make_target_step(LLAMA, SGD, rows_per_chunk=10)(state, BATCH)
     np.testing.assert_allclose(got, loss, rtol=1e-6)
     assert state.step == 1
     assert_moved_by(gradient, params, state.params)

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from poss_jax import data
 from poss_jax.checkpoint import count_parameters
 from poss_jax.config import TrainConfig, load_config
+from poss_jax.packing import TrainBatch
 from poss_jax.program import Parser, run_program
 from poss_jax.train_step import TrainState, init_state, make_optimizer
 from train.run_folder import RunFolder, claim_folder
@@ -64,12 +65,12 @@ def describe(config: TrainConfig) -> dict[str, Any]:
         "stage": config.stage,
         "output": config.output,
         "parameters": count_parameters(stage.config),
-        "train_tokens_available": stage.rows.size,
-        "validation_tokens_available": stage.validation_rows.size,
+        "train_tokens_available": stage.rows.tokens.size,
+        "validation_tokens_available": stage.validation_rows.tokens.size,
         "tokens": config.num_tokens,
-        "epochs": round(config.num_tokens / stage.rows.size, 3),
+        "epochs": round(config.num_tokens / stage.rows.tokens.size, 3),
         "steps": config.num_steps,
-        "sample": stage.tokenizer.decode(stage.rows[0][:64]),
+        "sample": stage.tokenizer.decode(stage.rows.tokens[0][:64]),
     }
 
 
@@ -88,8 +89,8 @@ def _loop(
         unit_scale=True,
     ) as progress:
         for step in range(first + 1, config.num_steps + 1):
-            tokens = data.batch_at(stage.rows, step - 1, config.batch_size, config.seed)
-            state, metrics = step_fn(state, jnp.asarray(tokens))
+            rows = data.batch_at(stage.rows, step - 1, config.batch_size, config.seed)
+            state, metrics = step_fn(state, _on_device(rows))
             progress.update(per_step)
             is_last = step == config.num_steps
             if step % config.log_every == 0 or is_last:
@@ -120,11 +121,15 @@ def _finish(
     return results
 
 
-def _validation_batches(config: TrainConfig, stage: Stage) -> Iterator[np.ndarray]:
+def _validation_batches(config: TrainConfig, stage: Stage) -> Iterator[TrainBatch]:
     """The same held-out batches every time."""
     size = config.batch_size
     for index in range(min(config.validation_batches, len(stage.validation_rows) // size)):
-        yield stage.validation_rows[index * size : (index + 1) * size]
+        yield _on_device(stage.validation_rows[index * size : (index + 1) * size])
+
+
+def _on_device(rows: data.Rows) -> TrainBatch:
+    return TrainBatch(**{name: jnp.asarray(array) for name, array in vars(rows).items()})
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -21,6 +21,7 @@ from poss_jax.checkpoint import (
 )
 from poss_jax.config import DraftConfig, LlamaConfig, TrainConfig, UserError
 from poss_jax.draft import extend_specialists, init_draft
+from poss_jax.packing import TrainBatch
 from poss_jax.shapes import Array, Params
 from poss_jax.target import init_target, stack_layers, unstack_layers
 from poss_jax.train_step import (
@@ -40,14 +41,14 @@ class Stage(Protocol):
 
     Attributes:
       config: shape of the model that is trained.
-      rows: training rows of tokens.
-      validation_rows: held-out rows of tokens.
+      rows: what is trained on.
+      validation_rows: held-out rows.
       tokenizer: cuts text into the tokens of both.
     """
 
     config: LlamaConfig | DraftConfig
-    rows: np.ndarray  # [rows T] int32
-    validation_rows: np.ndarray  # [rows T] int32
+    rows: data.Rows
+    validation_rows: data.Rows
     tokenizer: Any
 
     def init_params(self) -> Params:
@@ -56,11 +57,11 @@ class Stage(Protocol):
 
     def make_step(
         self, optimizer: optax.GradientTransformation
-    ) -> Callable[[TrainState, Array], tuple[TrainState, dict[str, Array]]]:
-        """Returns the step: (state, tokens [B T]) -> (state, metrics)."""
+    ) -> Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Array]]]:
+        """Returns the step: (state, batch) -> (state, metrics)."""
         ...
 
-    def validate(self, params: Params, batches: Iterable[np.ndarray]) -> dict[str, Any]:
+    def validate(self, params: Params, batches: Iterable[TrainBatch]) -> dict[str, Any]:
         """Measures the parameters on held-out batches."""
         ...
 
@@ -101,15 +102,15 @@ class TargetStage:
         chunk = self._run.objective.rows_per_chunk
         step = make_target_step(self.config, optimizer, rows_per_chunk=chunk)
 
-        def run(state: TrainState, tokens: Array) -> tuple[TrainState, dict[str, Array]]:
-            state, loss = step(state, tokens)
+        def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
+            state, loss = step(state, batch)
             return state, {"loss": loss}
 
         return run
 
-    def validate(self, params: Params, batches: Iterable[np.ndarray]) -> dict[str, Any]:
+    def validate(self, params: Params, batches: Iterable[TrainBatch]) -> dict[str, Any]:
         """See `Stage`."""
-        losses = [self._validation_loss(params, jnp.asarray(batch)) for batch in batches]
+        losses = [self._validation_loss(params, batch.tokens) for batch in batches]
         return {"validation_loss": float(np.mean(jax.device_get(losses)))}
 
     def save_model(self, params: Params, folder: Path) -> None:
@@ -175,18 +176,15 @@ class DraftStage:
         """See `Stage`."""
         step = make_draft_step(self._task, optimizer)
 
-        def run(state: TrainState, tokens: Array) -> tuple[TrainState, dict[str, Array]]:
-            state, losses = step(state, self._target, tokens, _all_trained(tokens), self._key)
+        def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
+            state, losses = step(state, self._target, batch, self._key)
             return state, {"loss": losses.total.mean(), "loss_per_depth": losses.total}
 
         return run
 
-    def validate(self, params: Params, batches: Iterable[np.ndarray]) -> dict[str, Any]:
+    def validate(self, params: Params, batches: Iterable[TrainBatch]) -> dict[str, Any]:
         """See `Stage`."""
-        results = [
-            vars(self._validation(params, self._target, tokens, _all_trained(tokens)))
-            for tokens in map(jnp.asarray, batches)
-        ]
+        results = [vars(self._validation(params, self._target, batch)) for batch in batches]
         mean = jax.tree.map(lambda *values: np.mean(values, axis=0), *jax.device_get(results))
         return {
             "validation_loss": mean["loss"].tolist(),
@@ -220,7 +218,7 @@ def open_stage(config: TrainConfig, folder: Path) -> Stage:
 
 def _rows(
     documents: data.Documents, tokenizer: Any, config: TrainConfig
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[data.Rows, data.Rows]:
     length = config.data.sequence_length
     rows = data.token_rows(documents.train, tokenizer, length)
     held_out = data.token_rows(documents.validation, tokenizer, length)
@@ -230,7 +228,3 @@ def _rows(
             f"{config.batch_size}; raise data.validation_fraction or give more text"
         )
     return rows, held_out
-
-
-def _all_trained(tokens: Array) -> Array:
-    return jnp.ones(tokens.shape, bool)

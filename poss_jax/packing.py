@@ -1,0 +1,44 @@
+"""Rows that hold several documents: what a step is fed, and what follows from it."""
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from poss_jax.shapes import Array, Bool, Int
+
+
+class TrainBatch(struct.PyTreeNode):
+    """Rows of text for one step.
+
+    Attributes:
+      tokens: the text.
+      loss_mask: True where a token is to be learnt from.
+      documents: which document of its row a token belongs to; 0: padding.
+      features: the target's features of every token, where they are known already.
+    """
+
+    tokens: Array  # [B T] int32
+    loss_mask: Array  # [B T] bool
+    documents: Array  # [B T] int32
+    features: Array | None = None  # [B T D]
+
+
+def positions_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Position of every token in its own document, from 0.
+
+    documents  1 1 1 2 2 0 0
+    positions  0 1 2 0 1 0 1
+    """
+    row = jnp.arange(documents.shape[1])[None]
+    before = jnp.pad(documents, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    return row - lax.cummax(jnp.where(documents != before, row, 0), axis=1)
+
+
+def lengths_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Number of tokens of the document every token belongs to."""
+    return positions_in(documents) + positions_in(documents[:, ::-1])[:, ::-1] + 1
+
+
+def is_last_in(documents: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Whether a token is its document's last."""
+    return positions_in(documents[:, ::-1])[:, ::-1] == 0
