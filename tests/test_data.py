@@ -1,4 +1,4 @@
-"""The split, the tokenizer, the order of batches, and every error line of data.py."""
+"""The split, the tokenizer, the order of batches, and every error line of them."""
 
 import hashlib
 import json
@@ -14,6 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from poss_jax import data
 from poss_jax.config import DataConfig, UserError
+from poss_jax.data import rows as row_order
+from poss_jax.data import sources
+from poss_jax.data import tokenizer as tokenizers
 
 SOURCE = "".join(
     f"def area_{n}(width, height):\n    '''Area number {n}.'''\n    return width * height + {n}\n\n"
@@ -48,7 +51,7 @@ def load(path: Path | str, **settings: Any) -> data.Documents:
 
 
 def test_stdlib_is_other_peoples_code_without_tests_and_tables() -> None:
-    names = [name for name, _ in data._read_stdlib()]
+    names = [name for name, _ in sources._read_stdlib()]
     assert {"argparse.py", "unittest/case.py", "json/decoder.py", "tokenize.py"} <= set(names)
     for part in ("site-packages/", "test/", "tests/", "idlelib/", "pydoc_data/", "encodings/"):
         assert not [name for name in names if name.startswith(part) or f"/{part}" in name]
@@ -153,7 +156,7 @@ def test_round_trip_on_arbitrary_unicode(tokenizer: PreTrainedTokenizerFast) -> 
     letters = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     texts = ["".join(rng.choices(letters, k=50)) for _ in range(100)]
     texts += ["", " a , b . c 's n't", "\r\n\t  x\n\n", "</s> <s><pad>", SOURCE]
-    for text, ids in zip(texts, data._encode(tokenizer, texts), strict=True):
+    for text, ids in zip(texts, tokenizers.encode_plain(tokenizer, texts), strict=True):
         assert tokenizer.decode(ids) == text
         assert not set(ids) & {0, 1, 2}  # spelled-out special tokens stay text
         assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=False)[3:] == text
@@ -172,7 +175,7 @@ def test_chat_template_has_one_bos(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_training_is_deterministic_and_looks_at_a_bounded_sample(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "TOKENIZER_SAMPLE_CHARACTERS", len(SOURCE))
+    monkeypatch.setattr(tokenizers, "TOKENIZER_SAMPLE_CHARACTERS", len(SOURCE))
     data.train_tokenizer(iter([SOURCE, "never looked at " * 1000]), 320, tmp_path)
     digests = [
         hashlib.sha256((place / "tokenizer.json").read_bytes()).digest()
@@ -212,7 +215,7 @@ def test_tokenizer_errors(tmp_path: Path) -> None:
 
 
 def test_rows_are_documents_between_bos_and_eos(tokenizer: PreTrainedTokenizerFast) -> None:
-    a, b = data._encode(tokenizer, ["QX", "ZQX"])
+    a, b = tokenizers.encode_plain(tokenizer, ["QX", "ZQX"])
     stream = [0, *a, 1, 0, *b, 1]  # 9 tokens: <s> Q X </s> <s> Z Q X </s>
     rows = data.token_rows(["QX", "ZQX"], tokenizer, 4)
     assert rows.tokens.dtype == rows.documents.dtype == np.int32 and len(rows) == 2
@@ -242,7 +245,7 @@ def test_batches_cover_each_row_once_per_epoch(num_rows: int, batch_size: int) -
 def test_batches_of_a_resumed_run_are_the_same_and_seeds_differ() -> None:
     rows = numbered_rows(30)
     whole = [data.batch_at(rows, step, 4, 1).tokens for step in range(20)]
-    data._epoch_order.cache_clear()
+    row_order._epoch_order.cache_clear()
     for step in (19, 5, 12):
         np.testing.assert_array_equal(data.batch_at(rows, step, 4, 1).tokens, whole[step])
     assert (data.batch_at(rows, 0, 4, 2).tokens != whole[0]).any()

@@ -85,7 +85,7 @@ def test_module_keeps_the_rules(path: Path):
         ("poss_jax/tree.py", "from poss_jax.draft import fuse"),
         ("poss_jax/target.py", "from poss_jax import draft"),
         ("poss_jax/sharding.py", "import poss_jax.layers"),
-        ("poss_jax/data.py", "from poss_jax.layers import linear"),
+        ("poss_jax/data/rows.py", "from poss_jax.layers import linear"),
         ("poss_jax/cache.py", "import poss_jax; f = poss_jax.Engine"),
         ("poss_jax/speculate.py", "from poss_jax import checkpoint"),
         ("poss_jax/checkpoint/items.py", "def f():\n  from poss_jax.convert import llama"),

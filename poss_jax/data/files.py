@@ -1,0 +1,61 @@
+"""Files of text and of JSON lines: found, read, and refused in one clear line."""
+
+import glob
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from poss_jax.config import UserError
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """Finds the files of `data.source`, a path or a glob."""
+    path = Path(pattern).expanduser()
+    names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
+    if not names:
+        raise UserError(
+            f"data.source {pattern!r}: no such file; give a path or a glob that matches"
+        )
+    return [Path(name) for name in names]
+
+
+def read_text(path: Path) -> str:
+    """Reads a whole file of UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: want UTF-8 text, got {error.reason}; convert the file") from error
+    except OSError as error:
+        raise UserError(f"{path}: want a readable file, got: {error.strerror}") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (file:line, object) of every line that is not blank."""
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+            if "\\ud" in line.lower():  # an escape may be half a character, which is no text
+                json.dumps(record, ensure_ascii=False).encode()
+        except (json.JSONDecodeError, UnicodeEncodeError) as error:
+            got = one_line(error).partition(": line ")[0]
+            raise UserError(f"{where}: want a JSON object, got bad JSON: {got}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: want a JSON object, got {type(record).__name__}")
+        yield where, record
+
+
+def text_field(where: str, record: dict[str, Any]) -> str:
+    """Takes the `text` out of a record."""
+    text = record.get("text")
+    if not isinstance(text, str):
+        raise UserError(f"{where}: want a string 'text', got {text!r}; fix or drop the line")
+    return text
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, fit for a message."""
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,119 @@
+"""The embedded tokenizer, and what is asked of any tokenizer."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from poss_jax.config import UserError
+from poss_jax.data.files import one_line
+
+if TYPE_CHECKING:
+    import transformers
+
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "### {{ message['role'] }}\n{{ message['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}### assistant\n{% endif %}"
+)
+TOKENIZER_SAMPLE_CHARACTERS = 10_000_000  # more than the standard library has; 2 to 5 s on 2 cores
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, folder: Path
+) -> "transformers.PreTrainedTokenizerFast":
+    """Trains a lossless byte-level BPE with a chat template and saves it as a Hugging Face one.
+
+    Only the first `TOKENIZER_SAMPLE_CHARACTERS` of the texts are looked at.
+
+    Args:
+      texts: documents.
+      vocab_size: tokens, the 256 bytes and 3 special tokens included.
+      folder: where the tokenizer's files go; made if missing.
+
+    Raises:
+      UserError: the vocabulary cannot hold bytes and special tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    alphabet, specials = sorted(pre_tokenizers.ByteLevel.alphabet()), [BOS, EOS, PAD]
+    smallest = len(alphabet) + len(specials)
+    if vocab_size < smallest:
+        raise UserError(f"vocab_size wants at least {smallest} (bytes, specials), got {vocab_size}")
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    model.train_from_iterator(_sample(texts), trainer)
+    model.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, model.token_to_id(BOS))]
+    )
+    tokenizer = _transformers().PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def load_tokenizer(folder: Path) -> "transformers.PreTrainedTokenizerBase":
+    """Loads the tokenizer of a local model folder, as its `tokenizer.json` defines it.
+
+    Needs neither torch nor a network.
+
+    Raises:
+      UserError: the folder holds no tokenizer, or a broken one.
+    """
+    has_json = (folder / "tokenizer.json").exists()  # else, AutoTokenizer converts (imports torch)
+    kind = "PreTrainedTokenizerFast" if has_json else "AutoTokenizer"
+    try:
+        return getattr(_transformers(), kind).from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the Rust side raises plain Exception
+        raise UserError(
+            f"{folder}: want a tokenizer, got: {one_line(error)}; copy its files there"
+        ) from error
+
+
+def special_ids(tokenizer: Any, name: str) -> list[int]:
+    """Gives the id of the bos or eos token, as a list: empty if the tokenizer has none."""
+    token_id = getattr(tokenizer, f"{name}_token_id")
+    return [] if token_id is None else [token_id]
+
+
+def encode_plain(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes plain text: no bos, and no special tokens even where their names are spelled out."""
+    return tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]
+
+
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    left = TOKENIZER_SAMPLE_CHARACTERS
+    for text in texts:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def _transformers() -> Any:
+    """Imports transformers without its advice to install a deep-learning framework."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    return transformers
