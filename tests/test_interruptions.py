@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from convert_sources import run, target_tensors, write_source
+from self_killing import ROOT, run_until
 
 from poss_jax.checkpoint import verify_model, whole_folder
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -30,30 +29,30 @@ def source(tmp_path_factory) -> Path:
     return folder
 
 
+def arguments(source: Path, output: Path) -> list[str]:
+    return ["poss_jax.convert", "target", "--source", str(source), "--output", str(output)]
+
+
 def command(source: Path, output: Path) -> list[str]:
-    program = [sys.executable, "-m", "poss_jax.convert", "target"]
-    return [*program, "--source", str(source), "--output", str(output)]
+    return [sys.executable, "-m", *arguments(source, output)]
 
 
 # --------------------------------------------------------------------------------------------------
 # Killed
 
 
-def kill_when(source: Path, output: Path, pattern: str, seconds: float = 0.0) -> bool:
-    """Kills a conversion some time after a file appears; whether it was still running."""
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command(source, output), cwd=ROOT, stdout=quiet, stderr=quiet) as process:
-        while process.poll() is None and not list(output.parent.glob(pattern)):
-            time.sleep(0.001)
-        time.sleep(seconds)
-        process.kill()
-    return process.returncode == -9
-
-
-@pytest.mark.parametrize("moment", ["", "/model/weights/layers/0", "/model/weights/head"])
-def test_killed_conversion_leaves_nothing_complete(tmp_path, source, moment):
+@pytest.mark.parametrize(
+    ("event", "path"),
+    [
+        ("os.mkdir", "partial-[^/]*/model$"),  # before anything is written
+        ("os.rename", "weights/layers/0[.]"),  # an item is written, but does not count yet
+        ("os.rename", "weights/head[.]"),
+        ("os.rename", "partial-[^/]*/model$"),  # all is written
+    ],
+)
+def test_killed_conversion_leaves_nothing_complete(tmp_path, source, event, path):
     output = tmp_path / "made"
-    assert kill_when(source, output, f".made.partial-*{moment}")
+    run_until(event, path, *arguments(source, output))
     assert not output.exists()
     assert len(list(tmp_path.iterdir())) == 1  # the hidden rest, which the next run removes
     run("target", source=source, output=output)
@@ -65,7 +64,12 @@ def test_killed_conversion_leaves_nothing_complete(tmp_path, source, moment):
 @pytest.mark.parametrize("seed", range(20))
 def test_killed_at_a_random_moment(tmp_path, source, seed):
     output = tmp_path / "made"
-    kill_when(source, output, ".made.partial-*", random.Random(seed).uniform(0, 0.6))
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command(source, output), cwd=ROOT, stdout=quiet, stderr=quiet) as process:
+        while process.poll() is None and not list(tmp_path.glob(".made.partial-*")):
+            time.sleep(0.001)
+        time.sleep(random.Random(seed).uniform(0, 0.6))
+        process.kill()
     if output.exists():
         verify_model(output)
 
