@@ -23,6 +23,7 @@ from poss_jax.config.reading import (
 from poss_jax.config.runs import (
     BenchConfig,
     DataConfig,
+    MeshConfig,
     ObjectiveConfig,
     OptimizerConfig,
     SamplingConfig,
@@ -37,6 +38,7 @@ __all__ = [
     "DataConfig",
     "DraftConfig",
     "LlamaConfig",
+    "MeshConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "RopeConfig",

@@ -7,6 +7,7 @@ from pydantic import Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config.models import STRICT, LlamaConfig, Spans, TreeConfig
+from poss_jax.config.reading import UserError
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -75,6 +76,47 @@ class SpecialistsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class MeshConfig:
+    """Devices as a grid; at most one axis is -1 and takes the devices that are left.
+
+    Attributes:
+      data: groups of devices that split the batch; each group holds a whole copy of the models.
+      fsdp: devices of a group that split the batch, and weights and optimizer state as well.
+      tensor: devices that split the width of every layer.
+    """
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = (self.data, self.fsdp, self.tensor)
+        if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+            raise ValueError(f"want counts of devices, one of them perhaps -1, got {self.name}")
+
+    @property
+    def name(self) -> str:
+        """The axes in words."""
+        return f"data={self.data} fsdp={self.fsdp} tensor={self.tensor}"
+
+    def sizes(self, num_devices: int) -> tuple[int, int, int]:
+        """Sizes of data, fsdp and tensor for so many devices; 1, 1, 1 is always one device.
+
+        Raises:
+          UserError: they do not multiply to the number of devices.
+        """
+        sizes = (self.data, self.fsdp, self.tensor)
+        given = math.prod(size for size in sizes if size != -1)
+        data, fsdp, tensor = (num_devices // given if size == -1 else size for size in sizes)
+        if data * fsdp * tensor not in (num_devices, 1):
+            raise UserError(
+                f"mesh {self.name} does not fit {num_devices} devices; want sizes whose product "
+                f"is {num_devices}, or one of them -1 to take what the others leave"
+            )
+        return data, fsdp, tensor
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainConfig:
     """One training run.
 
@@ -101,6 +143,7 @@ class TrainConfig:
     data: DataConfig = Field(default_factory=DataConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
     num_tokens: int = Field(default=1_000_000, gt=0)
     batch_size: int = Field(default=8, gt=0)
     seed: int = 0
