@@ -33,7 +33,7 @@ from poss_jax.target import encode
 class TrainState(struct.PyTreeNode):
     """What a step reads and writes; layers and specialists are stacked."""
 
-    step: Array  # [] int32
+    step: Any  # [] int32; or in its place, as in the others, a shape or a sharding
     params: Params
     opt_state: optax.OptState
 
