@@ -35,6 +35,7 @@ TARGET = {
         "max_position_embeddings": 256,
     },
     "optimizer": {"learning_rate": 1e-2},
+    "mesh": {"data": 1},
     "num_tokens": 24 * 64,
     "batch_size": 2,
     "checkpoint_every": 10,

@@ -174,7 +174,7 @@ def at_save(step: int) -> tuple[Any, str, Callable[..., Any]]:
 
 def at_model() -> tuple[Any, str, Callable[..., Any]]:
     """Dies after the last checkpoint, before the model is written."""
-    return "train.stages", "write_model", crash_when(lambda: None, lambda *_: True)
+    return "train.devices", "write_model", crash_when(lambda: None, lambda *_: True)
 
 
 @pytest.mark.parametrize(

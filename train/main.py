@@ -12,11 +12,10 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -26,7 +25,8 @@ from poss_jax.config import TrainConfig, load_config
 from poss_jax.packing import TrainBatch
 from poss_jax.program import Parser, run_program
 from poss_jax.train_step import TrainState, init_state, make_optimizer
-from train.run_folder import RunFolder, claim_folder
+from train.devices import claim_together, is_first_process, make_on, put_batch, start_processes
+from train.run_folder import RunFolder
 from train.stages import Stage, open_stage
 
 
@@ -39,15 +39,14 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
     Raises:
       UserError: bad input; nothing of an earlier run is touched.
     """
-    with claim_folder(config, overwrite=overwrite) as place:
+    with claim_together(config, overwrite=overwrite) as place:
         stage = open_stage(config, place)
     folder = RunFolder(config)
     try:
         optimizer = make_optimizer(config.optimizer, config.num_steps)
-        # Placed explicitly: a state that moved with its first step would be compiled for twice.
-        start = jax.device_put(init_state(stage.init_params(), optimizer), jax.devices()[0])
+        start = make_on(stage.mesh, partial(init_state, optimizer=optimizer), stage.init_params())
         state = folder.restore(start)
-        results = _loop(config, folder, stage, stage.make_step(optimizer), state)
+        results = _loop(config, folder, stage, stage.make_step(optimizer, state), state)
     finally:
         folder.close()
     return {"model": str(folder.model), "steps": config.num_steps, **results}
@@ -87,10 +86,11 @@ def _loop(
         desc=f"train {folder.path.name}",
         unit="tok",
         unit_scale=True,
+        disable=not is_first_process(),
     ) as progress:
         for step in range(first + 1, config.num_steps + 1):
             rows = data.batch_at(stage.rows, step - 1, config.batch_size, config.seed)
-            state, metrics = step_fn(state, _on_device(rows))
+            state, metrics = step_fn(state, put_batch(rows, stage.mesh))
             progress.update(per_step)
             is_last = step == config.num_steps
             if step % config.log_every == 0 or is_last:
@@ -125,11 +125,7 @@ def _validation_batches(config: TrainConfig, stage: Stage) -> Iterator[TrainBatc
     """The same held-out batches every time."""
     size = config.batch_size
     for index in range(min(config.validation_batches, len(stage.validation_rows) // size)):
-        yield _on_device(stage.validation_rows[index * size : (index + 1) * size])
-
-
-def _on_device(rows: data.Rows) -> TrainBatch:
-    return TrainBatch(**{name: jnp.asarray(array) for name, array in vars(rows).items()})
+        yield put_batch(stage.validation_rows[index * size : (index + 1) * size], stage.mesh)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -147,10 +143,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     args = parser.parse_intermixed_args(arguments)
     config = load_config(TrainConfig, args.config, args.overrides)
-    if args.dry_run:
-        print(json.dumps(describe(config)))
-    else:
-        print(json.dumps(train(config, overwrite=args.overwrite)))
+    start_processes()
+    results = describe(config) if args.dry_run else train(config, overwrite=args.overwrite)
+    if is_first_process():
+        print(json.dumps(results))
 
 
 def cli() -> None:

@@ -84,7 +84,9 @@ class RunFolder:
             self._manager.save(step, args=ocp.args.StandardSave(vars(state)))
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Appends one line to metrics.jsonl."""
+        """Appends one line to metrics.jsonl; the first process holds the pen."""
+        if jax.process_index() != 0:
+            return
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
@@ -95,7 +97,7 @@ class RunFolder:
     def _drop_metrics_after(self, step: int) -> None:
         """A resumed run writes again what it had logged beyond its checkpoint."""
         path = self.path / "metrics.jsonl"
-        if not path.exists():
+        if jax.process_index() != 0 or not path.exists():
             return
         lines = [line for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
         kept = [line for line in lines if json.loads(line)["step"] <= step]

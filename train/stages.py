@@ -9,21 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from poss_jax import data
 from poss_jax.checkpoint import (
     load_draft,
     load_target,
     new_record,
-    split_items,
     target_identity,
-    write_model,
 )
 from poss_jax.config import DraftConfig, LlamaConfig, TrainConfig, UserError
 from poss_jax.draft import extend_specialists, init_draft
 from poss_jax.packing import TrainBatch
 from poss_jax.shapes import Array, Params
-from poss_jax.target import init_target, stack_layers, unstack_layers
+from poss_jax.sharding import check_batch_size, make_mesh, place_weights
+from poss_jax.target import init_target, stack_layers
 from poss_jax.train_step import (
     DraftTask,
     TrainState,
@@ -31,6 +31,15 @@ from poss_jax.train_step import (
     make_draft_validation,
     make_target_step,
     target_loss,
+)
+from train.devices import (
+    compile_on,
+    is_first_process,
+    make_on,
+    make_step_on,
+    meet,
+    stack_on,
+    write_together,
 )
 
 _TOKENIZER = "tokenizer"  # subfolder of a target's run
@@ -41,24 +50,26 @@ class Stage(Protocol):
 
     Attributes:
       config: shape of the model that is trained.
+      mesh: the devices it is trained on.
       rows: what is trained on.
       validation_rows: held-out rows.
       tokenizer: cuts text into the tokens of both.
     """
 
     config: LlamaConfig | DraftConfig
+    mesh: Mesh
     rows: data.Rows
     validation_rows: data.Rows
     tokenizer: Any
 
     def init_params(self) -> Params:
-        """Parameters before the first step, layers or specialists stacked."""
+        """Parameters before the first step on the mesh, layers or specialists stacked."""
         ...
 
     def make_step(
-        self, optimizer: optax.GradientTransformation
+        self, optimizer: optax.GradientTransformation, state: TrainState
     ) -> Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Array]]]:
-        """Returns the step: (state, batch) -> (state, metrics)."""
+        """Returns the step for states like this: (state, batch) -> (state, metrics)."""
         ...
 
     def validate(self, params: Params, batches: Iterable[TrainBatch]) -> dict[str, Any]:
@@ -73,34 +84,41 @@ class Stage(Protocol):
 class TargetStage:
     """Pre-trains a language model, with a tokenizer trained on the same text."""
 
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
+    def __init__(self, config: TrainConfig, folder: Path, mesh: Mesh) -> None:
         assert config.model is not None
         documents = data.load_documents(config.data)
         self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
+        self.mesh = mesh
         place = folder / _TOKENIZER
-        if not (place / "tokenizer.json").is_file():
+        if is_first_process() and not (place / "tokenizer.json").is_file():
             data.train_tokenizer(documents.train, self.config.vocab_size, place)
+        meet("tokenizer trained")
         self.tokenizer = data.load_tokenizer(place)
         self.rows, self.validation_rows = _rows(documents, self.tokenizer, config)
-        self._validation_loss = jax.jit(
+        self._validation_loss = compile_on(
+            mesh,
             lambda params, tokens: target_loss(
                 params,
                 tokens,
                 config=self.config,
                 rows_per_chunk=config.objective.rows_per_chunk,
-            )
+            ),
         )
 
     def init_params(self) -> Params:
         """See `Stage`."""
-        # In one program: op by op, as Linen initialises, takes seconds longer.
-        params = jax.jit(init_target, static_argnums=0)(self.config, self._key)
-        return params | {"layers": stack_layers(params["layers"])}
 
-    def make_step(self, optimizer: optax.GradientTransformation) -> Callable:
+        def init(key: Array) -> Params:
+            params = init_target(self.config, key)
+            return params | {"layers": stack_layers(params["layers"])}
+
+        return make_on(self.mesh, init, self._key)
+
+    def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
         """See `Stage`."""
         chunk = self._run.objective.rows_per_chunk
         step = make_target_step(self.config, optimizer, rows_per_chunk=chunk)
+        step = make_step_on(self.mesh, step, state)
 
         def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
             state, loss = step(state, batch)
@@ -115,25 +133,26 @@ class TargetStage:
 
     def save_model(self, params: Params, folder: Path) -> None:
         """See `Stage`."""
-        params = params | {"layers": unstack_layers(params["layers"])}
-        embed = np.asarray(params["embed"]["weight"])
-        head = embed if self.config.tie_embeddings else np.asarray(params["head"]["weight"])
+        whole = compile_on(self.mesh, lambda weight: weight)
+        embed = head = np.asarray(whole(params["embed"]["weight"]))
+        if not self.config.tie_embeddings:
+            head = np.asarray(whole(params["head"]["weight"]))
         identity = target_identity(folder.parent.name, None, embed, head)
         tokenizer_from = folder.parent / _TOKENIZER
         record = new_record(self.config, identity, tokenizer_from=tokenizer_from)
-        items = split_items(self.config, params)
-        write_model(folder, record, items, tokenizer_from=tokenizer_from)
+        write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
 
 
 class DraftStage:
     """Trains the specialists of a frozen target."""
 
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
+    def __init__(self, config: TrainConfig, folder: Path, mesh: Mesh) -> None:
         del folder
         assert config.target is not None
-        self._run, self._key = config, jax.random.key(config.seed)
-        self._record, target = load_target(config.target, jnp.float32)
-        self._target = target | {"layers": stack_layers(target["layers"])}
+        self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
+        place = place_weights(mesh)
+        self._record, target = load_target(config.target, jnp.float32, sharding=place)
+        self._target = target | {"layers": stack_on(mesh, target["layers"])}
         wanted, length = config.specialists, config.data.sequence_length
         if wanted.depth >= length:
             raise UserError(
@@ -149,6 +168,7 @@ class DraftStage:
                 jnp.float32,
                 target=self._record,
                 allow_target_mismatch=config.allow_target_mismatch,
+                sharding=place,
             )
             layer, fc_bias = record.draft.layer, record.draft.fc_bias
             self._vocabulary = record.draft_vocabulary
@@ -163,18 +183,21 @@ class DraftStage:
             fc_bias=fc_bias,
         )
         self._task = DraftTask(self._record.llama, self.config, config.objective)
-        self._validation = make_draft_validation(self._task)
+        self._validation = compile_on(mesh, make_draft_validation(self._task))
 
     def init_params(self) -> Params:
         """See `Stage`."""
-        draft = self._init_draft
-        if draft is None:
-            draft = jax.jit(init_draft, static_argnums=0)(self.config, self._key)
-        return draft | {"specialists": stack_layers(draft["specialists"])}
 
-    def make_step(self, optimizer: optax.GradientTransformation) -> Callable:
+        def stack(draft: Params) -> Params:
+            return draft | {"specialists": stack_layers(draft["specialists"])}
+
+        if self._init_draft is not None:
+            return make_on(self.mesh, stack, self._init_draft)
+        return make_on(self.mesh, lambda key: stack(init_draft(self.config, key)), self._key)
+
+    def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
         """See `Stage`."""
-        step = make_draft_step(self._task, optimizer)
+        step = make_step_on(self.mesh, make_draft_step(self._task, optimizer), state)
 
         def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
             state, losses = step(state, self._target, batch, self._key)
@@ -194,7 +217,6 @@ class DraftStage:
 
     def save_model(self, params: Params, folder: Path) -> None:
         """See `Stage`."""
-        params = params | {"specialists": unstack_layers(params["specialists"])}
         assert self._run.target is not None
         tokenizer_from = Path(self._run.target)
         record = new_record(
@@ -203,8 +225,7 @@ class DraftStage:
             tokenizer_from=tokenizer_from,
             draft_vocabulary=self._vocabulary,
         )
-        items = split_items(self.config, params)
-        write_model(folder, record, items, tokenizer_from=tokenizer_from)
+        write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
 
 
 def open_stage(config: TrainConfig, folder: Path) -> Stage:
@@ -213,7 +234,9 @@ def open_stage(config: TrainConfig, folder: Path) -> Stage:
     Raises:
       UserError: something is missing or does not fit.
     """
-    return {"target": TargetStage, "draft": DraftStage}[config.stage](config, folder)
+    mesh = make_mesh(config.mesh)
+    check_batch_size(config.batch_size, mesh)
+    return {"target": TargetStage, "draft": DraftStage}[config.stage](config, folder, mesh)
 
 
 def _rows(

@@ -103,7 +103,7 @@ def _check_space(folder: Path, arrays: Params) -> None:
 def _save_item(path: Path, args: ocp.args.PyTreeSave) -> None:
     try:
         with _quiet():
-            _checkpointer().save(path, args=args)
+            _writer().save(path, args=args)
         (path / "commit_success.txt").unlink(missing_ok=True)  # it names this machine's folders
     except Exception as error:  # Orbax raises many kinds; a full disk as a ValueError
         code = _OS_ERROR.search(str(error))
@@ -331,5 +331,17 @@ def _check_store(path: Path) -> None:
 
 @cache
 def _checkpointer() -> ocp.Checkpointer:
+    """Reads: where there are several processes, all of them together."""
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+
+@cache
+def _writer() -> ocp.Checkpointer:
+    """Writes, in this process alone."""
+    index = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix="model"
+    )
     # Weights barely compress, and the attempt would take as much memory again.
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)

@@ -1,0 +1,212 @@
+"""The devices and processes of a run: who takes part, what lies where, who writes.
+
+Every process runs the whole program over its own devices. All of them join each computation on the
+mesh and each save of the training state; files that one process can write are the first one's.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from poss_jax import data
+from poss_jax.checkpoint import ModelRecord, item_shapes, write_model
+from poss_jax.config import DraftConfig, LlamaConfig, TrainConfig, UserError
+from poss_jax.packing import TrainBatch
+from poss_jax.shapes import Params
+from poss_jax.sharding import place_batch, place_tree, replicate
+from poss_jax.target import stack_layers
+from poss_jax.train_step import TrainState
+from train.run_folder import claim_folder
+
+_MESSAGE_BYTES = 8192
+
+# Set in every process by what starts several of them: a count of processes, or a list of hosts.
+_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+_LISTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
+
+
+# --------------------------------------------------------------------------------------------------
+# Processes
+
+
+def start_processes() -> None:
+    """Joins the other processes of the run, where the environment speaks of any.
+
+    `JAX_COORDINATOR_ADDRESS` (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, unless the cluster
+    tells them), SLURM, Open MPI, or a TPU pod. Comes before anything else asks for devices.
+
+    Raises:
+      UserError: the others cannot be joined.
+    """
+    if not _speaks_of_processes(os.environ) or jax.distributed.is_initialized():
+        return
+
+    def given(name: str) -> int | None:
+        return int(os.environ[name]) if name in os.environ else None
+
+    try:
+        jax.distributed.initialize(
+            num_processes=given("JAX_NUM_PROCESSES"), process_id=given("JAX_PROCESS_ID")
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"cannot join the other processes: {' '.join(str(error).split())[:300]}; set "
+            "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID in each"
+        ) from error
+
+
+def _speaks_of_processes(environment: Any) -> bool:
+    """Whether the environment says that there are several processes."""
+    return (
+        "JAX_COORDINATOR_ADDRESS" in environment
+        or "MEGASCALE_COORDINATOR_ADDRESS" in environment
+        or any(int(environment.get(name) or 1) > 1 for name in _COUNTS)
+        or any("," in environment.get(name, "") for name in _LISTS)
+    )
+
+
+def is_first_process() -> bool:
+    """Whether this process writes what needs only one writer."""
+    return jax.process_index() == 0
+
+
+@contextmanager
+def claim_together(config: TrainConfig, *, overwrite: bool) -> Iterator[Path]:
+    """`claim_folder` by the first process; all of them look at the same place.
+
+    Raises:
+      UserError: in every process, what `claim_folder` refuses in the first.
+    """
+    with ExitStack() as claim:
+        folder = claim_folder(config, overwrite=overwrite)
+        yield Path(_ask_first(lambda: str(claim.enter_context(folder))))
+        meet("run prepared")
+    meet("run claimed")
+
+
+def meet(name: str) -> None:
+    """Waits until every process has come here."""
+    multihost_utils.sync_global_devices(name)
+
+
+def _ask_first(function: Callable[[], str]) -> str:
+    """What the function returns in the first process, or its refusal, in every process."""
+    answer = np.zeros(_MESSAGE_BYTES, np.uint8)
+    if is_first_process():
+        try:
+            said = {"value": function()}
+        except UserError as error:
+            said = {"error": str(error)}
+        content = json.dumps(said).encode()
+        answer[: len(content)] = np.frombuffer(content, np.uint8)
+    answer = multihost_utils.broadcast_one_to_all(answer)
+    said = json.loads(answer.tobytes().rstrip(b"\0"))
+    if "error" in said:
+        raise UserError(said["error"])
+    return said["value"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Arrays
+
+
+def put_batch(rows: data.Rows, mesh: Mesh) -> TrainBatch:
+    """Places a batch; every process gives the part that its own devices hold."""
+    place = place_batch(mesh)
+
+    def put(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, place, array.__getitem__)
+
+    return TrainBatch(**{name: put(array) for name, array in vars(rows).items()})
+
+
+def compile_on(
+    mesh: Mesh, function: Callable[..., Any], out: Any = None, *, donate: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """Jits a function for the mesh.
+
+    Args:
+      mesh: of all its arguments.
+      function: arrays in, arrays out.
+      out: where its results lie, a prefix of their tree; None: every device holds them whole.
+      donate: arguments whose memory becomes the result's.
+    """
+    out = replicate(mesh) if out is None else out
+    jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
+
+    def run(*args: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return jitted(*args)
+
+    return run
+
+
+def make_on(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function whose result lies as the table says; no device ever holds it whole."""
+    place = place_tree(jax.eval_shape(function, *args), mesh)
+    return compile_on(mesh, function, place)(*args)
+
+
+def stack_on(mesh: Mesh, layers: list[Params]) -> Params:
+    """`stack_layers` array by array; those given are deleted, so that no two copies are held."""
+
+    def stack(place: jax.sharding.Sharding, *parts: jax.Array) -> jax.Array:
+        stacked = jax.jit(_stack, out_shardings=place)(*parts)
+        for part in parts:
+            part.delete()
+        return stacked
+
+    return jax.tree.map(stack, place_tree(jax.eval_shape(stack_layers, layers), mesh), *layers)
+
+
+def _stack(*parts: jax.Array) -> jax.Array:
+    return jnp.stack(parts)
+
+
+def make_step_on(
+    mesh: Mesh, step: Callable[..., Any], state: TrainState
+) -> Callable[..., tuple[TrainState, Any]]:
+    """Jits `(state, ...) -> (state, metrics)`: the state stays where it lies and is donated."""
+    return compile_on(mesh, step, (place_tree(state, mesh), replicate(mesh)), donate=(0,))
+
+
+def write_together(
+    folder: Path,
+    record: ModelRecord,
+    params: Params,
+    mesh: Mesh,
+    *,
+    tokenizer_from: Path,
+) -> None:
+    """Writes a model whose layers or specialists are stacked; the first process holds the pen.
+
+    Raises:
+      UserError: what `write_model` refuses.
+    """
+    items = _whole_items(record.config, params, mesh)
+    if is_first_process():
+        write_model(folder, record, items, tokenizer_from=tokenizer_from)
+    else:
+        for _ in items:  # each is gathered from all processes
+            pass
+    meet("model written")
+
+
+def _whole_items(
+    config: LlamaConfig | DraftConfig, params: Params, mesh: Mesh
+) -> Iterator[tuple[str, Params]]:
+    """Gathers a model item by item; no device holds more than one of them whole."""
+    whole = compile_on(mesh, lambda item: item)
+    whole_at = compile_on(mesh, lambda stack, index: jax.tree.map(lambda leaf: leaf[index], stack))
+    for name in item_shapes(config):
+        group, _, index = name.partition("/")
+        yield name, whole_at(params[group], int(index)) if index else whole(params[group])
