@@ -143,7 +143,7 @@ def test_restores_the_last_saved_state(tmp_path: Path) -> None:
     folder = RunFolder(config_for(tmp_path / "a"))
     assert int(folder.restore(state_at(0)).step) == 0
     for step in (1, 2, 3):
-        folder.save(step, state_at(step))
+        folder.save(step, state_at(step), score=None, loss_level=None)
     folder.close()
 
     folder = RunFolder(config_for(tmp_path / "a"))
@@ -155,12 +155,57 @@ def test_restores_the_last_saved_state(tmp_path: Path) -> None:
     assert sorted(path.name for path in checkpoints) == ["2", "3"]
 
 
+@pytest.mark.parametrize(
+    ("scores", "kept", "best"),
+    [
+        ([1.0, 3.0, 2.0, 1.5, 1.0], [2, 4, 5], 2),
+        ([1.0, 2.0, 3.0, 2.0, 2.0], [3, 4, 5], 3),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], [4, 5], 5),
+        ([1.0, 2.0, 1.0, 2.0, None], [4, 5], 4),  # of equals the newest
+        ([None, 2.0, None, None, None], [2, 4, 5], 2),
+        ([None] * 5, [4, 5], 5),
+    ],
+)
+@pytest.mark.parametrize("resumed_after", [0, 2, 4])
+def test_keeps_the_newest_and_the_best(
+    tmp_path: Path, scores: list[float | None], kept: list[int], best: int, resumed_after: int
+) -> None:
+    start(config_for(tmp_path / "a"))
+    folder = RunFolder(config_for(tmp_path / "a"))
+    for step, score in enumerate(scores, start=1):
+        folder.save(step, state_at(step), score=score, loss_level=step / 2)
+        if step == resumed_after:
+            folder.close()
+            folder = RunFolder(config_for(tmp_path / "a"))
+            assert folder.loss_level == step / 2
+    exported = folder.exported("best", state_at(5))
+    assert (folder.exported_step("best"), folder.exported_step("last")) == (best, 5)
+    assert (int(exported.step), float(exported.params["weight"][0, 1])) == (best, best)
+    assert int(folder.exported("last", state_at(5)).step) == 5
+    folder.close()
+    assert sorted(int(path.name) for path in (tmp_path / "a" / "checkpoints").iterdir()) == kept
+
+
+def test_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
+    start(config_for(tmp_path / "a"))
+    folder = RunFolder(config_for(tmp_path / "a"))
+    folder.save(1, state_at(1), score=None, loss_level=None)
+    folder.close()
+    (tmp_path / "a" / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir()
+    folder = RunFolder(config_for(tmp_path / "a"))
+    assert int(folder.restore(state_at(0)).step) == 1
+    folder.save(2, state_at(2), score=None, loss_level=None)
+    folder.close()
+    checkpoints = (tmp_path / "a" / "checkpoints").iterdir()
+    assert sorted(path.name for path in checkpoints) == ["1", "2"]
+
+
 def test_restore_drops_metrics_that_come_again(tmp_path: Path) -> None:
     start(config_for(tmp_path / "a"))
     folder = RunFolder(config_for(tmp_path / "a"))
     for step in (1, 2, 3):
         folder.log({"step": step, "loss": 0.5})
-    folder.save(2, state_at(2))
+    folder.save(2, state_at(2), score=None, loss_level=None)
     folder.close()
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')  # the process died while writing

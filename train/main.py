@@ -9,47 +9,66 @@ leaves a folder that holds metrics, checkpoints and the trained model. Run again
 
 import argparse
 import json
+import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
-from poss_jax import data
 from poss_jax.checkpoint import count_parameters
 from poss_jax.config import TrainConfig, load_config
-from poss_jax.packing import TrainBatch
 from poss_jax.program import Parser, run_program
-from poss_jax.train_step import TrainState, init_state, make_optimizer
-from train.devices import claim_together, is_first_process, make_on, put_batch, start_processes
+from poss_jax.train_step import init_state, make_optimizer
+from train.devices import claim_together, is_first_process, make_on, start_processes
+from train.loggers import check_loggers
+from train.loop import run_steps
 from train.run_folder import RunFolder
 from train.stages import Stage, open_stage
 
 
 def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
-    """Runs (or resumes) one training run to its end.
+    """Runs (or resumes) one training run to its end, or until SIGTERM.
 
     Returns:
-      The summary that is printed: where the model lies and the last validation.
+      The summary that is printed: where the model lies, which step it is of and its validation; or
+      where the run stopped.
 
     Raises:
-      UserError: bad input; nothing of an earlier run is touched.
+      UserError: bad input, and then nothing of an earlier run is touched; or the run diverged.
     """
+    check_loggers(config)
     with claim_together(config, overwrite=overwrite) as place:
-        stage = open_stage(config, place)
-    folder = RunFolder(config)
-    try:
-        optimizer = make_optimizer(config.optimizer, config.num_steps)
-        start = make_on(stage.mesh, partial(init_state, optimizer=optimizer), stage.init_params())
-        state = folder.restore(start)
-        results = _loop(config, folder, stage, stage.make_step(optimizer, state), state)
-    finally:
-        folder.close()
-    return {"model": str(folder.model), "steps": config.num_steps, **results}
+        stage = None if (place / "model").exists() else open_stage(config, place)
+    with closing(RunFolder(config)) as folder:
+        if stage is not None:
+            stopped_at = _train(config, folder, stage)
+            if stopped_at is not None:
+                return {"stopped_at": stopped_at, "steps": config.num_steps}
+        step = folder.exported_step(config.export)
+        results = folder.logged_validation(step) if is_first_process() else {}
+    return {"model": str(folder.model), "model_step": step, "steps": config.num_steps, **results}
+
+
+def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int | None:
+    """Trains and writes the model; returns the step if the run is told to stop before the end."""
+    optimizer = make_optimizer(config.optimizer, config.num_steps)
+    start = make_on(stage.mesh, partial(init_state, optimizer=optimizer), stage.init_params())
+    state = folder.restore(start)
+    state = run_steps(config, folder, stage, stage.make_step(optimizer, state), state)
+    step = int(state.step)
+    if step < config.num_steps:
+        if is_first_process():
+            tqdm.write(
+                f"stopped after step {step} of {config.num_steps}, which is saved; "
+                "run the same command again to go on",
+                file=sys.stderr,
+            )
+        return step
+    stage.save_model(folder.exported(config.export, state).params, folder.model)
+    return None
 
 
 def describe(config: TrainConfig) -> dict[str, Any]:
@@ -71,61 +90,6 @@ def describe(config: TrainConfig) -> dict[str, Any]:
         "steps": config.num_steps,
         "sample": stage.tokenizer.decode(stage.rows.tokens[0][:64]),
     }
-
-
-def _loop(
-    config: TrainConfig, folder: RunFolder, stage: Stage, step_fn: Any, state: TrainState
-) -> dict[str, Any]:
-    """Steps, logs, validates and saves; returns the last validation."""
-    first = int(state.step)
-    results: dict[str, Any] = {}
-    started, per_step = time.monotonic(), config.batch_size * config.data.sequence_length
-    with tqdm(
-        total=config.num_steps * per_step,
-        initial=first * per_step,
-        desc=f"train {folder.path.name}",
-        unit="tok",
-        unit_scale=True,
-        disable=not is_first_process(),
-    ) as progress:
-        for step in range(first + 1, config.num_steps + 1):
-            rows = data.batch_at(stage.rows, step - 1, config.batch_size, config.seed)
-            state, metrics = step_fn(state, put_batch(rows, stage.mesh))
-            progress.update(per_step)
-            is_last = step == config.num_steps
-            if step % config.log_every == 0 or is_last:
-                line = {name: np.asarray(value).tolist() for name, value in metrics.items()}
-                seconds = round(time.monotonic() - started, 3)
-                folder.log({"step": step, "tokens": step * per_step, **line, "seconds": seconds})
-                progress.set_postfix(loss=f"{line['loss']:.3f}")
-            if step % config.validate_every == 0 or is_last:
-                results = stage.validate(state.params, _validation_batches(config, stage))
-                folder.log({"step": step, **results})
-            if step % config.checkpoint_every == 0 or is_last:
-                folder.save(step, state)
-    return _finish(config, folder, stage, state, results)
-
-
-def _finish(
-    config: TrainConfig,
-    folder: RunFolder,
-    stage: Stage,
-    state: TrainState,
-    results: dict[str, Any],
-) -> dict[str, Any]:
-    """Writes the model; a run that was complete already is only validated again."""
-    if not results:
-        results = stage.validate(state.params, _validation_batches(config, stage))
-    if not folder.model.exists():
-        stage.save_model(state.params, folder.model)
-    return results
-
-
-def _validation_batches(config: TrainConfig, stage: Stage) -> Iterator[TrainBatch]:
-    """The same held-out batches every time."""
-    size = config.batch_size
-    for index in range(min(config.validation_batches, len(stage.validation_rows) // size)):
-        yield put_batch(stage.validation_rows[index * size : (index + 1) * size], stage.mesh)
 
 
 def main(arguments: list[str] | None = None) -> None:

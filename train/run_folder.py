@@ -1,9 +1,10 @@
 """The folder of a training run: config, provenance, metrics, checkpoints, and the trained model.
 
-config.yaml  provenance.json  metrics.jsonl  checkpoints/<step>/  model/
+config.yaml  provenance.json  metrics.jsonl  checkpoints/<step>/  samples/<step>.md  model/
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 import yaml
+from orbax.checkpoint import checkpoint_managers
 
 from poss_jax.checkpoint import provenance
 from poss_jax.config import TrainConfig, UserError, config_to_dict
@@ -60,7 +62,15 @@ class RunFolder:
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = Path(config.output).absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        policies = [
+            checkpoint_managers.LatestN(config.keep_checkpoints),
+            checkpoint_managers.BestN(get_metric_fn=_score, n=1),
+        ]
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_score,
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            cleanup_tmp_directories=True,  # what a killed process had begun to save
+        )
         self._manager = ocp.CheckpointManager(self.path / "checkpoints", options=options)
 
     @property
@@ -68,20 +78,49 @@ class RunFolder:
         """Where the trained model goes; it exists once the run is complete."""
         return self.path / "model"
 
-    def restore(self, state: TrainState) -> TrainState:
-        """Returns the last saved state, placed like `state`; or `state` itself if none is saved."""
-        step = self._manager.latest_step()
-        if step is not None:
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, vars(state))
-            saved = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
-            state = state.replace(**saved)
-        self._drop_metrics_after(step or 0)
-        return state
+    @property
+    def latest_step(self) -> int:
+        """The step of the newest checkpoint; 0: there is none."""
+        return self._manager.latest_step() or 0
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Saves the state in the background."""
-        if step not in self._manager.all_steps():
-            self._manager.save(step, args=ocp.args.StandardSave(vars(state)))
+    @property
+    def loss_level(self) -> float | None:
+        """The running mean of the loss at the newest checkpoint; None: there is none."""
+        metrics = self._manager.metrics(self.latest_step) if self.latest_step else None
+        return metrics and metrics["loss_level"]
+
+    def restore(self, state: TrainState) -> TrainState:
+        """Returns the newest saved state in place of this one; or this one if none is saved.
+
+        Metrics beyond it are dropped: the run writes them again.
+        """
+        self._drop_metrics_after(self.latest_step)
+        return self._read(self.latest_step, state) if self.latest_step else state
+
+    def save(
+        self, step: int, state: TrainState, *, score: float | None, loss_level: float | None
+    ) -> None:
+        """Saves the state in the background.
+
+        Args:
+          step: of the state.
+          state: may be donated once this returns.
+          score: how good it is; None: it was not validated.
+          loss_level: running mean of the loss.
+        """
+        metrics = {"score": score, "loss_level": loss_level}
+        self._manager.save(step, args=ocp.args.StandardSave(vars(state)), metrics=metrics)
+
+    def exported_step(self, export: str) -> int:
+        """The step of the `best` or the `last` checkpoint."""
+        best = self._manager.best_step()
+        return self.latest_step if export == "last" or best is None else best
+
+    def exported(self, export: str, state: TrainState) -> TrainState:
+        """Returns the state of that step; `state` is the newest, and is given up for it."""
+        self._manager.wait_until_finished()
+        step = self.exported_step(export)
+        return state if step == self.latest_step else self._read(step, state)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl; the first process holds the pen."""
@@ -90,9 +129,30 @@ class RunFolder:
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
+    def logged_validation(self, step: int) -> dict[str, Any]:
+        """What metrics.jsonl says of the validation at a step."""
+        lines = map(json.loads, (self.path / "metrics.jsonl").read_text().splitlines())
+        found = (line for line in lines if line["step"] == step and "validation_loss" in line)
+        return {key: value for key, value in next(found).items() if key != "step"}
+
+    def write_sample(self, name: str, text: str) -> Path:
+        """Writes a text that people may want to look at; the first process holds the pen."""
+        path = self.path / "samples" / name
+        if jax.process_index() == 0:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return path
+
     def close(self) -> None:
         """Waits for saves under way."""
         self._manager.close()
+
+    def _read(self, step: int, state: TrainState) -> TrainState:
+        """Reads a state to where `state` lies, which is freed first."""
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, vars(state))
+        jax.tree.map(lambda array: array.delete(), vars(state))
+        saved = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        return state.replace(**saved)
 
     def _drop_metrics_after(self, step: int) -> None:
         """A resumed run writes again what it had logged beyond its checkpoint."""
@@ -104,6 +164,10 @@ class RunFolder:
         replacement = path.with_suffix(".tmp")
         replacement.write_text("".join(kept))
         replacement.replace(path)
+
+
+def _score(metrics: dict[str, Any]) -> float:
+    return -math.inf if metrics["score"] is None else metrics["score"]
 
 
 def _continues(config: TrainConfig, path: Path, *, overwrite: bool) -> bool:

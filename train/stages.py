@@ -76,6 +76,10 @@ class Stage(Protocol):
         """Measures the parameters on held-out batches."""
         ...
 
+    def score(self, results: dict[str, Any]) -> float:
+        """How good a validation is; the best state has the highest."""
+        ...
+
     def save_model(self, params: Params, folder: Path) -> None:
         """Writes a model folder."""
         ...
@@ -130,6 +134,10 @@ class TargetStage:
         """See `Stage`."""
         losses = [self._validation_loss(params, batch.tokens) for batch in batches]
         return {"validation_loss": float(np.mean(jax.device_get(losses)))}
+
+    def score(self, results: dict[str, Any]) -> float:
+        """See `Stage`."""
+        return -results["validation_loss"]
 
     def save_model(self, params: Params, folder: Path) -> None:
         """See `Stage`."""
@@ -214,6 +222,10 @@ class DraftStage:
             "agreement": mean["agreement"].tolist(),
             "simulated_acceptance_length": float(mean["acceptance_length"]),
         }
+
+    def score(self, results: dict[str, Any]) -> float:
+        """See `Stage`."""
+        return results["simulated_acceptance_length"]
 
     def save_model(self, params: Params, folder: Path) -> None:
         """See `Stage`."""

@@ -117,6 +117,19 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ProfileConfig:
+    """Steps that JAX's profiler records.
+
+    Attributes:
+      start: the first of them; a run's first step is 1.
+      steps: how many.
+    """
+
+    start: int = Field(default=10, gt=0)
+    steps: int = Field(default=3, gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainConfig:
     """One training run.
 
@@ -128,9 +141,16 @@ class TrainConfig:
       init_draft: model folder of a draft to start from (stage draft; None: from scratch).
       allow_target_mismatch: start from a draft made for other weights of the same shape.
       num_tokens: budget in tokens.
-      checkpoint_every: steps between saves of the training state.
+      checkpoint_every: steps between saves of the training state, which every validation saves too.
       validate_every: steps between validations; both also happen at the end.
       validation_batches: batches of held-out text per validation.
+      keep_checkpoints: so many of the newest are kept; beside them the best, which is the one with
+        the longest simulated acceptance length (stage target: the lowest validation loss).
+      export: which checkpoint `model` is made of.
+      explosion_factor: a loss above so many times its running mean, and above it by 1, stops the
+        run; None: only one that is not finite does.
+      loggers: where metrics go beside metrics.jsonl.
+      profile: record these steps into the run's subfolder `profile` (None: none).
     """
 
     stage: Literal["target", "draft"]
@@ -151,6 +171,11 @@ class TrainConfig:
     validate_every: int = Field(default=500, gt=0)
     validation_batches: int = Field(default=4, gt=0)
     log_every: int = Field(default=10, gt=0)
+    keep_checkpoints: int = Field(default=2, gt=0)
+    export: Literal["best", "last"] = "best"
+    explosion_factor: float | None = Field(default=5.0, gt=1)
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    profile: ProfileConfig | None = None
 
     def __post_init__(self) -> None:
         needed = {"target": "model", "draft": "target"}[self.stage]

@@ -10,7 +10,7 @@ prompts.py    prompts cut out of documents or read from a file
 """
 
 from poss_jax.data.prompts import PROMPT_KEYS, prompts_from_documents, read_prompts
-from poss_jax.data.rows import Rows, batch_at, token_rows
+from poss_jax.data.rows import Rows, batch_at, rows_at, token_rows
 from poss_jax.data.sources import Documents, load_documents
 from poss_jax.data.tokenizer import CHAT_TEMPLATE, load_tokenizer, train_tokenizer
 
@@ -24,6 +24,7 @@ __all__ = [
     "load_tokenizer",
     "prompts_from_documents",
     "read_prompts",
+    "rows_at",
     "token_rows",
     "train_tokenizer",
 ]

@@ -74,9 +74,14 @@ def batch_at(rows: Rows, step: int, batch_size: int, seed: int) -> Rows:
     A pure function of the step, so a resumed run sees what an uninterrupted one would. Batches
     cross epoch boundaries: every row occurs exactly once per epoch.
     """
+    return rows[rows_at(len(rows), step, batch_size, seed)]
+
+
+def rows_at(num_rows: int, step: int, batch_size: int, seed: int) -> np.ndarray:
+    """Which rows `batch_at` takes."""
     positions = range(step * batch_size, (step + 1) * batch_size)
-    places = (divmod(position, len(rows)) for position in positions)
-    return rows[np.array([_epoch_order(len(rows), seed, epoch)[i] for epoch, i in places])]
+    places = (divmod(position, num_rows) for position in positions)
+    return np.array([_epoch_order(num_rows, seed, epoch)[i] for epoch, i in places])
 
 
 @functools.lru_cache(maxsize=4)

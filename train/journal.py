@@ -1,0 +1,127 @@
+"""What a run says about itself: progress bar, metrics.jsonl and loggers."""
+
+import resource
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from poss_jax.config import TrainConfig
+from train.devices import is_first_process
+from train.divergence import LossWatch, check_finite
+from train.loggers import open_loggers, scalars
+from train.run_folder import RunFolder
+
+
+class Journal:
+    """Writes the metrics of a step down once the next step is under way.
+
+    The device so never waits for the host, and is one step ahead at most.
+    """
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, first_step: int) -> None:
+        self._config, self._folder = config, folder
+        self._tokens_per_step = config.batch_size * config.data.sequence_length
+        self._watch = LossWatch(config.explosion_factor, folder.loss_level)
+        self._pending: tuple[int, dict[str, Any]] | None = None
+        self._started = time.monotonic()
+        self._last_line = first_step, self._started
+        self._loggers = open_loggers(config, folder.path, first_step) if is_first_process() else []
+        self._shown: dict[str, str] = {}
+        self._progress = tqdm(
+            total=config.num_steps * self._tokens_per_step,
+            initial=first_step * self._tokens_per_step,
+            desc=f"train {folder.path.name}",
+            unit="tok",
+            unit_scale=True,
+            disable=not is_first_process(),
+        )
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.close()
+        for logger in self._loggers:
+            logger.close()
+
+    @property
+    def loss_level(self) -> float | None:
+        """The running mean of the loss."""
+        return self._watch.level
+
+    def record(self, step: int, metrics: dict[str, Any]) -> None:
+        """Takes in the metrics of a step that was started, arrays that may not be there yet.
+
+        Raises:
+          Diverged: the step before went wrong.
+        """
+        self.settle()
+        self._pending = step, metrics
+
+    def settle(self) -> None:
+        """Waits for the newest step.
+
+        Raises:
+          Diverged: it went wrong.
+        """
+        if self._pending is None:
+            return
+        (step, arrays), self._pending = self._pending, None
+        metrics = {name: np.asarray(x).tolist() for name, x in jax.device_get(arrays).items()}
+        self._watch.check(step, metrics)
+        self._progress.update(self._tokens_per_step)
+        if step % self._config.log_every == 0 or step == self._config.num_steps:
+            tokens = {"tokens": step * self._tokens_per_step}
+            self._write(step, tokens | metrics | self._costs(step))
+            self._show(loss=metrics["loss"])
+
+    def validated(self, step: int, results: dict[str, Any]) -> None:
+        """Takes in a validation.
+
+        Raises:
+          Diverged: it is not finite.
+        """
+        check_finite(step, results)
+        self._write(step, results)
+        if "simulated_acceptance_length" in results:
+            self._show(accept=results["simulated_acceptance_length"])
+
+    def _write(self, step: int, metrics: dict[str, Any]) -> None:
+        self._folder.log({"step": step, **metrics})
+        for logger in self._loggers:
+            logger.log(step, scalars(metrics))
+
+    def _costs(self, step: int) -> dict[str, float]:
+        """Time and memory, the only numbers that differ from run to run."""
+        now, (last_step, then) = time.monotonic(), self._last_line
+        self._last_line = step, now
+        tokens = (step - last_step) * self._tokens_per_step
+        return {
+            "seconds": round(now - self._started, 3),
+            "tokens_per_second": round(tokens / max(now - then, 1e-9), 1),
+            "peak_gib": round(_peak_bytes() / 2**30, 3),
+        }
+
+    def _show(self, **numbers: float) -> None:
+        self._shown |= {name: f"{number:.3f}" for name, number in numbers.items()}
+        self._shown["peak"] = f"{_peak_bytes() / 2**30:.1f}GiB"
+        self._progress.set_postfix(self._shown)
+
+
+def _peak_bytes() -> int:
+    """The most memory that was in use: of the first device, on CPU of the process."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats:
+        return stats["peak_bytes_in_use"]
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
