@@ -47,7 +47,7 @@ def start_processes() -> None:
     Raises:
       UserError: the others cannot be joined.
     """
-    if not _speaks_of_processes(os.environ) or jax.distributed.is_initialized():
+    if not expects_processes(os.environ) or jax.distributed.is_initialized():
         return
 
     def given(name: str) -> int | None:
@@ -64,7 +64,7 @@ def start_processes() -> None:
         ) from error
 
 
-def _speaks_of_processes(environment: Any) -> bool:
+def expects_processes(environment: Any) -> bool:
     """Whether the environment says that there are several processes."""
     return (
         "JAX_COORDINATOR_ADDRESS" in environment

@@ -1,0 +1,210 @@
+"""One device, eight devices and two processes train the same model; nothing is held twice."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from models import random_draft, random_target, random_tokens, tiny_llama
+from programs import POSS2, Runs, refusal, tiny_runs, write_config
+
+from poss_jax.checkpoint import load_draft, read_record
+from poss_jax.config import DraftConfig, MeshConfig, ObjectiveConfig, OptimizerConfig, UserError
+from poss_jax.data import Rows
+from poss_jax.sharding import make_mesh, place_tree
+from poss_jax.target import stack_layers
+from poss_jax.train_step import DraftTask, init_state, make_draft_step, make_optimizer
+from train.devices import (
+    expects_processes,
+    make_on,
+    make_step_on,
+    put_batch,
+    stack_on,
+    start_processes,
+)
+from train.main import main
+
+LLAMA = tiny_llama(vocab_size=64)
+TASK = DraftTask(
+    target=LLAMA,
+    draft=DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=3, fc_bias=True),
+    objective=ObjectiveConfig(rows_per_chunk=24),
+)
+STEPS = 3
+
+
+def rows_of(seed: int) -> Rows:
+    """Eight rows of two documents each, padded, some tokens not trained."""
+    rng = np.random.default_rng(seed)
+    tokens = np.asarray(random_tokens(LLAMA, 8, 12, seed=seed))
+    documents = np.sort(rng.integers(1, 3, (8, 12)), axis=1).astype(np.int32)
+    documents[:, 10:] = 0
+    return Rows(tokens, rng.random((8, 12)) < 0.8, documents)
+
+
+def trained_on(sizes: dict[str, int]) -> tuple[np.ndarray, Any]:
+    """Losses of a few steps and the parameters after them."""
+    mesh = make_mesh(MeshConfig(**sizes))
+    target, draft = random_target(LLAMA), random_draft(TASK.draft)
+    target |= {"layers": stack_on(mesh, target["layers"])}
+    target = jax.device_put(target, place_tree(target, mesh))
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0), STEPS)
+
+    def init(draft):
+        stacked = draft | {"specialists": stack_layers(draft["specialists"])}
+        return init_state(stacked, optimizer)
+
+    state = make_on(mesh, init, draft)
+    step = make_step_on(mesh, make_draft_step(TASK, optimizer), state)
+    losses = []
+    for index in range(STEPS):
+        before = state
+        state, loss = step(state, target, put_batch(rows_of(index), mesh), jax.random.key(7))
+        losses.append(np.asarray(loss.total))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == place_tree(state, mesh)
+    return np.stack(losses), jax.tree.map(np.asarray, state.params)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return trained_on({"data": 1})
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data": 8}, {"fsdp": -1, "data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str
+)
+def test_eight_devices_train_as_one(alone, sizes):
+    losses, params = trained_on(sizes)
+    np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
+    for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(alone[1]), strict=True):
+        assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs on several devices
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+def config_for(runs: Runs, folder: Path, **changes: Any) -> str:
+    """Eight steps of PosS-2, saved after the third and the sixth."""
+    values = POSS2 | {"target": runs.model("target"), "output": str(folder), "data": runs.data}
+    budget = {"num_tokens": 8 * 64, "checkpoint_every": 3}
+    return write_config(folder.parent / f"{folder.name}-configs", values | budget | changes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "error"),
+    [
+        ({"fsdp": 3}, "mesh data=-1 fsdp=3 tensor=1 does not fit 8 devices"),
+        ({"fsdp": -1, "data": 1}, "batch_size 2 does not divide among mesh.data x mesh.fsdp"),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(runs, tmp_path, mesh, error):
+    config = config_for(runs, tmp_path / "run", mesh=mesh)
+    assert error in refusal(main, "--config", config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "are_several"),
+    [
+        ({}, False),
+        ({"SLURM_STEP_NUM_TASKS": "1", "TPU_WORKER_HOSTNAMES": "localhost"}, False),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "16"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "host-0,host-1"}, True),
+        ({"JAX_COORDINATOR_ADDRESS": "host:1234"}, True),
+    ],
+)
+def test_the_environment_says_whether_there_are_others(environment, are_several):
+    assert expects_processes(environment) == are_several
+
+
+@pytest.mark.parametrize("count", ["", "two"])
+def test_others_that_cannot_be_joined_are_one_line(monkeypatch, count):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", count)
+    with pytest.raises(UserError, match=f"cannot join the other processes: .*int.*'{count}'; set"):
+        start_processes()
+
+
+CRASH = """
+import os, sys, time
+from pathlib import Path
+from poss_jax import data
+from train.main import cli
+
+def batch_at(rows, step, *args, batch_at=data.batch_at):
+    while step == 4 and not saved.exists():
+        time.sleep(0.05)
+    return os._exit(9) if step == 4 else batch_at(rows, step, *args)
+
+data.batch_at, saved = batch_at, Path(sys.argv.pop())
+cli()
+"""
+
+
+def run_in_two(folder: Path, *arguments: str) -> list[tuple[int, str]]:
+    """Exit code and output of two processes with a device each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "XLA_FLAGS": "",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env=environment | {"JAX_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    return list(zip((process.returncode for process in processes), outputs, strict=True))
+
+
+def losses(folder: Path) -> list[list[float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss_per_depth"] for line in lines if "loss_per_depth" in line]
+
+
+def weights(runs: Runs, folder: Path) -> list[np.ndarray]:
+    _, params = load_draft(folder / "model", target=read_record(runs.model("target")))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+
+
+def test_two_processes_train_save_and_resume_as_one_does(runs, tmp_path):
+    main(["--config", config_for(runs, tmp_path / "one", mesh={"data": 1})])
+    two = tmp_path / "two"
+    config = config_for(runs, two, mesh={"fsdp": 2})
+    saved = str(two / "checkpoints" / "3")
+    crashed = run_in_two(tmp_path, "-c", CRASH, "--config", config, saved)
+    assert [code for code, _ in crashed] == [9, 9], crashed
+    assert 3 <= len(losses(two)) <= 4 and not (two / "model").exists()
+    outcomes = run_in_two(tmp_path, "-m", "train.main", "--config", config)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert json.loads(outcomes[0][1].splitlines()[-1])["steps"] == 8
+    assert "  0%|" in crashed[0][1] and "  0%|" not in outcomes[0][1]  # it went on after step 3
+    np.testing.assert_allclose(losses(two), losses(tmp_path / "one"), rtol=1e-5)
+    for got, want in zip(weights(runs, two), weights(runs, tmp_path / "one"), strict=True):
+        assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
