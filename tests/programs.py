@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import yaml
 from filelock import FileLock
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from infer.generate import main as generate_main
+from poss_jax.checkpoint import load_draft, load_target, read_record
 from poss_jax.config import UserError
 from train.main import main as train_main
 
 NUM_NEW = 6  # tokens of an answer that `generate` asks for
+STEPS = 24  # of a training run
 
 TARGET = {
     "stage": "target",
@@ -36,7 +39,7 @@ TARGET = {
     },
     "optimizer": {"learning_rate": 1e-2},
     "mesh": {"data": 1},
-    "num_tokens": 24 * 64,
+    "num_tokens": STEPS * 64,
     "batch_size": 2,
     "checkpoint_every": 10,
     "validate_every": 10,
@@ -96,6 +99,30 @@ def write_config(folder: Path, values: dict[str, Any]) -> str:
     path = folder / f"config-{len(list(folder.glob('config-*')))}.yaml"
     path.write_text(yaml.safe_dump(values))
     return str(path)
+
+
+def config_file(runs: Runs, folder: Path, values: dict[str, Any], **changes: Any) -> str:
+    """Config of a run in `folder / "run"`."""
+    models = {"target": runs.model("target")} if values["stage"] == "draft" else {}
+    output = {"output": str(folder / "run"), "data": runs.data}
+    return write_config(folder / "configs", values | models | output | changes)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without what differs from run to run."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    costs = {"seconds", "tokens_per_second", "peak_gib"}
+    return [{key: line[key] for key in line if key not in costs} for line in lines]
+
+
+def weights(folder: Path, target: str) -> list[np.ndarray]:
+    record = read_record(folder / "model")
+    loaded = (
+        load_target(folder / "model")
+        if record.family == "target"
+        else load_draft(folder / "model", target=read_record(target))
+    )
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(loaded[1])]
 
 
 def write_lines(path: Path, *records: Any) -> str:

@@ -1,6 +1,5 @@
 """The training program end to end: both stages, resuming after crashes, refusals."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,53 +14,30 @@ import pytest
 from programs import (
     DRAFT,
     POSS2,
+    STEPS,
     TARGET,
     Runs,
+    config_file,
     copy_model,
+    metrics,
     refusal,
     summary,
     tiny_runs,
-    write_config,
+    weights,
 )
 
 from poss_jax import data
-from poss_jax.checkpoint import load_draft, load_target, read_record
+from poss_jax.checkpoint import load_draft, read_record
 from poss_jax.config import TrainConfig, UserError, load_config
 from train.main import main
 from train.run_folder import RunFolder
 from train.stages import open_stage
-
-STEPS = 24
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     with tiny_runs(tmp_path_factory) as runs:
         yield runs
-
-
-def config_file(runs: Runs, folder: Path, values: dict[str, Any], **changes: Any) -> str:
-    """Config of a run in `folder / "run"`."""
-    models = {"target": runs.model("target")} if values["stage"] == "draft" else {}
-    output = {"output": str(folder / "run"), "data": runs.data}
-    return write_config(folder / "configs", values | models | output | changes)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl without what differs from run to run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    costs = {"seconds", "tokens_per_second", "peak_gib"}
-    return [{key: line[key] for key in line if key not in costs} for line in lines]
-
-
-def weights(folder: Path, target: str) -> list[np.ndarray]:
-    record = read_record(folder / "model")
-    loaded = (
-        load_target(folder / "model")
-        if record.family == "target"
-        else load_draft(folder / "model", target=read_record(target))
-    )
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(loaded[1])]
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:

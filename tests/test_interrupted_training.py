@@ -1,0 +1,184 @@
+"""Training runs that are killed, told to stop or diverge: nothing is lost, nothing bad is kept."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from programs import POSS2, STEPS, Runs, config_file, metrics, refusal, tiny_runs, weights
+from self_killing import ROOT
+
+from poss_jax import data
+from poss_jax.checkpoint import load_target, split_items, write_model
+from poss_jax.config import TrainConfig, load_config
+from train.main import main
+from train.stages import open_stage
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+def environment() -> dict[str, str]:
+    """Of a process of its own, which compiles the same programs and so finds them compiled."""
+    return os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+    }
+
+
+def interrupt(moment: str, step: int, config: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tests" / "dying_run.py"), moment, str(step)]
+    command += ["--config", config]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+
+
+def assert_ends_like(folder: Path, uninterrupted: Path, runs: Runs) -> None:
+    """Bit for bit: metrics and weights; and the same checkpoints are left."""
+    assert metrics(folder) == metrics(uninterrupted)
+    assert checkpoints(folder) == checkpoints(uninterrupted)
+    expected = weights(uninterrupted, runs.model("target"))
+    for got, want in zip(weights(folder, runs.model("target")), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+# --------------------------------------------------------------------------------------------------
+# Killed
+
+
+@pytest.mark.parametrize(
+    ("moment", "step", "left"), [("step", 13, [10]), ("log", 13, [10]), ("save", 20, [10])]
+)
+def test_killed_run_ends_like_an_uninterrupted_one(
+    runs: Runs, tmp_path: Path, moment: str, step: int, left: list[int]
+) -> None:
+    config = config_file(runs, tmp_path, POSS2)
+    result = interrupt(moment, step, config)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert [int(name) for name in names if name.isdigit()] == left
+    assert any(name.startswith("20.") for name in names) == (moment == "save")
+    main(["--config", config])
+    assert_ends_like(tmp_path / "run", runs.root / "poss2", runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_killed_at_a_random_moment(runs: Runs, tmp_path: Path, seed: int) -> None:
+    """Between the first file and the end, wherever that falls."""
+    config = config_file(runs, tmp_path, POSS2)
+    command = [sys.executable, "-m", "train.main", "--config", config]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=quiet, stderr=quiet
+    ) as process:
+        while process.poll() is None and not (tmp_path / "run" / "checkpoints").exists():
+            time.sleep(0.001)
+        time.sleep(random.Random(seed).uniform(0, 2))
+        process.kill()
+    main(["--config", config])
+    assert_ends_like(tmp_path / "run", runs.root / "poss2", runs)
+
+
+# --------------------------------------------------------------------------------------------------
+# Told to stop
+
+
+def test_sigterm_saves_and_says_how_to_go_on(runs: Runs, tmp_path: Path) -> None:
+    config = config_file(runs, tmp_path, POSS2)
+    result = interrupt("sigterm", 13, config)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f'{{"stopped_at": 13, "steps": {STEPS}}}\n'
+    assert "stopped after step 13 of 24, which is saved; run the same command" in result.stderr
+    assert checkpoints(tmp_path / "run") == [10, 13]
+    assert not (tmp_path / "run" / "model").exists()
+    main(["--config", config])
+    assert_ends_like(tmp_path / "run", runs.root / "poss2", runs)
+
+
+def test_second_sigterm_quits_at_once(runs: Runs, tmp_path: Path) -> None:
+    result = interrupt("twice", 13, config_file(runs, tmp_path, POSS2))
+    assert result.returncode == -signal.SIGTERM, result.stderr
+    assert "saving and stopping; a second one quits at once" in result.stderr
+    assert checkpoints(tmp_path / "run") == [10]
+
+
+# --------------------------------------------------------------------------------------------------
+# Diverged
+
+
+def poisoned_target(source: str, folder: Path, token: int) -> str:
+    """A copy of a target to which a certain token is no number."""
+    record, params = load_target(source)
+    weight = params["embed"]["weight"]
+    params |= {"embed": {"weight": weight.at[token].set(np.nan)}}
+    items = split_items(record.config, params)
+    write_model(folder, record, items, tokenizer_from=Path(source))
+    return str(folder)
+
+
+def rare_text(folder: Path, text: Path) -> str:
+    """The training text, and one document with a letter of its own."""
+    folder.mkdir()
+    for path in text.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "rare.txt").write_text("é" * 8, encoding="utf-8")
+    return str(folder / "*.txt")
+
+
+def test_poisoned_batch_stops_the_run_and_is_named(runs: Runs, tmp_path: Path) -> None:
+    source = {"source": rare_text(tmp_path / "text", runs.root / "text")}
+    values: dict[str, Any] = {"data": runs.data | source, "checkpoint_every": 1}
+    values |= {"validate_every": STEPS, "log_every": 5}
+    config = config_file(runs, tmp_path, POSS2, **values)
+    stage = open_stage(load_config(TrainConfig, config), tmp_path)
+    token = stage.tokenizer("é", add_special_tokens=False)["input_ids"][0]
+    assert not (stage.validation_rows.tokens == token).any()
+    (row,) = {int(row) for row, _ in np.argwhere(stage.rows.tokens == token)}
+    batches = {
+        (seed, step): data.rows_at(len(stage.rows), step - 1, 2, seed)
+        for seed in range(100)
+        for step in range(5, 9)
+    }
+    seed, step = next(at for at, rows in batches.items() if row in rows)
+
+    target = poisoned_target(runs.model("target"), tmp_path / "target", token)
+    config = config_file(runs, tmp_path, POSS2, **values, seed=seed, target=target)
+    message = refusal(main, "--config", config)
+    rows = ", ".join(map(str, sorted(batches[seed, step])))
+    assert message.startswith(
+        f"step {step} diverged: loss nan; the checkpoint of step {step - 1} is kept, "
+        f"its batch is rows {rows} of the training data (text: "
+    )
+    assert checkpoints(tmp_path / "run") == [step - 2, step - 1]
+    assert "éé" in (tmp_path / "run" / "samples" / f"diverged-{step}.md").read_text("utf-8")
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [5][: step - 5]
+    assert not (tmp_path / "run" / "model").exists()
+    assert refusal(main, "--config", config) == message  # the same again from the checkpoint
+
+
+def test_validation_that_is_not_finite_is_not_saved(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = {"validation_loss": [np.nan], "simulated_acceptance_length": 1.0}
+    monkeypatch.setattr("train.stages.DraftStage.validate", lambda *_: results)
+    message = refusal(main, "--config", config_file(runs, tmp_path, POSS2))
+    assert "step 10 diverged: validation_loss [nan]; nothing is saved yet" in message
+    assert checkpoints(tmp_path / "run") == []
