@@ -13,7 +13,7 @@ While drafting, the scratch rows of the cache hold the beam of every level after
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,9 @@ class Level(NamedTuple):
 
 ChildrenFn = Callable[[Array, Level, int], tuple[Array, Array]]
 """(logits [B rows Vd], their level, W) -> (draft ids, log-probabilities), both [B rows W]."""
+
+KEY_VALUE = ("k", "v", "k_norm")
+"""Parameters of attention that keys and values depend on."""
 
 # Calibrated on trained drafts (benchmarks/coupling.py); from 1 to 2 the tree is hardly another one.
 _SHARPNESS = 1.5
@@ -83,6 +86,32 @@ def extend_specialists(draft: Params, num_specialists: int) -> Params:
             "start from one with no more than wanted"
         )
     return draft | {"specialists": have + [have[-1]] * (num_specialists - len(have))}
+
+
+def share_keys_values(draft: Params, reduce: Callable[[Array], Array]) -> Params:
+    """Gives all specialists the same key and value parameters (or gradients of them).
+
+    Args:
+      draft: specialists stacked.
+      reduce: [E ...] -> [1 ...], what becomes of those there are.
+    """
+
+    def share(path: tuple[Any, ...], leaf: Array) -> Array:
+        is_shared = path[0].key == "attention" and path[1].key in KEY_VALUE
+        return jnp.broadcast_to(reduce(leaf), leaf.shape) if is_shared else leaf
+
+    return draft | {"specialists": jax.tree.map_with_path(share, draft["specialists"])}
+
+
+def has_shared_keys_values(draft: Params) -> bool:
+    """Whether a list of specialists has one key and one value projection."""
+
+    def of(specialist: Params) -> list[Array]:
+        attention = specialist["attention"]
+        return jax.tree.leaves({name: attention[name] for name in KEY_VALUE if name in attention})
+
+    first, *others = map(of, draft["specialists"])
+    return all(bool((a == b).all()) for other in others for a, b in zip(first, other, strict=True))
 
 
 def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None = None) -> Params:

@@ -10,6 +10,7 @@ is therefore one expected head row per term: computed once per batch, used at ev
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,21 +50,33 @@ class DraftLosses(struct.PyTreeNode):
 
 
 def describe_targets(
-    head: Float[Array, "V D"], features: Float[Array, "B T D"], objective: ObjectiveConfig
+    head: Float[Array, "V D"],
+    features: Float[Array, "B T D"],
+    objective: ObjectiveConfig,
+    *,
+    chunk: int,
 ) -> TargetRows:
-    """Takes from the target's distribution at every row what the loss needs of it."""
+    """Takes from the target's distribution at every row what the loss needs of it.
+
+    Args:
+      head: the target's.
+      features: the target's next feature at every row.
+      objective: terms of weight 0 are left out, as zeros.
+      chunk: positions of every sequence whose logits are held at a time. Static.
+    """
 
     def of_chunk(rows: Array) -> tuple[Array, ...]:
-        logits = linear(rows, head).astype(jnp.float32)
-        probabilities = jax.nn.softmax(logits)
+        probabilities = jax.nn.softmax(linear(rows, head).astype(jnp.float32))
+        expected = _mean_head(head, probabilities)
+        tokens = jnp.argmax(probabilities, axis=-1).astype(jnp.int32)
+        if not objective.top_k_weight:
+            return expected, jnp.zeros_like(expected), jnp.zeros(tokens.shape), tokens
         top, ids = lax.top_k(probabilities, min(objective.top_k, len(head)))
-        wide_head = head.astype(jnp.float32)
-        expected = probabilities @ wide_head
-        top_expected = jnp.einsum("nk,nkd->nd", top, wide_head[ids])
-        return expected, top_expected, top.sum(axis=-1), ids[:, 0]
+        rows_of_top = head[ids].astype(jnp.float32)
+        top_expected = jnp.einsum("BTk,BTkD->BTD", top, rows_of_top)
+        return expected, top_expected, top.sum(axis=-1), tokens
 
-    parts = _by_chunks(of_chunk, features, objective.rows_per_chunk)
-    return TargetRows(features, *parts)
+    return TargetRows(features, *_by_chunks(of_chunk, chunk, features))
 
 
 def draft_losses(
@@ -71,17 +84,30 @@ def draft_losses(
     predictions: Float[Array, "B T D"],
     targets: TargetRows,
     loss_mask: Bool[Array, "B T"],
+    num_trained: Float[Array, ""],
     objective: ObjectiveConfig,
+    *,
+    chunk: int,
 ) -> DraftLosses:
-    """Loss of the features predicted at one depth (fixtures' README, section 4.4)."""
+    """Loss of the features predicted at one depth.
+
+    Args:
+      head: the target's; not trained.
+      predictions: features.
+      targets: what they should be.
+      loss_mask: trained rows.
+      num_trained: what sums over rows are divided by: trained rows of the whole batch, of which
+        this may be a part.
+      objective: weights of the terms.
+      chunk: see `describe_targets`.
+    """
+    log_z = log_normaliser(head, predictions.astype(head.dtype), chunk)
     predictions = predictions.astype(jnp.float32)
     targets_wide = targets.features.astype(jnp.float32)
-    normaliser = loss_mask.sum(dtype=jnp.float32) + 1e-5
 
     def averaged(per_row: Array) -> Array:
-        return jnp.where(loss_mask, per_row, 0.0).sum() / normaliser
+        return jnp.where(loss_mask, per_row, 0.0).sum() / (num_trained + 1e-5)
 
-    log_z = logsumexp_rows(head, predictions.astype(head.dtype), objective.rows_per_chunk)
     feature = averaged(_smooth_l1(predictions - targets_wide).mean(axis=-1))
     probability = averaged(log_z - (predictions * targets.expected_head).sum(axis=-1))
     top_k = averaged(
@@ -101,40 +127,69 @@ def language_model_loss(
     labels: Int[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
     *,
-    rows_per_chunk: int,
+    chunk: int,
 ) -> Float[Array, ""]:
-    """Mean cross-entropy, in nats per token, of the labels under the model."""
-    log_z = logsumexp_rows(head, features, rows_per_chunk)
-    label_logits = (features * jnp.take(head, labels, axis=0)).sum(axis=-1).astype(jnp.float32)
-    per_row = jnp.where(loss_mask, log_z - label_logits, 0.0)
-    return per_row.sum() / jnp.maximum(loss_mask.sum(dtype=jnp.float32), 1.0)
+    """Sum of the cross-entropies, in nats, of the labels of trained rows under the model."""
 
+    def of_chunk(rows: Array, labels: Array, loss_mask: Array) -> Array:
+        logits = linear(rows, head).astype(jnp.float32)
+        label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+        return jnp.where(loss_mask, jax.nn.logsumexp(logits, axis=-1) - label_logits, 0.0)
 
-def logsumexp_rows(
-    head: Float[Array, "V D"], features: Float[Array, "B T D"], rows_per_chunk: int
-) -> Float[Array, "B T"]:
-    """Logarithm of the softmax denominator of every row.
-
-    Where there are several chunks, their logits are computed again for gradients.
-    """
-
-    def of_chunk(rows: Array) -> tuple[Array]:
-        return (jax.nn.logsumexp(linear(rows, head).astype(jnp.float32), axis=-1),)
-
-    is_one_chunk = features.shape[0] * features.shape[1] <= rows_per_chunk
-    function = of_chunk if is_one_chunk else jax.checkpoint(of_chunk)
-    return _by_chunks(function, features, rows_per_chunk)[0]
+    return _by_chunks(jax.checkpoint(of_chunk), chunk, features, labels, loss_mask).sum()
 
 
 def most_likely_tokens(
-    head: Float[Array, "V D"], features: Float[Array, "B T D"], rows_per_chunk: int
+    head: Float[Array, "V D"], features: Float[Array, "B T D"], chunk: int
 ) -> Int[Array, "B T"]:
     """Most likely token at every row."""
 
-    def of_chunk(rows: Array) -> tuple[Array]:
-        return (jnp.argmax(linear(rows, head), axis=-1).astype(jnp.int32),)
+    def of_chunk(rows: Array) -> Array:
+        return jnp.argmax(linear(rows, head), axis=-1).astype(jnp.int32)
 
-    return _by_chunks(of_chunk, features, rows_per_chunk)[0]
+    return _by_chunks(of_chunk, chunk, features)
+
+
+def log_normaliser(
+    head: Float[Array, "V D"], features: Float[Array, "B T D"], chunk: int
+) -> Float[Array, "B T"]:
+    """Logarithm of every row's softmax denominator, under a head that is not trained.
+
+    Its gradient is the head's mean row under the softmax, and where one is wanted it is taken while
+    the logits are at hand, rather than computing them again.
+    """
+    return _log_normaliser(head, features, chunk)
+
+
+def _log_normaliser_alone(head: Array, features: Array, chunk: int) -> Array:
+    def of_chunk(rows: Array) -> Array:
+        return jax.nn.logsumexp(linear(rows, head).astype(jnp.float32), axis=-1)
+
+    return _by_chunks(of_chunk, chunk, features)
+
+
+def _log_normaliser_forward(head: Array, features: Array, chunk: int):
+    def of_chunk(rows: Array) -> tuple[Array, Array]:
+        logits = linear(rows, head).astype(jnp.float32)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        return log_z, _mean_head(head, jnp.exp(logits - log_z[..., None])).astype(rows.dtype)
+
+    return _by_chunks(of_chunk, chunk, features)
+
+
+def _log_normaliser_backward(chunk: int, expected_head: Array, of_log_z: Array):
+    del chunk
+    return None, expected_head * of_log_z[..., None].astype(expected_head.dtype)
+
+
+_log_normaliser: Any = jax.custom_vjp(_log_normaliser_alone, nondiff_argnums=(2,))
+_log_normaliser.defvjp(_log_normaliser_forward, _log_normaliser_backward)
+
+
+def _mean_head(head: Array, probabilities: Array) -> Array:
+    """Head row averaged under probabilities [... V], float32."""
+    weights = probabilities.astype(head.dtype)
+    return jnp.einsum("...V,VD->...D", weights, head, preferred_element_type=jnp.float32)
 
 
 def _smooth_l1(difference: Array) -> Array:
@@ -142,16 +197,20 @@ def _smooth_l1(difference: Array) -> Array:
     return jnp.where(size < 1.0, 0.5 * difference**2, size - 0.5)
 
 
-def _by_chunks(
-    function: Callable[[Array], tuple[Array, ...]], rows: Array, rows_per_chunk: int
-) -> tuple[Array, ...]:
-    """Maps [n D] -> tuple of [n ...] over all rows of [B T D], so many rows at a time."""
-    B, T, D = rows.shape
-    flat = rows.reshape(B * T, D)
-    if len(flat) > rows_per_chunk:
-        padded = jnp.pad(flat, ((0, -len(flat) % rows_per_chunk), (0, 0)))
-        parts = lax.map(function, padded.reshape(-1, rows_per_chunk, D))
-        parts = tuple(part.reshape(-1, *part.shape[2:])[: len(flat)] for part in parts)
-    else:
-        parts = function(flat)
-    return tuple(part.reshape(B, T, *part.shape[1:]) for part in parts)
+def _by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
+    """Applies a function of [B t ...] arrays to so many of the T positions at a time.
+
+    Every sequence is cut the same way, so that sequences on different devices stay there.
+    """
+    B, T = arrays[0].shape[:2]
+    if chunk >= T:
+        return function(*arrays)
+
+    def cut(x: Array) -> Array:
+        widths = [(0, -T % chunk if axis == 1 else 0) for axis in range(x.ndim)]
+        return jnp.moveaxis(jnp.pad(x, widths).reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+
+    def joined(parts: Array) -> Array:
+        return jnp.moveaxis(parts, 0, 1).reshape(B, -1, *parts.shape[3:])[:, :T]
+
+    return jax.tree.map(joined, lax.map(lambda parts: function(*parts), tuple(map(cut, arrays))))

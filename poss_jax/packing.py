@@ -1,10 +1,13 @@
 """Rows that hold several documents: what a step is fed, and what follows from it."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from poss_jax.shapes import Array, Bool, Int
+from poss_jax.shapes import Array, Bool, Float, Int
 
 
 class TrainBatch(struct.PyTreeNode):
@@ -42,3 +45,20 @@ def lengths_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
 def is_last_in(documents: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     """Whether a token is its document's last."""
     return positions_in(documents[:, ::-1])[:, ::-1] == 0
+
+
+def cut_batch(tree: Any, num_parts: int) -> Any:
+    """Cuts [B ...] arrays into [parts B/parts ...].
+
+    A part takes every n-th row, so that each device cuts the rows it has.
+    """
+
+    def cut(x: Array) -> Array:
+        return jnp.swapaxes(x.reshape(-1, num_parts, *x.shape[1:]), 0, 1)
+
+    return jax.tree.map(cut, tree)
+
+
+def count(mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """Number of True, as what sums are divided by."""
+    return mask.sum(dtype=jnp.float32)

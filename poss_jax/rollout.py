@@ -7,56 +7,69 @@ d the query of row r comes from version d, and column i shows version max(0, d -
     version  ...  0    1    2    3          versions of one age stand on a diagonal
 
 So a row attends version 0 up to column r - d, by ordinary causal attention, and d diagonal terms,
-one product per row each. `history[j]` holds what the diagonal of age j shows at every row: version
-d - j moved j rows to the right. One depth on, everything moves one row and one place further.
+one product per row each. What the softmax over version 0 gave is kept as a mean and a sum, to which
+one age after the other is added: nothing but the versions themselves grows with the depth.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from poss_jax.blockwise import NOTHING, Attended, attend_documents, group_heads, ungroup_heads
 from poss_jax.config import DraftConfig
-from poss_jax.draft import fuse_features, fuse_tokens
-from poss_jax.layers import DecoderLayer, merge_heads, rope_frequencies
+from poss_jax.draft import KEY_VALUE, fuse_features, fuse_tokens
+from poss_jax.layers import DecoderLayer, rope_frequencies
+from poss_jax.packing import positions_in
 from poss_jax.shapes import Array, Float, Int, Params
 
 
-class DraftBatch(struct.PyTreeNode):
+class DraftInputs(struct.PyTreeNode):
     """Rows of text as the draft sees them: pairs (feature f_j, token x_{j+1}).
 
     Attributes:
       features: input features, from the target (perhaps with noise).
       embedded: embeddings of the next tokens.
+      documents: which document of its row a pair belongs to.
     """
 
     features: Array  # [B T D]
     embedded: Array  # [B T D]
+    documents: Array  # [B T] int32
 
 
-def init_history(features: Float[Array, "B T D"], depth: int) -> Float[Array, "R B T D"]:
-    """What the diagonals show before anything is predicted (ages from 1 on are not read yet)."""
-    return jnp.broadcast_to(features[None], (depth, *features.shape))
+def init_versions(features: Float[Array, "B T D"], depth: int) -> Float[Array, "R B T D"]:
+    """Room for every version that is read; so far it holds version 0."""
+    return jnp.zeros((depth, *features.shape), features.dtype).at[0].set(features)
 
 
-def advance_history(
-    history: Float[Array, "R B T D"],
+def add_version(
+    versions: Float[Array, "R B T D"],
     prediction: Float[Array, "B T D"],
-    features: Float[Array, "B T D"],
+    documents: Int[Array, "B T"],
+    depth: Int[Array, ""],
 ) -> Float[Array, "R B T D"]:
-    """Takes in the prediction of a depth, detached; row 0 keeps the target's own feature."""
-    newest = jnp.concatenate([features[:, :1], prediction[:, :-1]], axis=1)
-    older = _moved(history[:-1], 1)
-    return lax.stop_gradient(jnp.concatenate([newest[None], older]))
+    """Takes in, detached, what was predicted at a depth; row 0 of a document keeps its feature.
+
+    The prediction of the last depth is not read; it takes the place of the newest version.
+    """
+    is_first = (positions_in(documents) == 0)[..., None]
+    newest = jnp.where(is_first, versions[0], jnp.roll(prediction, 1, axis=1))
+    return lax.dynamic_update_index_in_dim(versions, lax.stop_gradient(newest), depth + 1, 0)
 
 
 def predict(
     fc: Params,
     specialist: Params,
     config: DraftConfig,
-    batch: DraftBatch,
-    history: Float[Array, "R B T D"],
+    inputs: DraftInputs,
+    versions: Float[Array, "R B T D"],
     depth: Int[Array, ""],
+    *,
+    block: int,
 ) -> Float[Array, "B T D"]:
     """Features one depth predicts at every row (row r: of f_{r+1}, drafted `depth` + 1 ahead).
 
@@ -64,81 +77,55 @@ def predict(
       fc: the fusion layer.
       specialist: the layer that serves this depth.
       config: shape of the draft.
-      batch: pairs of the target.
-      history: what the diagonals show at this depth.
+      inputs: pairs of the target.
+      versions: versions 0 to `depth`.
       depth: 0-based; may be traced.
+      block: rows and columns whose scores are held at a time. Static.
     """
     layer = DecoderLayer(config.layer, has_input_norm=False).bind({"params": specialist})
-    B, T, _ = batch.features.shape
-    ages = len(history) - 1  # at depth d the diagonals of ages 0 .. d-1 are attended
-    row = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    position = positions_in(inputs.documents)
+    B, T = position.shape
     frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
-
-    of_tokens = fuse_tokens(fc, batch.embedded)
-
-    def version(features: Array, age: Array) -> tuple[Array, Array, Array]:
-        """Draft input, keys and values of the rows that stand on the diagonal of an age."""
-        x = jnp.roll(of_tokens, age, axis=1) + fuse_features(fc, features)
-        return x, *layer.keys_values(x, row - age, frequencies)
-
-    def version_if_attended(step: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        features, age = step
-        shapes = jax.eval_shape(version, features, age)
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return lax.cond(age < jnp.maximum(depth, 1), version, lambda *_: nothing, features, age)
-
-    x, k, v = version(batch.features, jnp.int32(0))
-    x_ages, k_ages, v_ages = lax.map(version_if_attended, (history[:ages], jnp.arange(ages)))
-    x = x_ages[0] if ages else x
-    q = layer.queries(x, row, frequencies)
-    return layer.finish(x, _attend_versions(q, (k, v), (k_ages, v_ages), depth))
-
-
-def _attend_versions(
-    q: Float[Array, "B N T H"],
-    base: tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]],
-    ages: tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]],
-    depth: Int[Array, ""],
-) -> Float[Array, "B T N*H"]:
-    """One softmax over the columns of version 0 and the diagonals of every age."""
-    B, N, T, H = q.shape
-    (k_base, v_base), (k_ages, v_ages) = base, ages
-    K = k_base.shape[1]
-    grouped = q.reshape(B, K, N // K, T, H) * H**-0.5
-    row, age = jnp.arange(T), jnp.arange(len(k_ages))
-    on_base = row[None] <= row[:, None] - depth
-    on_ages = (age[None] < depth) & (age[None] <= row[:, None])
-    to_base = jnp.einsum("BKGTH,BKSH->BKGTS", grouped, k_base, preferred_element_type=jnp.float32)
-    to_ages = (grouped[None] * k_ages[:, :, :, None]).sum(axis=-1, dtype=jnp.float32)
+    of_tokens = fuse_tokens(fc, inputs.embedded)
+    x = of_tokens + fuse_features(fc, versions[depth])
+    q = group_heads(layer.queries(x, position, frequencies), config.layer.num_kv_heads)
+    attention = {n: p for n, p in specialist["attention"].items() if n in KEY_VALUE}
+    weights = {"fc": fc, "attention": attention, "of_tokens": of_tokens}
     # Differs from PosS: forbidden columns are left out of the softmax, as decoding leaves them out;
     # there they count as scores of zero, so that features depend on the padded length.
-    scores = jnp.concatenate(
-        [
-            jnp.where(on_base[None, None, None], to_base, -jnp.inf),
-            jnp.where(on_ages[None, None, None], jnp.moveaxis(to_ages, 0, -1), -jnp.inf),
-        ],
-        axis=-1,
-    )
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    from_base = jnp.einsum("BKGTS,BKSH->BKGTH", weights[..., :T], v_base)
-    on_diagonals = jnp.moveaxis(weights[..., T:], -1, 0)
-    from_ages = (on_diagonals[..., None] * v_ages[:, :, :, None]).sum(axis=0)
-    return merge_heads((from_base + from_ages).reshape(B, N, T, H))
+    k, v = _keys_values(config, weights, versions[0], position, frequencies)
+    base = attend_documents(q, k, v, inputs.documents, depth, block=block)
+    mean = _add_ages(config, weights, q, base, versions, depth, position, frequencies)
+    return layer.finish(x, ungroup_heads(mean).astype(x.dtype))
 
 
-def rollout(
-    draft: Params, config: DraftConfig, batch: DraftBatch, depth: int
-) -> Float[Array, "R B T D"]:
-    """Predictions of every depth; `draft["specialists"]` is stacked."""
+def unroll(
+    draft: Params,
+    config: DraftConfig,
+    inputs: DraftInputs,
+    depth: int,
+    visit: Callable[[Array], Any],
+    *,
+    block: int,
+) -> Any:
+    """Predicts every depth and returns what `visit` makes of [B T D] predictions, stacked.
 
-    def body(history: Array, step: tuple[Array, Array]) -> tuple[Array, Array]:
+    Args:
+      draft: `{"fc", "specialists"}`, specialists stacked.
+      config: its shape.
+      inputs: pairs of the target.
+      depth: R.
+      visit: called once, while tracing.
+      block: see `predict`.
+    """
+
+    def body(versions: Array, step: tuple[Array, Array]) -> tuple[Array, Any]:
         d, index = step
         specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
-        prediction = predict(draft["fc"], specialist, config, batch, history, d)
-        return advance_history(history, prediction, batch.features), prediction
+        prediction = predict(draft["fc"], specialist, config, inputs, versions, d, block=block)
+        return add_version(versions, prediction, inputs.documents, d), visit(prediction)
 
-    _, predictions = lax.scan(body, init_history(batch.features, depth), depths(config, depth))
-    return predictions
+    return lax.scan(body, init_versions(inputs.features, depth), depths(config, depth))[1]
 
 
 def depths(config: DraftConfig, depth: int) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
@@ -146,7 +133,96 @@ def depths(config: DraftConfig, depth: int) -> tuple[Int[Array, " R"], Int[Array
     return jnp.arange(depth), jnp.array([config.specialist_at(d) for d in range(depth)])
 
 
-def _moved(x: Array, rows: int) -> Array:
-    """Moves [... T D] right by so many rows; what moves in is never attended."""
-    padding = ((0, 0),) * (x.ndim - 2) + ((rows, 0), (0, 0))
-    return jnp.pad(x, padding)[..., : x.shape[-2], :]
+def _keys_values(
+    config: DraftConfig, weights: Params, features: Array, position: Array, frequencies: Array
+) -> tuple[Array, Array]:
+    """Keys and values [B K T H] of the rows of one version."""
+    params = {"params": {"attention": weights["attention"]}}
+    layer = DecoderLayer(config.layer, has_input_norm=False).bind(params)
+    x = weights["of_tokens"] + fuse_features(weights["fc"], features)
+    return layer.keys_values(x, position, frequencies)
+
+
+def _sum_ages_mean(
+    config: DraftConfig,
+    weights: Params,
+    q: Float[Array, "B K G T H"],
+    base: Attended,
+    versions: Float[Array, "R B T D"],
+    depth: Int[Array, ""],
+    position: Int[Array, "B T"],
+    frequencies: Float[Array, "B half"],
+) -> Float[Array, "B K G T H"]:
+    """Adds the diagonals of every age below `depth` to a softmax over version 0."""
+    return _sum_ages(config, weights, q, base, versions, depth, position, frequencies).mean
+
+
+def _sum_ages(
+    config: DraftConfig,
+    weights: Params,
+    q: Array,
+    base: Attended,
+    versions: Array,
+    depth: Array,
+    position: Array,
+    frequencies: Array,
+) -> Attended:
+    wide_q = q.astype(jnp.float32)
+
+    def add(age: Array, so_far: Attended) -> Attended:
+        k, v = _keys_values(config, weights, versions[depth - age], position, frequencies)
+        score = _diagonal_scores(wide_q, k, age, position)
+        log_sum = jnp.logaddexp(so_far.log_sum, score)
+        kept, share = jnp.exp(so_far.log_sum - log_sum), jnp.exp(score - log_sum)
+        return Attended(so_far.mean * kept[..., None] + share[..., None] * _moved(v, age), log_sum)
+
+    return lax.fori_loop(0, depth, add, base)
+
+
+def _add_ages_forward(config: DraftConfig, *args: Any) -> tuple[Array, Any]:
+    total = _sum_ages(config, *args)
+    return total.mean, (args, total)
+
+
+def _add_ages_backward(config: DraftConfig, residuals: Any, of_mean: Array) -> tuple[Any, ...]:
+    (weights, q, base, versions, depth, position, frequencies), total = residuals
+    # Each score's gradient is its share times (what its value adds) - (what the mean had).
+    had = (of_mean * total.mean).sum(axis=-1)
+    wide_q = q.astype(jnp.float32)
+
+    def add(age: Array, gradients: tuple[Params, Array]) -> tuple[Params, Array]:
+        features = versions[depth - age]
+        (k, v), pull = jax.vjp(
+            lambda weights: _keys_values(config, weights, features, position, frequencies), weights
+        )
+        share = jnp.exp(_diagonal_scores(wide_q, k, age, position) - total.log_sum)
+        added = (of_mean * _moved(v, age)).sum(axis=-1)
+        of_score = (share * (added - had) * q.shape[-1] ** -0.5)[..., None]
+        of_k = jnp.roll((of_score * wide_q).sum(axis=2), -age, axis=2).astype(k.dtype)
+        of_v = jnp.roll((share[..., None] * of_mean).sum(axis=2), -age, axis=2).astype(v.dtype)
+        (of_weights,) = pull((of_k, of_v))
+        of_weights = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients[0], of_weights)
+        return of_weights, gradients[1] + of_score * _moved(k, age)
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), weights)
+    of_weights, of_q = lax.fori_loop(0, depth, add, (zeros, jnp.zeros_like(wide_q)))
+    of_weights = jax.tree.map(lambda a, b: a.astype(b.dtype), of_weights, weights)
+    kept = jnp.exp(base.log_sum - total.log_sum)
+    of_log_sum = kept * ((of_mean * base.mean).sum(axis=-1) - had)
+    of_base = Attended(kept[..., None] * of_mean, of_log_sum)
+    return of_weights, of_q.astype(q.dtype), of_base, None, None, None, None
+
+
+_add_ages: Any = jax.custom_vjp(_sum_ages_mean, nondiff_argnums=(0,))
+_add_ages.defvjp(_add_ages_forward, _add_ages_backward)
+
+
+def _diagonal_scores(q: Array, k: Array, age: Array, position: Array) -> Array:
+    """Score [B K G T] of every row for the row of its document that stands `age` before it."""
+    scores = (q * _moved(k, age)).sum(axis=-1) * q.shape[-1] ** -0.5
+    return jnp.where((position >= age)[:, None, None], scores, NOTHING)
+
+
+def _moved(x: Array, age: Array) -> Array:
+    """Moves [B K T H] right by so many rows, and makes room for the heads of a group."""
+    return jnp.roll(x, age, axis=2)[:, :, None].astype(jnp.float32)

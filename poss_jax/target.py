@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from poss_jax.blockwise import attend_documents, group_heads, ungroup_heads
 from poss_jax.cache import KVCache, commit_rows, scratch_mask, write_layer
 from poss_jax.config import LlamaConfig
 from poss_jax.layers import DecoderLayer, attend, init_layer, linear, rms_norm, rope_frequencies
+from poss_jax.packing import positions_in
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
@@ -131,22 +133,35 @@ def decode(
     return out.replace(cache=commit_rows(out.cache, depths, jnp.ones_like(tokens)))
 
 
-def encode(params: Params, config: LlamaConfig, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+def encode(
+    params: Params,
+    config: LlamaConfig,
+    tokens: Int[Array, "B T"],
+    documents: Int[Array, "B T"] | None = None,
+    *,
+    block: int = 256,
+) -> Float[Array, "B T D"]:
     """Features of whole rows of text, without a cache; `params["layers"]` is stacked.
 
     Args:
       params: the target, its layers in one tree with a leading axis (one compiled layer).
       config: its shape.
       tokens: rows of text.
+      documents: which document of its row a token belongs to; None: one document per row.
+      block: rows and columns whose attention scores are held at a time. Static.
     """
     B, T = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    documents = jnp.ones_like(tokens) if documents is None else documents
+    positions = positions_in(documents)
     frequencies = rope_frequencies(config.rope, config.head_dim, jnp.full(B, T))
-    causal = positions[:, :, None] >= positions[:, None, :]
-    layer = DecoderLayer(config)
 
     def body(hidden: Array, layer_params: Params) -> tuple[Array, None]:
-        return layer.bind({"params": layer_params})(hidden, positions, frequencies, causal), None
+        layer = DecoderLayer(config).bind({"params": layer_params})
+        normed = layer.normed(hidden)
+        q = group_heads(layer.queries(normed, positions, frequencies), config.num_kv_heads)
+        k, v = layer.keys_values(normed, positions, frequencies)
+        mean = attend_documents(q, k, v, documents, jnp.array(0), block=block).mean
+        return layer.finish(hidden, ungroup_heads(mean).astype(hidden.dtype)), None
 
     hidden = embed(params["embed"]["weight"], tokens)
     hidden, _ = lax.scan(body, hidden, params["layers"])

@@ -1,4 +1,4 @@
-"""The jitted training steps: the recursive one of a draft, and plain pre-training of a target.
+"""The jitted training step of a draft, recursive over depths, and its validation.
 
 The versions a depth reads are detached, so its gradient reaches its own specialist and fc alone:
 `value_and_grad` sits inside the scan over depths, takes one specialist out of the stack, and the
@@ -7,7 +7,7 @@ gradients are summed on the way.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,43 +15,64 @@ import optax
 from flax import struct
 from jax import lax
 
-from poss_jax.config import DraftConfig, LlamaConfig, ObjectiveConfig, OptimizerConfig
+from poss_jax.config import (
+    DraftConfig,
+    LlamaConfig,
+    ObjectiveConfig,
+    StepConfig,
+)
+from poss_jax.draft import share_keys_values
 from poss_jax.losses import (
     DraftLosses,
     TargetRows,
     describe_targets,
     draft_losses,
-    language_model_loss,
     most_likely_tokens,
 )
-from poss_jax.packing import TrainBatch
-from poss_jax.rollout import DraftBatch, advance_history, depths, init_history, predict, rollout
-from poss_jax.shapes import Array, Bool, Float, Int, Params
+from poss_jax.packing import TrainBatch, count, cut_batch, is_last_in, lengths_in
+from poss_jax.rollout import (
+    DraftInputs,
+    add_version,
+    depths,
+    init_versions,
+    predict,
+    unroll,
+)
+from poss_jax.shapes import Array, Bool, Float, Params
 from poss_jax.target import encode
-
-
-class TrainState(struct.PyTreeNode):
-    """What a step reads and writes; layers and specialists are stacked."""
-
-    step: Any  # [] int32; or in its place, as in the others, a shape or a sharding
-    params: Params
-    opt_state: optax.OptState
+from poss_jax.train_state import TrainState, cast, update_state
 
 
 class DraftTask(NamedTuple):
-    """Everything static about training a draft for a frozen target."""
+    """Everything static about training a draft for a frozen target.
+
+    Attributes:
+      num_frozen: specialists, from the first, that stay as they are, and fc with them.
+      kv: `shared`: one key and one value projection for all specialists.
+    """
 
     target: LlamaConfig
     draft: DraftConfig
     objective: ObjectiveConfig
+    step: StepConfig = StepConfig()
+    num_frozen: int = 0
+    kv: str = "per_specialist"
 
 
 class DraftData(struct.PyTreeNode):
-    """A batch of text as the frozen target sees it: input of the draft, and what to predict."""
+    """A batch of text as the frozen target sees it: input of the draft, and what to predict.
 
-    inputs: DraftBatch
+    Attributes:
+      inputs: pairs of the target.
+      targets: what every row is to predict.
+      loss_mask: rows that are trained.
+      num_trained: number of such rows in the whole batch, of which this may be a part.
+    """
+
+    inputs: DraftInputs
     targets: TargetRows
     loss_mask: Array  # [B T] bool
+    num_trained: Array  # [] float32
 
 
 class DraftValidation(struct.PyTreeNode):
@@ -68,61 +89,56 @@ class DraftValidation(struct.PyTreeNode):
     acceptance_length: Array  # []
 
 
-def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """AdamW, linear warm-up then linear decay to zero, gradients clipped by value."""
-    warmup = max(1, round(config.warmup_fraction * num_steps))
-    schedule = optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, config.learning_rate, warmup),
-            optax.linear_schedule(config.learning_rate, 0.0, max(1, num_steps - warmup)),
-        ],
-        [warmup],
-    )
-    adamw = optax.adamw(
-        schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
-    )
-    return adamw if config.clip_value is None else optax.chain(optax.clip(config.clip_value), adamw)
-
-
-def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """State before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-
-
 def prepare_draft_data(
     target: Params,
     task: DraftTask,
-    tokens: Int[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    noise_key: Array | None = None,
+    batch: TrainBatch,
+    noise_keys: Array | None = None,
+    num_trained: Float[Array, ""] | None = None,
 ) -> DraftData:
     """Runs the frozen target over rows of text and pairs features with the tokens after them.
 
     Args:
-      target: the frozen target, layers stacked.
+      target: the frozen target, layers stacked; its dtype is the one computed in.
       task: configs.
-      tokens: rows of text.
-      loss_mask: True where the prediction made at a row is trained; a last row never is.
-      noise_key: draws the uniform noise on input features; None: no noise.
+      batch: rows of text. The last token of a document is never trained.
+      noise_keys: one for every row, draws the uniform noise on input features; None: no noise.
+      num_trained: see `DraftData`; None: the rows trained here.
     """
-    features = lax.stop_gradient(encode(target, task.target, tokens))
+    features = batch.features
+    if features is None:
+        block = task.step.attention_block
+        features = encode(target, task.target, batch.tokens, batch.documents, block=block)
+    features = lax.stop_gradient(features.astype(target["head"]["weight"].dtype))
     noisy = features
-    if noise_key is not None:
-        width = task.objective.feature_noise * 512 / tokens.shape[1]
-        noise = jax.random.uniform(noise_key, features.shape, minval=-width, maxval=width)
-        noisy = features + noise.astype(features.dtype)
-    embedded = jnp.take(target["embed"]["weight"], _next_rows(tokens), axis=0)
+    if noise_keys is not None:
+        lengths = lengths_in(batch.documents)[..., None].astype(jnp.float32)
+        width = task.objective.feature_noise * 512 / lengths
+        draw = partial(jax.random.uniform, shape=features.shape[1:], minval=-1.0, maxval=1.0)
+        noisy = features + (width * jax.vmap(draw)(noise_keys)).astype(features.dtype)
+    is_last = is_last_in(batch.documents)
+    loss_mask = batch.loss_mask & ~is_last & (batch.documents > 0)
     return DraftData(
-        inputs=DraftBatch(features=noisy, embedded=embedded),
-        targets=describe_targets(target["head"]["weight"], _next_rows(features), task.objective),
-        loss_mask=loss_mask.at[:, -1].set(False),
+        inputs=DraftInputs(
+            features=noisy,
+            embedded=jnp.take(target["embed"]["weight"], _next(batch.tokens, is_last), axis=0),
+            documents=batch.documents,
+        ),
+        targets=describe_targets(
+            target["head"]["weight"],
+            _next(features, is_last),
+            task.objective,
+            chunk=task.step.vocabulary_chunk,
+        ),
+        loss_mask=loss_mask,
+        num_trained=count(loss_mask) if num_trained is None else num_trained,
     )
 
 
 def draft_gradients(
     draft: Params, head: Float[Array, "V D"], task: DraftTask, data: DraftData
 ) -> tuple[Params, DraftLosses]:
-    """Losses of every depth, and the gradient of their sum.
+    """Losses of every depth, and the gradient of their weighted sum.
 
     Args:
       draft: `{"fc", "specialists"}`, specialists stacked.
@@ -131,20 +147,36 @@ def draft_gradients(
       data: a batch.
 
     Returns:
-      Gradients like `draft`; loss terms, each [R].
+      Gradients like `draft`, zero for what is frozen; loss terms, each [R].
     """
+    block, chunk = task.step.attention_block, task.step.vocabulary_chunk
 
-    def depth_loss(fc: Params, specialist: Params, history: Array, depth: Array):
-        prediction = predict(fc, specialist, task.draft, data.inputs, history, depth)
-        losses = draft_losses(head, prediction, data.targets, data.loss_mask, task.objective)
-        return losses.total, (prediction, losses)
+    def depth_loss(fc: Params, specialist: Params, versions: Array, depth: Array, weight: Array):
+        fc, specialist = cast(fc, head.dtype), cast(specialist, head.dtype)
+        prediction = predict(fc, specialist, task.draft, data.inputs, versions, depth, block=block)
+        losses = draft_losses(
+            head,
+            prediction,
+            data.targets,
+            data.loss_mask,
+            data.num_trained,
+            task.objective,
+            chunk=chunk,
+        )
+        return weight * losses.total, (prediction, losses)
 
-    def body(carry: tuple[Array, Params], step: tuple[Array, Array]):
-        (history, gradients), (depth, index) = carry, step
+    def frozen(versions: Array, step: tuple[Array, ...]):
+        depth, index, weight = step
+        specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
+        _, (prediction, losses) = depth_loss(draft["fc"], specialist, versions, depth, weight)
+        return add_version(versions, prediction, data.inputs.documents, depth), losses
+
+    def trained(carry: tuple[Array, Params], step: tuple[Array, ...]):
+        (versions, gradients), (depth, index, weight) = carry, step
         specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
         (of_fc, of_specialist), (prediction, losses) = jax.grad(
             depth_loss, argnums=(0, 1), has_aux=True
-        )(draft["fc"], specialist, history, depth)
+        )(draft["fc"], specialist, versions, depth, weight)
         gradients = {
             "fc": jax.tree.map(jnp.add, gradients["fc"], of_fc),
             "specialists": jax.tree.map(
@@ -153,53 +185,49 @@ def draft_gradients(
                 of_specialist,
             ),
         }
-        return (advance_history(history, prediction, data.inputs.features), gradients), losses
+        return (add_version(versions, prediction, data.inputs.documents, depth), gradients), losses
 
-    R = task.draft.trained_depth
-    carry = init_history(data.inputs.features, R), jax.tree.map(jnp.zeros_like, draft)
-    (_, gradients), losses = lax.scan(body, carry, depths(task.draft, R))
-    return gradients, losses
+    R, first = task.draft.trained_depth, _first_trained_depth(task)
+    weights = jnp.asarray(task.objective.depth_weights or (1.0,) * R, jnp.float32)
+    steps = (*depths(task.draft, R), weights)
+    versions = init_versions(data.inputs.features, R)
+    versions, before = lax.scan(frozen, versions, jax.tree.map(lambda x: x[:first], steps))
+    carry = versions, jax.tree.map(jnp.zeros_like, draft)
+    (_, gradients), losses = lax.scan(trained, carry, jax.tree.map(lambda x: x[first:], steps))
+    if task.num_frozen:
+        gradients["fc"] = jax.tree.map(jnp.zeros_like, gradients["fc"])
+    if task.kv == "shared":
+        gradients = share_keys_values(gradients, lambda leaf: leaf.sum(axis=0, keepdims=True))
+    return gradients, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), before, losses)
 
 
 def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) -> Callable:
     """Returns the jitted `(state, target, batch, key) -> (state, losses)`.
 
-    The state is donated; the target runs frozen inside the same program.
+    The state is donated; the target runs frozen inside the same program. A batch is cut into
+    `task.step.accumulation_steps` parts, one after the other.
     """
 
     @partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, target: Params, batch: TrainBatch, key: Array):
         key = jax.random.fold_in(key, state.step)
-        data = prepare_draft_data(target, task, batch.tokens, batch.loss_mask, key)
-        gradients, losses = draft_gradients(state.params, target["head"]["weight"], task, data)
-        return _updated(state, gradients, optimizer), losses
+        keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(batch.tokens)))
+        is_trained = batch.loss_mask & ~is_last_in(batch.documents) & (batch.documents > 0)
+        num_trained = count(is_trained)
+
+        def of_part(total: Params | None, part: tuple[TrainBatch, Array]):
+            data = prepare_draft_data(target, task, *part, num_trained)
+            head = target["head"]["weight"]
+            gradients, losses = draft_gradients(state.params, head, task, data)
+            return jax.tree.map(jnp.add, total, gradients), losses
+
+        parts = cut_batch((batch, keys), task.step.accumulation_steps)
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        gradients, losses = lax.scan(of_part, zeros, parts)
+        losses = jax.tree.map(lambda leaf: leaf.sum(axis=0), losses)
+        return update_state(state, gradients, optimizer, _is_trained(task, state.params)), losses
 
     return step
-
-
-def make_target_step(
-    config: LlamaConfig, optimizer: optax.GradientTransformation, *, rows_per_chunk: int
-) -> Callable:
-    """Returns the jitted `(state, batch) -> (state, loss)` of next-token pre-training."""
-    loss_fn = partial(target_loss, config=config, rows_per_chunk=rows_per_chunk)
-
-    @partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, batch: TrainBatch):
-        loss, gradients = jax.value_and_grad(loss_fn)(state.params, batch.tokens)
-        return _updated(state, gradients, optimizer), loss
-
-    return step
-
-
-def target_loss(
-    params: Params, tokens: Int[Array, "B T"], *, config: LlamaConfig, rows_per_chunk: int
-) -> Float[Array, ""]:
-    """Mean next-token cross-entropy in nats."""
-    features = encode(params, config, tokens)
-    head = params["embed" if config.tie_embeddings else "head"]["weight"]
-    is_trained = jnp.ones(tokens.shape, bool).at[:, -1].set(False)
-    labels = _next_rows(tokens)
-    return language_model_loss(head, features, labels, is_trained, rows_per_chunk=rows_per_chunk)
 
 
 def make_draft_validation(task: DraftTask) -> Callable:
@@ -207,20 +235,33 @@ def make_draft_validation(task: DraftTask) -> Callable:
 
     @jax.jit
     def validate(draft: Params, target: Params, batch: TrainBatch):
-        head, chunk = target["head"]["weight"], task.objective.rows_per_chunk
-        data = prepare_draft_data(target, task, batch.tokens, batch.loss_mask)
-        predictions = rollout(draft, task.draft, data.inputs, task.draft.trained_depth)
+        head, chunk = target["head"]["weight"], task.step.vocabulary_chunk
+        data = prepare_draft_data(target, task, batch)
 
         def of_depth(prediction: Array) -> tuple[Array, Array]:
-            losses = draft_losses(head, prediction, data.targets, data.loss_mask, task.objective)
+            losses = draft_losses(
+                head,
+                prediction,
+                data.targets,
+                data.loss_mask,
+                data.num_trained,
+                task.objective,
+                chunk=chunk,
+            )
             return losses.total, most_likely_tokens(head, prediction, chunk)
 
-        loss, tokens_of_depth = lax.map(of_depth, predictions)
+        loss, tokens_of_depth = unroll(
+            cast(draft, head.dtype),
+            task.draft,
+            data.inputs,
+            task.draft.trained_depth,
+            of_depth,
+            block=task.step.attention_block,
+        )
         hits = (tokens_of_depth == data.targets.tokens[None]) & data.loss_mask[None]
-        num_trained = jnp.maximum(data.loss_mask.sum(dtype=jnp.float32), 1.0)
         return DraftValidation(
             loss=loss,
-            agreement=hits.sum(axis=(1, 2), dtype=jnp.float32) / num_trained,
+            agreement=hits.sum(axis=(1, 2), dtype=jnp.float32) / jnp.maximum(data.num_trained, 1.0),
             acceptance_length=simulated_acceptance_length(hits, data.loss_mask),
         )
 
@@ -249,16 +290,27 @@ def simulated_acceptance_length(
     return 1 + jnp.where(is_start, accepted, 0.0).sum() / num_starts
 
 
-def _updated(
-    state: TrainState, gradients: Params, optimizer: optax.GradientTransformation
-) -> TrainState:
-    # optax mixes dtypes that strict promotion refuses.
-    with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
-    return TrainState(state.step + 1, params, opt_state)
+def _first_trained_depth(task: DraftTask) -> int:
+    R, frozen = task.draft.trained_depth, task.num_frozen
+    return sum(task.draft.specialist_at(depth) < frozen for depth in range(R))
 
 
-def _next_rows(x: Array) -> Array:
-    """Row j shows what stood at row j + 1; the last row shows zeros."""
-    return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
+def _is_trained(task: DraftTask, draft: Params) -> Params:
+    """1 where a parameter is trained, 0 where it stays; specialists that no depth reaches stay."""
+    R, config = task.draft.trained_depth, task.draft
+    reached = {config.specialist_at(depth) for depth in range(_first_trained_depth(task), R)}
+    of_specialist = jnp.array([float(e in reached) for e in range(config.num_specialists)])
+
+    def mask(leaf: Array) -> Array:
+        return of_specialist.reshape(-1, *[1] * (leaf.ndim - 1))
+
+    return {
+        "fc": jax.tree.map(lambda _: float(not task.num_frozen), draft["fc"]),
+        "specialists": jax.tree.map(mask, draft["specialists"]),
+    }
+
+
+def _next(x: Array, is_last: Bool[Array, "B T"]) -> Array:
+    """Row j shows what stood at row j + 1; the last row of a document shows zeros."""
+    is_last = is_last.reshape(*is_last.shape, *[1] * (x.ndim - 2))
+    return jnp.where(is_last, jnp.zeros_like(x), jnp.roll(x, -1, axis=1))

@@ -356,7 +356,7 @@ def test_malformed_record(copy, text):
         read_record(copy / "target")
 
 
-@pytest.mark.parametrize("values", [{"extra": 1}, {"family": "draft"}, {"kv": "shared"}])
+@pytest.mark.parametrize("values", [{"extra": 1}, {"family": "draft"}, {"kv": "both"}])
 def test_record_is_strict(copy, values):
     change_record(copy / "target", **values)
     with pytest.raises(UserError, match=r"model\.json: "):

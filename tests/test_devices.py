@@ -16,11 +16,19 @@ from models import random_draft, random_target, random_tokens, tiny_llama
 from programs import POSS2, Runs, refusal, tiny_runs, write_config
 
 from poss_jax.checkpoint import load_draft, read_record
-from poss_jax.config import DraftConfig, MeshConfig, ObjectiveConfig, OptimizerConfig, UserError
+from poss_jax.config import (
+    DraftConfig,
+    MeshConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    StepConfig,
+    UserError,
+)
 from poss_jax.data import Rows
 from poss_jax.sharding import make_mesh, place_tree
 from poss_jax.target import stack_layers
-from poss_jax.train_step import DraftTask, init_state, make_draft_step, make_optimizer
+from poss_jax.train_state import init_state, make_optimizer
+from poss_jax.train_step import DraftTask, make_draft_step
 from train.devices import (
     expects_processes,
     make_on,
@@ -35,7 +43,8 @@ LLAMA = tiny_llama(vocab_size=64)
 TASK = DraftTask(
     target=LLAMA,
     draft=DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=3, fc_bias=True),
-    objective=ObjectiveConfig(rows_per_chunk=24),
+    objective=ObjectiveConfig(),
+    step=StepConfig(vocabulary_chunk=5, attention_block=5),
 )
 STEPS = 3
 

@@ -34,9 +34,10 @@ def assert_near_in_norm(got, want):
     assert np.linalg.norm(got - want) <= 1e-6 * np.linalg.norm(want)
 
 
-def ours(predictions, mask, objective):
-    targets = describe_targets(HEAD, FEATURES, objective)
-    losses = draft_losses(HEAD, predictions, targets, mask, objective)
+def ours(predictions, mask, objective, chunk):
+    targets = describe_targets(HEAD, FEATURES, objective, chunk=chunk)
+    count = mask.sum(dtype=jnp.float32)
+    losses = draft_losses(HEAD, predictions, targets, mask, count, objective, chunk=chunk)
     return losses.total, losses
 
 
@@ -52,11 +53,11 @@ def plain(predictions, head, features, mask, top_k):
     return 0.7 * terms[0] + 0.3 * terms[1] + 1.3 * terms[2], terms
 
 
-# 22 rows in chunks that hold them all, divide them, or do not.
-@pytest.mark.parametrize(("rows_per_chunk", "top_k"), [(1024, 4), (11, 1), (8, V + 1)])
-def test_draft_losses_and_their_gradient(rows_per_chunk, top_k):
-    objective = ObjectiveConfig(**WEIGHTS, top_k=top_k, rows_per_chunk=rows_per_chunk)
-    run = jax.jit(jax.value_and_grad(partial(ours, objective=objective), has_aux=True))
+# 11 positions in chunks that hold them all, or do not divide them.
+@pytest.mark.parametrize(("chunk", "top_k"), [(1024, 4), (11, 1), (4, V + 1)])
+def test_draft_losses_and_their_gradient(chunk, top_k):
+    objective = ObjectiveConfig(**WEIGHTS, top_k=top_k)
+    run = jax.jit(jax.value_and_grad(partial(ours, objective=objective, chunk=chunk), has_aux=True))
     (total, losses), gradient = run(PREDICTIONS, MASK)
     with jax.enable_x64(True):
         arrays = [jnp.asarray(x, jnp.float64) for x in (PREDICTIONS, HEAD, FEATURES, MASK)]
@@ -70,18 +71,18 @@ def test_draft_losses_and_their_gradient(rows_per_chunk, top_k):
 def test_most_likely_tokens():
     want = np.argmax(np.asarray(FEATURES, float) @ np.asarray(HEAD, float).T, axis=-1)
     np.testing.assert_array_equal(most_likely_tokens(HEAD, FEATURES, 5), want)
-    objective = ObjectiveConfig(rows_per_chunk=5)
-    np.testing.assert_array_equal(describe_targets(HEAD, FEATURES, objective).tokens, want)
+    targets = describe_targets(HEAD, FEATURES, ObjectiveConfig(), chunk=5)
+    np.testing.assert_array_equal(targets.tokens, want)
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1024, 8])
-def test_language_model_loss_and_its_gradient(rows_per_chunk):
+@pytest.mark.parametrize("chunk", [1024, 4])
+def test_language_model_loss_and_its_gradient(chunk):
     def plain(head, features):
         losses = optax.softmax_cross_entropy_with_integer_labels(features @ head.T, LABELS)
-        return losses.mean(where=MASK)
+        return losses.sum(where=MASK)
 
     def ours(head, features):
-        return language_model_loss(head, features, LABELS, MASK, rows_per_chunk=rows_per_chunk)
+        return language_model_loss(head, features, LABELS, MASK, chunk=chunk)
 
     loss, gradients = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(HEAD, FEATURES)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -94,12 +95,22 @@ def test_language_model_loss_and_its_gradient(rows_per_chunk):
 
 def test_nothing_trained_costs_nothing():
     none = jnp.zeros_like(MASK)
-    objective = ObjectiveConfig(rows_per_chunk=8)
 
     def language_loss(features):
-        return language_model_loss(HEAD, features, LABELS, none, rows_per_chunk=8)
+        return language_model_loss(HEAD, features, LABELS, none, chunk=8)
 
-    for loss_fn in (language_loss, lambda rows: ours(rows, none, objective)[0]):
+    for loss_fn in (language_loss, lambda rows: ours(rows, none, ObjectiveConfig(), 4)[0]):
         loss, gradient = jax.jit(jax.value_and_grad(loss_fn))(PREDICTIONS)
         assert loss == 0.0
         np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_terms_of_weight_zero_are_not_computed():
+    objective = ObjectiveConfig(top_k_weight=0.0)
+    (total, losses), _ = jax.jit(
+        jax.value_and_grad(partial(ours, objective=objective, chunk=4), has_aux=True)
+    )(PREDICTIONS, MASK)
+    assert losses.top_k == 0.0
+    np.testing.assert_allclose(total, losses.feature + 0.1 * losses.probability, rtol=1e-6)
+    program = jax.jit(partial(describe_targets, objective=objective, chunk=4))
+    assert "top_k" not in program.lower(HEAD, FEATURES).as_text()

@@ -10,7 +10,7 @@ from poss_jax import draft as drafting
 from poss_jax.cache import init_cache
 from poss_jax.config import DraftConfig, TreeConfig
 from poss_jax.draft import attach, commit_pairs, fuse_pairs
-from poss_jax.rollout import DraftBatch, advance_history, init_history, rollout
+from poss_jax.rollout import DraftInputs, add_version, init_versions, unroll
 from poss_jax.target import encode
 
 # spans, trained depth, fc bias; and what the layers have besides a Llama's
@@ -40,8 +40,11 @@ def test_rollout_equals_drafting_a_chain(method):
     target, draft = random_target(llama), random_draft(config)
     tokens = random_tokens(llama, 1, T + 1)
     features = encode(stacked(target), llama, tokens)[:, :-1]
-    batch = DraftBatch(features, target["embed"]["weight"][tokens[:, 1:]])
-    predictions = jax.jit(lambda draft: rollout(draft, config, batch, depth))(stacked(draft))
+    embedded = target["embed"]["weight"][tokens[:, 1:]]
+    inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
+    predictions = jax.jit(lambda draft: unroll(draft, config, inputs, depth, lambda x: x, block=5))(
+        stacked(draft)
+    )
     starts = np.arange(T - depth + 1)
     chain = jax.jit(lambda params: draft_chains(config, params, tokens, features, starts, depth))(
         attach(draft, target)
@@ -80,16 +83,21 @@ def draft_chains(config, params, tokens, features, starts, depth):
     return seen
 
 
-def test_history_moves_one_row_and_one_age_per_depth():
+def test_versions_move_one_row_per_depth():
     """Versions as numbers: 10 d + r is what depth d predicts at row r; f is 100 + r.
 
-    after depth 0   age 0:  f0 00 01 02
-    after depth 1   age 0:  f0 10 11 12      age 1:  .  f0 00 01
+    documents      1  1  1  2  2
+    version 0     f0 f1 f2 f3 f4
+    version 1     f0 00 01 f3 03
+    version 2     f0 10 11 f3 13      (in its place, later, what the last depth predicts)
     """
-    features = jnp.arange(100.0, 104.0)[None, :, None]
-    history = init_history(features, 3)
-    history = advance_history(history, jnp.arange(4.0)[None, :, None], features)
-    assert history[0, 0, :, 0].tolist() == [100, 0, 1, 2]
-    history = advance_history(history, jnp.arange(10.0, 14.0)[None, :, None], features)
-    assert history[0, 0, :, 0].tolist() == [100, 10, 11, 12]
-    assert history[1, 0, 1:, 0].tolist() == [100, 0, 1]
+    features = jnp.arange(100.0, 105.0)[None, :, None]
+    documents = jnp.array([[1, 1, 1, 2, 2]])
+    add = jax.jit(add_version)
+    versions = init_versions(features, 3)
+    versions = add(versions, jnp.arange(5.0)[None, :, None], documents, jnp.array(0))
+    versions = add(versions, jnp.arange(10.0, 15.0)[None, :, None], documents, jnp.array(1))
+    rows = [[100, 101, 102, 103, 104], [100, 0, 1, 103, 3], [100, 10, 11, 103, 13]]
+    assert versions[:, 0, :, 0].tolist() == rows
+    versions = add(versions, jnp.arange(20.0, 25.0)[None, :, None], documents, jnp.array(2))
+    assert versions[:, 0, :, 0].tolist() == [*rows[:2], [100, 20, 21, 103, 23]]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from poss_jax.config import TrainConfig, UserError, build_config
-from poss_jax.train_step import TrainState
+from poss_jax.train_state import TrainState
 from train.run_folder import RunFolder, claim_folder
 
 MODEL = dict.fromkeys(

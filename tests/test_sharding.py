@@ -25,7 +25,7 @@ from poss_jax.sharding import (
     place_weights,
     split_batch,
 )
-from poss_jax.train_step import init_state, make_optimizer
+from poss_jax.train_state import init_state, make_optimizer
 
 EVERY_BIAS = tiny_llama(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
 MESH = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))

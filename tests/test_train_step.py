@@ -9,22 +9,25 @@ import optax
 import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 
-from poss_jax.config import DraftConfig, ObjectiveConfig, OptimizerConfig
-from poss_jax.losses import draft_losses
+from benchmarks.plain_step import PlainBatch, plain_gradients
+from poss_jax.config import (
+    DraftConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    StepConfig,
+)
 from poss_jax.packing import TrainBatch
-from poss_jax.rollout import advance_history, init_history, predict, rollout
-from poss_jax.target import encode, unstack_layers
+from poss_jax.pretraining import make_target_step, target_loss
+from poss_jax.rollout import unroll
+from poss_jax.target import encode
+from poss_jax.train_state import init_state, make_optimizer
 from poss_jax.train_step import (
     DraftTask,
     draft_gradients,
-    init_state,
     make_draft_step,
     make_draft_validation,
-    make_optimizer,
-    make_target_step,
     prepare_draft_data,
     simulated_acceptance_length,
-    target_loss,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -80,16 +83,19 @@ def test_without_clipping():
 
 LLAMA = tiny_llama(num_layers=1, vocab_size=7)  # so few tokens that random drafts hit some
 B, T, R = 2, 12, 3
-OBJECTIVE = ObjectiveConfig(top_k=3, feature_noise=0.01, rows_per_chunk=16)
+OBJECTIVE = ObjectiveConfig(top_k=3, feature_noise=0.01)
+STEP = StepConfig(vocabulary_chunk=5, attention_block=7)
 TASK = DraftTask(
     target=LLAMA,
     draft=DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=R),
     objective=OBJECTIVE,
+    step=STEP,
 )
 TOKENS = random_tokens(LLAMA, B, T)
 MASK = jnp.asarray(np.random.default_rng(3).random((B, T)) < 0.8).at[:, -1].set(True)
 BATCH = TrainBatch(TOKENS, MASK, jnp.ones_like(TOKENS))
 KEY = jax.random.key(4)
+KEYS = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(B))
 SGD = optax.sgd(64.0)  # a large rate shows the gradient without the rounding of the parameters
 prepare = jax.jit(prepare_draft_data, static_argnums=1)
 
@@ -116,7 +122,7 @@ def assert_moved_by(gradients, before, after):
 
 
 def test_rows_are_paired_with_what_follows_them(target):
-    data = prepare(target, TASK, TOKENS, MASK)
+    data = prepare(target, TASK, BATCH)
     features = jax.jit(encode, static_argnums=1)(target, LLAMA, TOKENS)
     np.testing.assert_allclose(data.inputs.features, features, atol=1e-6)
     np.testing.assert_array_equal(data.targets.features[:, :-1], data.inputs.features[:, 1:])
@@ -127,7 +133,7 @@ def test_rows_are_paired_with_what_follows_them(target):
 
 
 def test_feature_noise(target):
-    clean, noisy = prepare(target, TASK, TOKENS, MASK), prepare(target, TASK, TOKENS, MASK, KEY)
+    clean, noisy = prepare(target, TASK, BATCH), prepare(target, TASK, BATCH, KEYS)
     width = 0.01 * 512 / T
     noise = np.asarray(noisy.inputs.features) - np.asarray(clean.inputs.features)
     assert 0.98 * width < noise.max() <= width * 1.00001
@@ -137,62 +143,158 @@ def test_feature_noise(target):
         jax.tree.leaves(noisy.targets), jax.tree.leaves(clean.targets), strict=True
     ):
         np.testing.assert_array_equal(got, want)
-    again = prepare(target, TASK, TOKENS, MASK, KEY)
+    again = prepare(target, TASK, BATCH, KEYS)
     np.testing.assert_array_equal(again.inputs.features, noisy.inputs.features)
 
 
-@jax.jit
-def depth_gradient(fc, specialist, head, data, history, depth):
-    """(loss, next history) of one depth, and the gradient of fc and of its specialist."""
-
-    def loss_fn(fc, specialist):
-        prediction = predict(fc, specialist, TASK.draft, data.inputs, history, depth)
-        losses = draft_losses(head, prediction, data.targets, data.loss_mask, OBJECTIVE)
-        return losses.total, advance_history(history, prediction, data.inputs.features)
-
-    return jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(fc, specialist)
+def plain(draft, head, task, data):
+    """Loss of every depth and the gradient of their sum, from whole scores and logits."""
+    batch = PlainBatch(
+        data.inputs.features, data.inputs.embedded, data.targets.features, data.loss_mask
+    )
+    run = jax.jit(plain_gradients, static_argnums=(2, 3))
+    losses, gradients = run(draft, head, task.draft, task.objective, batch)
+    return np.array(losses), gradients
 
 
-def unrolled_gradients(draft, head, data):
-    """Loss of every depth and the gradient of their sum, by a plain loop."""
-    specialists = unstack_layers(draft["specialists"])
-    history, losses, of_fc, of_specialist = init_history(data.inputs.features, R), [], [], []
-    for depth, index in enumerate([0, 1, 1]):
-        args = draft["fc"], specialists[index], head, data, history, jnp.array(depth)
-        (loss, history), gradients = depth_gradient(*args)
-        losses.append(loss)
-        of_fc.append(gradients[0])
-        of_specialist.append(jax.tree.map(np.asarray, gradients[1]))
-    first, second, third = of_specialist
-    return losses, {
-        "fc": jax.tree.map(lambda *leaves: sum(map(np.asarray, leaves)), *of_fc),
-        "specialists": jax.tree.map(lambda a, b, c: np.stack([a, b + c]), first, second, third),
-    }
+def assert_near(got, want, tolerance):
+    """Every leaf, in norm."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert norm(np.asarray(a) - np.asarray(b)) <= tolerance * norm(b)
 
 
-def test_scanned_step_equals_a_plain_loop(target, draft):
-    step = make_draft_step(TASK, SGD)
-
-    def run(step_index):
-        state = init_state(jax.tree.map(jnp.copy, draft), SGD)
-        state = state.replace(step=jnp.array(step_index, jnp.int32))
-        return step(state, target, BATCH, KEY)
-
+@pytest.mark.parametrize(
+    "step", [STEP, StepConfig(), dataclasses.replace(STEP, accumulation_steps=2)]
+)
+def test_step_equals_a_plain_one(target, draft, step):
+    """Chunks, blocks and parts of a batch change nothing; every step draws its own noise."""
+    run = make_draft_step(TASK._replace(step=step), SGD)
     losses = []
     for step_index in (5, 6):
-        state, got = run(step_index)
-        data = prepare(target, TASK, TOKENS, MASK, jax.random.fold_in(KEY, step_index))
-        want, gradient = unrolled_gradients(draft, target["head"]["weight"], data)
-        np.testing.assert_allclose(got.total, want, rtol=1e-6)
+        state = init_state(jax.tree.map(jnp.copy, draft), SGD)
+        state = state.replace(step=jnp.array(step_index, jnp.int32))
+        state, got = run(state, target, BATCH, KEY)
+        key = jax.random.fold_in(KEY, step_index)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
+        data = prepare(target, TASK, BATCH, keys)
+        want, gradient = plain(draft, target["head"]["weight"], TASK, data)
+        np.testing.assert_allclose(got.total, want, rtol=2e-6)
         assert state.step == step_index + 1
         assert_moved_by(gradient, draft, state.params)
         losses.append(got.total)
-    assert (losses[0] != losses[1]).all()  # every step draws its own noise
+    assert (losses[0] != losses[1]).all()
+
+
+def test_packed_documents_equal_rows_of_their_own(target, draft):
+    """Positions, kept row 0, diagonals, zero target, noise and loss are those of each document."""
+    lengths, task = (
+        [5, 4, 2],
+        TASK._replace(objective=dataclasses.replace(OBJECTIVE, feature_noise=0)),
+    )
+    documents = np.array([[1] * 5 + [2] * 4 + [3] * 2 + [0]])
+    packed = TrainBatch(TOKENS[:1], MASK[:1], jnp.asarray(documents, jnp.int32))
+    data = prepare(target, task, packed)
+    gradients, losses = jax.jit(draft_gradients, static_argnums=2)(
+        draft, target["head"]["weight"], task, data
+    )
+    total, want = jax.tree.map(jnp.zeros_like, draft), np.zeros(R)
+    for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+        part = slice(start, start + length)
+        alone = TrainBatch(TOKENS[:1, part], MASK[:1, part], jnp.ones((1, length), jnp.int32))
+        data_alone = prepare(target, task, alone)
+        np.testing.assert_allclose(
+            data.inputs.features[:, part], data_alone.inputs.features, atol=1e-6
+        )
+        share = float(data_alone.num_trained / data.num_trained)
+        of_part, gradient = plain(draft, target["head"]["weight"], task, data_alone)
+        want += share * of_part
+        total = jax.tree.map(lambda a, b, s=share: a + s * b, total, gradient)
+    np.testing.assert_allclose(losses.total, want, rtol=1e-5)
+    assert_near(gradients, total, 1e-5)
+
+
+def test_noise_is_as_wide_as_the_document_is_short(target):
+    documents = jnp.asarray([[1] * 8 + [2] * 4, [1] * 12], jnp.int32)
+    batch = TrainBatch(TOKENS, MASK, documents)
+    clean, noisy = prepare(target, TASK, batch), prepare(target, TASK, batch, KEYS)
+    noise = np.abs(np.asarray(noisy.inputs.features - clean.inputs.features))
+    for part, length in [((0, slice(0, 8)), 8), ((0, slice(8, 12)), 4), ((1, slice(0, 12)), 12)]:
+        width = 0.01 * 512 / length
+        assert 0.97 * width < noise[part].max() <= width * 1.00001
+
+
+def test_depths_can_be_weighted(target, draft):
+    task = TASK._replace(objective=dataclasses.replace(OBJECTIVE, depth_weights=(1.0, 0.0, 0.5)))
+    data = prepare(target, TASK, BATCH)
+    run = jax.jit(draft_gradients, static_argnums=2)
+    head = target["head"]["weight"]
+    gradients, losses = run(draft, head, task, data)
+    _, whole = run(draft, head, TASK, data)
+    np.testing.assert_allclose(losses.total, whole.total, rtol=1e-6)  # reported without weights
+    first, _ = run(draft, head, TASK._replace(draft=with_depth(1)), data)
+    two, _ = run(draft, head, TASK._replace(draft=with_depth(2)), data)
+    three, _ = run(draft, head, TASK, data)
+    want = jax.tree.map(lambda a, b, c: a + 0.5 * (c - b), first, two, three)
+    assert_near(gradients, want, 2e-5)
+
+
+def with_depth(depth):
+    return dataclasses.replace(TASK.draft, trained_depth=depth)
+
+
+def test_frozen_specialists_and_fc_stay(target, draft):
+    task = TASK._replace(num_frozen=1)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, warmup_fraction=0.0), 3)
+    state = init_state(jax.tree.map(jnp.copy, draft), optimizer)
+    step = make_draft_step(task, optimizer)
+    for _ in range(2):
+        state, losses = step(state, target, BATCH, KEY)
+    whole = make_draft_step(TASK, optimizer)
+    _, want = whole(init_state(jax.tree.map(jnp.copy, draft), optimizer), target, BATCH, KEY)
+    assert losses.total.shape == want.total.shape
+    np.testing.assert_array_equal(state.params["fc"]["weight"], draft["fc"]["weight"])
+    pairs = zip(
+        *map(jax.tree.leaves, (state.params["specialists"], draft["specialists"])), strict=True
+    )
+    for after, before in pairs:
+        np.testing.assert_array_equal(after[0], before[0])
+        assert norm(after[1] - before[1]) > 0
+
+
+def test_shared_keys_and_values_stay_shared(target, draft):
+    attention = draft["specialists"]["attention"]
+    tied = {n: jax.tree.map(lambda x: jnp.stack([x[0], x[0]]), attention[n]) for n in ("k", "v")}
+    start = draft | {"specialists": draft["specialists"] | {"attention": attention | tied}}
+    task = TASK._replace(kv="shared")
+    step = make_draft_step(task, SGD)
+    state, _ = step(init_state(jax.tree.map(jnp.copy, start), SGD), target, BATCH, KEY)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(KEY, 0), jnp.arange(B))
+    data = prepare(target, TASK, BATCH, keys)
+    _, gradients = plain(start, target["head"]["weight"], TASK, data)
+    after = state.params["specialists"]["attention"]
+    for name in ("k", "v"):
+        weight, of_weight = after[name]["weight"], gradients["specialists"]["attention"][name]
+        np.testing.assert_array_equal(weight[0], weight[1])
+        moved = (np.asarray(tied[name]["weight"][0]) - np.asarray(weight[0])) / 64
+        want = np.asarray(of_weight["weight"]).sum(axis=0)
+        assert norm(moved - want) <= 2e-6 * norm(want)
+    assert norm(after["q"]["weight"][0] - after["q"]["weight"][1]) > 0
+
+
+def test_bfloat16_keeps_parameters_wide(target, draft):
+    """Close to the wide step, and parameters, gradients and optimizer stay float32."""
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), target)
+    step = make_draft_step(TASK, SGD)
+    state, losses = step(init_state(jax.tree.map(jnp.copy, draft), SGD), narrow, BATCH, KEY)
+    _, wide = step(init_state(jax.tree.map(jnp.copy, draft), SGD), target, BATCH, KEY)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+    np.testing.assert_allclose(losses.total, wide.total, rtol=0.03)
+    assert (losses.total != wide.total).any()
 
 
 def test_untrained_specialists_get_no_gradient(target, draft):
     task = TASK._replace(draft=dataclasses.replace(TASK.draft, trained_depth=1))
-    data = prepare(target, task, TOKENS, MASK)
+    data = prepare(target, task, BATCH)
     run = jax.jit(draft_gradients, static_argnums=2)
     gradients, losses = run(draft, target["head"]["weight"], task, data)
     assert losses.total.shape == (1,)
@@ -235,15 +337,17 @@ def test_simulated_acceptance_length_of_any_hits():
 
 def test_validation(target, draft):
     out = make_draft_validation(TASK)(draft, target, BATCH)
-    data = prepare(target, TASK, TOKENS, MASK)
-    predictions = jax.jit(rollout, static_argnums=(1, 3))(draft, TASK.draft, data.inputs, R)
+    data = prepare(target, TASK, BATCH)
+    predictions = jax.jit(
+        lambda draft: unroll(draft, TASK.draft, data.inputs, R, lambda x: x, block=7)
+    )(draft)
     head, mask = np.asarray(target["head"]["weight"]), np.asarray(data.loss_mask)
     drafted = np.argmax(np.asarray(predictions) @ head.T, axis=-1)
     hits = (drafted == np.argmax(np.asarray(data.targets.features) @ head.T, axis=-1)) & mask
     assert hits.any(axis=(1, 2)).all()
     np.testing.assert_allclose(out.agreement, [hit[mask].mean() for hit in hits], rtol=1e-6)
     np.testing.assert_allclose(out.acceptance_length, chain_length(hits, mask), rtol=1e-6)
-    want, _ = unrolled_gradients(draft, target["head"]["weight"], data)
+    want, _ = plain(draft, target["head"]["weight"], TASK, data)
     np.testing.assert_allclose(out.loss, want, rtol=1e-6)
 
 
@@ -251,17 +355,27 @@ def test_validation(target, draft):
 # The target's step
 
 
-def test_target_step():
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_target_step(accumulation_steps):
+    """Tokens to be learnt are predicted from the row before, within their document."""
     params = stacked(random_target(LLAMA))
+    documents = jnp.asarray([[1] * 5 + [2] * 6 + [0], [1] * 12], jnp.int32)
 
     def plain(params):
-        logits = encode(params, LLAMA, TOKENS)[:, :-1] @ params["head"]["weight"].T
-        return optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:]).mean()
+        total, count = 0.0, 0
+        for row, part in [(0, slice(0, 5)), (0, slice(5, 11)), (1, slice(0, 12))]:
+            tokens, mask = TOKENS[row : row + 1, part], MASK[row, part][1:]
+            logits = encode(params, LLAMA, tokens)[0, :-1] @ params["head"]["weight"].T
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[0, 1:])
+            total, count = total + losses.sum(where=mask), count + mask.sum(dtype=jnp.float32)
+        return total / count
 
     loss, gradient = jax.jit(jax.value_and_grad(plain))(params)
     state = init_state(jax.tree.map(jnp.copy, params), SGD)
-    state, got = make_target_step(LLAMA, SGD, rows_per_chunk=10)(state, BATCH)
-    np.testing.assert_allclose(got, loss, rtol=1e-6)
+    step = dataclasses.replace(STEP, accumulation_steps=accumulation_steps)
+    run = make_target_step(LLAMA, SGD, step, jnp.float32)
+    state, got = run(state, TrainBatch(TOKENS, MASK, documents))
+    np.testing.assert_allclose(got, loss, rtol=2e-6)
     assert state.step == 1
     assert_moved_by(gradient, params, state.params)
 
@@ -269,7 +383,7 @@ def test_target_step():
 def test_a_tied_target_is_trained_through_its_embedding(target):
     config = dataclasses.replace(LLAMA, tie_embeddings=True)
     other_head = target | {"head": {"weight": target["embed"]["weight"]}}
-    loss = jax.jit(target_loss, static_argnames=("config", "rows_per_chunk"))
-    want = loss(other_head, TOKENS, config=LLAMA, rows_per_chunk=64)
-    got = loss(target, TOKENS, config=config, rows_per_chunk=64)
-    assert got == want != loss(target, TOKENS, config=LLAMA, rows_per_chunk=64)
+    loss = jax.jit(target_loss, static_argnums=(2, 3))
+    want = loss(other_head, BATCH, LLAMA, STEP)
+    got = loss(target, BATCH, config, STEP)
+    assert got == want != loss(target, BATCH, LLAMA, STEP)

@@ -24,7 +24,7 @@ from poss_jax.packing import TrainBatch
 from poss_jax.shapes import Params
 from poss_jax.sharding import place_batch, place_tree, replicate
 from poss_jax.target import stack_layers
-from poss_jax.train_step import TrainState
+from poss_jax.train_state import TrainState
 from train.run_folder import claim_folder
 
 _MESSAGE_BYTES = 8192

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from poss_jax.checkpoint import count_parameters
 from poss_jax.config import TrainConfig, load_config
 from poss_jax.program import Parser, run_program
-from poss_jax.train_step import init_state, make_optimizer
+from poss_jax.train_state import init_state, make_optimizer
 from train.devices import claim_together, is_first_process, make_on, start_processes
 from train.loggers import check_loggers
 from train.loop import run_steps

@@ -18,7 +18,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from poss_jax.checkpoint import provenance
 from poss_jax.config import TrainConfig, UserError, config_to_dict
-from poss_jax.train_step import TrainState
+from poss_jax.train_state import TrainState
 
 
 @contextmanager

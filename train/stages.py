@@ -19,18 +19,23 @@ from poss_jax.checkpoint import (
     target_identity,
 )
 from poss_jax.config import DraftConfig, LlamaConfig, TrainConfig, UserError
-from poss_jax.draft import extend_specialists, init_draft
-from poss_jax.packing import TrainBatch
+from poss_jax.draft import (
+    extend_specialists,
+    has_shared_keys_values,
+    init_draft,
+    share_keys_values,
+)
+from poss_jax.engine import default_dtype
+from poss_jax.packing import TrainBatch, count
+from poss_jax.pretraining import labels_trained, make_target_step, target_loss
 from poss_jax.shapes import Array, Params
 from poss_jax.sharding import check_batch_size, make_mesh, place_weights
 from poss_jax.target import init_target, stack_layers
+from poss_jax.train_state import TrainState, cast
 from poss_jax.train_step import (
     DraftTask,
-    TrainState,
     make_draft_step,
     make_draft_validation,
-    make_target_step,
-    target_loss,
 )
 from train.devices import (
     compile_on,
@@ -99,15 +104,13 @@ class TargetStage:
         meet("tokenizer trained")
         self.tokenizer = data.load_tokenizer(place)
         self.rows, self.validation_rows = _rows(documents, self.tokenizer, config)
-        self._validation_loss = compile_on(
-            mesh,
-            lambda params, tokens: target_loss(
-                params,
-                tokens,
-                config=self.config,
-                rows_per_chunk=config.objective.rows_per_chunk,
-            ),
-        )
+        self._dtype = _dtype(config)
+
+        def sums(params: Params, batch: TrainBatch) -> tuple[Array, Array]:
+            loss = target_loss(cast(params, self._dtype), batch, self.config, config.step)
+            return loss, count(labels_trained(batch))
+
+        self._sums = compile_on(mesh, sums)
 
     def init_params(self) -> Params:
         """See `Stage`."""
@@ -120,8 +123,7 @@ class TargetStage:
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
         """See `Stage`."""
-        chunk = self._run.objective.rows_per_chunk
-        step = make_target_step(self.config, optimizer, rows_per_chunk=chunk)
+        step = make_target_step(self.config, optimizer, self._run.step, self._dtype)
         step = make_step_on(self.mesh, step, state)
 
         def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
@@ -132,8 +134,9 @@ class TargetStage:
 
     def validate(self, params: Params, batches: Iterable[TrainBatch]) -> dict[str, Any]:
         """See `Stage`."""
-        losses = [self._validation_loss(params, batch.tokens) for batch in batches]
-        return {"validation_loss": float(np.mean(jax.device_get(losses)))}
+        sums = jax.device_get([self._sums(params, batch) for batch in batches])
+        loss, num_trained = np.sum(sums, axis=0)
+        return {"validation_loss": float(loss / max(num_trained, 1.0))}
 
     def score(self, results: dict[str, Any]) -> float:
         """See `Stage`."""
@@ -159,7 +162,7 @@ class DraftStage:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
         place = place_weights(mesh)
-        self._record, target = load_target(config.target, jnp.float32, sharding=place)
+        self._record, target = load_target(config.target, _dtype(config), sharding=place)
         self._target = target | {"layers": stack_on(mesh, target["layers"])}
         wanted, length = config.specialists, config.data.sequence_length
         if wanted.depth >= length:
@@ -190,18 +193,35 @@ class DraftStage:
             trained_depth=wanted.depth,
             fc_bias=fc_bias,
         )
-        self._task = DraftTask(self._record.llama, self.config, config.objective)
+        self._task = DraftTask(
+            target=self._record.llama,
+            draft=self.config,
+            objective=config.objective,
+            step=config.step,
+            num_frozen=wanted.num_frozen,
+            kv=wanted.kv,
+        )
         self._validation = compile_on(mesh, make_draft_validation(self._task))
 
     def init_params(self) -> Params:
         """See `Stage`."""
+        is_shared = self._run.specialists.kv == "shared"
 
         def stack(draft: Params) -> Params:
             return draft | {"specialists": stack_layers(draft["specialists"])}
 
-        if self._init_draft is not None:
-            return make_on(self.mesh, stack, self._init_draft)
-        return make_on(self.mesh, lambda key: stack(init_draft(self.config, key)), self._key)
+        def init(key: Array) -> Params:
+            draft = stack(init_draft(self.config, key))
+            return share_keys_values(draft, lambda leaf: leaf[:1]) if is_shared else draft
+
+        if self._init_draft is None:
+            return make_on(self.mesh, init, self._key)
+        if is_shared and not has_shared_keys_values(self._init_draft):
+            raise UserError(
+                f"init_draft {self._run.init_draft}: want specialists with the same keys and "
+                "values, got different ones; start from another draft or leave out specialists.kv"
+            )
+        return make_on(self.mesh, stack, self._init_draft)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
         """See `Stage`."""
@@ -236,6 +256,7 @@ class DraftStage:
             self._record.target,
             tokenizer_from=tokenizer_from,
             draft_vocabulary=self._vocabulary,
+            kv=self._run.specialists.kv,
         )
         write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
 
@@ -247,8 +268,12 @@ def open_stage(config: TrainConfig, folder: Path) -> Stage:
       UserError: something is missing or does not fit.
     """
     mesh = make_mesh(config.mesh)
-    check_batch_size(config.batch_size, mesh)
+    check_batch_size(config.batch_size // config.step.accumulation_steps, mesh)
     return {"target": TargetStage, "draft": DraftStage}[config.stage](config, folder, mesh)
+
+
+def _dtype(config: TrainConfig) -> Any:
+    return default_dtype() if config.dtype is None else jnp.dtype(config.dtype)
 
 
 def _rows(

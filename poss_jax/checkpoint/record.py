@@ -70,7 +70,7 @@ class ModelRecord:
       format_version: of the folder's layout.
       family: what kind of model this is.
       method: a draft's method (`DraftConfig.method`).
-      kv: whose keys and values a draft's specialists read.
+      kv: `shared` where all specialists of a draft project keys and values alike.
       config: the model's shape; rope, spans and trained depth are in it.
       draft_vocabulary: target id of every token a draft can propose; None means all of them.
       target: the target's own identity; a draft carries that of its target.
@@ -83,7 +83,7 @@ class ModelRecord:
     format_version: int = FORMAT_VERSION
     family: Literal["target", "draft"]
     method: str | None = None
-    kv: Literal["per_specialist"] | None = None
+    kv: Literal["per_specialist", "shared"] | None = None
     config: LlamaConfig | DraftConfig
     draft_vocabulary: tuple[int, ...] | None = None
     target: TargetIdentity
@@ -115,6 +115,7 @@ def new_record(
     *,
     tokenizer_from: Path | None,
     draft_vocabulary: tuple[int, ...] | None = None,
+    kv: Literal["per_specialist", "shared"] = "per_specialist",
 ) -> ModelRecord:
     """Describes a model that is about to be written by this process.
 
@@ -123,13 +124,14 @@ def new_record(
       target: its own identity (target) or that of its target (draft).
       tokenizer_from: the folder that `write_model` will copy the tokenizer from.
       draft_vocabulary: see `ModelRecord`.
+      kv: see `ModelRecord`.
     """
     is_draft = isinstance(config, DraftConfig)
     tokenizer, chat_template = tokenizer_hashes(tokenizer_from) if tokenizer_from else (None, None)
     return ModelRecord(
         family="draft" if is_draft else "target",
         method=config.method if is_draft else None,
-        kv="per_specialist" if is_draft else None,
+        kv=kv if is_draft else None,
         config=config,
         draft_vocabulary=draft_vocabulary,
         target=target,

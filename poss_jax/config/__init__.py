@@ -29,6 +29,7 @@ from poss_jax.config.runs import (
     ProfileConfig,
     SamplingConfig,
     SpecialistsConfig,
+    StepConfig,
     TrainConfig,
 )
 
@@ -46,6 +47,7 @@ __all__ = [
     "RopeConfig",
     "SamplingConfig",
     "SpecialistsConfig",
+    "StepConfig",
     "TrainConfig",
     "TreeConfig",
     "UserError",

@@ -35,18 +35,33 @@ class ObjectiveConfig:
     Attributes:
       feature_weight: of SmoothL1 between predicted and true feature.
       probability_weight: of the soft cross-entropy against the target's distribution.
-      top_k_weight: of the soft cross-entropy over the `top_k` most likely tokens.
-      feature_noise: half-width of the uniform noise on input features, for a row of 512 tokens
-        (divided by length / 512).
-      rows_per_chunk: rows whose logits are held at a time.
+      top_k_weight: of the soft cross-entropy over the `top_k` most likely tokens; 0: not computed.
+      depth_weights: weight of each depth's loss, as many as depths; empty: all 1.
+      feature_noise: half-width of the uniform noise on input features, for a document of 512
+        tokens (divided by length / 512).
     """
 
     feature_weight: float = 1.0
     probability_weight: float = 0.1
     top_k_weight: float = 1.0
     top_k: int = Field(default=10, gt=0)
+    depth_weights: tuple[float, ...] = ()
     feature_noise: float = Field(default=0.1, ge=0)
-    rows_per_chunk: int = Field(default=1024, gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StepConfig:
+    """How a step is cut to fit the memory; the numbers it yields are the same up to rounding.
+
+    Attributes:
+      vocabulary_chunk: positions of every sequence whose logits are held at a time.
+      attention_block: positions whose attention scores are held at a time (its square).
+      accumulation_steps: parts a batch is cut into, one after the other.
+    """
+
+    vocabulary_chunk: int = Field(default=128, gt=0)
+    attention_block: int = Field(default=256, gt=0)
+    accumulation_steps: int = Field(default=1, gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -68,11 +83,27 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SpecialistsConfig:
-    """The draft to train: a method is these two numbers (see `DraftConfig`)."""
+    """The draft to train: a method is its spans and its depth (see `DraftConfig`).
+
+    Attributes:
+      kv: `shared`: one key and one value projection for all specialists.
+      num_frozen: specialists, from the first, that stay as they are, and fc with them.
+    """
 
     positions_per_specialist: Spans = (1,)
     depth: int = Field(default=1, gt=0)
     fc_bias: bool = False
+    kv: Literal["per_specialist", "shared"] = "per_specialist"
+    num_frozen: int = Field(default=0, ge=0)
+
+    def __post_init__(self) -> None:
+        num_specialists = len(self.positions_per_specialist)
+        if self.num_frozen >= num_specialists:
+            raise ValueError(
+                f"num_frozen {self.num_frozen} leaves none of {num_specialists} to be trained"
+            )
+        if self.num_frozen and self.kv == "shared":
+            raise ValueError("num_frozen wants kv per_specialist: shared ones cannot stay and move")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -140,6 +171,8 @@ class TrainConfig:
       target: model folder of the frozen target (stage draft).
       init_draft: model folder of a draft to start from (stage draft; None: from scratch).
       allow_target_mismatch: start from a draft made for other weights of the same shape.
+      dtype: of everything computed; parameters and optimizer are kept in float32 (None: float32
+        on CPU, bfloat16 elsewhere).
       num_tokens: budget in tokens.
       checkpoint_every: steps between saves of the training state, which every validation saves too.
       validate_every: steps between validations; both also happen at the end.
@@ -162,8 +195,10 @@ class TrainConfig:
     specialists: SpecialistsConfig = Field(default_factory=SpecialistsConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    step: StepConfig = Field(default_factory=StepConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
+    dtype: Literal["float32", "bfloat16"] | None = None
     num_tokens: int = Field(default=1_000_000, gt=0)
     batch_size: int = Field(default=8, gt=0)
     seed: int = 0
@@ -181,6 +216,16 @@ class TrainConfig:
         needed = {"target": "model", "draft": "target"}[self.stage]
         if getattr(self, needed) is None:
             raise ValueError(f"stage {self.stage} needs the key {needed!r}")
+        if self.batch_size % self.step.accumulation_steps:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide into step.accumulation_steps "
+                f"{self.step.accumulation_steps}"
+            )
+        if len(self.objective.depth_weights) not in (0, self.specialists.depth):
+            raise ValueError(
+                f"objective.depth_weights wants specialists.depth = {self.specialists.depth} "
+                f"numbers, got {len(self.objective.depth_weights)}"
+            )
 
     @property
     def num_steps(self) -> int:

@@ -1,0 +1,91 @@
+"""The recursive training step as its definition reads: what the real one is measured against.
+
+One product over all T x T scores per version, whole logits, nothing cut in chunks, nothing computed
+twice, no documents: rows are texts of one length. Tested with the same recorded numbers.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from poss_jax.config import DraftConfig, ObjectiveConfig
+from poss_jax.draft import fuse
+from poss_jax.layers import DecoderLayer, merge_heads, rope_frequencies
+from poss_jax.shapes import Array, Params
+
+
+class PlainBatch(NamedTuple):
+    features: Array  # [B T D] input
+    embedded: Array  # [B T D] of the next tokens
+    targets: Array  # [B T D] the next features
+    loss_mask: Array  # [B T]
+
+
+def plain_gradients(
+    draft: Params,
+    head: Array,
+    config: DraftConfig,
+    objective: ObjectiveConfig,
+    batch: PlainBatch,
+) -> tuple[list[Array], Params]:
+    """(loss of every depth, gradient of their sum); specialists stacked."""
+    versions, losses, total = [batch.features], [], jax.tree.map(jnp.zeros_like, draft)
+    for depth in range(config.trained_depth):
+        index = config.specialist_at(depth)
+
+        def loss_fn(draft: Params, versions: list[Array], index: int = index):
+            specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
+            prediction = _predict(draft["fc"], specialist, config, batch.embedded, versions)
+            return _loss(prediction, head, objective, batch), prediction
+
+        (loss, prediction), gradients = jax.value_and_grad(loss_fn, has_aux=True)(draft, versions)
+        total = jax.tree.map(jnp.add, total, gradients)
+        losses.append(loss)
+        shifted = jnp.concatenate([batch.features[:, :1], prediction[:, :-1]], axis=1)
+        versions = [*versions, jax.lax.stop_gradient(shifted)]
+    return losses, total
+
+
+def _predict(
+    fc: Params, specialist: Params, config: DraftConfig, embedded: Array, versions: list[Array]
+) -> Array:
+    layer = DecoderLayer(config.layer, has_input_norm=False).bind({"params": specialist})
+    B, T, _ = embedded.shape
+    row = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
+    x = [fuse(fc, embedded, features) for features in versions]
+    q = layer.queries(x[-1], row, frequencies)
+    K, H = config.layer.num_kv_heads, config.layer.head_dim
+    q = q.reshape(B, K, -1, T, H)
+    both = [layer.keys_values(version, row, frequencies) for version in x]
+    behind = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    shown = jnp.maximum(0, len(versions) - 1 - behind)  # version at every row and column
+    scores = jnp.full((B, K, q.shape[2], T, T), -jnp.inf)
+    for version, (k, _) in enumerate(both):
+        of_version = jnp.einsum("BKGTH,BKSH->BKGTS", q, k) * H**-0.5
+        can_attend = (shown == version) & (behind >= 0)
+        scores = jnp.where(can_attend[None, None, None], of_version, scores)
+    weights = jax.nn.softmax(scores, axis=-1)
+    attended = sum(
+        jnp.einsum(
+            "BKGTS,BKSH->BKGTH", jnp.where((shown == version)[None, None, None], weights, 0.0), v
+        )
+        for version, (_, v) in enumerate(both)
+    )
+    return layer.finish(x[-1], merge_heads(jnp.asarray(attended).reshape(B, -1, T, H)))
+
+
+def _loss(prediction: Array, head: Array, objective: ObjectiveConfig, batch: PlainBatch) -> Array:
+    target = jax.nn.softmax(batch.targets @ head.T)
+    products = target * jax.nn.log_softmax(prediction @ head.T)
+    top, ids = jax.lax.top_k(target, min(objective.top_k, len(head)))
+    of_top = jnp.take_along_axis(jax.nn.log_softmax(prediction @ head.T), ids, axis=-1) * top
+    size = jnp.abs(prediction - batch.targets)
+    per_row = (
+        objective.feature_weight * jnp.where(size < 1, size**2 / 2, size - 0.5).mean(axis=-1)
+        - objective.probability_weight * products.sum(axis=-1)
+        - objective.top_k_weight * of_top.sum(axis=-1)
+    )
+    mask = batch.loss_mask.astype(jnp.float32)
+    return (per_row * mask).sum() / (mask.sum() + 1e-5)

@@ -1,0 +1,204 @@
+"""Causal attention over long rows of documents, a block of scores at a time.
+
+A block of rows meets one block of columns after the other and keeps a running softmax, so that the
+[T T] scores never exist (FlashAttention, arXiv 2205.14135); the backward pass computes each block's
+weights again from the sums it kept. What is left out of a softmax can be added later: a part of
+its columns is described by its mean value and the logarithm of its sum.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from poss_jax.layers import merge_heads
+from poss_jax.shapes import Array, Float, Int
+
+NOTHING = -1e30  # the score of a column that may not be attended, and the log sum of no column
+
+
+class Attended(NamedTuple):
+    """A softmax over some columns.
+
+    Attributes:
+      mean: values averaged under it; zeros where no column may be attended.
+      log_sum: logarithm of its denominator.
+    """
+
+    mean: Array  # [B K G T H] float32
+    log_sum: Array  # [B K G T] float32
+
+
+def attend_documents(
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    documents: Int[Array, "B T"],
+    lag: Int[Array, ""],
+    *,
+    block: int,
+) -> Attended:
+    """Every row attends the columns of its own document that stand at least `lag` before it.
+
+    Args:
+      q: queries, in groups that share keys.
+      k: keys.
+      v: values.
+      documents: which document a row belongs to.
+      lag: 0: also itself; may be traced.
+      block: rows and columns whose scores are held at a time. Static.
+    """
+    T = q.shape[3]
+    block = min(block, T)
+    padding = -T % block
+
+    def padded(x: Array, axis: int) -> Array:
+        widths = [(0, padding if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths) if padding else x
+
+    args = padded(q, 3), padded(k, 2), padded(v, 2), padded(documents, 1)
+    mean, log_sum = _attend(block, *args, lag)
+    return Attended(mean[..., :T, :], log_sum[..., :T])
+
+
+def group_heads(q: Float[Array, "B N T H"], num_groups: int) -> Float[Array, "B K G T H"]:
+    """Puts the heads that share keys together."""
+    B, N, T, H = q.shape
+    return q.reshape(B, num_groups, N // num_groups, T, H)
+
+
+def ungroup_heads(mean: Float[Array, "B K G T H"]) -> Float[Array, "B T NH"]:
+    """Puts the heads of every row side by side."""
+    B, K, G, T, H = mean.shape
+    return merge_heads(mean.reshape(B, K * G, T, H))
+
+
+def _attend_blocks(
+    block: int, q: Array, k: Array, v: Array, documents: Array, lag: Array
+) -> tuple[Array, Array]:
+    def of_rows(step: tuple[Array, ...]) -> tuple[Array, Array]:
+        i, q_rows, document_rows = step
+
+        def add_columns(j: Array, carry: tuple[Array, Array, Array]):
+            highest, total, mean = carry
+            k_columns, v_columns = _slice(k, j, block, 2), _slice(v, j, block, 2)
+            scores, can_attend = _scores(q_rows, k_columns, i, j, lag, documents, document_rows)
+            new_highest = jnp.maximum(highest, scores.max(axis=-1))
+            weights = jnp.where(can_attend, jnp.exp(scores - new_highest[..., None]), 0.0)
+            shrink = jnp.exp(highest - new_highest)
+            return (
+                new_highest,
+                total * shrink + weights.sum(axis=-1),
+                mean * shrink[..., None] + _weighted(weights, v_columns),
+            )
+
+        rows = q_rows.shape[:-1]
+        start = jnp.full(rows, NOTHING), jnp.zeros(rows), jnp.zeros(q_rows.shape, jnp.float32)
+        highest, total, mean = lax.fori_loop(0, i + 1, add_columns, start)
+        safe = jnp.where(total > 0, total, 1.0)
+        return mean / safe[..., None], highest + jnp.log(safe)
+
+    mean, log_sum = lax.map(of_rows, _row_blocks(block, (q, 3), (documents, 1)))
+    return _joined(mean, 3), _joined(log_sum, 3)
+
+
+def _attend_forward(block: int, *args: Array):
+    out = _attend_blocks(block, *args)
+    return out, (args, out)
+
+
+def _attend_backward(block: int, residuals: tuple, gradients: tuple[Array, Array]):
+    (q, k, v, documents, lag), (mean, log_sum) = residuals
+    of_mean, of_log_sum = gradients
+    # Each score's gradient is its weight times (what its value adds) - (what the mean had).
+    had = (of_mean * mean).sum(axis=-1) - of_log_sum
+
+    def of_rows(carry: tuple[Array, Array], step: tuple[Array, ...]):
+        i, q_rows, document_rows, log_sum_rows, of_mean_rows, had_rows = step
+
+        def add_columns(j: Array, carry: tuple[Array, Array, Array]):
+            of_q, of_k, of_v = carry
+            k_columns, v_columns = _slice(k, j, block, 2), _slice(v, j, block, 2)
+            scores, can_attend = _scores(q_rows, k_columns, i, j, lag, documents, document_rows)
+            weights = jnp.where(can_attend, jnp.exp(scores - log_sum_rows[..., None]), 0.0)
+            of_weights = jnp.einsum(
+                "BKGTH,BKSH->BKGTS", of_mean_rows, v_columns.astype(jnp.float32)
+            )
+            of_scores = weights * (of_weights - had_rows[..., None]) * q.shape[-1] ** -0.5
+            of_q = of_q + _weighted(of_scores, k_columns)
+            of_k = _add(of_k, j, _spread(of_scores, q_rows))
+            return of_q, of_k, _add(of_v, j, _spread(weights, of_mean_rows))
+
+        start = jnp.zeros(q_rows.shape, jnp.float32), *carry
+        of_q, of_k, of_v = lax.fori_loop(0, i + 1, add_columns, start)
+        return (of_k, of_v), of_q
+
+    zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    blocks = _row_blocks(block, (q, 3), (documents, 1), (log_sum, 3), (of_mean, 3), (had, 3))
+    (of_k, of_v), of_q = lax.scan(of_rows, zeros, blocks)
+    of_q = _joined(of_q, 3).astype(q.dtype)
+    return of_q, of_k.astype(k.dtype), of_v.astype(v.dtype), None, None
+
+
+_attend: Any = jax.custom_vjp(_attend_blocks, nondiff_argnums=(0,))
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _scores(
+    q_rows: Array,
+    k_columns: Array,
+    i: Array,
+    j: Array,
+    lag: Any,  # a constant arrives as a number
+    documents: Array,
+    document_rows: Array,
+) -> tuple[Array, Array]:
+    """Scores of a block of rows against a block of columns, and which of them count."""
+    block = q_rows.shape[-2]
+    document_columns = _slice(documents, j, block, 1)
+    row, column = i * block + jnp.arange(block), j * block + jnp.arange(block)
+    can_attend = (column[None] <= row[:, None] - lag)[None] & (
+        document_rows[:, :, None] == document_columns[:, None]
+    )
+    can_attend = can_attend[:, None, None]
+    scores = jnp.einsum("BKGTH,BKSH->BKGTS", q_rows, k_columns, preferred_element_type=jnp.float32)
+    return jnp.where(can_attend, scores * q_rows.shape[-1] ** -0.5, NOTHING), can_attend
+
+
+def _weighted(weights: Array, values: Array) -> Array:
+    return jnp.einsum(
+        "BKGTS,BKSH->BKGTH",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _spread(weights: Array, rows: Array) -> Array:
+    return jnp.einsum("BKGTS,BKGTH->BKSH", weights, rows.astype(jnp.float32))
+
+
+def _slice(x: Array, index: Array, block: int, axis: int) -> Array:
+    return lax.dynamic_slice_in_dim(x, index * block, block, axis)
+
+
+def _add(total: Array, index: Array, part: Array) -> Array:
+    start = index * part.shape[2]
+    now = lax.dynamic_slice_in_dim(total, start, part.shape[2], 2)
+    return lax.dynamic_update_slice_in_dim(total, now + part, start, 2)
+
+
+def _row_blocks(block: int, *arrays: tuple[Array, int]) -> tuple[Array, ...]:
+    """Cuts arrays along their row axis and puts the number of the block first."""
+    parts = []
+    for x, axis in arrays:
+        cut = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
+        parts.append(jnp.moveaxis(cut, axis, 0))
+    return jnp.arange(len(parts[0])), *parts
+
+
+def _joined(blocks: Array, axis: int) -> Array:
+    """The reverse of `_row_blocks`."""
+    x = jnp.moveaxis(blocks, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

@@ -1,0 +1,59 @@
+"""Plain pre-training of a target: the jitted next-token step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from poss_jax.config import LlamaConfig, StepConfig
+from poss_jax.losses import language_model_loss
+from poss_jax.packing import TrainBatch, count, cut_batch, is_last_in
+from poss_jax.shapes import Array, Bool, Float, Params
+from poss_jax.target import encode
+from poss_jax.train_state import TrainState, cast, update_state
+
+
+def make_target_step(
+    config: LlamaConfig,
+    optimizer: optax.GradientTransformation,
+    step: StepConfig,
+    dtype: Any,
+) -> Callable:
+    """Returns the jitted `(state, batch) -> (state, loss)` of next-token pre-training."""
+
+    @partial(jax.jit, donate_argnums=0)
+    def run(state: TrainState, batch: TrainBatch):
+        num_trained = jnp.maximum(count(labels_trained(batch)), 1.0)
+
+        def of_part(total: tuple[Params, Array], part: TrainBatch):
+            loss, gradients = jax.value_and_grad(
+                lambda params: target_loss(cast(params, dtype), part, config, step) / num_trained
+            )(state.params)
+            return jax.tree.map(jnp.add, total, (gradients, loss)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(())
+        (gradients, loss), _ = lax.scan(of_part, zeros, cut_batch(batch, step.accumulation_steps))
+        return update_state(state, gradients, optimizer), loss
+
+    return run
+
+
+def target_loss(
+    params: Params, batch: TrainBatch, config: LlamaConfig, step: StepConfig
+) -> Float[Array, ""]:
+    """Sum of next-token cross-entropies in nats, over tokens that are trained."""
+    features = encode(params, config, batch.tokens, batch.documents, block=step.attention_block)
+    head = params["embed" if config.tie_embeddings else "head"]["weight"]
+    labels = jnp.roll(batch.tokens, -1, axis=1)
+    is_trained, chunk = labels_trained(batch), step.vocabulary_chunk
+    return language_model_loss(head, features, labels, is_trained, chunk=chunk)
+
+
+def labels_trained(batch: TrainBatch) -> Bool[Array, "B T"]:
+    """Rows of which the next token is one to be learnt, of the same document."""
+    next_mask = jnp.roll(batch.loss_mask, -1, axis=1)
+    return next_mask & ~is_last_in(batch.documents) & (batch.documents > 0)

@@ -1,0 +1,61 @@
+"""What a training step reads and writes, and how the optimizer moves it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from poss_jax.config import OptimizerConfig
+from poss_jax.shapes import Params
+
+
+class TrainState(struct.PyTreeNode):
+    """What a step reads and writes; layers and specialists are stacked."""
+
+    step: Any  # [] int32; or in its place, as in the others, a shape or a sharding
+    params: Params
+    opt_state: optax.OptState
+
+
+def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+    """AdamW, linear warm-up then linear decay to zero, gradients clipped by value."""
+    warmup = max(1, round(config.warmup_fraction * num_steps))
+    schedule = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, config.learning_rate, warmup),
+            optax.linear_schedule(config.learning_rate, 0.0, max(1, num_steps - warmup)),
+        ],
+        [warmup],
+    )
+    adamw = optax.adamw(
+        schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
+    )
+    return adamw if config.clip_value is None else optax.chain(optax.clip(config.clip_value), adamw)
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """State before the first step."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def update_state(
+    state: TrainState,
+    gradients: Params,
+    optimizer: optax.GradientTransformation,
+    is_trained: Params | None = None,
+) -> TrainState:
+    """Takes an optimizer step; what is not trained is not decayed either."""
+    # optax mixes dtypes that strict promotion refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        if is_trained is not None:
+            updates = jax.tree.map(jnp.multiply, updates, is_trained)
+        params: Any = optax.apply_updates(state.params, updates)
+    return TrainState(state.step + 1, params, opt_state)
+
+
+def cast(params: Params, dtype: Any) -> Params:
+    """Parameters in the dtype they are computed with."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

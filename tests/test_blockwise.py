@@ -1,0 +1,66 @@
+"""Attention in blocks against whole scores, gradients included."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from poss_jax.blockwise import NOTHING, attend_documents
+
+B, K, G, T, H = 2, 2, 3, 13, 4
+DOCUMENTS = {
+    "one": np.ones((B, T), np.int32),
+    "packed": np.array([[1] * 5 + [2] * 7 + [0], [1] * 2 + [2] + [3] * 7 + [0] * 3], np.int32),
+}
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+Q, KEYS, VALUES = draw(0, B, K, G, T, H), draw(1, B, K, T, H), draw(2, B, K, T, H)
+OF_MEAN, OF_LOG_SUM = draw(3, B, K, G, T, H), draw(4, B, K, G, T)
+
+
+def whole(q, k, v, documents, lag):
+    """(mean, log sum, whether anything is attended) from all scores."""
+    row = np.arange(T)
+    can = (row[None] <= row[:, None] - lag) & (documents[:, :, None] == documents[:, None])
+    can = jnp.asarray(can[:, None, None])
+    scores = jnp.where(can, jnp.einsum("BKGTH,BKSH->BKGTS", q, k) * H**-0.5, NOTHING)
+    weights = jnp.where(can, jax.nn.softmax(scores, axis=-1), 0.0)
+    log_sum = jax.nn.logsumexp(scores, axis=-1)
+    return (
+        jnp.einsum("BKGTS,BKSH->BKGTH", weights, v),
+        log_sum,
+        jnp.broadcast_to(can.any(axis=-1), log_sum.shape),
+    )
+
+
+@pytest.mark.parametrize("block", [4, 13, 100])
+@pytest.mark.parametrize("lag", [0, 1, 4])
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_blocks_equal_whole_scores(kind, lag, block):
+    documents = DOCUMENTS[kind]
+
+    def blocks(q, k, v):
+        out = attend_documents(q, k, v, jnp.asarray(documents), jnp.array(lag), block=block)
+        return out.mean, out.log_sum
+
+    def weigh(function):
+        def loss(*args):
+            mean, log_sum = function(*args)[:2]
+            attends = whole(Q, KEYS, VALUES, documents, lag)[2]
+            return (mean * OF_MEAN).sum() + jnp.where(attends, log_sum * OF_LOG_SUM, 0.0).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+    mean, log_sum = jax.jit(blocks)(Q, KEYS, VALUES)
+    want_mean, want_log_sum, attends = whole(Q, KEYS, VALUES, documents, lag)
+    np.testing.assert_allclose(mean, want_mean, atol=2e-6)
+    np.testing.assert_allclose(log_sum[attends], want_log_sum[attends], atol=2e-6)
+    assert (log_sum[~attends] == NOTHING).all() and (mean[~attends] == 0).all()
+    gradients = weigh(blocks)(Q, KEYS, VALUES)
+    wanted = weigh(lambda *args: whole(*args, documents, lag))(Q, KEYS, VALUES)
+    for got, want in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(got, want, atol=5e-6)
