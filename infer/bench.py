@@ -40,7 +40,13 @@ from poss_jax.config import (
     config_to_dict,
     load_config,
 )
-from poss_jax.data import load_documents, load_tokenizer, prompts_from_documents, read_prompts
+from poss_jax.data import (
+    load_documents,
+    load_tokenizer,
+    plain_texts,
+    prompts_from_documents,
+    read_prompts,
+)
 from poss_jax.engine import Engine, Prompt, default_dtype
 from poss_jax.program import Parser, run_program
 
@@ -127,7 +133,7 @@ def _cut_stdlib_prompts(config: BenchConfig, engine: Engine) -> Sequence[Prompt]
     if engine.tokenizer is None:
         raise UserError("prompts stdlib: this target has no tokenizer; give a file of prompt_ids")
     return prompts_from_documents(
-        load_documents(DataConfig()).validation,
+        plain_texts(load_documents(DataConfig()).validation),
         engine.tokenizer,
         num_prompts=config.num_prompts,
         prompt_tokens=config.prompt_tokens,

@@ -1,4 +1,4 @@
-"""The split, the tokenizer, the order of batches, and every error line of them."""
+"""Records, the split, the tokenizer, rows and their order, prompts, and what is refused."""
 
 import hashlib
 import json
@@ -14,9 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from poss_jax import data
 from poss_jax.config import DataConfig, UserError
+from poss_jax.data import records
 from poss_jax.data import rows as row_order
-from poss_jax.data import sources
 from poss_jax.data import tokenizer as tokenizers
+from poss_jax.data.encoding import encode_documents
+from poss_jax.data.records import read_records
 
 SOURCE = "".join(
     f"def area_{n}(width, height):\n    '''Area number {n}.'''\n    return width * height + {n}\n\n"
@@ -51,7 +53,7 @@ def load(path: Path | str, **settings: Any) -> data.Documents:
 
 
 def test_stdlib_is_other_peoples_code_without_tests_and_tables() -> None:
-    names = [name for name, _ in sources._read_stdlib()]
+    names = [name for name, _ in read_records(DataConfig())]
     assert {"argparse.py", "unittest/case.py", "json/decoder.py", "tokenize.py"} <= set(names)
     for part in ("site-packages/", "test/", "tests/", "idlelib/", "pydoc_data/", "encodings/"):
         assert not [name for name in names if name.startswith(part) or f"/{part}" in name]
@@ -97,35 +99,106 @@ def test_hub_data_set_is_read_by_its_text_column(monkeypatch: pytest.MonkeyPatch
     rows = [{"text": f"row {n}"} for n in range(100)]
     asked = []
 
-    def load_dataset(name: str, **settings: Any) -> list[dict[str, str]]:
-        asked.append((name, settings))
+    def load_dataset(name: str, subset: str | None, **settings: Any) -> list[dict[str, str]]:
+        asked.append((name, subset, settings))
         return rows
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     found = load("someone/texts", max_documents=90)
     assert len(found.train + found.validation) == 90
-    assert asked == [("someone/texts", {"split": "train", "streaming": True})]
-    rows[0] = {"body": "no text here"}
-    with pytest.raises(UserError, match=r"'someone/texts': want a string 'text', got None"):
+    assert asked == [("someone/texts", None, {"split": "train", "streaming": True})]
+    load("someone/texts", subset="main", split="train_sft")
+    assert asked[1] == ("someone/texts", "main", {"split": "train_sft", "streaming": False})
+    rows[:60] = [{"body": "no text here"}] * 60
+    with pytest.raises(UserError, match=r"no known format 60; first someone/texts row 0: .*body"):
         load("someone/texts")
+
+
+TEXTS = [json.dumps({"text": f"text {n}"}) for n in range(8)]
+HALF = '{"text": "\\ud83d"}'
+
+
+@pytest.mark.parametrize(
+    ("junk", "reason"),
+    [
+        (b'{"text": ', "bad JSON"),
+        (b'["a"]', "not a JSON object"),
+        (b'{"body": "a"}', "no string 'text'"),
+        (b'{"text": 3}', "no string 'text'"),
+        (b'{"text": " "}', "empty text"),
+        (HALF.encode(), "bad JSON"),
+        (b"[" * 1_000_000, "bad JSON"),
+        (b"\xff\xfe\x00junk", "not UTF-8"),
+        (b'{"text": "' + b"x" * 2_000_000 + b'"}', "line too long"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_broken_lines_are_counted_and_named(
+    tmp_path: Path, junk: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "LONGEST_RECORD", 1_500_000)
+    path = tmp_path / "texts.jsonl"
+    lines = [text.encode() for text in TEXTS]
+    path.write_bytes(b"\n".join([lines[0], junk, b"", *lines[1:], junk]))
+    found = load(path, validation_fraction=0.5)
+    assert sorted(found.train + found.validation) == [f"text {n}" for n in range(8)]
+    assert found.tally.records == 10 and found.tally.dropped == {reason: 2}
+    assert found.tally.first_dropped[0].startswith(f"{path}:2: {reason}")
+    with pytest.raises(UserError, match=rf"2 of 10 records .*{reason} 2; first .*texts.jsonl:2: "):
+        load(path, validation_fraction=0.5, max_dropped=0.1)
+    path.write_bytes(b"junk\n" + junk)
+    with pytest.raises(UserError, match=r"2 of 2 records cannot be used") as caught:
+        load(path, validation_fraction=0.5)
+    assert "\n" not in str(caught.value)
+
+
+def test_ten_megabyte_lines_are_read(tmp_path: Path) -> None:
+    texts = [str(n) * 10_000_000 for n in range(2)]
+    path = write_jsonl(tmp_path / "long.jsonl", *({"text": text} for text in texts))
+    found = load(path, validation_fraction=0.5, max_documents=2)
+    assert sorted(found.train + found.validation) == texts
+
+
+LIST = [{"text": f"text {n}", "n": n, "list": [n, {"[": "]"}]} for n in range(50)]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_lists_are_read_piece_by_piece(
+    tmp_path: Path, piece: int, indent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_PIECE", piece)
+    path = tmp_path / "list.jsonl"  # what it holds counts, not how it is called
+    path.write_text(" \n" + json.dumps([*LIST, 12, *LIST], indent=indent) + "\n")
+    read = [record for _, record in read_records(DataConfig(source=str(path)))]
+    assert read[:50] == read[51:] == LIST
+    assert read[50] == records.Broken("not a JSON object", "int")
 
 
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        ('{"text": "a"}\n{"text": \n', r"bad\.jsonl:2: want a JSON object, got bad JSON"),
-        ('\n["a"]\n', r"bad\.jsonl:2: want a JSON object, got list"),
-        ('{"body": "a"}\n', r"bad\.jsonl:1: want a string 'text', got None"),
-        ('{"text": "\\ud83d"}\n', r"bad\.jsonl:1: want a JSON object, .*surrogates not allowed"),
-        ('{"text": 3}\n', r"bad\.jsonl:1: want a string 'text', got 3"),
-        (b"\xff\xfe\n", r"bad\.jsonl: want UTF-8 text"),
+        ('[{"text": "a"}, {"text": ', "item 2: bad JSON"),
+        ('[{"text": "a"}, ', "item 2: bad JSON: the list breaks off"),
+        ('[{"text": "a"} {"text": "b"}]', "item 1: want a comma after it"),
+        ('[{"text": "a"}, nonsense]', "item 2: bad JSON"),
+        ('[{"text": "a"}] {"text": "b"}', "want nothing after the list"),
+        ("[" * 100_000, "item 1: bad JSON"),
     ],
 )
-def test_bad_jsonl_names_file_and_line(tmp_path: Path, content: str | bytes, error: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match=error):
+def test_broken_json_lists_are_refused(tmp_path: Path, content: str, error: str) -> None:
+    path = tmp_path / "list.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=rf"list\.json: {error}") as caught:
         load(path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+def test_empty_files(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=r"one training and one validation|cannot be used"):
+        load(tmp_path / name)
 
 
 @pytest.mark.parametrize("source", ["missing.txt", "nowhere/*.jsonl"])
@@ -135,7 +208,7 @@ def test_missing_files(source: str) -> None:
 
 
 def test_source_of_no_known_kind() -> None:
-    with pytest.raises(UserError, match=r"want stdlib, a \.txt or \.jsonl path or glob, or a Hub"):
+    with pytest.raises(UserError, match=r"want stdlib, a \.txt, \.json or \.jsonl path or glob"):
         load("/some/folder/text.parquet")
 
 
@@ -170,6 +243,9 @@ def test_chat_template_has_one_bos(tokenizer: PreTrainedTokenizerFast) -> None:
     assert ids.count(tokenizer.bos_token_id) == 1 and tokenizer.decode(ids) == text
     finished = tokenizer.apply_chat_template(messages, tokenize=False)
     assert text == finished + "### assistant\n"
+    messages += [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"}]
+    text += "Hello.</s>\n### user\nBye\n"  # what ends an answer can be learnt
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == text
 
 
 def test_training_is_deterministic_and_looks_at_a_bounded_sample(
@@ -214,17 +290,44 @@ def test_tokenizer_errors(tmp_path: Path) -> None:
 # Rows and batches
 
 
-def test_rows_are_documents_between_bos_and_eos(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_stream_of_documents_between_bos_and_eos(tokenizer: PreTrainedTokenizerFast) -> None:
     a, b = tokenizers.encode_plain(tokenizer, ["QX", "ZQX"])
     stream = [0, *a, 1, 0, *b, 1]  # 9 tokens: <s> Q X </s> <s> Z Q X </s>
-    rows = data.token_rows(["QX", "ZQX"], tokenizer, 4)
+    encoded = [one for [one] in encode_documents(["QX", "ZQX"], tokenizer)]
+    rows = data.make_rows(encoded, 4, "stream")
     assert rows.tokens.dtype == rows.documents.dtype == np.int32 and len(rows) == 2
     assert rows.tokens.tolist() == [stream[:4], stream[4:8]]
     assert rows.loss_mask.all() and (rows.documents == 1).all()
     with pytest.raises(UserError, match="want a row of 10 tokens, got 9 tokens in 2 documents"):
-        data.token_rows(["QX", "ZQX"], tokenizer, 10)
+        data.make_rows(encoded, 10, "stream")
     with pytest.raises(UserError, match="got 0 tokens in 0 documents"):
-        data.token_rows([], tokenizer, 4)
+        data.make_rows([], 4, "stream")
+
+
+def numbered(*lengths: int) -> list[data.Tokens]:
+    """Documents of tokens 10, 11, ... and 20, 21, ..., of which odd ones are learnt."""
+    ids = [10 * n + np.arange(length) for n, length in enumerate(lengths, start=1)]
+    return [data.Tokens(one, one % 2 == 1) for one in ids]
+
+
+def test_packed_rows_drawn() -> None:
+    rows = data.make_rows(numbered(4, 3, 2, 3), 7, "documents")
+    assert rows.tokens.tolist() == [[10, 11, 12, 13, 20, 21, 22], [30, 31, 40, 41, 42, 0, 0]]
+    assert rows.documents.tolist() == [[1, 1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 2, 0, 0]]
+    assert rows.loss_mask.tolist() == [[0, 1, 0, 1, 0, 1, 0], [0, 1, 0, 1, 0, 0, 0]]
+    rows = data.make_rows(numbered(3, 1), 3, "none")
+    assert rows.tokens.tolist() == [[10, 11, 12], [20, 0, 0]]
+    assert rows.documents.tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packing_loses_nothing_and_fills_rows(seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 49, 400).tolist()
+    packed = row_order.pack(lengths, 64)
+    assert sorted(index for row in packed for index in row) == list(range(400))
+    sizes = [sum(lengths[index] for index in row) for row in packed]
+    assert max(sizes) <= 64 and sum(lengths) / (64 * len(packed)) > 0.95
+    assert packed == row_order.pack(lengths, 64)
 
 
 def numbered_rows(num_rows: int) -> data.Rows:

@@ -238,7 +238,7 @@ def test_overwrite_starts_anew(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(Crash):
         main(["--config", config, "--overwrite"])
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left == {"config.yaml", "provenance.json", "tokenizer", "checkpoints"}
+    assert left == {"config.yaml", "provenance.json", "tokenizer", "data.npz", "checkpoints"}
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
     assert "seed: 1" in (tmp_path / "run" / "config.yaml").read_text()
 

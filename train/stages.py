@@ -1,5 +1,6 @@
 """The two things a run can train. Each says what its rows, parameters, step and model are."""
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,7 @@ class Stage(Protocol):
       mesh: the devices it is trained on.
       rows: what is trained on.
       validation_rows: held-out rows.
+      report: what both were made of.
       tokenizer: cuts text into the tokens of both.
     """
 
@@ -65,6 +67,7 @@ class Stage(Protocol):
     mesh: Mesh
     rows: data.Rows
     validation_rows: data.Rows
+    report: dict[str, Any]
     tokenizer: Any
 
     def init_params(self) -> Params:
@@ -95,15 +98,18 @@ class TargetStage:
 
     def __init__(self, config: TrainConfig, folder: Path, mesh: Mesh) -> None:
         assert config.model is not None
-        documents = data.load_documents(config.data)
+        load = functools.cache(lambda: data.load_documents(config.data))
         self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
         self.mesh = mesh
         place = folder / _TOKENIZER
         if is_first_process() and not (place / "tokenizer.json").is_file():
-            data.train_tokenizer(documents.train, self.config.vocab_size, place)
+            texts = data.plain_texts(load().train)
+            data.train_tokenizer(texts, self.config.vocab_size, place)
         meet("tokenizer trained")
         self.tokenizer = data.load_tokenizer(place)
-        self.rows, self.validation_rows = _rows(documents, self.tokenizer, config)
+        prepared = _prepare(folder, config, self.tokenizer, self.config.vocab_size, load)
+        self.rows, self.validation_rows = prepared.train, prepared.validation
+        self.report = prepared.report
         self._dtype = _dtype(config)
 
         def sums(params: Params, batch: TrainBatch) -> tuple[Array, Array]:
@@ -158,7 +164,6 @@ class DraftStage:
     """Trains the specialists of a frozen target."""
 
     def __init__(self, config: TrainConfig, folder: Path, mesh: Mesh) -> None:
-        del folder
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
         place = place_weights(mesh)
@@ -185,8 +190,9 @@ class DraftStage:
             self._vocabulary = record.draft_vocabulary
             self._init_draft = extend_specialists(draft, len(wanted.positions_per_specialist))
         self.tokenizer = data.load_tokenizer(Path(config.target))
-        documents = data.load_documents(config.data)
-        self.rows, self.validation_rows = _rows(documents, self.tokenizer, config)
+        prepared = _prepare(folder, config, self.tokenizer, self._record.llama.vocab_size)
+        self.rows, self.validation_rows = prepared.train, prepared.validation
+        self.report = prepared.report
         self.config = DraftConfig(
             layer=layer,
             positions_per_specialist=wanted.positions_per_specialist,
@@ -276,15 +282,18 @@ def _dtype(config: TrainConfig) -> Any:
     return default_dtype() if config.dtype is None else jnp.dtype(config.dtype)
 
 
-def _rows(
-    documents: data.Documents, tokenizer: Any, config: TrainConfig
-) -> tuple[data.Rows, data.Rows]:
-    length = config.data.sequence_length
-    rows = data.token_rows(documents.train, tokenizer, length)
-    held_out = data.token_rows(documents.validation, tokenizer, length)
-    if len(held_out) < config.batch_size:
+def _prepare(
+    folder: Path,
+    config: TrainConfig,
+    tokenizer: Any,
+    vocab_size: int,
+    load: Callable[[], data.Documents] | None = None,
+) -> data.Prepared:
+    prepared = data.prepare(folder, config.data, tokenizer, vocab_size, load)
+    held_out, length = len(prepared.validation), config.data.sequence_length
+    if held_out < config.batch_size:
         raise UserError(
-            f"held-out text fills {len(held_out)} rows of {length} tokens, a batch needs "
-            f"{config.batch_size}; raise data.validation_fraction or give more text"
+            f"held-out documents fill {held_out} rows of {length} tokens, a batch needs "
+            f"{config.batch_size}; raise data.validation_fraction or give more documents"
         )
-    return rows, held_out
+    return prepared

@@ -12,20 +12,41 @@ from poss_jax.config.reading import UserError
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
-    """Where text comes from and how it is cut into rows.
+    """Where text or chats come from, what is learnt of them, and how they are laid into rows.
 
     Attributes:
-      source: `stdlib` (the Python standard library's own sources), a .txt file or glob, a .jsonl
-        file with a `text` field, or a Hub data set id with a `text` column.
-      sequence_length: tokens per training row.
+      source: `stdlib` (the Python standard library's own sources), a .txt, .json or .jsonl file or
+        glob, or a Hub data set id.
+      subset: configuration of the Hub data set.
+      split: split of the Hub data set.
+      format: of its records; auto looks at the first one. `chat` (messages, conversations), `pairs`
+        (question and answer, instruction and output), `text`, `rendered` (chats that a template has
+        written into `text`) or `tokens` (input_ids, loss_mask).
+      template: how chats are written: null is the tokenizer's own; or llama2, llama3, or the path
+        of a .jinja file.
+      system_prompt: for chats that have none.
+      train_on: what is learnt of a chat: the assistant's turns, or everything.
+      packing: `stream` (text, one after the other, chopped into rows), `documents` (several whole
+        chats per row, none sees another) or `none` (one per row); null is stream for texts,
+        documents for all else.
+      sequence_length: tokens per row; a document that is longer is cut, but for packing stream.
       validation_fraction: share of documents held out.
-      max_documents: read at most so many documents (None: all).
+      max_documents: use at most so many documents (None: all).
+      max_dropped: share of records that may be unusable; above it the run is refused.
     """
 
     source: str = "stdlib"
+    subset: str | None = None
+    split: str = "train"
+    format: Literal["auto", "chat", "pairs", "text", "rendered", "tokens"] = "auto"
+    template: str | None = None
+    system_prompt: str | None = None
+    train_on: Literal["assistant", "all"] = "assistant"
+    packing: Literal["stream", "documents", "none"] | None = None
     sequence_length: int = Field(default=256, gt=1)
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
-    max_documents: int | None = None
+    max_documents: int | None = Field(default=None, gt=0)
+    max_dropped: float = Field(default=0.5, ge=0, lt=1)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

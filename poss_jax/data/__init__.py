@@ -1,30 +1,48 @@
-"""Text in, token rows and prompts out.
+"""Data sets in, rows of tokens out; the tokenizer; prompts.
 
 Everything here is deterministic: the same source gives the same split, tokenizer, rows and prompts.
 
-files.py      text and JSON lines, found and read
-sources.py    corpora, split into training and held-out documents
-tokenizer.py  the embedded tokenizer; loading any
-rows.py       rows of tokens, and the batch of a step
-prompts.py    prompts cut out of documents or read from a file
+files.py          files found and read
+records.py        records of a data set, one after the other
+conversations.py  records of every format -> texts, chats, tokens
+sources.py        what became of the records; training and held-out documents
+templates.py      chat templates, and which characters of a chat are learnt
+tokenizer.py      the embedded tokenizer; loading any
+encoding.py       documents -> tokens, and which of them are learnt
+rows.py           sequences laid into rows; the batch of a step
+prepared.py       the rows of a run, kept in its folder
+prompts.py        prompts cut out of documents or read from a file
 """
 
+from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, plain_texts
+from poss_jax.data.prepared import Prepared, make_prepared, prepare
 from poss_jax.data.prompts import PROMPT_KEYS, prompts_from_documents, read_prompts
-from poss_jax.data.rows import Rows, batch_at, rows_at, token_rows
-from poss_jax.data.sources import Documents, load_documents
+from poss_jax.data.rows import Rows, batch_at, make_rows, rows_at
+from poss_jax.data.sources import Documents, Tally, load_documents
+from poss_jax.data.templates import ChatTemplate
 from poss_jax.data.tokenizer import CHAT_TEMPLATE, load_tokenizer, train_tokenizer
 
 __all__ = [
     "CHAT_TEMPLATE",
     "PROMPT_KEYS",
+    "Chat",
+    "ChatTemplate",
+    "Document",
     "Documents",
+    "Prepared",
+    "Rendered",
     "Rows",
+    "Tally",
+    "Tokens",
     "batch_at",
     "load_documents",
     "load_tokenizer",
+    "make_prepared",
+    "make_rows",
+    "plain_texts",
+    "prepare",
     "prompts_from_documents",
     "read_prompts",
     "rows_at",
-    "token_rows",
     "train_tokenizer",
 ]

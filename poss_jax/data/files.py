@@ -48,14 +48,6 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, record
 
 
-def text_field(where: str, record: dict[str, Any]) -> str:
-    """Takes the `text` out of a record."""
-    text = record.get("text")
-    if not isinstance(text, str):
-        raise UserError(f"{where}: want a string 'text', got {text!r}; fix or drop the line")
-    return text
-
-
 def one_line(error: Exception) -> str:
     """What an error says, fit for a message."""
     return " ".join(str(error).split())[:200]

@@ -3,18 +3,11 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
 from poss_jax.config import UserError
-from poss_jax.data.tokenizer import encode_plain, special_ids
-
-if TYPE_CHECKING:
-    import transformers
-
-_DOCUMENTS_PER_CHUNK = 64
+from poss_jax.data.conversations import Tokens
 
 
 @dataclass(frozen=True)
@@ -39,33 +32,64 @@ class Rows:
         return Rows(self.tokens[index], self.loss_mask[index], self.documents[index])
 
 
-def token_rows(
-    texts: Sequence[str], tokenizer: "transformers.PreTrainedTokenizerBase", length: int
-) -> Rows:
-    """Packs documents, each as bos + tokens + eos, into rows of `length` tokens; drops the rest.
+def make_rows(sequences: Sequence[Tokens], length: int, packing: str) -> Rows:
+    """Lays sequences into rows of `length` tokens.
 
-    Text that looks like a special token is encoded as plain text.
+    Args:
+      sequences: tokenised documents, for `documents` and `none` no longer than a row.
+      length: T.
+      packing: `stream` (one after the other, chopped into rows that count as one document each;
+        what does not fill a row is dropped), `documents` (several whole ones per row) or `none`
+        (one per row).
 
     Raises:
-      UserError: the texts do not fill one row.
+      UserError: the sequences do not fill one row.
     """
-    bos, eos = special_ids(tokenizer, "bos"), special_ids(tokenizer, "eos")
-    pieces = [np.zeros(0, np.int32)]
-    with tqdm(total=len(texts), desc="tokenise", unit="doc", delay=2) as progress:
-        for start in range(0, len(texts), _DOCUMENTS_PER_CHUNK):
-            chunk = texts[start : start + _DOCUMENTS_PER_CHUNK]
-            encoded = encode_plain(tokenizer, chunk)
-            pieces += [np.asarray([*bos, *ids, *eos], np.int32) for ids in encoded]
-            progress.update(len(chunk))
-    tokens = np.concatenate(pieces)
-    rows = len(tokens) // length
-    if not rows:
-        raise UserError(
-            f"want a row of {length} tokens, got {len(tokens)} tokens in {len(texts)} documents; "
-            "give more text or lower data.sequence_length"
-        )
-    tokens = tokens[: rows * length].reshape(rows, length)
-    return Rows(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, np.int32))
+    if packing == "stream":
+        return _chop(sequences, length)
+    groups = [[index] for index in range(len(sequences))]
+    if packing == "documents":
+        groups = pack([len(one.ids) for one in sequences], length)
+    tokens, documents = (np.zeros((len(groups), length), np.int32) for _ in range(2))
+    loss_mask = np.zeros((len(groups), length), bool)
+    for row, group in enumerate(groups):
+        end = 0
+        for number, index in enumerate(group, start=1):
+            ids = sequences[index].ids
+            place = row, slice(end, end + len(ids))
+            tokens[place], documents[place] = ids, number
+            loss_mask[place] = sequences[index].trained
+            end += len(ids)
+    return Rows(tokens, loss_mask, documents)
+
+
+def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Fills rows with documents: the longest first, each where it leaves the least room.
+
+    lengths 5 3 2 4, size 7   ->   rows [0 2] [1 3]
+
+    Args:
+      lengths: of the documents; none is above `size`.
+      size: of a row.
+
+    Returns:
+      Documents of every row; both in the order of the documents.
+    """
+    rows: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # rows by the room they have
+    has_room = np.zeros(size + 1, bool)  # whether there are any
+    for index in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
+        room = lengths[index] + int(np.argmax(has_room[lengths[index] :]))
+        if has_room[room]:
+            row = with_room[room].pop()
+            has_room[room] = bool(with_room[room])
+        else:
+            row, room = len(rows), size
+            rows.append([])
+        rows[row].append(index)
+        with_room[room - lengths[index]].append(row)
+        has_room[room - lengths[index]] = True
+    return sorted(sorted(row) for row in rows)
 
 
 def batch_at(rows: Rows, step: int, batch_size: int, seed: int) -> Rows:
@@ -82,6 +106,19 @@ def rows_at(num_rows: int, step: int, batch_size: int, seed: int) -> np.ndarray:
     positions = range(step * batch_size, (step + 1) * batch_size)
     places = (divmod(position, num_rows) for position in positions)
     return np.array([_epoch_order(num_rows, seed, epoch)[i] for epoch, i in places])
+
+
+def _chop(sequences: Sequence[Tokens], length: int) -> Rows:
+    tokens = np.concatenate([np.zeros(0, np.int32), *(one.ids for one in sequences)])
+    trained = np.concatenate([np.zeros(0, bool), *(one.trained for one in sequences)])
+    rows = len(tokens) // length
+    if not rows:
+        raise UserError(
+            f"want a row of {length} tokens, got {len(tokens)} tokens in {len(sequences)} "
+            "documents; give more text or lower data.sequence_length"
+        )
+    tokens, trained = (part[: rows * length].reshape(rows, length) for part in (tokens, trained))
+    return Rows(tokens.astype(np.int32), trained, np.ones(tokens.shape, np.int32))
 
 
 @functools.lru_cache(maxsize=4)

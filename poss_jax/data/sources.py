@@ -1,48 +1,85 @@
-"""Corpora: where documents come from, and which of them are held out."""
+"""Documents of a data set, what became of its records, and which documents are held out."""
 
 import hashlib
 import itertools
-import re
-import sysconfig
-import tokenize
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+
+from tqdm import tqdm
 
 from poss_jax.config import DataConfig, UserError
-from poss_jax.data.files import json_lines, matching_files, one_line, read_text, text_field
+from poss_jax.data.conversations import Document, content_key, detect_format, read_document
+from poss_jax.data.records import Broken, read_records
 
-_STDLIB_SKIPPED = re.compile(  # other people's code, tests, and files that are tables
-    r"(^|/)((site-packages|dist-packages|tests?|idlelib|turtledemo|lib2to3|ensurepip|_bundled|"
-    r"encodings|pydoc_data|__pycache__)/|_sysconfigdata|"
-    r"(_casefix|entities|locale|stringprep|token)\.py)"
-)
-_STDLIB_MIN_BYTES = 1024
+_NAMED = 3  # of the records that are dropped
+
+
+@dataclass
+class Tally:
+    """What became of the records of a data set.
+
+    Attributes:
+      source: of the records.
+      records: how many were read.
+      dropped: reason -> how many could not be used.
+      cut: reason -> how many chats are used in part.
+      first_dropped: the first of those dropped: where they lie, and why they were.
+    """
+
+    source: str
+    records: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    cut: Counter[str] = field(default_factory=Counter)
+    first_dropped: list[str] = field(default_factory=list)
+
+    def drop(self, where: str, broken: Broken) -> None:
+        """Counts a record that cannot be used."""
+        self.dropped[broken.reason] += 1
+        if len(self.first_dropped) < _NAMED:
+            self.first_dropped.append(f"{where}: {broken}")
+
+    def check(self, most: float) -> None:
+        """Raises UserError if nothing is left, or more than a share `most` was dropped."""
+        dropped = self.dropped.total()
+        if dropped and (dropped == self.records or dropped > most * self.records):
+            reasons = ", ".join(f"{reason} {n}" for reason, n in self.dropped.most_common())
+            raise UserError(
+                f"data.source {self.source!r}: {dropped} of {self.records} records cannot be used "
+                f"({reasons}; first {self.first_dropped[0]}); mend them or raise data.max_dropped"
+            )
 
 
 @dataclass(frozen=True)
 class Documents:
-    """A corpus, split; each document is one string."""
+    """A data set, split.
 
-    train: list[str]
-    validation: list[str]
+    Attributes:
+      train: documents to train on.
+      validation: documents held out.
+      tally: what became of the records.
+    """
+
+    train: list[Document]
+    validation: list[Document]
+    tally: Tally
 
 
 def load_documents(config: DataConfig) -> Documents:
     """Reads the documents of `config.source` and holds some of them out.
 
-    A document's side depends on nothing but a hash of its name (`stdlib`) or of its text (all other
-    sources), so the split survives added documents, and duplicates never lie on both sides.
+    A document's side depends on nothing but a hash of its name (`stdlib`) or of its content (all
+    other sources), so the split survives added documents, and duplicates never lie on both sides.
 
     Raises:
-      UserError: nothing to read, malformed input, or one side of the split is empty.
+      UserError: nothing to read, too much that cannot be used, or one side of the split is empty.
     """
-    kept = (document for document in _read_source(config) if document[1].strip())
-    documents = Documents([], [])
-    for key, text in itertools.islice(kept, config.max_documents):
+    documents = Documents([], [], Tally(config.source))
+    usable = _usable_documents(config, documents.tally)
+    for key, document in itertools.islice(usable, config.max_documents):
         held_out = _hash_fraction(key) < config.validation_fraction
-        (documents.validation if held_out else documents.train).append(text)
+        (documents.validation if held_out else documents.train).append(document)
+    documents.tally.check(config.max_dropped)
     if not (documents.train and documents.validation):
         raise UserError(
             f"data.source {config.source!r}: want at least one training and one validation "
@@ -52,43 +89,21 @@ def load_documents(config: DataConfig) -> Documents:
     return documents
 
 
-def _read_source(config: DataConfig) -> Iterator[tuple[str, str]]:
-    """Yields (what decides a document's side of the split, its text)."""
-    source = config.source
-    if source == "stdlib":
-        return _read_stdlib()
-    if source.endswith(".jsonl"):
-        records = (item for path in matching_files(source) for item in json_lines(path))
-        texts = (text_field(where, record) for where, record in records)
-    elif source.endswith(".txt"):
-        texts = (read_text(path) for path in matching_files(source))
-    else:
-        texts = _read_hub(source, streaming=config.max_documents is not None)
-    return ((text, text) for text in texts)
-
-
-def _read_stdlib() -> Iterator[tuple[str, str]]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if _STDLIB_SKIPPED.search(name) or path.stat().st_size < _STDLIB_MIN_BYTES:
+def _usable_documents(config: DataConfig, tally: Tally) -> Iterator[tuple[str, Document]]:
+    """Yields (what decides a document's side of the split, the document)."""
+    kind = None if config.format == "auto" else config.format
+    for where, record in tqdm(read_records(config), desc="read", unit="rec", delay=2):
+        tally.records += 1
+        if isinstance(record, dict):
+            kind = kind or detect_format(record)
+            document, left_out = read_document(record, kind)
+        else:
+            document, left_out = record, ""
+        if isinstance(document, Broken):
+            tally.drop(where, document)
             continue
-        with tokenize.open(path) as file:
-            yield name, file.read()
-
-
-def _read_hub(name: str, *, streaming: bool) -> Iterator[str]:
-    wanted = f"data.source {name!r}: want stdlib, a .txt or .jsonl path or glob, or a Hub data set"
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise UserError(f"{wanted}; it is none of them")
-    try:
-        import datasets
-
-        rows: Any = datasets.load_dataset(name, split="train", streaming=streaming)
-        for row in rows:
-            yield text_field(f"data set {name!r}", row)
-    except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"{wanted}; as a data set it fails: {one_line(error)}") from error
+        tally.cut.update([left_out] if left_out else [])
+        yield where if config.source == "stdlib" else content_key(document), document
 
 
 def _hash_fraction(key: str) -> float:

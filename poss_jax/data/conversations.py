@@ -1,0 +1,223 @@
+"""Records of every format -> documents: plain texts, chats, or tokens."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from poss_jax.data.records import Broken
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation: perhaps a system message, then users' and assistants' turns in turn.
+
+    Attributes:
+      messages: {"role", "content"}; the last one is an assistant's.
+    """
+
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A chat as a template has written it already, special tokens spelled out."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised document.
+
+    Attributes:
+      ids: [length] int64.
+      trained: [length] bool; which tokens are to be learnt from.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+
+
+Document = str | Rendered | Chat | Tokens
+
+ROLES = {
+    "system": "system",
+    **dict.fromkeys(["user", "human", "prompter"], "user"),
+    **dict.fromkeys(["assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"], "assistant"),
+}
+_CHAT_KEYS = ("messages", "conversations", "conversation")
+_PAIRS = (
+    ("question", "answer"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+)
+_PAIR_CONTEXTS = ("input", "context")
+_ASSISTANT_FIRST = Broken("begins with the assistant")
+
+
+def detect_format(record: dict[str, Any]) -> str | None:
+    """Names the format of a record by its keys; None if it is of none."""
+    if any(isinstance(record.get(key), list) for key in _CHAT_KEYS):
+        return "chat"
+    if "input_ids" in record:
+        return "tokens"
+    if _pair_keys(record):
+        return "pairs"
+    return "text" if "text" in record else None
+
+
+def read_document(record: dict[str, Any], kind: str | None) -> tuple[Document | Broken, str]:
+    """Reads a record of a format.
+
+    A chat is used up to its first oddity; the turns before it are good.
+
+    Args:
+      record: of a data set.
+      kind: the data set's format; None if it is not known.
+
+    Returns:
+      The document, and why a part of it was left out ("" if it is whole).
+    """
+    if kind == "chat":
+        return _read_chat(record)
+    return _READERS.get(kind, _read_unknown)(record), ""
+
+
+def content_key(document: Document) -> str:
+    """A text that two documents share only if they are the same."""
+    match document:
+        case Chat():
+            return json.dumps(document.messages, ensure_ascii=False)
+        case Tokens():
+            return json.dumps(document.ids.tolist())
+        case Rendered():
+            return document.text
+    return document
+
+
+def plain_texts(documents: Sequence[Document]) -> list[str]:
+    """What documents say, to train a tokenizer on or to cut prompts from; tokens say nothing."""
+    texts = []
+    for document in documents:
+        if isinstance(document, Chat):
+            turns = (f"### {turn['role']}\n{turn['content']}\n" for turn in document.messages)
+            texts.append("".join(turns))
+        elif not isinstance(document, Tokens):
+            texts.append(content_key(document))
+    return texts
+
+
+def _read_chat(record: dict[str, Any]) -> tuple[Chat | Broken, str]:
+    turns = next((record[key] for key in _CHAT_KEYS if isinstance(record.get(key), list)), None)
+    if not turns:
+        return Broken("no list of messages" if turns is None else "empty conversation"), ""
+    messages: list[Message] = []
+    oddity = None
+    for turn in turns:
+        message = _read_turn(turn, after=messages[-1]["role"] if messages else None)
+        if isinstance(message, Broken):
+            oddity = message
+            if message is _ASSISTANT_FIRST:
+                continue
+            break
+        if message["content"]:
+            messages.append(message)
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if messages:
+        return Chat(messages), oddity.reason if oddity else ""
+    return oddity or Broken("no answer"), ""
+
+
+def _read_turn(turn: Any, *, after: str | None) -> Message | Broken:
+    """Reads a turn that follows one of the role `after`; only a system's may come out empty."""
+    fields = turn if isinstance(turn, dict) else {}
+    name = fields.get("role", fields.get("from"))
+    role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+    text = _join_parts(fields.get("content", fields.get("value")))
+    if role is None:
+        return Broken("unknown role", str(name)[:20])
+    if not isinstance(text, str):
+        return Broken("a turn without text")
+    if role == "assistant" and after in (None, "system"):
+        return _ASSISTANT_FIRST
+    if role == after:
+        return Broken(f"two {role} turns in a row")
+    if role == "system" and after is not None:
+        return Broken("a system turn inside")
+    if role != "system" and not text.strip():
+        return Broken("an empty turn")
+    return {"role": role, "content": text if text.strip() else ""}
+
+
+def _join_parts(content: Any) -> Any:
+    """Joins content that comes in parts of text."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return "".join(map(str, texts)) if is_text else None
+
+
+def _pair_keys(record: dict[str, Any]) -> tuple[str, str] | None:
+    return next((pair for pair in _PAIRS if all(key in record for key in pair)), None)
+
+
+def _read_pair(record: dict[str, Any]) -> Chat | Broken:
+    keys = _pair_keys(record)
+    if keys is None:
+        return Broken("no question and answer")
+    question, answer = (record[key] for key in keys)
+    context = next((record[key] for key in _PAIR_CONTEXTS if record.get(key)), None)
+    if not all(isinstance(text, str) for text in (question, answer, context or "")):
+        return Broken("a turn without text")
+    if not (question.strip() and answer.strip()):
+        return Broken("an empty turn")
+    user = f"{question}\n\n{context}" if context else question
+    turns = {"user": user, "assistant": answer}
+    return Chat([{"role": role, "content": content} for role, content in turns.items()])
+
+
+def _read_text(record: dict[str, Any]) -> str | Broken:
+    text = record.get("text")
+    if not isinstance(text, str):
+        return Broken("no string 'text'")
+    return text if text.strip() else Broken("empty text")
+
+
+def _read_tokens(record: dict[str, Any]) -> Tokens | Broken:
+    try:
+        ids, trained = (np.asarray(record.get(key)) for key in ("input_ids", "loss_mask"))
+    except ValueError:  # lists of unequal length
+        return Broken("input_ids and loss_mask are no lists of numbers")
+    if ids.dtype.kind != "i" or trained.dtype.kind not in "ib" or ids.ndim != 1:
+        return Broken("input_ids and loss_mask are no lists of numbers")
+    if ids.shape != trained.shape or not len(ids):
+        return Broken("input_ids and loss_mask of different length, or empty")
+    if not np.isin(trained, (0, 1)).all():
+        return Broken("a loss_mask that is not 0 or 1")
+    return Tokens(ids.astype(np.int64), trained.astype(bool))
+
+
+def _read_rendered(record: dict[str, Any]) -> Rendered | Broken:
+    text = _read_text(record)
+    return text if isinstance(text, Broken) else Rendered(text)
+
+
+def _read_unknown(record: dict[str, Any]) -> Broken:
+    return Broken("no known format", f"keys {', '.join(record)[:80]}")
+
+
+_READERS: dict[str | None, Callable[[dict[str, Any]], Document | Broken]] = {
+    "pairs": _read_pair,
+    "tokens": _read_tokens,
+    "text": _read_text,
+    "rendered": _read_rendered,
+}

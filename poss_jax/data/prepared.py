@@ -1,0 +1,242 @@
+"""What a run trains on: made once, kept in its folder, the same whenever the run goes on."""
+
+import hashlib
+import json
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from poss_jax.config import DataConfig, UserError, config_to_dict
+from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, content_key
+from poss_jax.data.encoding import encode_documents
+from poss_jax.data.files import one_line
+from poss_jax.data.records import Broken
+from poss_jax.data.rows import Rows, make_rows
+from poss_jax.data.sources import Documents, Tally, load_documents
+from poss_jax.data.templates import ChatTemplate
+from poss_jax.data.tokenizer import special_pattern
+
+_FILE = "data.npz"
+_PARTS = ("train", "validation")
+_LOOKED_AT = 100  # texts, to see whether they are chats
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Rows of a run.
+
+    Attributes:
+      train: rows to train on.
+      validation: rows held out.
+      report: what became of the records, and how long, packed and learnt the documents are.
+    """
+
+    train: Rows
+    validation: Rows
+    report: dict[str, Any]
+
+
+def prepare(
+    folder: Path,
+    config: DataConfig,
+    tokenizer: Any,
+    vocab_size: int,
+    load: Callable[[], Documents] | None = None,
+) -> Prepared:
+    """Makes the rows of a run, or reads those that it made before.
+
+    Args:
+      folder: of the run.
+      config: the data.
+      tokenizer: of the target.
+      vocab_size: of the target.
+      load: gives the documents; None reads them as `config` says.
+
+    Raises:
+      UserError: what `load_documents` refuses; a chat template that cannot be used; token ids
+        outside the vocabulary; a loss mask of nothing or of everything; a folder that was prepared
+        otherwise.
+    """
+    path = folder / _FILE
+    made_from = _fingerprint(config, tokenizer, vocab_size)
+    if path.exists():
+        return _read(path, made_from)
+    documents = load() if load else load_documents(config)
+    prepared = make_prepared(documents, config, tokenizer, vocab_size)
+    _write(path, prepared, made_from)
+    return prepared
+
+
+def make_prepared(
+    documents: Documents, config: DataConfig, tokenizer: Any, vocab_size: int
+) -> Prepared:
+    """Tokenises documents and lays them into rows (see `prepare`)."""
+    first, tally = documents.train[0], documents.tally
+    template = None
+    if isinstance(first, Chat | Rendered):
+        template = ChatTemplate(tokenizer, config.template, config.system_prompt)
+    elif isinstance(first, str):
+        _refuse_spelled_out(documents.train, config, tokenizer)
+    packing = config.packing or ("stream" if isinstance(first, str) else "documents")
+    parts = {name: _Part(config, packing, vocab_size, tally) for name in _PARTS}
+    for name, part in parts.items():
+        given = getattr(documents, name)
+        encoded = encode_documents(given, tokenizer, template)
+        for document, sequences in zip(given, encoded, strict=True):
+            part.add(document, sequences)
+    tally.check(config.max_dropped)
+    rows = {name: part.rows() for name, part in parts.items()}
+    if not isinstance(first, str) and config.train_on == "assistant":
+        _check_share(config, rows["train"])
+    report = {
+        "source": config.source,
+        "kind": type(first).__name__.lower().replace("str", "text"),
+        "template": template and template.name,
+        "ends_turns": template is None or template.ends_turns,
+        "packing": packing,
+        "records": tally.records,
+        "dropped": dict(tally.dropped.most_common()),
+        "first_dropped": tally.first_dropped,
+        "used_in_part": dict(tally.cut.most_common()),
+        **{name: part.statistics(rows[name]) for name, part in parts.items()},
+    }
+    return Prepared(**rows, report=report)
+
+
+class _Part:
+    """The sequences of one side of the split."""
+
+    def __init__(self, config: DataConfig, packing: str, vocab_size: int, tally: Tally) -> None:
+        self._config, self._packing = config, packing
+        self._vocab_size, self._tally = vocab_size, tally
+        self._most = None if packing == "stream" else config.sequence_length
+        self._sequences: list[Tokens] = []
+        self._lengths: list[int] = []
+        self._split = 0
+
+    def add(self, document: Document, sequences: list[Tokens] | Broken) -> None:
+        """Keeps the first tokens of each, if any of them is to be learnt."""
+        if isinstance(sequences, Broken):
+            self._tally.drop(_excerpt(document), sequences)
+            return
+        before = len(self._sequences)
+        for one in sequences:
+            _check_vocabulary(document, one.ids, self._vocab_size)
+            trained = one.trained | (self._config.train_on == "all")
+            if trained[: self._most].any():
+                self._sequences.append(Tokens(one.ids[: self._most], trained[: self._most]))
+                self._lengths.append(len(one.ids))
+        if len(self._sequences) == before:
+            where = f"the first {self._most} tokens" if self._most else "it"
+            self._tally.drop(_excerpt(document), Broken(f"nothing to learn in {where}"))
+        self._split += len(sequences) > 1
+
+    def rows(self) -> Rows:
+        return make_rows(self._sequences, self._config.sequence_length, self._packing)
+
+    def statistics(self, rows: Rows) -> dict[str, Any]:
+        """How long, learnt and packed the documents are."""
+        lengths = np.asarray(self._lengths)
+        quantiles = np.percentile(lengths, [50, 90, 99, 100], method="lower").tolist()
+        is_text = rows.documents > 0
+        return {
+            "documents": len(lengths),
+            "tokens": int(lengths.sum()),
+            "learnt": round(float(rows.loss_mask.sum() / is_text.sum()), 4),
+            "lengths": dict(zip(("p50", "p90", "p99", "longest"), quantiles, strict=True)),
+            "truncated": 0 if self._most is None else int((lengths > self._most).sum()),
+            "split_by_answer": self._split,
+            "rows": len(rows),
+            "filled": round(float(is_text.mean()), 4),
+        }
+
+
+def _excerpt(document: Document) -> str:
+    return repr(content_key(document)[:60])
+
+
+def _check_vocabulary(document: Document, ids: np.ndarray, vocab_size: int) -> None:
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        outside = int(ids.max() if ids.min() >= 0 else ids.min())
+        raise UserError(
+            f"{_excerpt(document)}: want token ids of 0 to {vocab_size - 1}, got {outside}; "
+            "tokenise with the target's own tokenizer"
+        )
+
+
+def _check_share(config: DataConfig, rows: Rows) -> None:
+    learnt = rows.loss_mask.sum() / (rows.documents > 0).sum()
+    if not 0 < learnt < 1:
+        raise UserError(
+            f"data.source {config.source!r}: want some of the tokens to be learnt, not all; got "
+            f"{learnt:.0%} of them; check the chat template or set data.train_on: all"
+        )
+
+
+def _refuse_spelled_out(texts: Sequence[Any], config: DataConfig, tokenizer: Any) -> None:
+    """Refuses plain texts most of which spell out special tokens: they are chats."""
+    if config.format != "auto" or config.source == "stdlib":
+        return
+    pattern = special_pattern(tokenizer)
+    found = [match for text in texts[:_LOOKED_AT] if (match := pattern.search(text))]
+    if 2 * len(found) > len(texts[:_LOOKED_AT]):
+        raise UserError(
+            f"data.source {config.source!r}: texts spell out {found[0].group()!r}, like chats that "
+            "a template has written; set data.format to rendered (or to text, if they are none)"
+        )
+
+
+def _fingerprint(config: DataConfig, tokenizer: Any, vocab_size: int) -> str:
+    """Hash of what decides the rows, the source's content aside."""
+    template = config.template
+    if template is not None and Path(template).is_file():
+        template = Path(template).read_text(encoding="utf-8")
+    parts = [
+        config_to_dict(config),
+        template,
+        tokenizer.chat_template,
+        vocab_size,
+        sorted(tokenizer.get_vocab().items()),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _write(path: Path, prepared: Prepared, made_from: str) -> None:
+    """Writes all or nothing."""
+    arrays = {
+        f"{part}/{name}": array
+        for part in _PARTS
+        for name, array in vars(getattr(prepared, part)).items()
+    }
+    about = {"made_from": made_from, "report": json.dumps(prepared.report)}
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        partial = Path(scratch) / path.name
+        np.savez(partial, **about, **arrays)
+        partial.replace(path)  # several processes may come here, with the same rows
+
+
+def _read(path: Path, made_from: str) -> Prepared:
+    try:
+        with path.open("rb") as file, np.load(file) as saved:
+            arrays = dict(saved)
+        rows = {
+            part: Rows(**{field.name: arrays[f"{part}/{field.name}"] for field in fields(Rows)})
+            for part in _PARTS
+        }
+        report, saved_from = json.loads(str(arrays["report"])), str(arrays["made_from"])
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{path}: want the rows of this run, got a damaged file ({one_line(error)}); remove it "
+            "to make them again from the same source"
+        ) from error
+    if saved_from != made_from:
+        raise UserError(
+            f"{path}: these rows were made with another tokenizer, template or data section; "
+            "start anew with --overwrite"
+        )
+    return Prepared(**rows, report=report)

@@ -1,0 +1,183 @@
+r"""Chat templates: which one, and which characters of a rendered chat are to be learnt.
+
+    messages[:1] + prompt of the answer   <s>[INST] Hi [/INST]
+    messages[:2]                          <s>[INST] Hi [/INST] Hello. </s>
+                                                              ^^^^^^^^^^^^ learnt
+
+So what is learnt is what a target has to write when it is asked with the same template, the token
+that ends its turn included.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from poss_jax.config import UserError
+from poss_jax.data.conversations import Message
+from poss_jax.data.files import one_line
+from poss_jax.data.records import Broken
+from poss_jax.data.tokenizer import special_pattern
+
+BUILT_IN = {
+    "llama2": (
+        "{% set system = '' %}{% set turns = messages %}"
+        "{% if messages and messages[0].role == 'system' %}"
+        "{% set system = '<<SYS>>\n' + messages[0].content.strip() + '\n<</SYS>>\n\n' %}"
+        "{% set turns = messages[1:] %}{% endif %}"
+        "{% for turn in turns %}{% if turn.role == 'user' %}"
+        "{{ bos_token + '[INST] ' + (system if loop.first else '') + turn.content.strip() }}"
+        "{{ ' [/INST]' }}"
+        "{% else %}{{ ' ' + turn.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for turn in messages %}"
+        "{{ '<|start_header_id|>' + turn.role + '<|end_header_id|>\n\n' }}"
+        "{{ turn.content.strip() + '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    ),
+}
+_NEEDED = {  # special tokens; a name of an attribute or the token itself
+    "llama2": ("bos_token", "eos_token"),
+    "llama3": ("bos_token", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+_PROBE = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A chat as text.
+
+    Attributes:
+      text: with special tokens spelled out.
+      spans: characters [begin, end) that are to be learnt, in order.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class ChatTemplate:
+    """Writes chats as a target of this tokenizer is asked.
+
+    Attributes:
+      name: of the template, for reports.
+      ends_turns: whether an answer ends with a special token; without one a target never learns
+        to stop.
+    """
+
+    def __init__(self, tokenizer: Any, name: str | None, system_prompt: str | None = None) -> None:
+        """Opens a template.
+
+        Args:
+          tokenizer: of the target.
+          name: None (the tokenizer's own), a key of `BUILT_IN`, or the path of a Jinja file.
+          system_prompt: for chats that have none.
+
+        Raises:
+          UserError: no such template, or one that does not fit the tokenizer or cannot be used.
+        """
+        self._tokenizer, self._system_prompt = tokenizer, system_prompt
+        self._template = _read_template(tokenizer, name)
+        self.name = name or "the tokenizer's own"
+        self._special = special_pattern(tokenizer)
+        self._special_end = re.compile(f"(?:{self._special.pattern})$")
+        probe = self.render(_PROBE)
+        if isinstance(probe, Broken):
+            raise UserError(f"chat template ({self.name}): {probe}; set data.template to another")
+        text, ((begin, end),) = probe[0].text, probe[0].spans
+        question, answer = (message["content"] for message in _PROBE)
+        self.ends_turns = bool(self._special_end.search(text[begin:end]))
+        self._before = text[text.rindex(question, 0, begin) + len(question) : begin]
+        self._after = text[text.index(answer, begin) + len(answer) : end].strip()
+
+    def render(self, messages: Sequence[Message]) -> list[RenderedChat] | Broken:
+        """Writes a chat whose last turn is an assistant's.
+
+        A template may change earlier turns when later ones come (drop what was thought, move the
+        system message). Then the chat becomes one text per answer, each as the target was asked.
+
+        Returns:
+          The texts; or why the chat cannot be written.
+        """
+        for message in messages:
+            if found := self._special.search(message["content"]):
+                return Broken("a special token is spelled out", found.group())
+        if self._system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+        try:
+            asked = self._apply([messages[: end - 1] for end in ends], is_asking=True)
+            answered = self._apply([messages[:end] for end in ends], is_asking=False)
+        except (TemplateError, TypeError, ValueError) as error:
+            return Broken("the chat template refuses it", one_line(error))
+        if not all(map(str.startswith, answered, asked)):
+            return Broken(
+                "the chat template begins a finished answer otherwise than it asks for it"
+            )
+        spans = [
+            (len(before), len(before) + self._length_learnt(after[len(before) :]))
+            for before, after in zip(asked, answered, strict=True)
+        ]
+        if all(map(str.startswith, asked[1:], answered)):
+            return [RenderedChat(answered[-1], spans)]
+        return [RenderedChat(text, [span]) for text, span in zip(answered, spans, strict=True)]
+
+    def find_answers(self, text: str) -> RenderedChat:
+        """Finds the answers in a chat that this template has written already."""
+        spans: list[tuple[int, int]] = []
+        end = 0
+        while self._before and (found := text.find(self._before, end)) >= 0:
+            begin = found + len(self._before)
+            last = text.find(self._after, begin) if self._after else -1
+            end = last + len(self._after) if last >= 0 else len(text)
+            spans.append((begin, end))
+        return RenderedChat(text, spans)
+
+    def _apply(self, chats: list[Sequence[Message]], *, is_asking: bool) -> list[str]:
+        return self._tokenizer.apply_chat_template(
+            chats,
+            chat_template=self._template,
+            add_generation_prompt=is_asking,
+            tokenize=False,
+        )
+
+    def _length_learnt(self, answer: str) -> int:
+        """Leaves out blanks after the special token that ends a turn: nobody generates them."""
+        stripped = answer.rstrip()
+        return len(stripped) if self._special_end.search(stripped) else len(answer)
+
+
+def _read_template(tokenizer: Any, name: str | None) -> str | None:
+    """The template's text; None is the tokenizer's own."""
+    if name is None:
+        if not tokenizer.chat_template:
+            raise UserError(
+                "this tokenizer has no chat template; set data.template to "
+                f"{', '.join(BUILT_IN)} or the path of a .jinja file"
+            )
+        return None
+    if name not in BUILT_IN:
+        try:
+            return Path(name).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"data.template {name!r}: want null (the tokenizer's own), {', '.join(BUILT_IN)} "
+                f"or the path of a .jinja file; as a file it fails: {one_line(error)}"
+            ) from error
+    known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    missing = [
+        token
+        for token in _NEEDED[name]
+        if token not in known and getattr(tokenizer, token, None) is None
+    ]
+    if missing:
+        raise UserError(
+            f"data.template {name!r}: this tokenizer has no {missing[0]}; take the template that "
+            "the target was made with"
+        )
+    return BUILT_IN[name]

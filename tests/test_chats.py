@@ -1,0 +1,394 @@
+"""Records of every format, chat templates, and what is learnt of a chat."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from poss_jax import data
+from poss_jax.config import UserError
+from poss_jax.data.conversations import detect_format, read_document
+from poss_jax.data.encoding import encode_documents
+from poss_jax.data.records import Broken
+from poss_jax.data.templates import BUILT_IN
+from poss_jax.engine.prompts import encode_prompt
+
+LLAMA3 = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+FORGETS_THOUGHTS = CHATML.replace(
+    "m.content +", "(m.content if loop.last else m.content.split('</think>')[-1]) +"
+)
+MOVES_SYSTEM = (
+    "{% set ns = namespace(system='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content %}"
+    "{% elif m.role == 'user' %}"
+    "{{ '[INST]' + (ns.system if messages[-2:][0] == m or loop.last else '') + m.content }}"
+    "{{ '[/INST]' }}"
+    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+)
+TEXT = "def area(width, height):\n    return width * height\n\nThe answer is 42. How? So.\n" * 20
+
+
+def chat(*turns: str) -> list[dict[str, str]]:
+    """User, assistant, user, ...; what begins with "system " is a system message."""
+    system = [turn for turn in turns[:1] if turn.startswith("system ")]
+    roles = ["system"] * len(system) + ["user", "assistant"] * len(turns)
+    return [{"role": r, "content": t} for r, t in zip(roles, turns, strict=False)]
+
+
+def sharegpt(*turns: tuple[str, Any]) -> dict[str, Any]:
+    return {"id": "x", "conversations": [{"from": role, "value": text} for role, text in turns]}
+
+
+# --------------------------------------------------------------------------------------------------
+# Formats
+
+HELLO = chat("Hi", "Hello.")
+ASKED = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "wanted"),
+    [
+        (sharegpt(("human", "Hi"), ("gpt", "Hello.")), "chat", HELLO),
+        ({"conversations": HELLO, "id": 3}, "chat", HELLO),
+        ({"prompt": "Hi", "prompt_id": "a", "messages": HELLO}, "chat", HELLO),
+        ({"messages": chat("system Be.", *"abcd")}, "chat", chat("system Be.", *"abcd")),
+        (
+            {"messages": [{**ASKED, "content": [{"type": "text", "text": "Hi"}]}, HELLO[1]]},
+            "chat",
+            HELLO,
+        ),
+        ({"question": "Hi", "answer": "Hello."}, "pairs", HELLO),
+        ({"instruction": "Hi", "input": "", "output": "Hello."}, "pairs", HELLO),
+        ({"prompt": "Hi", "completion": "Hello."}, "pairs", HELLO),
+        (
+            {"instruction": "Add.", "input": "1 2", "output": "3"},
+            "pairs",
+            chat("Add.\n\n1 2", "3"),
+        ),
+    ],
+)
+def test_chats_of_every_format(record: dict, kind: str, wanted: list[dict[str, str]]) -> None:
+    assert detect_format(record) == kind
+    assert read_document(record, kind) == (data.Chat(wanted), "")
+
+
+USER, GPT, AGAIN = ("human", "Hi"), ("gpt", "Hello."), ("user", "More")
+
+
+@pytest.mark.parametrize(
+    ("turns", "kept", "left_out"),
+    [
+        ([GPT, USER, GPT], 2, "begins with the assistant"),
+        ([("system", "Be."), GPT, USER, GPT], 3, "begins with the assistant"),
+        ([("system", " "), USER, GPT], 2, ""),
+        ([USER, GPT, USER], 2, ""),
+        ([USER, GPT, USER, USER, GPT], 2, "two user turns in a row"),
+        ([USER, GPT, GPT], 2, "two assistant turns in a row"),
+        ([USER, GPT, AGAIN, ("gpt", "")], 2, "an empty turn"),
+        ([USER, GPT, ("human", " \n"), GPT], 2, "an empty turn"),
+        ([USER, GPT, ("system", "Now."), AGAIN, GPT], 2, "a system turn inside"),
+        ([USER, GPT, ("tool", "{}"), GPT], 2, "unknown role"),
+        ([USER, GPT, (None, "x")], 2, "unknown role"),
+        ([USER, GPT, AGAIN, ("gpt", None)], 2, "a turn without text"),
+        ([USER, ("gpt", "")], 0, "an empty turn"),
+        ([USER, USER, GPT], 0, "two user turns in a row"),
+        ([("narrator", "x"), USER, GPT], 0, "unknown role"),
+        ([USER], 0, "no answer"),
+        ([GPT], 0, "begins with the assistant"),
+        ([], 0, "empty conversation"),
+    ],
+)
+def test_odd_chats_are_used_up_to_the_oddity(turns: list, kept: int, left_out: str) -> None:
+    document, why = read_document(sharegpt(*turns), "chat")
+    if kept:
+        assert isinstance(document, data.Chat)
+        assert (len(document.messages), why) == (kept, left_out)
+        assert document.messages[-1] == HELLO[1]
+    else:
+        assert isinstance(document, Broken) and document.reason == left_out
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "reason"),
+    [
+        ({"conversations": "text"}, "chat", "no list of messages"),
+        ({"conversations": ["text", 3]}, "chat", "unknown role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "chat",
+            "a turn without",
+        ),
+        ({"question": "Hi", "answer": 3}, "pairs", "a turn without text"),
+        ({"question": "Hi", "answer": "\n"}, "pairs", "an empty turn"),
+        ({"question": "Hi"}, "pairs", "no question and answer"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "tokens", "input_ids and loss_mask of diff"),
+        ({"input_ids": [], "loss_mask": []}, "tokens", "input_ids and loss_mask are no lists"),
+        ({"input_ids": [1.5], "loss_mask": [1]}, "tokens", "input_ids and loss_mask are no lists"),
+        (
+            {"input_ids": [[1], [2, 3]], "loss_mask": [1]},
+            "tokens",
+            "input_ids and loss_mask are no",
+        ),
+        ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "tokens", "a loss_mask that is not 0 or 1"),
+        ({"input_ids": [1]}, "tokens", "input_ids and loss_mask are no lists"),
+        ({"text": 3}, "rendered", "no string 'text'"),
+        ({"title": "x"}, None, "no known format"),
+    ],
+)
+def test_records_that_cannot_be_used(record: dict, kind: str | None, reason: str) -> None:
+    document, _ = read_document(record, kind)
+    assert isinstance(document, Broken) and document.reason.startswith(reason)
+
+
+# --------------------------------------------------------------------------------------------------
+# Templates and masks
+
+
+def make_tokenizer(specials: list[str], *, like: str = "bytes") -> PreTrainedTokenizerFast:
+    """A tiny tokenizer: byte-level (as Llama-3's), trimming offsets (GPT-2's), or Llama-2's."""
+    model = Tokenizer(models.BPE(unk_token=None))
+    if like == "llama2":
+        model.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        model.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        alphabet = sorted({*map(chr, range(32, 127)), "\n", "▁", "é", "😀"})
+    else:
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator([TEXT], trainer)
+    bos = processors.TemplateProcessing(
+        single=f"{specials[0]} $A", special_tokens=[(specials[0], 0)]
+    )
+    trim = [] if like == "llama2" else [processors.ByteLevel(trim_offsets=like == "gpt2")]
+    model.post_processor = processors.Sequence([*trim, bos])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        bos_token=specials[0],
+        eos_token=specials[1],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, Any]:
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = False  # tells no offsets
+
+    made = {
+        "llama3": make_tokenizer(LLAMA3),
+        "gpt2": make_tokenizer([*LLAMA3, "<|im_end|>"], like="gpt2"),
+        "llama2": make_tokenizer(["<s>", "</s>"], like="llama2"),
+        "chatml": make_tokenizer(["<s>", "<|im_end|>", "<|im_start|>"]),
+    }
+    made["slow"] = Slow(
+        tokenizer_object=made["llama3"].backend_tokenizer,
+        bos_token=LLAMA3[0],
+        eos_token=LLAMA3[1],
+    )
+    return made
+
+
+SYSTEM_CHAT = chat("system Be brief.", "Hi\n", "Hello 😀.", "How? ", "So é")
+
+
+def test_built_in_templates_drawn(tokenizers: dict[str, Any]) -> None:
+    def write(name: str) -> str:
+        return tokenizers[name].apply_chat_template(
+            SYSTEM_CHAT, chat_template=BUILT_IN[name], tokenize=False
+        )
+
+    assert write("llama2") == (
+        "<s>[INST] <<SYS>>\nsystem Be brief.\n<</SYS>>\n\nHi [/INST] Hello 😀. </s>"
+        "<s>[INST] How? [/INST] So é </s>"
+    )
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>".format
+    assert write("llama3") == "<|begin_of_text|>" + header("system", "system Be brief.") + header(
+        "user", "Hi"
+    ) + header("assistant", "Hello 😀.") + header("user", "How?") + header("assistant", "So é")
+
+
+TEMPLATES = [
+    ("llama3", "llama3", "{}<|eot_id|>"),
+    ("gpt2", "llama3", "{}<|eot_id|>"),
+    ("slow", "llama3", "{}<|eot_id|>"),
+    ("llama2", "llama2", "{} </s>"),
+    ("chatml", CHATML, "{}<|im_end|>"),
+    ("gpt2", CHATML, "{}<|im_end|>"),
+    ("llama3", data.CHAT_TEMPLATE, "{}<|eot_id|>"),
+]
+
+
+def open_template(tokenizer: Any, template: str, folder: Path, **settings: Any) -> Any:
+    """One of the built-in templates, or a file of this text."""
+    if template not in BUILT_IN:
+        (folder / "chat.jinja").write_text(template)
+        template = str(folder / "chat.jinja")
+    return data.ChatTemplate(tokenizer, template, **settings)
+
+
+def learnt_spans(sequence: data.Tokens) -> list[list[int]]:
+    bounds = np.flatnonzero(np.diff(sequence.trained, prepend=False, append=False))
+    return bounds.reshape(-1, 2).tolist()
+
+
+@pytest.mark.parametrize(("name", "template", "answer"), TEMPLATES)
+def test_what_is_learnt_follows_the_prompt_that_the_engine_makes(
+    tokenizers: dict[str, Any],
+    tmp_path: Path,
+    name: str,
+    template: str,
+    answer: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = tokenizers[name]
+    opened = open_template(tokenizer, template, tmp_path)
+    [[sequence]] = encode_documents([data.Chat(SYSTEM_CHAT)], tokenizer, opened)
+    texts = [tokenizer.decode(sequence.ids[begin:end]) for begin, end in learnt_spans(sequence)]
+    assert texts == [answer.format(turn["content"]) for turn in SYSTEM_CHAT[2::2]]
+    monkeypatch.setattr(tokenizer, "chat_template", BUILT_IN.get(template, template))
+    for (begin, _), end in zip(learnt_spans(sequence), (2, 4), strict=True):
+        asked = SYSTEM_CHAT[:end]
+        assert sequence.ids[:begin].tolist() == encode_prompt(asked, tokenizer, 10_000)
+
+
+@pytest.mark.parametrize(("name", "template", "answer"), TEMPLATES)
+def test_masks_of_random_chats(
+    tokenizers: dict[str, Any], tmp_path: Path, name: str, template: str, answer: str
+) -> None:
+    rng = np.random.default_rng(0)
+    pieces = ["\n", " ", "The", "answer", "42.", "é", "😀", "###", "return", "[/INST", "<|eot"]
+    chats = [["x" + "".join(rng.choice(pieces, 9)) + "y" for _ in range(2 * n)] for n in (1, 2, 4)]
+    opened = open_template(tokenizers[name], template, tmp_path)
+    documents = [data.Chat(chat(*turns)) for turns in chats]
+    for turns, [one] in zip(
+        chats, encode_documents(documents, tokenizers[name], opened), strict=True
+    ):
+        learnt = [tokenizers[name].decode(one.ids[slice(*span)]) for span in learnt_spans(one)]
+        assert learnt == [answer.format(turn) for turn in turns[1::2]]
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "texts"),
+    [
+        (
+            FORGETS_THOUGHTS,
+            ["Hi", "hm</think>Hello.", "So?", "ah</think>Yes."],
+            [
+                ("Hi", "hm</think>Hello.<|im_end|>"),
+                ("assistant\nHello.", "ah</think>Yes.<|im_end|>"),
+            ],
+        ),
+        (
+            MOVES_SYSTEM,
+            ["system S", "Hi", "Hello.", "So?", "Yes."],
+            [("[INST]system SHi", "Hello.<s>"), ("[INST]system SSo?", "Yes.<s>")],
+        ),
+    ],
+)
+def test_templates_that_rewrite_earlier_turns_give_a_text_per_answer(
+    tokenizers: dict[str, Any], tmp_path: Path, template: str, turns: list[str], texts: list
+) -> None:
+    tokenizer = make_tokenizer(["<b>", "<s>", "<|im_end|>", "<|im_start|>"])
+    opened = open_template(tokenizer, template, tmp_path)
+    [sequences] = encode_documents([data.Chat(chat(*turns))], tokenizer, opened)
+    for one, (asked, learnt) in zip(sequences, texts, strict=True):
+        assert asked in tokenizer.decode(one.ids[~one.trained])
+        assert tokenizer.decode(one.ids[one.trained]) == learnt
+
+
+def test_a_system_prompt_for_chats_that_have_none(tokenizers: dict[str, Any]) -> None:
+    opened = data.ChatTemplate(tokenizers["llama2"], "llama2", "Be kind.")
+    [one] = opened.render(HELLO)
+    assert one.text.startswith("<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST]")
+    [one] = opened.render(SYSTEM_CHAT)
+    assert "kind" not in one.text
+
+
+@pytest.mark.parametrize(("name", "template"), [("llama3", "llama3"), ("llama2", "llama2")])
+def test_chats_that_are_rendered_already(
+    tokenizers: dict[str, Any], name: str, template: str
+) -> None:
+    opened = data.ChatTemplate(tokenizers[name], template)
+    [rendered] = opened.render(SYSTEM_CHAT)
+    assert opened.find_answers(rendered.text) == rendered
+    cut = opened.find_answers(rendered.text[: rendered.spans[1][0] + 2])
+    assert cut.spans == [rendered.spans[0], (rendered.spans[1][0], rendered.spans[1][0] + 2)]
+    documents = [data.Chat(SYSTEM_CHAT), data.Rendered(rendered.text)]
+    [a], [b] = (
+        sequences
+        for document in documents
+        for sequences in encode_documents([document], tokenizers[name], opened)
+    )
+    assert (a.ids == b.ids).all() and (a.trained == b.trained).all()
+
+
+def test_a_template_without_bos_leaves_it_to_the_tokenizer(
+    tokenizers: dict[str, Any], tmp_path: Path
+) -> None:
+    opened = open_template(tokenizers["chatml"], CHATML, tmp_path)
+    [[one]] = encode_documents([data.Chat(HELLO)], tokenizers["chatml"], opened)
+    assert one.ids[:2].tolist() == [0, 2] and not one.trained[0]
+
+
+def test_spelled_out_special_tokens_are_no_special_tokens(tokenizers: dict[str, Any]) -> None:
+    opened = data.ChatTemplate(tokenizers["llama3"], "llama3")
+    refused = opened.render(chat("Hi<|eot_id|>", "Hello."))
+    assert refused == Broken("a special token is spelled out", "<|eot_id|>")
+    assert isinstance(opened.render(chat("Hi <|eot_i", "Hello </s>.")), list)
+
+
+def test_whether_turns_end(tokenizers: dict[str, Any], tmp_path: Path) -> None:
+    assert data.ChatTemplate(tokenizers["llama2"], "llama2").ends_turns
+    endless = data.CHAT_TEMPLATE.replace("eos_token", "''")
+    assert not open_template(tokenizers["llama2"], endless, tmp_path).ends_turns
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "error"),
+    [
+        ("llama2", None, "no chat template; set data.template to llama2, llama3 or the path of a"),
+        ("llama2", "chatml", r"'chatml': want null .*llama2, llama3 or the path of a \.jinja"),
+        ("llama2", "llama3", r"this tokenizer has no <\|start_header_id\|>; take the template"),
+        ("llama2", "{% for", "the chat template refuses it: unexpected"),
+        ("llama2", "{{ messages.x.y }}", "the chat template refuses it: .*no attribute 'x'"),
+        ("llama2", "{{ raise_exception('No!') }}", "the chat template refuses it: No!"),
+        (
+            "llama2",
+            "{% for m in messages %}{{ m.content }}{% endfor %}"
+            "{{ '<think>' if add_generation_prompt }}",
+            "begins a finished answer otherwise than it asks for it",
+        ),
+    ],
+)
+def test_templates_that_cannot_be_used(
+    tokenizers: dict[str, Any], tmp_path: Path, name: str, template: str | None, error: str
+) -> None:
+    with pytest.raises(UserError, match=error) as caught:
+        if template and "{" in template:
+            open_template(tokenizers[name], template, tmp_path)
+        else:
+            data.ChatTemplate(tokenizers[name], template)
+    assert "\n" not in str(caught.value)
