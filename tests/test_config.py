@@ -35,7 +35,7 @@ LAYER = LlamaConfig(
     rope=RopeConfig(type="llama3", theta=5e5, factor=8.0),
     eos_token_ids=(1, 2),
 )
-DRAFT_RUN = {"stage": "draft", "output": "runs/x", "target": "models/t"}
+DRAFT_RUN = {"stage": "draft", "output": "runs/x", "target": "models/t", "num_epochs": 2}
 
 
 def write(path: Path, text: str) -> Path:
@@ -119,7 +119,7 @@ def test_tree_counts(depth, top_k, total_tokens, num_candidates, num_nodes, max_
         LAYER,
         DraftConfig(layer=LAYER, positions_per_specialist=(3, 3)),
         TreeConfig(),
-        TrainConfig(stage="target", output="runs/x", model=LAYER),
+        TrainConfig(stage="target", output="runs/x", model=LAYER, num_tokens=1),
     ],
     ids=lambda config: type(config).__name__,
 )
@@ -154,6 +154,7 @@ def test_round_trip_of_every_field():
         stage="draft",
         output="runs/x",
         target="models/t",
+        num_epochs=20,
         specialists=SpecialistsConfig(positions_per_specialist=(3, 3), depth=6),
         optimizer=OptimizerConfig(clip_value=None),
     )
@@ -186,6 +187,8 @@ def test_round_trip_of_every_field():
         ({"model": {}}, "missing key 'model.vocab_size'"),
         ({"data": None}, "data: want a mapping of keys, got None"),
         ({"batch_size": 0}, "batch_size: Input should be greater than 0, got 0"),
+        ({"num_tokens": 5}, "want either num_tokens or num_epochs; set the other to null"),
+        ({"num_epochs": None}, "want either num_tokens or num_epochs; set the other to null"),
         ({"stage": "both"}, "stage: Input should be 'target' or 'draft', got 'both'"),
         ({1: 2}, "1: Keys should be strings, got 1"),
     ],
@@ -210,7 +213,8 @@ def test_long_values_are_cut():
 def test_overrides_win_over_file_and_base(tmp_path):
     write(
         tmp_path / "base.yaml",
-        "{stage: draft, output: a, target: t, seed: 1, optimizer: {learning_rate: 1e-4, b1: 0.5}}",
+        "{stage: draft, output: a, target: t, num_tokens: 9, seed: 1, "
+        "optimizer: {learning_rate: 1e-4, b1: 0.5}}",
     )
     (tmp_path / "runs").mkdir()
     run = write(
@@ -246,7 +250,7 @@ def test_overrides_win_over_file_and_base(tmp_path):
     ],
 )
 def test_bad_overrides(tmp_path, override, message):
-    run = write(tmp_path / "run.yaml", "{stage: draft, output: a, target: t}")
+    run = write(tmp_path / "run.yaml", "{stage: draft, output: a, target: t, num_tokens: 9}")
     with pytest.raises(UserError) as caught:
         load_config(TrainConfig, run, [override])
     assert message in str(caught.value)
@@ -288,8 +292,11 @@ def test_bases_in_a_circle(tmp_path):
 
 
 def test_steps_spend_the_budget():
-    run = TrainConfig(**DRAFT_RUN, num_tokens=10_000, batch_size=4)  # 256 tokens a row
-    assert run.num_steps == 10
+    budget = {"num_tokens": 10_000, "num_epochs": None, "batch_size": 4}
+    run = TrainConfig(**DRAFT_RUN | budget)  # 256 tokens a row
+    assert run.num_steps == 10 and run.with_budget(1000) is run
+    epochs = TrainConfig(**DRAFT_RUN | {"num_epochs": 1.5, "batch_size": 4}).with_budget(9)
+    assert (epochs.num_tokens, epochs.num_steps) == (3456, 4)  # 13.5 rows, 3.4 batches
 
 
 def test_annotations_are_checked_while_testing():

@@ -17,7 +17,8 @@ MODEL = dict.fromkeys(
 
 
 def config_for(output: Path, **changes: Any) -> TrainConfig:
-    values = {"stage": "target", "output": str(output), "model": MODEL | {"head_dim": 2}}
+    values = {"stage": "target", "output": str(output), "num_tokens": 9}
+    values["model"] = MODEL | {"head_dim": 2}
     return build_config(TrainConfig, values | changes, origin="test")
 
 

@@ -44,12 +44,14 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
         stage = None if (place / "model").exists() else open_stage(config, place)
     with closing(RunFolder(config)) as folder:
         if stage is not None:
+            config = config.with_budget(len(stage.rows))
             stopped_at = _train(config, folder, stage)
             if stopped_at is not None:
                 return {"stopped_at": stopped_at, "steps": config.num_steps}
         step = folder.exported_step(config.export)
         results = folder.logged_validation(step) if is_first_process() else {}
-    return {"model": str(folder.model), "model_step": step, "steps": config.num_steps, **results}
+        steps = folder.latest_step
+    return {"model": str(folder.model), "model_step": step, "steps": steps, **results}
 
 
 def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int | None:
@@ -79,6 +81,8 @@ def describe(config: TrainConfig) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as scratch:
         stage = open_stage(config, Path(scratch))
+    config = config.with_budget(len(stage.rows))
+    assert config.num_tokens is not None
     return {
         "stage": config.stage,
         "output": config.output,

@@ -1,6 +1,7 @@
 """Settings of training runs and benchmarks: what a YAML file holds."""
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field, FiniteFloat
@@ -194,7 +195,8 @@ class TrainConfig:
       allow_target_mismatch: start from a draft made for other weights of the same shape.
       dtype: of everything computed; parameters and optimizer are kept in float32 (None: float32
         on CPU, bfloat16 elsewhere).
-      num_tokens: budget in tokens.
+      num_tokens: budget in tokens; either this or `num_epochs`.
+      num_epochs: budget in passes over the training rows.
       checkpoint_every: steps between saves of the training state, which every validation saves too.
       validate_every: steps between validations; both also happen at the end.
       validation_batches: batches of held-out text per validation.
@@ -220,7 +222,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     dtype: Literal["float32", "bfloat16"] | None = None
-    num_tokens: int = Field(default=1_000_000, gt=0)
+    num_tokens: int | None = Field(default=None, gt=0)
+    num_epochs: float | None = Field(default=None, gt=0)
     batch_size: int = Field(default=8, gt=0)
     seed: int = 0
     checkpoint_every: int = Field(default=500, gt=0)
@@ -247,10 +250,20 @@ class TrainConfig:
                 f"objective.depth_weights wants specialists.depth = {self.specialists.depth} "
                 f"numbers, got {len(self.objective.depth_weights)}"
             )
+        if (self.num_tokens is None) == (self.num_epochs is None):
+            raise ValueError("want either num_tokens or num_epochs; set the other to null")
+
+    def with_budget(self, num_rows: int) -> "TrainConfig":
+        """The same run with its budget in tokens, for so many training rows."""
+        if self.num_epochs is None:
+            return self
+        num_tokens = math.ceil(self.num_epochs * num_rows * self.data.sequence_length)
+        return replace(self, num_tokens=num_tokens, num_epochs=None)
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps that spend `num_tokens`."""
+        assert self.num_tokens is not None, "see with_budget"
         return math.ceil(self.num_tokens / (self.batch_size * self.data.sequence_length))
 
 
