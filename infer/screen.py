@@ -1,16 +1,10 @@
 """Text on a terminal as it grows, accepted drafts marked."""
 
-import os
 import sys
 from itertools import groupby
 
 from poss_jax.engine import Chunk
-
-COLOUR = ("\x1b[32m", "\x1b[0m")
-BRACKETS = (
-    "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}",
-    "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}",
-)
+from poss_jax.program import text_marks
 
 
 class Screen:
@@ -21,7 +15,7 @@ class Screen:
     """
 
     def __init__(self, *, shows_drafts: bool) -> None:
-        self._marks = draft_marks() if shows_drafts else ("", "")
+        self._marks = text_marks() if shows_drafts else ("", "")
         self._is_in_line = False
         if shows_drafts:
             sys.stderr.write("accepted drafts look {}like this{}\n".format(*self._marks))
@@ -42,9 +36,3 @@ class Screen:
         if self._is_in_line:
             sys.stdout.write("\n")
             self._is_in_line = False
-
-
-def draft_marks() -> tuple[str, str]:
-    """What is written before and after an accepted draft."""
-    is_wanted = os.environ.get("FORCE_COLOR") or sys.stdout.isatty()
-    return COLOUR if is_wanted and not os.environ.get("NO_COLOR") else BRACKETS

@@ -16,6 +16,12 @@ import jax
 
 from poss_jax.config import UserError
 
+COLOUR = ("\x1b[32m", "\x1b[0m")
+BRACKETS = (
+    "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}",
+    "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}",
+)
+
 
 class Parser(argparse.ArgumentParser):
     """Reports wrong arguments like any other bad input, in one line."""
@@ -50,6 +56,12 @@ def run_program(main: Callable[[], None]) -> None:
         # Exit handlers run after all threads ended, the last registered first.
         atexit.register(_leave, 130)
         sys.exit(_failed("interrupted", 130))
+
+
+def text_marks() -> tuple[str, str]:
+    """What is written before and after a marked text: a colour on terminals, else brackets."""
+    is_wanted = os.environ.get("FORCE_COLOR") or sys.stdout.isatty()
+    return COLOUR if is_wanted and not os.environ.get("NO_COLOR") else BRACKETS
 
 
 def _failed(message: str, code: int) -> int:

@@ -10,8 +10,9 @@ import pytest
 from programs import Runs, copy_model, refusal, tiny_runs, write_lines
 
 from infer.generate import main
-from infer.screen import BRACKETS, COLOUR, Screen, draft_marks
+from infer.screen import Screen
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
+from poss_jax.program import BRACKETS, COLOUR, text_marks
 
 N = 24
 TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
@@ -282,9 +283,9 @@ def set_colours(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 def test_terminals_get_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     set_colours(monkeypatch)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert draft_marks() == COLOUR
+    assert text_marks() == COLOUR
     monkeypatch.setenv("NO_COLOR", "1")
-    assert draft_marks() == BRACKETS
+    assert text_marks() == BRACKETS
 
 
 def test_interrupted_stream_keeps_what_was_printed_and_the_finished_answers(

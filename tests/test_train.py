@@ -1,5 +1,6 @@
 """The training program end to end: both stages, resuming after crashes, refusals."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from programs import (
 from poss_jax import data
 from poss_jax.checkpoint import load_draft, read_record
 from poss_jax.config import TrainConfig, UserError, load_config
+from poss_jax.program import BRACKETS
 from train.main import main
 from train.run_folder import RunFolder
 from train.stages import open_stage
@@ -107,7 +109,11 @@ def test_dry_run_prints_sizes_and_writes_nothing(
     config = config_file(runs, tmp_path / "in", TARGET, output=str(tmp_path / "out" / "run"))
     main(["--config", config, "num_tokens=65", "--dry-run"])
     layer = 32 + 32 * 32 + 2 * 32 * 16 + 32 * 32 + 32 + 3 * 32 * 48
-    printed = summary(capsys)
+    *lines, last = capsys.readouterr().out.splitlines()
+    printed = json.loads(last)
+    assert lines[0].endswith("60 records of text, 0 of them dropped")
+    assert any(line.startswith(f"{BRACKETS[0]}<s>def area_") for line in lines)
+    assert printed.pop("data")["records"] == 60
     sample, tokens = printed.pop("sample"), printed.pop("train_tokens_available")
     held_out = printed.pop("validation_tokens_available")
     assert printed == {

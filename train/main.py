@@ -22,6 +22,7 @@ from poss_jax.checkpoint import count_parameters
 from poss_jax.config import TrainConfig, load_config
 from poss_jax.program import Parser, run_program
 from poss_jax.train_state import init_state, make_optimizer
+from train.describe import describe_data, describe_sample
 from train.devices import claim_together, is_first_process, make_on, start_processes
 from train.loggers import check_loggers
 from train.loop import run_steps
@@ -45,6 +46,8 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
     with closing(RunFolder(config)) as folder:
         if stage is not None:
             config = config.with_budget(len(stage.rows))
+            if is_first_process():
+                tqdm.write("\n".join(describe_data(stage.report)), file=sys.stderr)
             stopped_at = _train(config, folder, stage)
             if stopped_at is not None:
                 return {"stopped_at": stopped_at, "steps": config.num_steps}
@@ -77,12 +80,15 @@ def describe(config: TrainConfig) -> dict[str, Any]:
     """Reads everything a run would read, without training or writing anything.
 
     Returns:
-      Sizes, budget and a decoded sample of the first training row.
+      Sizes, budget, what became of the data, and a decoded sample of the first training row.
     """
     with tempfile.TemporaryDirectory() as scratch:
         stage = open_stage(config, Path(scratch))
     config = config.with_budget(len(stage.rows))
     assert config.num_tokens is not None
+    if is_first_process():
+        sample = describe_sample(stage.rows, stage.tokenizer)
+        print("\n".join([*describe_data(stage.report), *sample]))
     return {
         "stage": config.stage,
         "output": config.output,
@@ -92,6 +98,7 @@ def describe(config: TrainConfig) -> dict[str, Any]:
         "tokens": config.num_tokens,
         "epochs": round(config.num_tokens / stage.rows.tokens.size, 3),
         "steps": config.num_steps,
+        "data": stage.report,
         "sample": stage.tokenizer.decode(stage.rows.tokens[0][:64]),
     }
 
