@@ -1,0 +1,194 @@
+"""Shows how training runs went, side by side: a plot, and a table of their validation.
+
+Needs folders of runs, finished or not; writes an image (matplotlib: pip install 'poss-jax[plots]'),
+prints the table as Markdown and one JSON line at the end.
+
+    python -m train.plot runs/demo/eagle runs/demo/hass runs/demo/poss3 --output drift.png
+    python -m train.plot runs/demo/poss3 --table
+"""
+
+import argparse
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from poss_jax.config import UserError
+from poss_jax.program import Parser, run_program
+
+_BY_DEPTH = {
+    "validation_loss": "loss",
+    "feature_loss": "feature",
+    "probability_loss": "probability",
+    "top_k_loss": "top-k",
+    "agreement": "agreement",
+    "feature_cosine": "cosine",
+    "cumulative_acceptance": "accepted so far",
+}
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """What a run has logged.
+
+    Attributes:
+      name: of its folder.
+      steps: lines of metrics.jsonl about training steps.
+      validations: and about validations.
+      specialists: the one that serves each depth; empty for a target.
+    """
+
+    name: str
+    steps: list[dict[str, Any]]
+    validations: list[dict[str, Any]]
+    specialists: list[int]
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The validation with the longest acceptance length or, of a target, the lowest loss."""
+        # Of equals the newest, as the run itself chooses.
+        return max(reversed(self.validations), key=_score)
+
+
+def read_run(folder: str) -> RunMetrics:
+    """Reads the metrics of a run, which may still go on.
+
+    Raises:
+      UserError: no run, or one that was never validated.
+    """
+    path = Path(folder)
+    try:
+        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+        text = (path / "metrics.jsonl").read_text(encoding="utf-8")
+        spans, depth = (config["specialists"][k] for k in ("positions_per_specialist", "depth"))
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} holds no metrics of a training run; give its folder") from error
+    served = [index for index, span in enumerate(spans) for _ in range(span)]
+    specialists = served[:depth] + served[-1:] * (depth - len(served))
+    run = RunMetrics(
+        name=path.resolve().name,
+        steps=[line for line in lines if "loss" in line],
+        validations=[line for line in lines if "validation_loss" in line],
+        specialists=specialists if config["stage"] == "draft" else [],
+    )
+    if not run.validations:
+        raise UserError(f"{folder} has no validation yet; wait for one")
+    return run
+
+
+def format_table(runs: list[RunMetrics]) -> str:
+    """The best validation of every run as Markdown, drafts depth by depth."""
+    drafts = [run for run in runs if run.specialists]
+    lines = ["| run | step | validation loss | simulated acceptance length |", "|---|---|---|---|"]
+    for run in runs:
+        length = run.best.get("simulated_acceptance_length")
+        cells = [f"{_mean(run.best['validation_loss']):.3f}", f"{length:.3f}" if length else ""]
+        lines.append(f"| {run.name} | {run.best['step']} | {' | '.join(cells)} |")
+    if drafts:
+        names = ["run", "depth", "specialist", *_BY_DEPTH.values()]
+        lines += ["", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for run in drafts:
+        for depth, specialist in enumerate(run.specialists):
+            cells = [f"{run.best[key][depth]:.3f}" for key in _BY_DEPTH]
+            lines.append(f"| {run.name} | {depth} | {specialist} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot_runs(runs: list[RunMetrics], path: Path) -> None:
+    """Draws losses and acceptance over steps and, of drafts, agreement and cosine over depths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drafts = [run for run in runs if run.specialists]
+    size = 2 if drafts else 1
+    figure, grid = pyplot.subplots(
+        size, size, figsize=(5 * size, 3.5 * size), layout="constrained", squeeze=False
+    )
+    _draw_losses(grid[0, 0], runs)
+    if drafts:
+        _draw_acceptance(grid[0, 1], drafts)
+        _draw_by_depth(grid[1, 0], drafts, "agreement", "top-1 agreement with the target")
+        _draw_by_depth(grid[1, 1], drafts, "feature_cosine", "cosine with the target's feature")
+    for axes in grid.flat:
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise UserError(f"cannot draw {path}: {error}; name a .png or .pdf") from error
+    finally:
+        pyplot.close(figure)
+
+
+def _draw_losses(axes: Any, runs: list[RunMetrics]) -> None:
+    """Lines for training, dots for validation."""
+    for run in runs:
+        steps, losses = zip(*((line["step"], line["loss"]) for line in run.steps), strict=True)
+        (drawn,) = axes.plot(steps, losses, alpha=0.5)
+        steps = [line["step"] for line in run.validations]
+        losses = [_mean(line["validation_loss"]) for line in run.validations]
+        axes.plot(steps, losses, "o-", color=drawn.get_color(), label=run.name)
+    axes.set(xlabel="step", ylabel="loss (dots: validation)", yscale="log")
+
+
+def _draw_acceptance(axes: Any, drafts: list[RunMetrics]) -> None:
+    for run in drafts:
+        steps = [line["step"] for line in run.validations]
+        lengths = [line["simulated_acceptance_length"] for line in run.validations]
+        axes.plot(steps, lengths, "o-", label=run.name)
+    axes.set(xlabel="step", ylabel="simulated acceptance length")
+
+
+def _draw_by_depth(axes: Any, drafts: list[RunMetrics], key: str, label: str) -> None:
+    for run in drafts:
+        axes.plot(range(len(run.specialists)), run.best[key], "o-", label=run.name)
+    axes.set(xlabel="depth", ylabel=label, xticks=range(max(len(r.specialists) for r in drafts)))
+
+
+def _score(validation: dict[str, Any]) -> float:
+    length = validation.get("simulated_acceptance_length")
+    return -validation["validation_loss"] if length is None else length
+
+
+def _mean(loss: float | list[float]) -> float:
+    return sum(loss) / len(loss) if isinstance(loss, list) else loss
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parses arguments, reads the runs, prints and draws."""
+    parser = Parser(
+        prog="train.plot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
+    parser.add_argument(
+        "--output", metavar="FILE", help="image to write (default: training.png in the first run)"
+    )
+    parser.add_argument("--table", action="store_true", help="print the table, draw nothing")
+    args = parser.parse_args(arguments)
+    if not args.table and importlib.util.find_spec("matplotlib") is None:
+        raise UserError(
+            "a plot needs matplotlib, which is not installed; pip install 'poss-jax[plots]', or "
+            "print the table alone with --table"
+        )
+    runs = [read_run(folder) for folder in args.runs]
+    print(format_table(runs))
+    output = None if args.table else Path(args.output or Path(args.runs[0]) / "training.png")
+    if output is not None:
+        plot_runs(runs, output)
+    print(json.dumps({"runs": len(runs), "plot": output and str(output)}))
+
+
+def cli() -> None:
+    """Entry point of `poss-plot`."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    cli()
