@@ -1,4 +1,4 @@
-"""The jitted training step of a draft, recursive over depths, and its validation.
+"""The jitted training step of a draft, recursive over depths.
 
 The versions a depth reads are detached, so its gradient reaches its own specialist and fc alone:
 `value_and_grad` sits inside the scan over depths, takes one specialist out of the stack, and the
@@ -27,7 +27,6 @@ from poss_jax.losses import (
     TargetRows,
     describe_targets,
     draft_losses,
-    most_likely_tokens,
 )
 from poss_jax.packing import TrainBatch, count, cut_batch, is_last_in, lengths_in
 from poss_jax.rollout import (
@@ -36,7 +35,6 @@ from poss_jax.rollout import (
     depths,
     init_versions,
     predict,
-    unroll,
 )
 from poss_jax.shapes import Array, Bool, Float, Params
 from poss_jax.target import encode
@@ -73,20 +71,6 @@ class DraftData(struct.PyTreeNode):
     targets: TargetRows
     loss_mask: Array  # [B T] bool
     num_trained: Array  # [] float32
-
-
-class DraftValidation(struct.PyTreeNode):
-    """How well each depth drafts held-out text.
-
-    Attributes:
-      loss: weighted loss per depth.
-      agreement: share of trained rows whose most likely token is the target's.
-      acceptance_length: simulated: what a chain would accept, bonus token included.
-    """
-
-    loss: Array  # [R]
-    agreement: Array  # [R]
-    acceptance_length: Array  # []
 
 
 def prepare_draft_data(
@@ -228,66 +212,6 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
         return update_state(state, gradients, optimizer, _is_trained(task, state.params)), losses
 
     return step
-
-
-def make_draft_validation(task: DraftTask) -> Callable:
-    """Returns the jitted `(draft, target, batch) -> DraftValidation`."""
-
-    @jax.jit
-    def validate(draft: Params, target: Params, batch: TrainBatch):
-        head, chunk = target["head"]["weight"], task.step.vocabulary_chunk
-        data = prepare_draft_data(target, task, batch)
-
-        def of_depth(prediction: Array) -> tuple[Array, Array]:
-            losses = draft_losses(
-                head,
-                prediction,
-                data.targets,
-                data.loss_mask,
-                data.num_trained,
-                task.objective,
-                chunk=chunk,
-            )
-            return losses.total, most_likely_tokens(head, prediction, chunk)
-
-        loss, tokens_of_depth = unroll(
-            cast(draft, head.dtype),
-            task.draft,
-            data.inputs,
-            task.draft.trained_depth,
-            of_depth,
-            block=task.step.attention_block,
-        )
-        hits = (tokens_of_depth == data.targets.tokens[None]) & data.loss_mask[None]
-        return DraftValidation(
-            loss=loss,
-            agreement=hits.sum(axis=(1, 2), dtype=jnp.float32) / jnp.maximum(data.num_trained, 1.0),
-            acceptance_length=simulated_acceptance_length(hits, data.loss_mask),
-        )
-
-    return validate
-
-
-def simulated_acceptance_length(
-    hits: Bool[Array, "R B T"], loss_mask: Bool[Array, "B T"]
-) -> Float[Array, ""]:
-    """What a chain would accept on this text, teacher-forced, plus one.
-
-    The chain that starts at row s makes its depth-d prediction at row s + d; it accepts as many
-    tokens as hit in sequence. Averaged over starts all of whose R rows are trained; 1 without any.
-
-    Args:
-      hits: the depth's most likely token is the target's.
-      loss_mask: trained rows.
-    """
-    R, _, T = hits.shape
-    starts = T - R + 1
-    rows = [slice(depth, depth + starts) for depth in range(R)]
-    is_start = jnp.stack([loss_mask[:, row] for row in rows]).all(axis=0)
-    chain = jnp.stack([hits[depth, :, row] for depth, row in enumerate(rows)])
-    accepted = jnp.cumprod(chain.astype(jnp.float32), axis=0).sum(axis=0)
-    num_starts = jnp.maximum(is_start.sum(dtype=jnp.float32), 1.0)
-    return 1 + jnp.where(is_start, accepted, 0.0).sum() / num_starts
 
 
 def _first_trained_depth(task: DraftTask) -> int:

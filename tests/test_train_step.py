@@ -1,4 +1,4 @@
-"""The training steps: schedule, gradients per depth, noise, and what validation reports."""
+"""The training steps: schedule, gradients per depth, and noise."""
 
 import dataclasses
 
@@ -18,16 +18,13 @@ from poss_jax.config import (
 )
 from poss_jax.packing import TrainBatch
 from poss_jax.pretraining import make_target_step, target_loss
-from poss_jax.rollout import unroll
 from poss_jax.target import encode
 from poss_jax.train_state import init_state, make_optimizer
 from poss_jax.train_step import (
     DraftTask,
     draft_gradients,
     make_draft_step,
-    make_draft_validation,
     prepare_draft_data,
-    simulated_acceptance_length,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -301,54 +298,6 @@ def test_untrained_specialists_get_no_gradient(target, draft):
     for leaf in jax.tree.leaves(gradients["specialists"]):
         assert norm(leaf[0]) > 0
         np.testing.assert_array_equal(leaf[1], 0.0)
-
-
-# --------------------------------------------------------------------------------------------------
-# Validation
-
-
-def chain_length(hits, mask) -> float:
-    """By its definition: 1 + the mean over starts of tokens accepted in sequence."""
-    lengths = []
-    depth, batch, size = hits.shape
-    for row, start in np.ndindex(batch, size - depth + 1):
-        if mask[row, start : start + depth].all():
-            chain = [hits[d, row, start + d] for d in range(depth)]
-            lengths.append(chain.index(False) if False in chain else depth)
-    return 1 + np.mean(lengths)
-
-
-def test_simulated_acceptance_length_drawn():
-    #   row            0  1  2  3      chains: 0 accepts both, 1 the first, 2 none
-    hits = jnp.array([[[1, 1, 0, 0]], [[0, 1, 0, 1]]], bool)
-    mask = jnp.ones((1, 4), bool)
-    measure = jax.jit(simulated_acceptance_length)
-    assert measure(hits, mask) == 1 + 3 / 3
-    # A row that is not trained ends no chain: those it belongs to are left out.
-    assert measure(hits, mask.at[0, 2].set(False)) == 1 + 2 / 1
-
-
-def test_simulated_acceptance_length_of_any_hits():
-    rng = np.random.default_rng(0)
-    hits, mask = rng.random((4, 3, 40)) < 0.7, rng.random((3, 40)) < 0.9
-    out = jax.jit(simulated_acceptance_length)(jnp.asarray(hits), jnp.asarray(mask))
-    np.testing.assert_allclose(out, chain_length(hits, mask), rtol=1e-6)
-
-
-def test_validation(target, draft):
-    out = make_draft_validation(TASK)(draft, target, BATCH)
-    data = prepare(target, TASK, BATCH)
-    predictions = jax.jit(
-        lambda draft: unroll(draft, TASK.draft, data.inputs, R, lambda x: x, block=7)
-    )(draft)
-    head, mask = np.asarray(target["head"]["weight"]), np.asarray(data.loss_mask)
-    drafted = np.argmax(np.asarray(predictions) @ head.T, axis=-1)
-    hits = (drafted == np.argmax(np.asarray(data.targets.features) @ head.T, axis=-1)) & mask
-    assert hits.any(axis=(1, 2)).all()
-    np.testing.assert_allclose(out.agreement, [hit[mask].mean() for hit in hits], rtol=1e-6)
-    np.testing.assert_allclose(out.acceptance_length, chain_length(hits, mask), rtol=1e-6)
-    want, _ = plain(draft, target["head"]["weight"], TASK, data)
-    np.testing.assert_allclose(out.loss, want, rtol=1e-6)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from train.journal import Journal
 from train.preemption import preemption_notice
 from train.profile import Profiler
 from train.run_folder import RunFolder
+from train.samples import format_samples
 from train.stages import Stage
 
 StepFunction = Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
@@ -67,8 +68,9 @@ def _check_in(
     journal.settle()
     score = None
     if _is_due(config, step, config.validate_every):
-        results = stage.validate(state.params, _validation_batches(config, stage))
+        results, shown = stage.validate(state.params, _validation_batches(config, stage))
         journal.validated(step, results)
+        folder.write_sample(f"{step}.md", format_samples(stage, shown, config.num_samples))
         score = stage.score(results)
     folder.save(step, state, score=score, loss_level=journal.loss_level)
 

@@ -27,16 +27,19 @@ from poss_jax.draft import (
     share_keys_values,
 )
 from poss_jax.engine import default_dtype
-from poss_jax.packing import TrainBatch, count
-from poss_jax.pretraining import labels_trained, make_target_step, target_loss
+from poss_jax.packing import TrainBatch
+from poss_jax.pretraining import make_target_step
 from poss_jax.shapes import Array, Params
 from poss_jax.sharding import check_batch_size, make_mesh, place_weights
 from poss_jax.target import init_target, stack_layers
-from poss_jax.train_state import TrainState, cast
-from poss_jax.train_step import (
-    DraftTask,
-    make_draft_step,
+from poss_jax.train_state import TrainState
+from poss_jax.train_step import DraftTask, make_draft_step
+from poss_jax.validation import (
+    Predictions,
+    add_up,
+    draft_metrics,
     make_draft_validation,
+    make_target_validation,
 )
 from train.devices import (
     compile_on,
@@ -61,8 +64,10 @@ class Stage(Protocol):
       validation_rows: held-out rows.
       report: what both were made of.
       tokenizer: cuts text into the tokens of both.
+      lookahead: how many tokens after its own a row predicts first.
     """
 
+    lookahead: int
     config: LlamaConfig | DraftConfig
     mesh: Mesh
     rows: data.Rows
@@ -80,8 +85,10 @@ class Stage(Protocol):
         """Returns the step for states like this: (state, batch) -> (state, metrics)."""
         ...
 
-    def validate(self, params: Params, batches: Iterable[TrainBatch]) -> dict[str, Any]:
-        """Measures the parameters on held-out batches."""
+    def validate(
+        self, params: Params, batches: Iterable[TrainBatch]
+    ) -> tuple[dict[str, Any], Predictions]:
+        """Measures the parameters on held-out batches, and shows the first of them."""
         ...
 
     def score(self, results: dict[str, Any]) -> float:
@@ -95,6 +102,8 @@ class Stage(Protocol):
 
 class TargetStage:
     """Pre-trains a language model, with a tokenizer trained on the same text."""
+
+    lookahead = 1
 
     def __init__(self, config: TrainConfig, folder: Path, mesh: Mesh) -> None:
         assert config.model is not None
@@ -112,11 +121,8 @@ class TargetStage:
         self.report = prepared.report
         self._dtype = _dtype(config)
 
-        def sums(params: Params, batch: TrainBatch) -> tuple[Array, Array]:
-            loss = target_loss(cast(params, self._dtype), batch, self.config, config.step)
-            return loss, count(labels_trained(batch))
-
-        self._sums = compile_on(mesh, sums)
+        validate = make_target_validation(self.config, config.step, self._dtype)
+        self._validation = compile_on(mesh, validate)
 
     def init_params(self) -> Params:
         """See `Stage`."""
@@ -138,11 +144,12 @@ class TargetStage:
 
         return run
 
-    def validate(self, params: Params, batches: Iterable[TrainBatch]) -> dict[str, Any]:
+    def validate(
+        self, params: Params, batches: Iterable[TrainBatch]
+    ) -> tuple[dict[str, Any], Predictions]:
         """See `Stage`."""
-        sums = jax.device_get([self._sums(params, batch) for batch in batches])
-        loss, num_trained = np.sum(sums, axis=0)
-        return {"validation_loss": float(loss / max(num_trained, 1.0))}
+        total, shown = add_up([self._validation(params, batch) for batch in batches])
+        return {"validation_loss": float(total.loss / max(total.num_trained, 1))}, shown
 
     def score(self, results: dict[str, Any]) -> float:
         """See `Stage`."""
@@ -162,6 +169,8 @@ class TargetStage:
 
 class DraftStage:
     """Trains the specialists of a frozen target."""
+
+    lookahead = 2  # a draft is given a row's feature and the token after it
 
     def __init__(self, config: TrainConfig, folder: Path, mesh: Mesh) -> None:
         assert config.target is not None
@@ -239,15 +248,13 @@ class DraftStage:
 
         return run
 
-    def validate(self, params: Params, batches: Iterable[TrainBatch]) -> dict[str, Any]:
+    def validate(
+        self, params: Params, batches: Iterable[TrainBatch]
+    ) -> tuple[dict[str, Any], Predictions]:
         """See `Stage`."""
-        results = [vars(self._validation(params, self._target, batch)) for batch in batches]
-        mean = jax.tree.map(lambda *values: np.mean(values, axis=0), *jax.device_get(results))
-        return {
-            "validation_loss": mean["loss"].tolist(),
-            "agreement": mean["agreement"].tolist(),
-            "simulated_acceptance_length": float(mean["acceptance_length"]),
-        }
+        results = [self._validation(params, self._target, batch) for batch in batches]
+        total, shown = add_up(results)
+        return draft_metrics(total), shown
 
     def score(self, results: dict[str, Any]) -> float:
         """See `Stage`."""

@@ -1,0 +1,167 @@
+"""What validation reports, against NumPy and the definitions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import random_draft, random_target, random_tokens, stacked, tiny_llama
+
+from poss_jax.config import DraftConfig, ObjectiveConfig, StepConfig
+from poss_jax.packing import TrainBatch
+from poss_jax.pretraining import target_loss
+from poss_jax.rollout import unroll
+from poss_jax.target import encode
+from poss_jax.train_step import DraftTask, prepare_draft_data
+from poss_jax.validation import (
+    add_up,
+    count_accepted,
+    draft_metrics,
+    make_draft_validation,
+    make_target_validation,
+)
+
+B, T, R = 4, 12, 3
+LLAMA = tiny_llama(num_layers=1, vocab_size=19, hidden_size=16, head_dim=4)
+STEP = StepConfig(vocabulary_chunk=5, attention_block=7)
+TASK = DraftTask(
+    target=LLAMA,
+    draft=DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=R),
+    objective=ObjectiveConfig(top_k=3, probability_weight=0.5),
+    step=STEP,
+)
+# Rows with one document, two, and padding; the first two hold a fifth of what is to be learnt.
+MASK = np.random.default_rng(3).random((B, T)) < np.array([[0.3], [0.3], [0.9], [0.9]])
+DOCUMENTS = np.array([[1] * 12, [1] * 5 + [2] * 7, [1] * 12, [1] * 9 + [0] * 3])
+TOKENS = random_tokens(LLAMA, B, T)
+BATCH = TrainBatch(TOKENS, jnp.asarray(MASK), jnp.asarray(DOCUMENTS, jnp.int32))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return stacked(random_target(LLAMA))
+
+
+@pytest.fixture(scope="module")
+def draft():
+    return stacked(random_draft(TASK.draft))
+
+
+def part(rows: slice) -> TrainBatch:
+    return jax.tree.map(lambda array: array[rows], BATCH)
+
+
+# --------------------------------------------------------------------------------------------------
+# Chains
+
+
+def chain_lengths(hits, mask) -> list[int]:
+    """By the definition: tokens accepted in sequence from every start."""
+    depth, batch, size = hits.shape
+    lengths = []
+    for row, start in np.ndindex(batch, size - depth + 1):
+        if mask[row, start : start + depth].all():
+            chain = [hits[d, row, start + d] for d in range(depth)]
+            lengths.append(chain.index(False) if False in chain else depth)
+    return lengths
+
+
+def test_accepted_drawn():
+    #   row            0  1  2  3      chains: 0 accepts both, 1 the first, 2 none
+    hits = jnp.array([[[1, 1, 0, 0]], [[0, 1, 0, 1]]], bool)
+    mask = jnp.ones((1, 4), bool)
+    accepted, num_chains = jax.jit(count_accepted)(hits, mask)
+    assert accepted.tolist() == [2, 1] and num_chains == 3
+    # A row that is not trained ends no chain: those it belongs to are left out.
+    accepted, num_chains = jax.jit(count_accepted)(hits, mask.at[0, 2].set(False))
+    assert accepted.tolist() == [1, 1] and num_chains == 1
+
+
+def test_accepted_of_any_hits():
+    rng = np.random.default_rng(0)
+    hits, mask = rng.random((4, 3, 40)) < 0.7, rng.random((3, 40)) < 0.9
+    accepted, num_chains = jax.jit(count_accepted)(jnp.asarray(hits), jnp.asarray(mask))
+    lengths = chain_lengths(hits, mask)
+    assert num_chains == len(lengths)
+    assert accepted.tolist() == [sum(length > d for length in lengths) for d in range(4)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Drafts
+
+
+def test_draft_by_depth(target, draft):
+    """Rows of a document that are learnt count, its last never, and no chain leaves it."""
+    sums, shown = jax.jit(make_draft_validation(TASK))(draft, target, BATCH)
+    out = draft_metrics(add_up([(sums, shown)])[0])
+    data = jax.jit(prepare_draft_data, static_argnums=1)(target, TASK, BATCH)
+    predicted = np.asarray(
+        jax.jit(lambda draft: unroll(draft, TASK.draft, data.inputs, R, lambda x: x, block=7))(
+            draft
+        )
+    )
+    head, wanted = np.asarray(target["head"]["weight"]), np.asarray(data.targets.features)
+    is_last = np.append(DOCUMENTS[:, 1:] != DOCUMENTS[:, :-1], np.ones((B, 1), bool), axis=1)
+    mask = MASK & ~is_last & (DOCUMENTS > 0)
+    drafted, chosen = np.argmax(predicted @ head.T, axis=-1), np.argmax(wanted @ head.T, axis=-1)
+    np.testing.assert_array_equal(shown.tokens, drafted)
+    np.testing.assert_array_equal(np.where(mask, shown.wanted, 0), np.where(mask, chosen, 0))
+    np.testing.assert_array_equal(shown.is_trained, mask)
+
+    hits = (drafted == chosen) & mask
+    lengths = chain_lengths(hits, mask)
+    cumulative = [np.mean([length > d for length in lengths]) for d in range(R)]
+    a, b = predicted[:, mask], wanted[mask]
+    cosine = (a * b).sum(axis=-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+    size = np.abs(a - b)
+    feature = np.where(size < 1, 0.5 * size**2, size - 0.5)
+    assert hits.any(axis=(1, 2)).all() and 0 < cumulative[0] < 1
+
+    def near(name, want):
+        np.testing.assert_allclose(out[name], want, rtol=2e-6)
+
+    near("agreement", [hit[mask].mean() for hit in hits])
+    near("cumulative_acceptance", cumulative)
+    near("simulated_acceptance_length", 1 + np.mean(lengths))
+    near("feature_cosine", cosine.mean(axis=1))
+    near("feature_loss", feature.mean(axis=(1, 2)))
+    terms = [np.array(out[f"{name}_loss"]) for name in ("feature", "probability", "top_k")]
+    near("validation_loss", terms[0] + 0.5 * terms[1] + terms[2])
+
+
+def test_batches_count_by_their_trained_rows(target, draft):
+    validate = jax.jit(make_draft_validation(TASK))
+    whole, first = (validate(draft, target, rows) for rows in (BATCH, part(slice(2))))
+    total, shown = add_up([first, validate(draft, target, part(slice(2, 4)))])
+    want, got = draft_metrics(add_up([whole])[0]), draft_metrics(total)
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        np.testing.assert_allclose(value, want[name], rtol=1e-6, err_msg=name)
+    halves = [
+        draft_metrics(add_up([validate(draft, target, part(rows))])[0])
+        for rows in (slice(2), slice(2, 4))
+    ]
+    means = np.mean([half["validation_loss"] for half in halves], axis=0)
+    assert (np.abs(means / want["validation_loss"] - 1) > 1e-3).any()  # a mean of means is wrong
+    assert shown.tokens.shape == (R, 2, T)
+
+
+def test_nothing_to_learn_is_nothing_learnt(target, draft):
+    nothing = BATCH.replace(loss_mask=jnp.zeros((B, T), bool))
+    result = jax.jit(make_draft_validation(TASK))(draft, target, nothing)
+    out = draft_metrics(add_up([result])[0])
+    assert out["simulated_acceptance_length"] == 1
+    assert out["validation_loss"] == out["agreement"] == [0.0] * R
+
+
+# --------------------------------------------------------------------------------------------------
+# Targets
+
+
+def test_target(target):
+    sums, shown = jax.jit(make_target_validation(LLAMA, STEP, jnp.float32))(target, BATCH)
+    features = jax.jit(encode, static_argnums=1)(target, LLAMA, TOKENS, BATCH.documents)
+    chosen = np.argmax(np.asarray(features) @ np.asarray(target["head"]["weight"]).T, axis=-1)
+    loss = jax.jit(target_loss, static_argnums=(2, 3))(target, BATCH, LLAMA, STEP)
+    assert sums.loss == loss and int(sums.num_trained) == shown.is_trained.sum() > 0
+    np.testing.assert_array_equal(shown.tokens[0], chosen)
+    np.testing.assert_array_equal(shown.wanted[:, :-1], TOKENS[:, 1:])
