@@ -80,6 +80,20 @@ def test_draft_reports_every_depth(runs: Runs, name: str, depth: int, method: st
     assert record.target == read_record(runs.model("target")).target
 
 
+def test_every_validation_leaves_samples(runs: Runs) -> None:
+    for name in ("target", "poss2"):
+        samples = runs.root / name / "samples"
+        assert {path.name for path in samples.iterdir()} == {"10.md", "20.md", f"{STEPS}.md"}
+        assert "## Row 1" in (samples / f"{STEPS}.md").read_text(encoding="utf-8")
+
+
+def test_profile_of_some_steps(runs: Runs, tmp_path: Path) -> None:
+    config = config_file(runs, tmp_path, POSS2, profile={"start": 2, "steps": 1})
+    main(["--config", config, "num_tokens=192", "validate_every=100"])
+    traces = [path for path in (tmp_path / "run" / "profile").rglob("*") if path.is_file()]
+    assert traces
+
+
 def test_with_one_depth_acceptance_is_one_plus_agreement(runs: Runs) -> None:
     last = metrics(runs.root / "eagle")[-1]
     assert last["simulated_acceptance_length"] == pytest.approx(1 + last["agreement"][0])

@@ -1,0 +1,110 @@
+"""When a step's metrics are looked at, and what is written of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_run_folder import config_for, start, state_at
+
+from train.divergence import Diverged
+from train.journal import Journal
+from train.run_folder import RunFolder
+
+
+class Fetched:
+    """A loss that notes when the host asks for it."""
+
+    def __init__(self, loss: float, step: int, events: list[str]) -> None:
+        self._loss, self._step, self._events = loss, step, events
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self._events.append(f"fetched {self._step}")
+        return np.asarray(self._loss, dtype)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    config = config_for(tmp_path / "run", log_every=2, num_tokens=5 * 256 * 8)
+    start(config)
+    return RunFolder(config)
+
+
+def journal_of(folder: RunFolder, first_step: int = 0, **changes: Any) -> Journal:
+    config = config_for(folder.path, log_every=2, num_tokens=5 * 256 * 8, **changes)
+    return Journal(config, folder, first_step)
+
+
+def lines(folder: RunFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_is_looked_at_once_the_next_is_under_way(folder: RunFolder) -> None:
+    events: list[str] = []
+    with journal_of(folder) as journal:
+        for step in (1, 2, 3):
+            events.append(f"started {step}")
+            journal.record(step, {"loss": Fetched(2.0, step, events)})
+        journal.settle()
+        journal.settle()
+    assert events == ["started 1", "started 2", "fetched 1", "started 3", "fetched 2", "fetched 3"]
+
+
+def test_every_second_line_and_the_last(folder: RunFolder) -> None:
+    with journal_of(folder) as journal:
+        for step in range(1, 6):
+            journal.record(step, {"loss": np.float32(step), "loss_per_depth": np.ones(2)})
+        journal.settle()
+    logged = lines(folder)
+    assert [line["step"] for line in logged] == [2, 4, 5]
+    assert logged[0]["tokens"] == 2 * 256 * 8
+    assert (logged[0]["loss"], logged[0]["loss_per_depth"]) == (2.0, [1.0, 1.0])
+    assert all(line["tokens_per_second"] > 0 and line["peak_gib"] > 0 for line in logged)
+
+
+def test_nothing_of_a_step_that_went_wrong_is_written(folder: RunFolder) -> None:
+    with journal_of(folder) as journal:
+        journal.record(1, {"loss": np.float32(1)})
+        journal.record(2, {"loss": np.float32(np.nan)})
+        with pytest.raises(Diverged) as caught:
+            journal.record(3, {"loss": np.float32(1)})
+    assert caught.value.step == 2
+    assert not (folder.path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("factor", [None, 3.0])
+def test_running_mean_goes_on_from_the_checkpoint(folder: RunFolder, factor: float | None) -> None:
+    folder.save(2, state_at(2), score=None, loss_level=2.0)
+    folder.close()
+    folder = RunFolder(config_for(folder.path))
+    with journal_of(folder, 2, explosion_factor=factor) as journal:
+        assert journal.loss_level == 2.0
+        journal.record(3, {"loss": np.float32(7)})
+        if factor is None:
+            journal.settle()
+        else:
+            with pytest.raises(Diverged, match="loss 7, its running mean 2"):
+                journal.settle()
+
+
+def test_loggers_get_the_same_numbers(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Logger:
+        def log(self, *args: Any) -> None:
+            calls.append(args)
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    monkeypatch.setattr("train.journal.open_loggers", lambda *_: [Logger()])
+    with journal_of(folder) as journal:
+        journal.record(2, {"loss": np.float32(2)})
+        journal.settle()
+        journal.validated(2, {"validation_loss": [1.0, 2.0], "simulated_acceptance_length": 1.5})
+    (step, values), validation, closed = calls
+    assert step == 2 and values["loss"] == 2.0 and "tokens_per_second" in values
+    names = ("validation_loss/depth_0", "validation_loss/depth_1", "simulated_acceptance_length")
+    assert validation == (2, dict(zip(names, (1.0, 2.0, 1.5), strict=True)))
+    assert closed == "closed"
