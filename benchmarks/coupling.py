@@ -20,13 +20,13 @@ import numpy as np
 from tqdm import tqdm
 
 from infer.bench import load_decoders, read_bench_prompts, read_drafts
-from infer.options import at_least
 from infer.report import LOOPING_BELOW
 from poss_jax.checkpoint import provenance
 from poss_jax.config import BenchConfig, SamplingConfig, TreeConfig, UserError
 from poss_jax.engine import Engine, Generation
 from poss_jax.metrics import distinct_ngram_share
 from poss_jax.program import Parser, run_program
+from poss_jax.program.options import at_least
 
 DEMO = Path("runs/demo")
 DEMO_DRAFTS = {"EAGLE-2": "eagle_continued", "HASS": "hass", "PosS-3": "poss3"}

@@ -20,15 +20,6 @@ from tqdm import tqdm
 
 from infer.lossless import check_lossless, format_check
 from infer.measure import Decoder, Run, measure_phases, measure_steps, time_prompts
-from infer.options import (
-    add_mismatch_option,
-    add_sampling_options,
-    add_tree_options,
-    at_least,
-    check_writable,
-    read_sampling,
-    read_tree,
-)
 from infer.prompts import next_prompt
 from infer.report import build_report, format_report, write_report
 from poss_jax.checkpoint import load_draft, load_target, provenance, refuse_non_empty
@@ -49,6 +40,15 @@ from poss_jax.data import (
 )
 from poss_jax.engine import Engine, Prompt, default_dtype
 from poss_jax.program import Parser, run_program
+from poss_jax.program.options import (
+    add_mismatch_option,
+    add_sampling_options,
+    add_tree_options,
+    at_least,
+    check_writable,
+    read_sampling,
+    read_tree,
+)
 
 AUTOREGRESSIVE = "autoregressive"
 _OPTIONS = (

@@ -25,7 +25,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from infer.options import (
+from infer.prompts import next_prompt, num_turns, read_settings
+from infer.screen import Screen
+from poss_jax.config import SamplingConfig, UserError, config_to_dict
+from poss_jax.data import PROMPT_KEYS, read_prompts
+from poss_jax.engine import Engine, Generation, check_bias
+from poss_jax.metrics import mean_acceptance_length
+from poss_jax.program import Parser, run_program
+from poss_jax.program.options import (
     add_mismatch_option,
     add_sampling_options,
     add_tree_options,
@@ -35,13 +42,6 @@ from infer.options import (
     read_sampling,
     read_trees,
 )
-from infer.prompts import next_prompt, num_turns, read_settings
-from infer.screen import Screen
-from poss_jax.config import SamplingConfig, UserError, config_to_dict
-from poss_jax.data import PROMPT_KEYS, read_prompts
-from poss_jax.engine import Engine, Generation, check_bias
-from poss_jax.metrics import mean_acceptance_length
-from poss_jax.program import Parser, run_program
 
 _LOG = logging.getLogger(__name__)
 

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 from programs import refusal
 
-from infer.options import (
+from poss_jax import SamplingConfig, TreeConfig
+from poss_jax.config import CPU_TREE
+from poss_jax.engine import Trees
+from poss_jax.program import Parser
+from poss_jax.program.options import (
     add_sampling_options,
     add_tree_options,
     add_trees_option,
     read_sampling,
     read_trees,
 )
-from poss_jax import SamplingConfig, TreeConfig
-from poss_jax.config import CPU_TREE
-from poss_jax.engine import Trees
-from poss_jax.program import Parser
 
 
 def sampling(arguments: list[str], settings: SamplingConfig | None = None) -> SamplingConfig:

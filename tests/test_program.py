@@ -31,7 +31,7 @@ def test_bad_input_and_interruption_are_one_line_and_a_code(
 
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as it is")
     monkeypatch.setattr("atexit.register", lambda *args: None)  # which would end the tests,
-    monkeypatch.setattr("poss_jax.program._leave", sys.exit)  # as this would
+    monkeypatch.setattr("poss_jax.program.running._leave", sys.exit)  # as this would
     with pytest.raises(SystemExit) as caught:
         run_program(fail)
     assert caught.value.code == code

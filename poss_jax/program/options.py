@@ -1,4 +1,4 @@
-"""Options that several programs share, and what they check."""
+"""Options that several programs have, and what they check."""
 
 import argparse
 import logging
