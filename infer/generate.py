@@ -33,14 +33,10 @@ from poss_jax.engine import Engine, Generation, check_bias
 from poss_jax.metrics import mean_acceptance_length
 from poss_jax.program import Parser, run_program
 from poss_jax.program.options import (
-    add_mismatch_option,
-    add_sampling_options,
-    add_tree_options,
-    add_trees_option,
-    at_least,
+    add_decoding_options,
     check_writable,
+    load_engine,
     read_sampling,
-    read_trees,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -245,14 +241,7 @@ def _read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _load_engine(args: argparse.Namespace) -> Engine:
-    engine = Engine.load(
-        args.target,
-        args.draft,
-        tree=read_trees(args),
-        max_length=args.max_length,
-        is_coupled=not args.no_coupling,
-        allow_target_mismatch=bool(args.allow_target_mismatch),
-    )
+    engine = load_engine(args)
     if args.stream and engine.tokenizer is None:
         raise UserError("--stream shows text, but this target has no tokenizer; leave it out")
     return engine
@@ -280,46 +269,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="infer.generate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--target", required=True, metavar="DIR", help="model folder of the target")
-    parser.add_argument(
-        "--draft", metavar="DIR", help="model folder of a draft (default: autoregressive)"
-    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="a text to continue")
     source.add_argument("--prompts", metavar="FILE", type=Path, help="a .jsonl file of prompts")
-    parser.add_argument(
-        "--max-new-tokens", type=at_least(1), default=256, metavar="N", help="limit (default: 256)"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="decoded together (default: 1)",
-    )
-    parser.add_argument(
-        "--max-length",
-        type=at_least(1),
-        metavar="N",
-        help="most tokens of prompt and answer (default: what the target was made for)",
-    )
-    add_sampling_options(parser)
-    add_tree_options(parser)
-    add_trees_option(parser)
-    add_mismatch_option(parser)
-    _add_answer_options(parser)
-    return parser
-
-
-def _add_answer_options(parser: argparse.ArgumentParser) -> None:
-    """Adds where answers end, and where they are shown and kept."""
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="ends an answer, and is not part of it; may be repeated",
-    )
+    add_decoding_options(parser, max_new_tokens=256, batch_size=1)
     parser.add_argument(
         "--stream", action="store_true", help="print text as it comes, one answer after the other"
     )
@@ -329,6 +282,7 @@ def _add_answer_options(parser: argparse.ArgumentParser) -> None:
         help="mark what the draft proposed: green, or in brackets where there is no colour",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="answers as .jsonl")
+    return parser
 
 
 def cli() -> None:

@@ -177,7 +177,7 @@ def test_output_that_is_not_empty(tmp_path, tiny):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_interrupted_conversion_leaves_nothing(tmp_path, tiny, monkeypatch, error):
-    checkpointer = poss_jax.checkpoint.folder._checkpointer()
+    checkpointer = poss_jax.checkpoint.folder._writer()
     save = checkpointer.save
 
     def fail_at_the_norm(path, args):

@@ -14,17 +14,26 @@ prepared.py       the rows of a run, kept in its folder
 prompts.py        prompts cut out of documents or read from a file
 """
 
-from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, plain_texts
+from poss_jax.data.conversations import (
+    Chat,
+    Document,
+    Rendered,
+    Tokens,
+    plain_texts,
+    read_questions,
+)
 from poss_jax.data.prepared import Prepared, make_prepared, prepare
 from poss_jax.data.prompts import PROMPT_KEYS, prompts_from_documents, read_prompts
+from poss_jax.data.records import Broken, read_records
 from poss_jax.data.rows import Rows, batch_at, make_rows, rows_at
 from poss_jax.data.sources import Documents, Tally, load_documents
 from poss_jax.data.templates import ChatTemplate
-from poss_jax.data.tokenizer import CHAT_TEMPLATE, load_tokenizer, train_tokenizer
+from poss_jax.data.tokenizer import CHAT_TEMPLATE, load_tokenizer, special_pattern, train_tokenizer
 
 __all__ = [
     "CHAT_TEMPLATE",
     "PROMPT_KEYS",
+    "Broken",
     "Chat",
     "ChatTemplate",
     "Document",
@@ -43,6 +52,9 @@ __all__ = [
     "prepare",
     "prompts_from_documents",
     "read_prompts",
+    "read_questions",
+    "read_records",
     "rows_at",
+    "special_pattern",
     "train_tokenizer",
 ]

@@ -90,6 +90,26 @@ def read_document(record: dict[str, Any], kind: str | None) -> tuple[Document | 
     return _READERS.get(kind, _read_unknown)(record), ""
 
 
+def read_questions(record: dict[str, Any]) -> list[Message] | Broken:
+    """Reads what a chat asks, answered or not: perhaps a system message, then users' turns.
+
+    Beside chats and pairs it knows `turns` (a list of texts) and questions that stand alone.
+    """
+    turns = next((record[key] for key in _CHAT_KEYS if isinstance(record.get(key), list)), None)
+    if turns is None and isinstance(record.get("turns"), list):
+        turns = [{"role": "user", "content": text} for text in record["turns"]]
+        answer = {"role": "assistant", "content": "-"}
+        turns = [turn for question in turns for turn in (question, answer)]
+    if turns is None:
+        question = _read_question(record)
+        return question if isinstance(question, Broken) else [question]
+    messages, oddity = _read_turns(turns)
+    asked = [message for message in messages if message["role"] != "assistant"]
+    if asked and asked[-1]["role"] == "user":
+        return asked
+    return oddity or Broken("empty conversation")
+
+
 def content_key(document: Document) -> str:
     """A text that two documents share only if they are the same."""
     match document:
@@ -118,6 +138,16 @@ def _read_chat(record: dict[str, Any]) -> tuple[Chat | Broken, str]:
     turns = next((record[key] for key in _CHAT_KEYS if isinstance(record.get(key), list)), None)
     if not turns:
         return Broken("no list of messages" if turns is None else "empty conversation"), ""
+    messages, oddity = _read_turns(turns)
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if messages:
+        return Chat(messages), oddity.reason if oddity else ""
+    return oddity or Broken("no answer"), ""
+
+
+def _read_turns(turns: list[Any]) -> tuple[list[Message], Broken | None]:
+    """Reads turns up to the first oddity, which may be that the assistant begins."""
     messages: list[Message] = []
     oddity = None
     for turn in turns:
@@ -129,11 +159,7 @@ def _read_chat(record: dict[str, Any]) -> tuple[Chat | Broken, str]:
             break
         if message["content"]:
             messages.append(message)
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if messages:
-        return Chat(messages), oddity.reason if oddity else ""
-    return oddity or Broken("no answer"), ""
+    return messages, oddity
 
 
 def _read_turn(turn: Any, *, after: str | None) -> Message | Broken:
@@ -174,15 +200,24 @@ def _read_pair(record: dict[str, Any]) -> Chat | Broken:
     keys = _pair_keys(record)
     if keys is None:
         return Broken("no question and answer")
-    question, answer = (record[key] for key in keys)
-    context = next((record[key] for key in _PAIR_CONTEXTS if record.get(key)), None)
-    if not all(isinstance(text, str) for text in (question, answer, context or "")):
+    question, answer = _read_question(record), record[keys[1]]
+    if isinstance(question, Broken):
+        return question
+    if not isinstance(answer, str):
         return Broken("a turn without text")
-    if not (question.strip() and answer.strip()):
+    if not answer.strip():
         return Broken("an empty turn")
-    user = f"{question}\n\n{context}" if context else question
-    turns = {"user": user, "assistant": answer}
-    return Chat([{"role": role, "content": content} for role, content in turns.items()])
+    return Chat([question, {"role": "assistant", "content": answer}])
+
+
+def _read_question(record: dict[str, Any]) -> Message | Broken:
+    question = next((record[key] for key, _ in _PAIRS if key in record), None)
+    context = next((record[key] for key in _PAIR_CONTEXTS if record.get(key)), "")
+    if not (isinstance(question, str) and isinstance(context, str)):
+        return Broken("no question" if question is None else "a turn without text")
+    if not question.strip():
+        return Broken("an empty turn")
+    return {"role": "user", "content": f"{question}\n\n{context}" if context else question}
 
 
 def _read_text(record: dict[str, Any]) -> str | Broken:

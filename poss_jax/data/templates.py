@@ -66,6 +66,7 @@ class ChatTemplate:
 
     Attributes:
       name: of the template, for reports.
+      text: of the template; None is the tokenizer's own.
       ends_turns: whether an answer ends with a special token; without one a target never learns
         to stop.
     """
@@ -82,7 +83,7 @@ class ChatTemplate:
           UserError: no such template, or one that does not fit the tokenizer or cannot be used.
         """
         self._tokenizer, self._system_prompt = tokenizer, system_prompt
-        self._template = _read_template(tokenizer, name)
+        self.text = _read_template(tokenizer, name)
         self.name = name or "the tokenizer's own"
         self._special = special_pattern(tokenizer)
         self._special_end = re.compile(f"(?:{self._special.pattern})$")
@@ -141,7 +142,7 @@ class ChatTemplate:
     def _apply(self, chats: list[Sequence[Message]], *, is_asking: bool) -> list[str]:
         return self._tokenizer.apply_chat_template(
             chats,
-            chat_template=self._template,
+            chat_template=self.text,
             add_generation_prompt=is_asking,
             tokenize=False,
         )

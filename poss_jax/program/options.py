@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from poss_jax.config import SamplingConfig, TreeConfig, UserError, build_config, read_yaml
-from poss_jax.engine import Trees, default_tree
+from poss_jax.engine import Engine, Trees, default_tree
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,6 +29,55 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def add_decoding_options(
+    parser: argparse.ArgumentParser, *, max_new_tokens: int, batch_size: int
+) -> None:
+    """Adds the models, how answers are decoded, and where they end; numbers are defaults."""
+    parser.add_argument("--target", required=True, metavar="DIR", help="model folder of the target")
+    parser.add_argument(
+        "--draft", metavar="DIR", help="model folder of a draft (default: autoregressive)"
+    )
+    for name, default, text in (
+        ("--max-new-tokens", max_new_tokens, "limit"),
+        ("--batch-size", batch_size, "decoded together"),
+    ):
+        text = f"{text} (default: {default})"
+        parser.add_argument(name, type=at_least(1), default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--max-length",
+        type=at_least(1),
+        metavar="N",
+        help="most tokens of prompt and answer (default: what the target was made for)",
+    )
+    add_sampling_options(parser)
+    add_tree_options(parser)
+    add_trees_option(parser)
+    add_mismatch_option(parser)
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends an answer, and is not part of it; may be repeated",
+    )
+
+
+def load_engine(args: argparse.Namespace) -> Engine:
+    """Loads the models that `add_decoding_options` names.
+
+    Raises:
+      UserError: what `Engine.load` or `read_trees` refuses.
+    """
+    return Engine.load(
+        args.target,
+        args.draft,
+        tree=read_trees(args),
+        max_length=args.max_length,
+        is_coupled=not args.no_coupling,
+        allow_target_mismatch=bool(args.allow_target_mismatch),
+    )
 
 
 def add_tree_options(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,283 @@
+"""Targets that answer the questions of a data set: dialogues, what fails, going on, the program."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import Runs, refusal, summary, tiny_runs, write_lines
+
+from poss_jax import Generation, SamplingConfig, UserError, data
+from poss_jax.config import DataConfig
+from poss_jax.data import Broken
+from train import answers, regenerate
+from train.answers import AnswerFiles, AnswerSettings, Question, answer_window
+from train.regenerate import main
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+def users(*turns: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": turn} for turn in turns]
+
+
+# --------------------------------------------------------------------------------------------------
+# Questions
+
+
+@pytest.mark.parametrize(
+    ("record", "asked"),
+    [
+        ({"messages": [*users("a"), {"role": "assistant", "content": "x"}, *users("b")]}, "ab"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "a"),
+        ({"question": "a", "answer": "x"}, "a"),
+        ({"prompt": "a"}, "a"),
+        ({"instruction": "a", "output": ""}, "a"),
+        ({"turns": ["a", "b"]}, "ab"),
+    ],
+)
+def test_questions_of_every_format(record: dict[str, Any], asked: str) -> None:
+    assert data.read_questions(record) == users(*asked)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"messages": []}, "empty conversation"),
+        ({"messages": [{"role": "narrator", "content": "a"}]}, "unknown role"),
+        ({"turns": [3]}, "a turn without text"),
+        ({"prompt": " "}, "an empty turn"),
+        ({"text": "a"}, "no question"),
+    ],
+)
+def test_records_that_ask_nothing(record: dict[str, Any], reason: str) -> None:
+    found = data.read_questions(record)
+    assert isinstance(found, Broken) and found.reason == reason
+
+
+# --------------------------------------------------------------------------------------------------
+# Dialogues
+
+
+class Scripted:
+    """An engine that says of which messages it is asked; prompts are their texts."""
+
+    max_length = 100
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.seeds: list[int] = []
+
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        text = "|".join(message["content"] for message in messages)
+        if "refused" in text:
+            raise UserError("messages: refused")
+        return list(text.encode())
+
+    def generate(self, prompts: list[list[int]], **settings: Any) -> list[Generation]:
+        texts = [bytes(prompt).decode() for prompt in prompts]
+        self.batches.append(texts)
+        self.seeds += [one.seed for one in settings["sampling"]]
+        return [self.answer(text) for text in texts]
+
+    def answer(self, text: str) -> Generation:
+        last = text.split("|")[-1]
+        said = "" if last == "silent" else f"<{last}>"
+        reason = "length" if last == "endless" else "stop"
+        return Generation([], [], said, [], [], reason)
+
+
+SETTINGS = AnswerSettings(SamplingConfig(seed=7), max_new_tokens=10, batch_size=2)
+
+
+def ask(engine: Any, *chats: Any, **changes: Any) -> list[dict[str, Any]]:
+    questions = [
+        Question(n, f"file:{n}", {"id": str(n)}, chat if isinstance(chat, Broken) else users(*chat))
+        for n, chat in enumerate(chats)
+    ]
+    return answer_window(engine, questions, answers.replace(SETTINGS, **changes))
+
+
+def test_turns_are_answered_in_turn_and_batched_by_length() -> None:
+    engine = Scripted()
+    lines = ask(engine, ["aaa", "b"], ["c"], ["dd", "e"])
+    assert [[turn["content"] for turn in line["messages"]] for line in lines] == [
+        ["aaa", "<aaa>", "b", "<b>"],
+        ["c", "<c>"],
+        ["dd", "<dd>", "e", "<e>"],
+    ]
+    assert [turn["role"] for turn in lines[0]["messages"]] == ["user", "assistant"] * 2
+    assert engine.batches == [["c", "dd"], ["aaa"], ["dd|<dd>|e", "aaa|<aaa>|b"]]
+    assert [line["id"] for line in lines] == ["0", "1", "2"]
+    assert engine.seeds[2] == engine.seeds[4] == 7  # of the first chat, whatever its batch
+    assert len(set(engine.seeds)) == 3
+
+
+@pytest.mark.parametrize(
+    ("chat", "answered", "ended"),
+    [
+        (["a", "silent", "b"], 1, "an empty answer"),
+        (["a", "endless"], 1, "an answer not finished after 10 tokens"),
+        (["a", "b" * 90], 1, "prompt and answer longer than 100 tokens"),
+        (["a", "refused"], 1, "messages: refused"),
+        (["silent"], 0, "an empty answer"),
+        (["endless", "a"], 0, "an answer not finished after 10 tokens"),
+        (["b" * 91], 0, "prompt and answer longer than 100 tokens"),
+        (Broken("bad JSON", "line 3"), 0, "bad JSON"),
+    ],
+)
+def test_chats_that_end_early(chat: Any, answered: int, ended: str) -> None:
+    [line] = ask(Scripted(), chat)
+    if answered:
+        assert len(line["messages"]) == 2 * answered and line["ended_early"] == ended
+        assert "reason" not in line
+    else:
+        assert line["reason"] == ended and line["where"] == "file:0"
+        assert line.get("messages") == (None if isinstance(chat, Broken) else users(*chat))
+
+
+def test_unfinished_answers_may_be_kept() -> None:
+    [line] = ask(Scripted(), ["endless", "a"], keeps_unfinished=True)
+    assert [turn["content"] for turn in line["messages"]] == ["endless", "<endless>", "a", "<a>"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+MADE_FROM = {"target": "t", "questions": 10}
+LINES = [
+    {"index": n} | ({"reason": "bad"} if n % 3 == 1 else {"messages": users(f"ü{n}")})
+    for n in range(10)
+]
+
+
+def write(path: Path, num_lines: int = 10, **settings: Any) -> AnswerFiles:
+    """Opens the files and adds what is missing, in windows of 4, up to a line."""
+    files = AnswerFiles(path, MADE_FROM, 4, **settings)
+    for first in range(files.num_done, num_lines, 4):
+        files.add(LINES[first : first + 4])
+    return files
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("num_bytes", range(0, 400, 7))
+def test_a_run_goes_on_from_its_last_whole_window(tmp_path: Path, num_bytes: int) -> None:
+    write(tmp_path / "whole.jsonl")
+    wanted = contents(tmp_path)
+    for name, content in wanted.items():
+        if not name.endswith("made_from.json"):
+            (tmp_path / name).write_bytes(content[:num_bytes])
+    files = write(tmp_path / "whole.jsonl")
+    assert contents(tmp_path) == wanted
+    assert files.counts == {"answered": 7, "bad": 3} and files.num_done == 10
+
+
+def test_files_of_something_else_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("mine")
+    with pytest.raises(UserError, match="exists and was not made here; name another file"):
+        write(path)
+    assert contents(tmp_path) == {"out.jsonl": b"mine"}
+    path.unlink()
+    write(path, 4)
+    with pytest.raises(UserError, match=r"made otherwise \(target: 't', asked 'u'\); name another"):
+        AnswerFiles(path, MADE_FROM | {"target": "u"}, 4)
+    assert write(path, 0).num_done == 4
+    assert write(path, 0, overwrite=True).num_done == 0 and path.read_bytes() == b""
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+RECORDS = [
+    {"question": "def area_1(width", "answer": "?"},
+    "not json",
+    {"turns": ["def area_2", "return"], "question_id": 7},
+    {"messages": users("x" * 300)},
+    {"prompt": "</s>"},
+    *({"id": n, "conversations": [{"from": "human", "value": f"area {n}"}]} for n in range(7)),
+]
+
+
+def run(runs: Runs, folder: Path, *arguments: str) -> None:
+    folder.mkdir(exist_ok=True)
+    source = write_lines(folder / "asked.jsonl", *RECORDS)
+    options = {"--target": runs.model("target"), "--max-new-tokens": "5", "--batch-size": "2"}
+    given = [text for pair in options.items() for text in pair]
+    main([*given, "--source", source, "--output", str(folder / "out.jsonl"), *arguments])
+
+
+def test_the_target_answers_a_data_set(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--keep-unfinished", "--temperature", "0.8", "--seed", "3"]
+    run(runs, tmp_path / "whole", *options)
+    printed = summary(capsys)
+    assert (printed["questions"], printed["answered"]) == (12, 9)
+    assert printed["not_answered"] == {
+        "bad JSON": 1,
+        "a special token is spelled out": 1,
+        "prompt and answer longer than 256 tokens": 1,
+    }
+    out = tmp_path / "whole" / "out.jsonl"
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["index"] for line in lines] == [0, 2, *range(5, 12)]
+    assert lines[1]["question_id"] == 7 and len(lines[1]["messages"]) == 4
+    found = data.load_documents(DataConfig(source=str(out), validation_fraction=0.5))
+    assert found.tally.dropped == {} and found.tally.records == 9
+    # Killed in its second window and run again, it writes the same.
+    add = AnswerFiles.add
+
+    def stop(files: AnswerFiles, lines: Any) -> None:
+        monkeypatch.setattr(AnswerFiles, "add", add)
+        raise KeyboardInterrupt
+
+    def add_once(files: AnswerFiles, lines: Any) -> None:
+        add(files, lines)
+        monkeypatch.setattr(AnswerFiles, "add", stop)
+
+    monkeypatch.setattr(AnswerFiles, "add", add_once)
+    other = tmp_path / "interrupted"
+    with pytest.raises(KeyboardInterrupt):
+        run(runs, other, *options)
+    assert len((other / "out.jsonl").read_text().splitlines()) == 5
+    run(runs, other, *options)
+    assert summary(capsys)["answered_before"] == 8
+    assert (other / "out.jsonl").read_bytes() == out.read_bytes()
+    assert "seed" in refusal(lambda given: run(runs, other, *given), *options[:-1], "4")
+
+
+def test_bad_arguments(runs: Runs, tmp_path: Path) -> None:
+    def refused(*arguments: str) -> str:
+        return refusal(lambda given: run(runs, tmp_path, *given), *arguments)
+
+    assert "want null (the tokenizer's own)" in refused("--template", "vicuna")
+    assert "no such file" in refused("--source", str(tmp_path / "missing.jsonl"))
+    nothing = write_lines(tmp_path / "nothing.jsonl", {"text": "a"})
+    assert "want chats or questions, got none in 1 records" in refused("--source", nothing)
+    assert "temperature" in refused("--temperature", "-1")
+    assert {path.name for path in tmp_path.iterdir()} == {"asked.jsonl", "nothing.jsonl"}
+
+
+def test_a_template_and_a_system_prompt(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def remember(engine: Any, questions: Any, settings: Any) -> list[Any]:
+        asked.extend(engine.tokenizer.decode(engine.encode(one.messages)) for one in questions)
+        return []
+
+    monkeypatch.setattr(regenerate, "answer_window", remember)
+    source = write_lines(tmp_path / "one.jsonl", {"prompt": "Hi"})
+    options = ["--source", source, "--template", "llama2", "--system-prompt", "Be kind."]
+    run(runs, tmp_path, *options)
+    assert asked == ["<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST]"]

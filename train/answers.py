@@ -1,0 +1,293 @@
+"""Chats that a target answers itself, and the files that they are kept in.
+
+Chats are answered in windows: always the same ones together, and a window is written at once. So an
+interrupted run goes on as if it had never stopped.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from poss_jax.config import DataConfig, SamplingConfig, UserError
+from poss_jax.data import Broken, read_questions, read_records, special_pattern
+from poss_jax.engine import Engine, Generation, prompt_seed
+
+_ID_KEYS = ("id", "prompt_id", "question_id", "conversation_id")
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What one record asks.
+
+    Attributes:
+      index: of the record in the source.
+      where: the record lies.
+      ids: names that the record has.
+      messages: perhaps a system message, then users' turns; or why there are none.
+    """
+
+    index: int
+    where: str
+    ids: dict[str, Any]
+    messages: list[dict[str, str]] | Broken
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How chats are answered.
+
+    Attributes:
+      sampling: of the first chat; the others have seeds derived from its seed and their index.
+      max_new_tokens: most tokens of an answer.
+      batch_size: chats answered together.
+      stop: strings that end an answer.
+      keeps_unfinished: whether answers that reach the limit are kept.
+    """
+
+    sampling: SamplingConfig
+    max_new_tokens: int
+    batch_size: int
+    stop: Sequence[str] = ()
+    keeps_unfinished: bool = False
+
+
+@dataclass
+class _Dialogue:
+    """A chat under way.
+
+    Attributes:
+      question: what it asks.
+      messages: asked and answered so far.
+      left: users' turns that are not answered.
+      ended: why it ended before all were answered; "" if it did not.
+      prompt: token ids of the turn to answer now.
+    """
+
+    question: Question
+    messages: list[dict[str, str]] = field(default_factory=list)
+    left: list[dict[str, str]] = field(default_factory=list)
+    ended: str = ""
+    prompt: list[int] = field(default_factory=list)
+
+
+def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
+    """Reads what all records of a data set ask.
+
+    Raises:
+      UserError: nothing to read.
+    """
+    special = special_pattern(tokenizer)
+    questions = []
+    for index, (where, record) in enumerate(tqdm(read_records(config), desc="read", delay=2)):
+        if index == config.max_documents:
+            break
+        messages = record if isinstance(record, Broken) else read_questions(record)
+        if isinstance(messages, list):
+            if any(special.search(message["content"]) for message in messages):
+                messages = Broken("a special token is spelled out")
+            elif config.system_prompt is not None and messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": config.system_prompt}, *messages]
+        ids = record if isinstance(record, dict) else {}
+        ids = {key: ids[key] for key in _ID_KEYS if key in ids}
+        questions.append(Question(index, where, ids, messages))
+    if all(isinstance(question.messages, Broken) for question in questions):
+        first = f"; first {questions[0].where}: {questions[0].messages}" if questions else ""
+        raise UserError(
+            f"source {config.source!r}: want chats or questions, got none in {len(questions)} "
+            f"records{first}"
+        )
+    return questions
+
+
+def answer_window(
+    engine: Engine, questions: Sequence[Question], settings: AnswerSettings
+) -> list[Line]:
+    """Lets the target answer every turn of some chats, its own answers before the next turn.
+
+    A chat ends early where its next answer does not fit, is empty, or is not finished.
+
+    Returns:
+      For every question a line of the output (`messages`) or of what failed (`reason`).
+    """
+    dialogues = [_begin(question) for question in questions]
+    while waiting := [one for one in dialogues if _asks(one, engine, settings.max_new_tokens)]:
+        waiting.sort(key=lambda one: len(one.prompt))  # prompts of a batch are padded to one length
+        for first in range(0, len(waiting), settings.batch_size):
+            batch = waiting[first : first + settings.batch_size]
+            answers = engine.generate(
+                [one.prompt for one in batch],
+                max_new_tokens=settings.max_new_tokens,
+                batch_size=settings.batch_size,
+                sampling=[_sampling(settings, one.question) for one in batch],
+                stop=settings.stop,
+            )
+            for one, answer in zip(batch, answers, strict=True):
+                _take(one, answer, settings)
+    return [_line(one) for one in dialogues]
+
+
+def _begin(question: Question) -> _Dialogue:
+    if isinstance(question.messages, Broken):
+        return _Dialogue(question, ended=question.messages.reason)
+    count = sum(message["role"] == "system" for message in question.messages)
+    return _Dialogue(question, question.messages[:count], question.messages[count:])
+
+
+def _asks(dialogue: _Dialogue, engine: Engine, max_new_tokens: int) -> bool:
+    """Whether a chat has a turn to answer; makes its prompt."""
+    if dialogue.ended or not dialogue.left:
+        return False
+    try:
+        dialogue.prompt = engine.encode([*dialogue.messages, dialogue.left[0]])
+    except UserError as error:
+        dialogue.ended = str(error)
+    if len(dialogue.prompt) + max_new_tokens > engine.max_length:
+        dialogue.ended = f"prompt and answer longer than {engine.max_length} tokens"
+    return not dialogue.ended
+
+
+def _sampling(settings: AnswerSettings, question: Question) -> SamplingConfig:
+    seed = prompt_seed(settings.sampling.seed, question.index)
+    return replace(settings.sampling, seed=seed)
+
+
+def _take(dialogue: _Dialogue, answer: Generation, settings: AnswerSettings) -> None:
+    text = answer.text or ""
+    if answer.stop_reason == "length" and not settings.keeps_unfinished:
+        dialogue.ended = f"an answer not finished after {settings.max_new_tokens} tokens"
+    elif not text.strip():
+        dialogue.ended = "an empty answer"
+    else:
+        answered = {"role": "assistant", "content": text}
+        dialogue.messages = [*dialogue.messages, dialogue.left.pop(0), answered]
+
+
+def _line(dialogue: _Dialogue) -> Line:
+    question = dialogue.question
+    line = {"index": question.index, **question.ids}
+    if any(message["role"] == "assistant" for message in dialogue.messages):
+        early = {"ended_early": dialogue.ended} if dialogue.ended else {}
+        return line | early | {"messages": dialogue.messages}
+    broken = question.messages if isinstance(question.messages, Broken) else None
+    asked = {} if broken else {"messages": question.messages}
+    return line | {"where": question.where, "reason": dialogue.ended, **asked}
+
+
+class AnswerFiles:
+    """The output, what failed beside it, and how both were made.
+
+    Attributes:
+      output: a .jsonl file of chats.
+      failed: a .jsonl file of what could not be answered, and why.
+      num_done: questions that are dealt with, from the first on.
+      counts: what the files say: `answered`, or why not.
+    """
+
+    def __init__(
+        self, output: Path, made_from: dict[str, Any], window: int, *, overwrite: bool = False
+    ) -> None:
+        """Opens the files, or those of an interrupted run.
+
+        Args:
+          output: where chats go.
+          made_from: what decides them; the files must have been made from the same.
+          window: questions that are answered together.
+          overwrite: start anew.
+
+        Raises:
+          UserError: the files are something else, or were made otherwise.
+        """
+        self.output = output
+        self.failed = output.with_name(f"{output.stem}.failed.jsonl")
+        self._about = output.with_name(f"{output.stem}.made_from.json")
+        self.num_done, self.counts = 0, dict[str, int]()
+        made_from = json.loads(json.dumps(made_from))
+        if overwrite or not (output.exists() or self._about.exists()):
+            self._start(made_from)
+        else:
+            self._check(made_from)
+            self._resume(window, made_from["questions"])
+
+    def add(self, lines: Iterable[Line]) -> None:
+        """Writes the lines of a window."""
+        lines = list(lines)
+        for path, key in ((self.output, "messages"), (self.failed, "reason")):
+            mine = [line for line in lines if ("reason" in line) == (key == "reason")]
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in mine)
+                file.flush()
+                os.fsync(file.fileno())
+        self._count(lines)
+        self.num_done += len(lines)
+
+    def _start(self, made_from: dict[str, Any]) -> None:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        for path in (self.output, self.failed):
+            path.write_bytes(b"")
+        self._about.write_text(json.dumps(made_from, indent=2) + "\n")
+
+    def _check(self, made_from: dict[str, Any]) -> None:
+        try:
+            saved = json.loads(self._about.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"output {self.output} exists and was not made here; name another file"
+            ) from error
+        different = [key for key, value in made_from.items() if saved.get(key) != value]
+        if different:
+            key = different[0]
+            raise UserError(
+                f"output {self.output} was made otherwise ({key}: {saved.get(key)!r}, asked "
+                f"{made_from[key]!r}); name another file, or start anew with --overwrite"
+            )
+
+    def _resume(self, window: int, num_questions: int) -> None:
+        """Keeps the windows that are whole."""
+        found = {path: _read_lines(path) for path in (self.output, self.failed)}
+        indices = {line["index"] for lines in found.values() for line, _ in lines}
+        missing = next(index for index in range(num_questions + 1) if index not in indices)
+        self.num_done = missing if missing == num_questions else missing - missing % window
+        for path, lines in found.items():
+            kept = [(line, end) for line, end in lines if line["index"] < self.num_done]
+            if path.exists():
+                os.truncate(path, kept[-1][1] if kept else 0)
+            self._count(line for line, _ in kept)
+
+    def _count(self, lines: Iterable[Line]) -> None:
+        for line in lines:
+            key = line.get("reason", "answered")
+            self.counts[key] = self.counts.get(key, 0) + 1
+
+
+def hash_questions(questions: Sequence[Question]) -> str:
+    """Hash of what is asked, in order."""
+    digest = hashlib.sha256()
+    for question in questions:
+        digest.update(json.dumps([question.where, str(question.messages)]).encode())
+    return digest.hexdigest()
+
+
+def _read_lines(path: Path) -> list[tuple[Line, int]]:
+    """Lines up to the first that is not whole, and where each ends."""
+    lines: list[tuple[Line, int]] = []
+    end = 0
+    if path.exists():
+        with path.open("rb") as file:
+            for raw in file:
+                end += len(raw)
+                try:
+                    line = json.loads(raw) if raw.endswith(b"\n") else None
+                except ValueError:
+                    line = None
+                if line is None:
+                    break
+                lines.append((line, end))
+    return lines
