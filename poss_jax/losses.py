@@ -20,6 +20,7 @@ from jax import lax
 from poss_jax.config import ObjectiveConfig
 from poss_jax.layers import linear
 from poss_jax.shapes import Array, Bool, Float, Int
+from poss_jax.sharding import split_batch
 
 
 class TargetRows(struct.PyTreeNode):
@@ -208,7 +209,8 @@ def _by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
 
     def cut(x: Array) -> Array:
         widths = [(0, -T % chunk if axis == 1 else 0) for axis in range(x.ndim)]
-        return jnp.moveaxis(jnp.pad(x, widths).reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+        parts = jnp.pad(x, widths).reshape(B, -1, chunk, *x.shape[2:])
+        return split_batch(jnp.moveaxis(parts, 1, 0), axis=1)
 
     def joined(parts: Array) -> Array:
         return jnp.moveaxis(parts, 0, 1).reshape(B, -1, *parts.shape[3:])[:, :T]

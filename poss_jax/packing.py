@@ -8,6 +8,7 @@ from flax import struct
 from jax import lax
 
 from poss_jax.shapes import Array, Bool, Float, Int
+from poss_jax.sharding import split_batch
 
 
 class TrainBatch(struct.PyTreeNode):
@@ -20,10 +21,10 @@ class TrainBatch(struct.PyTreeNode):
       features: the target's features of every token, where they are known already.
     """
 
-    tokens: Array  # [B T] int32
-    loss_mask: Array  # [B T] bool
-    documents: Array  # [B T] int32
-    features: Array | None = None  # [B T D]
+    tokens: Any  # [B T] int32; or in its place, as in the others, a shape or a sharding
+    loss_mask: Any  # [B T] bool
+    documents: Any  # [B T] int32
+    features: Any = None  # [B T D]
 
 
 def positions_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -54,7 +55,7 @@ def cut_batch(tree: Any, num_parts: int) -> Any:
     """
 
     def cut(x: Array) -> Array:
-        return jnp.swapaxes(x.reshape(-1, num_parts, *x.shape[1:]), 0, 1)
+        return split_batch(jnp.swapaxes(x.reshape(-1, num_parts, *x.shape[1:]), 0, 1), axis=1)
 
     return jax.tree.map(cut, tree)
 

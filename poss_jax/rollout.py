@@ -12,7 +12,7 @@ one age after the other is added: nothing but the versions themselves grows with
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from poss_jax.draft import KEY_VALUE, fuse_features, fuse_tokens
 from poss_jax.layers import DecoderLayer, rope_frequencies
 from poss_jax.packing import positions_in
 from poss_jax.shapes import Array, Float, Int, Params
+from poss_jax.sharding import split_batch
 
 
 class DraftInputs(struct.PyTreeNode):
@@ -41,24 +42,37 @@ class DraftInputs(struct.PyTreeNode):
     documents: Array  # [B T] int32
 
 
-def init_versions(features: Float[Array, "B T D"], depth: int) -> Float[Array, "R B T D"]:
-    """Room for every version that is read; so far it holds version 0."""
-    return jnp.zeros((depth, *features.shape), features.dtype).at[0].set(features)
+class Versions(NamedTuple):
+    """The versions of all rows.
 
+    The newest waits apart until the next depth puts it in its place: writing it only then, before
+    anything is read, lets the compiler use one buffer for all depths.
 
-def add_version(
-    versions: Float[Array, "R B T D"],
-    prediction: Float[Array, "B T D"],
-    documents: Int[Array, "B T"],
-    depth: Int[Array, ""],
-) -> Float[Array, "R B T D"]:
-    """Takes in, detached, what was predicted at a depth; row 0 of a document keeps its feature.
-
-    The prediction of the last depth is not read; it takes the place of the newest version.
+    Attributes:
+      known: versions 0 to d-1 at depth d.
+      newest: version d.
     """
-    is_first = (positions_in(documents) == 0)[..., None]
-    newest = jnp.where(is_first, versions[0], jnp.roll(prediction, 1, axis=1))
-    return lax.dynamic_update_index_in_dim(versions, lax.stop_gradient(newest), depth + 1, 0)
+
+    known: Array  # [R B T D]
+    newest: Array  # [B T D]
+
+
+def first_version(features: Float[Array, "B T D"], depth: int) -> Versions:
+    """What depth 0 reads, and room for what `depth` depths read."""
+    known = jnp.zeros((depth, *features.shape), features.dtype)
+    return Versions(split_batch(known, axis=1), features)
+
+
+def put_newest(versions: Versions, depth: Int[Array, ""]) -> Float[Array, "R B T D"]:
+    """Versions 0 to `depth`."""
+    return lax.dynamic_update_index_in_dim(versions.known, versions.newest, depth, 0)
+
+
+def next_version(prediction: Float[Array, "B T D"], inputs: DraftInputs) -> Float[Array, "B T D"]:
+    """The version after a prediction, detached; row 0 of a document keeps the target's feature."""
+    is_first = (positions_in(inputs.documents) == 0)[..., None]
+    newest = jnp.where(is_first, inputs.features, jnp.roll(prediction, 1, axis=1))
+    return lax.stop_gradient(split_batch(newest))
 
 
 def predict(
@@ -119,13 +133,14 @@ def unroll(
       block: see `predict`.
     """
 
-    def body(versions: Array, step: tuple[Array, Array]) -> tuple[Array, Any]:
+    def body(versions: Versions, step: tuple[Array, Array]) -> tuple[Versions, Any]:
         d, index = step
+        known = put_newest(versions, d)
         specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
-        prediction = predict(draft["fc"], specialist, config, inputs, versions, d, block=block)
-        return add_version(versions, prediction, inputs.documents, d), visit(prediction)
+        prediction = predict(draft["fc"], specialist, config, inputs, known, d, block=block)
+        return Versions(known, next_version(prediction, inputs)), visit(prediction)
 
-    return lax.scan(body, init_versions(inputs.features, depth), depths(config, depth))[1]
+    return lax.scan(body, first_version(inputs.features, depth), depths(config, depth))[1]
 
 
 def depths(config: DraftConfig, depth: int) -> tuple[Int[Array, " R"], Int[Array, " R"]]:

@@ -18,6 +18,7 @@ from poss_jax.config import LlamaConfig
 from poss_jax.layers import DecoderLayer, attend, init_layer, linear, rms_norm, rope_frequencies
 from poss_jax.packing import positions_in
 from poss_jax.shapes import Array, Bool, Float, Int, Params
+from poss_jax.sharding import split_batch
 
 
 class TargetOutput(struct.PyTreeNode):
@@ -161,9 +162,10 @@ def encode(
         q = group_heads(layer.queries(normed, positions, frequencies), config.num_kv_heads)
         k, v = layer.keys_values(normed, positions, frequencies)
         mean = attend_documents(q, k, v, documents, jnp.array(0), block=block).mean
-        return layer.finish(hidden, ungroup_heads(mean).astype(hidden.dtype)), None
+        hidden = layer.finish(hidden, ungroup_heads(mean).astype(hidden.dtype))
+        return split_batch(hidden), None
 
-    hidden = embed(params["embed"]["weight"], tokens)
+    hidden = split_batch(embed(params["embed"]["weight"], tokens))
     hidden, _ = lax.scan(body, hidden, params["layers"])
     return rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
 

@@ -31,10 +31,12 @@ from poss_jax.losses import (
 from poss_jax.packing import TrainBatch, count, cut_batch, is_last_in, lengths_in
 from poss_jax.rollout import (
     DraftInputs,
-    add_version,
+    Versions,
     depths,
-    init_versions,
+    first_version,
+    next_version,
     predict,
+    put_newest,
 )
 from poss_jax.shapes import Array, Bool, Float, Params
 from poss_jax.target import encode
@@ -149,18 +151,20 @@ def draft_gradients(
         )
         return weight * losses.total, (prediction, losses)
 
-    def frozen(versions: Array, step: tuple[Array, ...]):
+    def frozen(versions: Versions, step: tuple[Array, ...]):
         depth, index, weight = step
+        known = put_newest(versions, depth)
         specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
-        _, (prediction, losses) = depth_loss(draft["fc"], specialist, versions, depth, weight)
-        return add_version(versions, prediction, data.inputs.documents, depth), losses
+        _, (prediction, losses) = depth_loss(draft["fc"], specialist, known, depth, weight)
+        return Versions(known, next_version(prediction, data.inputs)), losses
 
-    def trained(carry: tuple[Array, Params], step: tuple[Array, ...]):
+    def trained(carry: tuple[Versions, Params], step: tuple[Array, ...]):
         (versions, gradients), (depth, index, weight) = carry, step
+        known = put_newest(versions, depth)
         specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
         (of_fc, of_specialist), (prediction, losses) = jax.grad(
             depth_loss, argnums=(0, 1), has_aux=True
-        )(draft["fc"], specialist, versions, depth, weight)
+        )(draft["fc"], specialist, known, depth, weight)
         gradients = {
             "fc": jax.tree.map(jnp.add, gradients["fc"], of_fc),
             "specialists": jax.tree.map(
@@ -169,12 +173,12 @@ def draft_gradients(
                 of_specialist,
             ),
         }
-        return (add_version(versions, prediction, data.inputs.documents, depth), gradients), losses
+        return (Versions(known, next_version(prediction, data.inputs)), gradients), losses
 
     R, first = task.draft.trained_depth, _first_trained_depth(task)
     weights = jnp.asarray(task.objective.depth_weights or (1.0,) * R, jnp.float32)
     steps = (*depths(task.draft, R), weights)
-    versions = init_versions(data.inputs.features, R)
+    versions = first_version(data.inputs.features, R)
     versions, before = lax.scan(frozen, versions, jax.tree.map(lambda x: x[:first], steps))
     carry = versions, jax.tree.map(jnp.zeros_like, draft)
     (_, gradients), losses = lax.scan(trained, carry, jax.tree.map(lambda x: x[first:], steps))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from golden import METHODS, TREES, Golden, load_golden, read_json, read_npz
 
+from benchmarks.plain_step import PlainBatch, plain_gradients
 from poss_jax import draft as drafting
 from poss_jax import speculate
 from poss_jax.checkpoint import draft_shapes, flatten_item, split_items
@@ -153,31 +154,43 @@ def generate(golden: Golden, suffix: str, prompts: list) -> list:
 
 
 @pytest.fixture(scope="module")
-def trained(golden):
-    """Our predictions, losses and gradients on the recorded batch, and the recorded ones."""
-    batch, objective = read_npz("train_batch"), ObjectiveConfig()
-    head = golden.target["head"]["weight"]
+def task(golden):
+    """Chunks and blocks that divide nothing."""
+    step = StepConfig(vocabulary_chunk=20, attention_block=32)
+    return DraftTask(golden.llama, golden.draft_config, ObjectiveConfig(), step)
+
+
+@pytest.fixture(scope="module")
+def batch(golden, task):
+    """The recorded batch, as a step sees it."""
+    recorded = read_npz("train_batch")
     inputs = DraftInputs(
-        features=jnp.asarray(batch["hidden_states"]),
-        embedded=golden.target["embed"]["weight"][batch["input_ids"]],
-        documents=jnp.ones(batch["input_ids"].shape, jnp.int32),
+        features=jnp.asarray(recorded["hidden_states"]),
+        embedded=golden.target["embed"]["weight"][recorded["input_ids"]],
+        documents=jnp.ones(recorded["input_ids"].shape, jnp.int32),
     )
-    mask = jnp.asarray(batch["loss_mask"], bool)
-    data = DraftData(
+    mask, features = jnp.asarray(recorded["loss_mask"], bool), jnp.asarray(recorded["target"])
+    return DraftData(
         inputs=inputs,
-        targets=describe_targets(head, jnp.asarray(batch["target"]), objective, chunk=20),
+        targets=describe_targets(
+            golden.target["head"]["weight"], features, task.objective, chunk=20
+        ),
         loss_mask=mask,
         num_trained=mask.sum(dtype=jnp.float32),
     )
-    config = golden.draft_config
-    step = StepConfig(vocabulary_chunk=20, attention_block=32)
-    task = DraftTask(golden.llama, config, objective, step)
+
+
+@pytest.fixture(scope="module")
+def trained(golden, task, batch):
+    """Our predictions, losses and gradients on the recorded batch, and the recorded ones."""
+    head, config = golden.target["head"]["weight"], golden.draft_config
     draft = golden.draft | {"specialists": stack_layers(golden.draft["specialists"])}
-    depth = config.trained_depth
     predictions = jax.jit(
-        lambda draft: unroll(draft, config, inputs, depth, lambda x: x, block=32)
+        lambda draft: unroll(
+            draft, config, batch.inputs, config.trained_depth, lambda x: x, block=32
+        )
     )(draft)
-    gradients, losses = jax.jit(lambda draft: draft_gradients(draft, head, task, data))(draft)
+    gradients, losses = jax.jit(lambda draft: draft_gradients(draft, head, task, batch))(draft)
     return predictions, gradients, losses, read_npz(f"train_masked_{golden.method}")
 
 
@@ -199,7 +212,23 @@ def test_losses_of_every_depth(trained):
 
 
 def test_gradients(trained, golden):
-    _, gradients, _, recorded = trained
+    assert_recorded_gradients(golden, trained[1], trained[3])
+
+
+def test_the_plain_step_of_the_benchmark(golden, task, batch, trained):
+    """What the step is timed against computes the same."""
+    draft = golden.draft | {"specialists": stack_layers(golden.draft["specialists"])}
+    inputs = PlainBatch(
+        batch.inputs.features, batch.inputs.embedded, batch.targets.features, batch.loss_mask
+    )
+    losses, gradients = jax.jit(plain_gradients, static_argnums=(2, 3))(
+        draft, golden.target["head"]["weight"], task.draft, task.objective, inputs
+    )
+    np.testing.assert_allclose(jnp.stack(losses), trained[3]["total"], rtol=5e-6)
+    assert_recorded_gradients(golden, gradients, trained[3])
+
+
+def assert_recorded_gradients(golden, gradients, recorded):
     gradients = gradients | {"specialists": unstack_layers(gradients["specialists"])}
     ours = {
         source_key(item, path): leaf

@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROWS = [  # a module imports from rows above its own, never from its own
     {"config", "shapes"},
-    {"layers", "packing", "tree", "metrics", "sampling", "sharding"},
-    {"cache", "blockwise"},
+    {"layers", "tree", "metrics", "sampling", "sharding"},
+    {"cache", "blockwise", "packing"},
     {"target", "draft", "verify", "losses", "train_state"},
     {"decoding"},
     {"speculate", "rollout", "pretraining"},

@@ -10,7 +10,14 @@ from poss_jax import draft as drafting
 from poss_jax.cache import init_cache
 from poss_jax.config import DraftConfig, TreeConfig
 from poss_jax.draft import attach, commit_pairs, fuse_pairs
-from poss_jax.rollout import DraftInputs, add_version, init_versions, unroll
+from poss_jax.rollout import (
+    DraftInputs,
+    Versions,
+    first_version,
+    next_version,
+    put_newest,
+    unroll,
+)
 from poss_jax.target import encode
 
 # spans, trained depth, fc bias; and what the layers have besides a Llama's
@@ -89,15 +96,15 @@ def test_versions_move_one_row_per_depth():
     documents      1  1  1  2  2
     version 0     f0 f1 f2 f3 f4
     version 1     f0 00 01 f3 03
-    version 2     f0 10 11 f3 13      (in its place, later, what the last depth predicts)
+    version 2     f0 10 11 f3 13
     """
     features = jnp.arange(100.0, 105.0)[None, :, None]
-    documents = jnp.array([[1, 1, 1, 2, 2]])
-    add = jax.jit(add_version)
-    versions = init_versions(features, 3)
-    versions = add(versions, jnp.arange(5.0)[None, :, None], documents, jnp.array(0))
-    versions = add(versions, jnp.arange(10.0, 15.0)[None, :, None], documents, jnp.array(1))
+    inputs = DraftInputs(features, features, jnp.array([[1, 1, 1, 2, 2]]))
+    versions = first_version(features, 3)
+    for depth in range(2):
+        known = put_newest(versions, jnp.array(depth))
+        prediction = jnp.arange(10.0 * depth, 10.0 * depth + 5)[None, :, None]
+        versions = Versions(known, next_version(prediction, inputs))
+    known = put_newest(versions, jnp.array(2))
     rows = [[100, 101, 102, 103, 104], [100, 0, 1, 103, 3], [100, 10, 11, 103, 13]]
-    assert versions[:, 0, :, 0].tolist() == rows
-    versions = add(versions, jnp.arange(20.0, 25.0)[None, :, None], documents, jnp.array(2))
-    assert versions[:, 0, :, 0].tolist() == [*rows[:2], [100, 20, 21, 103, 23]]
+    assert known[:, 0, :, 0].tolist() == rows

@@ -1,0 +1,54 @@
+"""What the compiler says of the memory of a training step: nothing but the versions grows."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from models import tiny_llama
+
+from poss_jax.config import DraftConfig, ObjectiveConfig, OptimizerConfig, StepConfig
+from poss_jax.draft import init_draft
+from poss_jax.packing import TrainBatch
+from poss_jax.target import init_target, stack_layers
+from poss_jax.train_state import init_state, make_optimizer
+from poss_jax.train_step import DraftTask, make_draft_step
+
+# Wide heads and a small layer, so that the versions are what there is most of.
+LLAMA = tiny_llama(hidden_size=128, intermediate_size=128, head_dim=32, num_layers=1)
+B, T = 2, 512
+
+
+@cache
+def temporary_bytes(depth: int, length: int) -> int:
+    """Of a step of HASS, whose parameters are the same at every depth."""
+    draft = DraftConfig(layer=LLAMA, trained_depth=depth)
+    step = StepConfig(vocabulary_chunk=64, attention_block=64)
+    task, optimizer = (
+        DraftTask(LLAMA, draft, ObjectiveConfig(), step),
+        make_optimizer(OptimizerConfig(), 10),
+    )
+
+    def init():
+        target, params = init_target(LLAMA, jax.random.key(0)), init_draft(draft, jax.random.key(1))
+        target |= {"layers": stack_layers(target["layers"])}
+        params |= {"specialists": stack_layers(params["specialists"])}
+        return init_state(params, optimizer), target
+
+    state, target = jax.eval_shape(init)
+    shape = partial(jax.ShapeDtypeStruct, (B, length))
+    batch = TrainBatch(shape(jnp.int32), shape(bool), shape(jnp.int32))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    compiled = make_draft_step(task, optimizer).lower(state, target, batch, key).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_depth_costs_one_version_each():
+    grown = temporary_bytes(8, T) - temporary_bytes(2, T)
+    assert 0 < grown <= 1.05 * 6 * B * T * LLAMA.hidden_size * 4
+
+
+@pytest.mark.parametrize("depth", [2, 8])
+def test_memory_is_linear_in_length(depth):
+    """Four times the rows, four times the memory; scores of all rows would be sixteen times."""
+    assert temporary_bytes(depth, 4 * T) <= 1.05 * 4 * temporary_bytes(depth, T)
