@@ -23,7 +23,10 @@ def make_target_step(
     step: StepConfig,
     dtype: Any,
 ) -> Callable:
-    """Returns the jitted `(state, batch) -> (state, loss)` of next-token pre-training."""
+    """Returns the jitted `(state, batch) -> (state, metrics)` of next-token pre-training.
+
+    The metrics: `loss` and `gradient_norm`.
+    """
 
     @partial(jax.jit, donate_argnums=0)
     def run(state: TrainState, batch: TrainBatch):
@@ -37,7 +40,8 @@ def make_target_step(
 
         zeros = jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(())
         (gradients, loss), _ = lax.scan(of_part, zeros, cut_batch(batch, step.accumulation_steps))
-        return update_state(state, gradients, optimizer), loss
+        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
+        return update_state(state, gradients, optimizer), metrics
 
     return run
 

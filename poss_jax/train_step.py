@@ -190,10 +190,12 @@ def draft_gradients(
 
 
 def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) -> Callable:
-    """Returns the jitted `(state, target, batch, key) -> (state, losses)`.
+    """Returns the jitted `(state, target, batch, key) -> (state, metrics)`.
 
-    The state is donated; the target runs frozen inside the same program. A batch is cut into
-    `task.step.accumulation_steps` parts, one after the other.
+    The metrics: `loss`, the mean over depths; `loss_per_depth` [R]; `gradient_norm`, of all
+    gradients together, so not a number where any is none. The state is donated; the target runs
+    frozen inside the same program. A batch is cut into `task.step.accumulation_steps` parts, one
+    after the other.
     """
 
     @partial(jax.jit, donate_argnums=0)
@@ -212,8 +214,13 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
         parts = cut_batch((batch, keys), task.step.accumulation_steps)
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         gradients, losses = lax.scan(of_part, zeros, parts)
-        losses = jax.tree.map(lambda leaf: leaf.sum(axis=0), losses)
-        return update_state(state, gradients, optimizer, _is_trained(task, state.params)), losses
+        of_depth = losses.total.sum(axis=0)
+        metrics = {
+            "loss": of_depth.mean(),
+            "loss_per_depth": of_depth,
+            "gradient_norm": optax.tree.norm(gradients),
+        }
+        return update_state(state, gradients, optimizer, _is_trained(task, state.params)), metrics
 
     return step
 

@@ -76,7 +76,7 @@ def trained_on(sizes: dict[str, int]) -> tuple[np.ndarray, Any]:
     for index in range(STEPS):
         before = state
         state, loss = step(state, target, put_batch(rows_of(index), mesh), jax.random.key(7))
-        losses.append(np.asarray(loss.total))
+        losses.append(np.asarray(loss["loss_per_depth"]))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == place_tree(state, mesh)
     return np.stack(losses), jax.tree.map(np.asarray, state.params)

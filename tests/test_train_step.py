@@ -175,10 +175,11 @@ def test_step_equals_a_plain_one(target, draft, step):
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
         data = prepare(target, TASK, BATCH, keys)
         want, gradient = plain(draft, target["head"]["weight"], TASK, data)
-        np.testing.assert_allclose(got.total, want, rtol=2e-6)
+        np.testing.assert_allclose(got["loss_per_depth"], want, rtol=2e-6)
+        np.testing.assert_allclose(got["gradient_norm"], norm(gradient), rtol=2e-6)
         assert state.step == step_index + 1
         assert_moved_by(gradient, draft, state.params)
-        losses.append(got.total)
+        losses.append(got["loss_per_depth"])
     assert (losses[0] != losses[1]).all()
 
 
@@ -248,7 +249,7 @@ def test_frozen_specialists_and_fc_stay(target, draft):
         state, losses = step(state, target, BATCH, KEY)
     whole = make_draft_step(TASK, optimizer)
     _, want = whole(init_state(jax.tree.map(jnp.copy, draft), optimizer), target, BATCH, KEY)
-    assert losses.total.shape == want.total.shape
+    assert losses["loss_per_depth"].shape == want["loss_per_depth"].shape
     np.testing.assert_array_equal(state.params["fc"]["weight"], draft["fc"]["weight"])
     pairs = zip(
         *map(jax.tree.leaves, (state.params["specialists"], draft["specialists"])), strict=True
@@ -285,8 +286,9 @@ def test_bfloat16_keeps_parameters_wide(target, draft):
     state, losses = step(init_state(jax.tree.map(jnp.copy, draft), SGD), narrow, BATCH, KEY)
     _, wide = step(init_state(jax.tree.map(jnp.copy, draft), SGD), target, BATCH, KEY)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
-    np.testing.assert_allclose(losses.total, wide.total, rtol=0.03)
-    assert (losses.total != wide.total).any()
+    got, want = losses["loss_per_depth"], wide["loss_per_depth"]
+    np.testing.assert_allclose(got, want, rtol=0.03)
+    assert (got != want).any()
 
 
 def test_untrained_specialists_get_no_gradient(target, draft):
@@ -324,7 +326,8 @@ def test_target_step(accumulation_steps):
     step = dataclasses.replace(STEP, accumulation_steps=accumulation_steps)
     run = make_target_step(LLAMA, SGD, step, jnp.float32)
     state, got = run(state, TrainBatch(TOKENS, MASK, documents))
-    np.testing.assert_allclose(got, loss, rtol=2e-6)
+    np.testing.assert_allclose(got["loss"], loss, rtol=2e-6)
+    np.testing.assert_allclose(got["gradient_norm"], norm(gradient), rtol=2e-6)
     assert state.step == 1
     assert_moved_by(gradient, params, state.params)
 

@@ -28,8 +28,8 @@ class LossWatch:
 
     def check(self, step: int, metrics: dict[str, Any]) -> None:
         """Takes in a step's metrics, or raises `Diverged`."""
-        check_finite(step, metrics)
         loss, level = metrics["loss"], self.level
+        check_finite(step, {"loss": loss, **metrics})
         if level is None:
             self.level = loss
             return

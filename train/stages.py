@@ -136,13 +136,7 @@ class TargetStage:
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
         """See `Stage`."""
         step = make_target_step(self.config, optimizer, self._run.step, self._dtype)
-        step = make_step_on(self.mesh, step, state)
-
-        def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
-            state, loss = step(state, batch)
-            return state, {"loss": loss}
-
-        return run
+        return make_step_on(self.mesh, step, state)
 
     def validate(
         self, params: Params, batches: Iterable[TrainBatch]
@@ -243,8 +237,7 @@ class DraftStage:
         step = make_step_on(self.mesh, make_draft_step(self._task, optimizer), state)
 
         def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
-            state, losses = step(state, self._target, batch, self._key)
-            return state, {"loss": losses.total.mean(), "loss_per_depth": losses.total}
+            return step(state, self._target, batch, self._key)
 
         return run
 
