@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 
 from poss_jax import data
 from poss_jax.config import DataConfig, UserError
-from poss_jax.data import records
 from poss_jax.data import rows as row_order
 from poss_jax.data import tokenizer as tokenizers
 from poss_jax.data.encoding import encode_documents
@@ -112,93 +111,6 @@ def test_hub_data_set_is_read_by_its_text_column(monkeypatch: pytest.MonkeyPatch
     rows[:60] = [{"body": "no text here"}] * 60
     with pytest.raises(UserError, match=r"no known format 60; first someone/texts row 0: .*body"):
         load("someone/texts")
-
-
-TEXTS = [json.dumps({"text": f"text {n}"}) for n in range(8)]
-HALF = '{"text": "\\ud83d"}'
-
-
-@pytest.mark.parametrize(
-    ("junk", "reason"),
-    [
-        (b'{"text": ', "bad JSON"),
-        (b'["a"]', "not a JSON object"),
-        (b'{"body": "a"}', "no string 'text'"),
-        (b'{"text": 3}', "no string 'text'"),
-        (b'{"text": " "}', "empty text"),
-        (HALF.encode(), "bad JSON"),
-        (b"[" * 1_000_000, "bad JSON"),
-        (b"\xff\xfe\x00junk", "not UTF-8"),
-        (b'{"text": "' + b"x" * 2_000_000 + b'"}', "line too long"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_broken_lines_are_counted_and_named(
-    tmp_path: Path, junk: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(records, "LONGEST_RECORD", 1_500_000)
-    path = tmp_path / "texts.jsonl"
-    lines = [text.encode() for text in TEXTS]
-    path.write_bytes(b"\n".join([lines[0], junk, b"", *lines[1:], junk]))
-    found = load(path, validation_fraction=0.5)
-    assert sorted(found.train + found.validation) == [f"text {n}" for n in range(8)]
-    assert found.tally.records == 10 and found.tally.dropped == {reason: 2}
-    assert found.tally.first_dropped[0].startswith(f"{path}:2: {reason}")
-    with pytest.raises(UserError, match=rf"2 of 10 records .*{reason} 2; first .*texts.jsonl:2: "):
-        load(path, validation_fraction=0.5, max_dropped=0.1)
-    path.write_bytes(b"junk\n" + junk)
-    with pytest.raises(UserError, match=r"2 of 2 records cannot be used") as caught:
-        load(path, validation_fraction=0.5)
-    assert "\n" not in str(caught.value)
-
-
-def test_ten_megabyte_lines_are_read(tmp_path: Path) -> None:
-    texts = [str(n) * 10_000_000 for n in range(2)]
-    path = write_jsonl(tmp_path / "long.jsonl", *({"text": text} for text in texts))
-    found = load(path, validation_fraction=0.5, max_documents=2)
-    assert sorted(found.train + found.validation) == texts
-
-
-LIST = [{"text": f"text {n}", "n": n, "list": [n, {"[": "]"}]} for n in range(50)]
-
-
-@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
-@pytest.mark.parametrize("indent", [None, 2])
-def test_json_lists_are_read_piece_by_piece(
-    tmp_path: Path, piece: int, indent: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(records, "_PIECE", piece)
-    path = tmp_path / "list.jsonl"  # what it holds counts, not how it is called
-    path.write_text(" \n" + json.dumps([*LIST, 12, *LIST], indent=indent) + "\n")
-    read = [record for _, record in read_records(DataConfig(source=str(path)))]
-    assert read[:50] == read[51:] == LIST
-    assert read[50] == records.Broken("not a JSON object", "int")
-
-
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        ('[{"text": "a"}, {"text": ', "item 2: bad JSON"),
-        ('[{"text": "a"}, ', "item 2: bad JSON: the list breaks off"),
-        ('[{"text": "a"} {"text": "b"}]', "item 1: want a comma after it"),
-        ('[{"text": "a"}, nonsense]', "item 2: bad JSON"),
-        ('[{"text": "a"}] {"text": "b"}', "want nothing after the list"),
-        ("[" * 100_000, "item 1: bad JSON"),
-    ],
-)
-def test_broken_json_lists_are_refused(tmp_path: Path, content: str, error: str) -> None:
-    path = tmp_path / "list.json"
-    path.write_text(content)
-    with pytest.raises(UserError, match=rf"list\.json: {error}") as caught:
-        load(path)
-    assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
-def test_empty_files(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("")
-    with pytest.raises(UserError, match=r"one training and one validation|cannot be used"):
-        load(tmp_path / name)
 
 
 @pytest.mark.parametrize("source", ["missing.txt", "nowhere/*.jsonl"])

@@ -10,14 +10,10 @@ from poss_jax.config import UserError
 
 
 def matching_files(pattern: str) -> list[Path]:
-    """Finds the files of `data.source`, a path or a glob."""
+    """Finds the files that a path or a glob names, in order."""
     path = Path(pattern).expanduser()
     names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
-    if not names:
-        raise UserError(
-            f"data.source {pattern!r}: no such file; give a path or a glob that matches"
-        )
-    return [Path(name) for name in names]
+    return [Path(name) for name in names if Path(name).is_file()]
 
 
 def read_text(path: Path) -> str:

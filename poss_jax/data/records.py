@@ -20,6 +20,7 @@ _STDLIB_SKIPPED = re.compile(  # other people's code, tests, and files that are 
     r"(_casefix|entities|locale|stringprep|token)\.py)"
 )
 _STDLIB_MIN_BYTES = 1024
+_SUFFIXES = (".txt", ".json", ".jsonl")
 _SPACE = re.compile(r"\s*")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PIECE = 1 << 20  # characters of a JSON list read at a time
@@ -55,8 +56,12 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
     source = config.source
     if source == "stdlib":
         yield from _read_stdlib()
-    elif source.endswith((".txt", ".json", ".jsonl")):
-        for path in matching_files(source):
+    elif (paths := matching_files(source)) or source.endswith(_SUFFIXES):
+        if not paths:
+            raise UserError(
+                f"data.source {source!r}: no such file; give a path or a glob that matches"
+            )
+        for path in paths:
             yield from _read_text(path) if path.suffix == ".txt" else _read_json(path)
     else:
         yield from _read_hub(config)
