@@ -166,6 +166,22 @@ cli()
 """
 
 
+TOLD_TO_STOP = """
+import os, signal, time
+from poss_jax import data
+from train.main import cli
+
+def batch_at(rows, step, *args, batch_at=data.batch_at):
+    if step == 3 and os.environ["JAX_PROCESS_ID"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1 * (step >= 3))
+    return batch_at(rows, step, *args)
+
+data.batch_at = batch_at
+cli()
+"""
+
+
 def run_in_two(folder: Path, *arguments: str) -> list[tuple[int, str]]:
     """Exit code and output of two processes with a device each."""
     with socket.socket() as free:
@@ -173,7 +189,7 @@ def run_in_two(folder: Path, *arguments: str) -> list[tuple[int, str]]:
         port = free.getsockname()[1]
     environment = os.environ | {
         "XLA_FLAGS": "",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "xla-of-two"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": "2",
@@ -217,3 +233,14 @@ def test_two_processes_train_save_and_resume_as_one_does(runs, tmp_path):
     np.testing.assert_allclose(losses(two), losses(tmp_path / "one"), rtol=1e-5)
     for got, want in zip(weights(runs, two), weights(runs, tmp_path / "one"), strict=True):
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+
+
+def test_one_of_two_is_told_to_stop_and_both_do(runs, tmp_path):
+    config = config_for(runs, tmp_path / "two", mesh={"fsdp": 2}, validate_every=999)
+    changes = ["num_tokens=64000", "checkpoint_every=999"]
+    outcomes = run_in_two(tmp_path, "-c", TOLD_TO_STOP, "--config", config, *changes)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    (saved,) = (tmp_path / "two" / "checkpoints").iterdir()
+    assert 3 < int(saved.name) < 1000
+    assert f'"stopped_at": {saved.name}' in outcomes[0][1].splitlines()[-1]
+    assert "stopped after step" not in outcomes[1][1]  # the first process speaks for both

@@ -87,6 +87,18 @@ def test_other_config_names_the_first_difference(
     assert files(tmp_path) == before
 
 
+def test_what_does_not_change_the_result_may_change(tmp_path: Path) -> None:
+    start(config_for(tmp_path / "a"))
+    changes = {"keep_checkpoints": 5, "mesh": {"fsdp": 2}, "step": {"accumulation_steps": 2}}
+    changes |= {"explosion_factor": None, "profile": {"start": 3}, "loggers": ["wandb"]}
+    with claim_folder(config_for(tmp_path / "a", **changes)) as place:
+        assert place == tmp_path / "a"
+    assert sorted(files(tmp_path / "a")) == ["config.yaml", "provenance.json", "tokenizer"]
+    assert "keep_checkpoints: 5" in (tmp_path / "a" / "config.yaml").read_text()
+    with pytest.raises(UserError, match=r"\(validate_every: saved 500, asked 7\)"):
+        start(config_for(tmp_path / "a", validate_every=7, log_every=1))
+
+
 def test_overwrite_starts_anew(tmp_path: Path) -> None:
     start(config_for(tmp_path / "a", seed=1))
     (tmp_path / "a" / "metrics.jsonl").write_text("of the earlier run")

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from programs import (
     DRAFT,
@@ -212,6 +213,35 @@ def test_crashed_run_ends_like_an_uninterrupted_one(
     expected = weights(runs.root / name, runs.model("target"))
     for got, want in zip(weights(folder, runs.model("target")), expected, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_model_is_of_the_best_checkpoint(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first of three validations is called the best; the model is written by a second run."""
+    config = config_file(runs, tmp_path, POSS2, keep_checkpoints=1)
+    scores = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr("train.stages.DraftStage.score", lambda *_: next(scores))
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr("train.devices.write_model", crash_when(lambda: None, lambda *_: True))
+        main(["--config", config])
+    main(["--config", config])
+    folder = tmp_path / "run"
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"10", str(STEPS)}
+    (logged,) = [line for line in metrics(folder) if line["step"] == 10 and "agreement" in line]
+    del logged["step"]
+    assert summary(capsys) == logged | {
+        "model": str(folder / "model"),
+        "model_step": 10,
+        "steps": STEPS,
+    }
+    best, last = (
+        ocp.StandardCheckpointer().restore(folder / "checkpoints" / step / "default")
+        for step in ("10", str(STEPS))
+    )
+    got = weights(folder, runs.model("target"))[0]
+    np.testing.assert_array_equal(got, best["params"]["fc"]["weight"])
+    assert (got != last["params"]["fc"]["weight"]).any()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,6 +20,19 @@ from poss_jax.checkpoint import provenance
 from poss_jax.config import TrainConfig, UserError, config_to_dict
 from poss_jax.train_state import TrainState
 
+# What a run may be continued with other values of: none changes what it learns but by rounding.
+_FREE_KEYS = {
+    "checkpoint_every",
+    "explosion_factor",
+    "keep_checkpoints",
+    "log_every",
+    "loggers",
+    "mesh",
+    "num_samples",
+    "profile",
+    "step",
+}
+
 
 @contextmanager
 def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[Path]:
@@ -38,6 +51,7 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[Pa
     """
     path = Path(config.output).absolute()
     if _continues(config, path, overwrite=overwrite):
+        _write_config(path, config)
         yield path
         return
     try:
@@ -50,8 +64,7 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[Pa
         partial.mkdir()
         yield partial
         (partial / "provenance.json").write_text(json.dumps(provenance(), indent=2) + "\n")
-        values = yaml.safe_dump(config_to_dict(config), sort_keys=False)
-        (partial / "config.yaml").write_text(values)
+        _write_config(partial, config)
         if path.exists():
             path.replace(Path(scratch.name) / "replaced")
         partial.replace(path)
@@ -180,13 +193,22 @@ def _continues(config: TrainConfig, path: Path, *, overwrite: bool) -> bool:
     saved = _saved_config(path)
     if saved is None:
         raise UserError(f"output {path} is not empty and not a training run; name another folder")
-    different = _differences(saved, config_to_dict(config))
+    wanted = config_to_dict(config)
+    for key in _FREE_KEYS & wanted.keys():
+        saved[key] = wanted[key]
+    different = _differences(saved, wanted)
     if different and not overwrite:
         raise UserError(
             f"output {path} holds a run with another config ({different[0]}); "
             "name another folder, or start anew with --overwrite"
         )
     return not overwrite
+
+
+def _write_config(path: Path, config: TrainConfig) -> None:
+    partial = path / "config.yaml.tmp"
+    partial.write_text(yaml.safe_dump(config_to_dict(config), sort_keys=False))
+    partial.replace(path / "config.yaml")
 
 
 def _saved_config(path: Path) -> dict[str, Any] | None:
