@@ -29,6 +29,10 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+SPACED = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 FORGETS_THOUGHTS = CHATML.replace(
     "m.content +", "(m.content if loop.last else m.content.split('</think>')[-1]) +"
 )
@@ -211,7 +215,7 @@ def tokenizers() -> dict[str, Any]:
     return made
 
 
-SYSTEM_CHAT = chat("system Be brief.", "Hi\n", "Hello 😀.", "How? ", "So é")
+SYSTEM_CHAT = chat("system Be brief.", "Hi\n", "Hello 😀.", "How? ", "Zo é")
 
 
 def test_built_in_templates_drawn(tokenizers: dict[str, Any]) -> None:
@@ -222,12 +226,12 @@ def test_built_in_templates_drawn(tokenizers: dict[str, Any]) -> None:
 
     assert write("llama2") == (
         "<s>[INST] <<SYS>>\nsystem Be brief.\n<</SYS>>\n\nHi [/INST] Hello 😀. </s>"
-        "<s>[INST] How? [/INST] So é </s>"
+        "<s>[INST] How? [/INST] Zo é </s>"
     )
     header = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>".format
     assert write("llama3") == "<|begin_of_text|>" + header("system", "system Be brief.") + header(
         "user", "Hi"
-    ) + header("assistant", "Hello 😀.") + header("user", "How?") + header("assistant", "So é")
+    ) + header("assistant", "Hello 😀.") + header("user", "How?") + header("assistant", "Zo é")
 
 
 TEMPLATES = [
@@ -238,6 +242,7 @@ TEMPLATES = [
     ("chatml", CHATML, "{}<|im_end|>"),
     ("gpt2", CHATML, "{}<|im_end|>"),
     ("llama3", data.CHAT_TEMPLATE, "{}<|eot_id|>"),
+    ("gpt2", SPACED, "{}<|eot_id|>"),
 ]
 
 
@@ -351,6 +356,10 @@ def test_a_template_without_bos_leaves_it_to_the_tokenizer(
     opened = open_template(tokenizers["chatml"], CHATML, tmp_path)
     [[one]] = encode_documents([data.Chat(HELLO)], tokenizers["chatml"], opened)
     assert one.ids[:2].tolist() == [0, 2] and not one.trained[0]
+    silent = make_tokenizer(["<s>", "<|im_end|>", "<|im_start|>"])
+    silent.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    [[one]] = encode_documents([data.Chat(HELLO)], silent, opened)
+    assert one.ids[0] == 2  # <|im_start|>
 
 
 def test_spelled_out_special_tokens_are_no_special_tokens(tokenizers: dict[str, Any]) -> None:

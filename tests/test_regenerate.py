@@ -175,6 +175,8 @@ def test_a_run_goes_on_from_its_last_whole_window(tmp_path: Path, num_bytes: int
     for name, content in wanted.items():
         if not name.endswith("made_from.json"):
             (tmp_path / name).write_bytes(content[:num_bytes])
+    files = AnswerFiles(tmp_path / "whole.jsonl", MADE_FROM, 4)
+    assert files.num_done in (0, 4, 8, 10)
     files = write(tmp_path / "whole.jsonl")
     assert contents(tmp_path) == wanted
     assert files.counts == {"answered": 7, "bad": 3} and files.num_done == 10

@@ -111,12 +111,12 @@ def _call(tokenizer: Any, texts: Any, **settings: Any) -> Any:
 def _begins(offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     """First character of every token.
 
-    Some tokenizers leave blanks out of the offsets, so that a token of blanks seems to lie, empty,
-    at its own end; it begins where the token before it ends.
+    Some tokenizers leave blanks out of the offsets; a token that has them begins where the token
+    before it ends. Tokens that share a character have the same offsets.
     """
     begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
     previous = np.concatenate([[0], np.maximum.accumulate(end)])[:-1]
-    return np.where(end > begin, begin, previous)
+    return np.minimum(begin, previous)
 
 
 def _inside(begins: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
