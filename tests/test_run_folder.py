@@ -199,6 +199,33 @@ def test_keeps_the_newest_and_the_best(
     assert sorted(int(path.name) for path in (tmp_path / "a" / "checkpoints").iterdir()) == kept
 
 
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        ("Error writing [source locations='os_error_code='28' ...", "No space left on device"),
+        ("Something\n  else", "Something else"),
+    ],
+)
+@pytest.mark.parametrize("when", ["save", "exported", "close"])
+def test_failed_save_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, raised: str, reason: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError(raised)
+
+    start(config_for(tmp_path / "a"))
+    folder = RunFolder(config_for(tmp_path / "a"))
+    for name in ("save", "wait_until_finished", "close"):
+        monkeypatch.setattr(folder._manager, name, fail)
+    act = {
+        "save": lambda: folder.save(1, state_at(1), score=None, loss_level=None),
+        "exported": lambda: folder.exported("best", state_at(1)),
+        "close": folder.close,
+    }
+    with pytest.raises(UserError, match=rf"cannot save to .*checkpoints: {reason}; make room"):
+        act[when]()
+
+
 def test_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
     start(config_for(tmp_path / "a"))
     folder = RunFolder(config_for(tmp_path / "a"))

@@ -9,6 +9,7 @@ leaves a folder that holds metrics, checkpoints and the trained model. Run again
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
 from contextlib import closing
@@ -126,6 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def cli() -> None:
     """Entry point of `poss-train`."""
+    for name in ("absl", "asyncio"):  # Orbax: what it logs of a failed save is raised as well
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     run_program(main)
 
 

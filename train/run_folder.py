@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import yaml
 from orbax.checkpoint import checkpoint_managers
 
-from poss_jax.checkpoint import provenance
+from poss_jax.checkpoint import failed_write, provenance
 from poss_jax.config import TrainConfig, UserError, config_to_dict
 from poss_jax.train_state import TrainState
 
@@ -120,9 +120,13 @@ class RunFolder:
           state: may be donated once this returns.
           score: how good it is; None: it was not validated.
           loss_level: running mean of the loss.
+
+        Raises:
+          UserError: the save before this one failed.
         """
         metrics = {"score": score, "loss_level": loss_level}
-        self._manager.save(step, args=ocp.args.StandardSave(vars(state)), metrics=metrics)
+        with self._explained():
+            self._manager.save(step, args=ocp.args.StandardSave(vars(state)), metrics=metrics)
 
     def exported_step(self, export: str) -> int:
         """The step of the `best` or the `last` checkpoint."""
@@ -131,7 +135,8 @@ class RunFolder:
 
     def exported(self, export: str, state: TrainState) -> TrainState:
         """Returns the state of that step; `state` is the newest, and is given up for it."""
-        self._manager.wait_until_finished()
+        with self._explained():
+            self._manager.wait_until_finished()
         step = self.exported_step(export)
         return state if step == self.latest_step else self._read(step, state)
 
@@ -157,8 +162,24 @@ class RunFolder:
         return path
 
     def close(self) -> None:
-        """Waits for saves under way."""
-        self._manager.close()
+        """Waits for saves under way.
+
+        Raises:
+          UserError: one failed.
+        """
+        with self._explained():
+            self._manager.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns what Orbax raises on a failed save into one UserError."""
+        try:
+            yield
+        except Exception as error:  # of many kinds
+            raise UserError(
+                f"cannot save to {self.path / 'checkpoints'}: {failed_write(error).strerror}; make "
+                "room there, and the same command goes on from the last checkpoint that is whole"
+            ) from error
 
     def _read(self, step: int, state: TrainState) -> TrainState:
         """Reads a state to where `state` lies, which is freed first."""

@@ -11,6 +11,7 @@ integrity.py   comparing a folder with its checksums
 from poss_jax.checkpoint.folder import (
     copy_tokenizer,
     describe_item,
+    failed_write,
     load_draft,
     load_item,
     load_target,
@@ -55,6 +56,7 @@ __all__ = [
     "count_parameters",
     "describe_item",
     "draft_shapes",
+    "failed_write",
     "flatten_item",
     "item_shapes",
     "join_items",

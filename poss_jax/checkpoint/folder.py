@@ -105,11 +105,16 @@ def _save_item(path: Path, args: ocp.args.PyTreeSave) -> None:
         with _quiet():
             _writer().save(path, args=args)
         (path / "commit_success.txt").unlink(missing_ok=True)  # it names this machine's folders
-    except Exception as error:  # Orbax raises many kinds; a full disk as a ValueError
-        code = _OS_ERROR.search(str(error))
-        if code is not None:
-            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
-        raise OSError(" ".join(str(error).split())[:200]) from error
+    except Exception as error:
+        raise failed_write(error) from error
+
+
+def failed_write(error: Exception) -> OSError:
+    """What Orbax means by an error; it raises many kinds, for a full disk a ValueError."""
+    code = _OS_ERROR.search(str(error))
+    if code is not None:
+        return OSError(int(code[1]), os.strerror(int(code[1])))
+    return OSError(errno.EIO, " ".join(str(error).split())[:200])
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
