@@ -100,8 +100,8 @@ def predict(
     position = positions_in(inputs.documents)
     B, T = position.shape
     frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
-    of_tokens = fuse_tokens(fc, inputs.embedded)
-    x = of_tokens + fuse_features(fc, versions[depth])
+    of_tokens = split_batch(fuse_tokens(fc, inputs.embedded))
+    x = split_batch(of_tokens + fuse_features(fc, versions[depth]))
     q = group_heads(layer.queries(x, position, frequencies), config.layer.num_kv_heads)
     attention = {n: p for n, p in specialist["attention"].items() if n in KEY_VALUE}
     weights = {"fc": fc, "attention": attention, "of_tokens": of_tokens}

@@ -17,10 +17,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from poss_jax.config import MeshConfig, UserError
-from poss_jax.shapes import Array
+from poss_jax.shapes import Array, Float
 
 BATCH = ("data", "fsdp")
 """The axes that split a batch, jointly."""
@@ -84,7 +84,7 @@ def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*front, *(_dividing(axes, size, mesh) for axes, size in rest))
 
 
-def _dividing(axes: Axes, size: int, mesh: Mesh) -> Axes:
+def _dividing(axes: Axes, size: int, mesh: Mesh | AbstractMesh) -> Axes:
     """Those of the axes that cut a dimension into equal parts."""
     kept: list[str] = []
     for axis in (axes,) if isinstance(axes, str) else axes or ():
@@ -127,6 +127,18 @@ def check_batch_size(batch_size: int, mesh: Mesh) -> None:
             f"batch_size {batch_size} does not divide among mesh.data x mesh.fsdp = "
             f"{mesh.shape['data']} x {mesh.shape['fsdp']} devices; want a multiple of {parts}"
         )
+
+
+def gather_head(head: Float[Array, "V D"]) -> Float[Array, "V D"]:
+    """Undoes, inside a jitted step, what `fsdp` cuts of the head.
+
+    It is used in a loop over chunks; other weights the compiler gathers where they are used.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return head
+    spec = PartitionSpec(_dividing("tensor", len(head), mesh), None)
+    return lax.with_sharding_constraint(head, spec)
 
 
 def split_batch(x: Array, axis: int = 0) -> Array:

@@ -39,7 +39,8 @@ from poss_jax.rollout import (
     put_newest,
 )
 from poss_jax.shapes import Array, Bool, Float, Params
-from poss_jax.target import encode
+from poss_jax.sharding import gather_head, split_batch
+from poss_jax.target import embed, encode
 from poss_jax.train_state import TrainState, cast, update_state
 
 
@@ -107,7 +108,7 @@ def prepare_draft_data(
     return DraftData(
         inputs=DraftInputs(
             features=noisy,
-            embedded=jnp.take(target["embed"]["weight"], _next(batch.tokens, is_last), axis=0),
+            embedded=split_batch(embed(target["embed"]["weight"], _next(batch.tokens, is_last))),
             documents=batch.documents,
         ),
         targets=describe_targets(
@@ -200,6 +201,8 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
 
     @partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, target: Params, batch: TrainBatch, key: Array):
+        head = gather_head(target["head"]["weight"])
+        target = target | {"head": {"weight": head}}
         key = jax.random.fold_in(key, state.step)
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(batch.tokens)))
         is_trained = batch.loss_mask & ~is_last_in(batch.documents) & (batch.documents > 0)
@@ -207,7 +210,6 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
 
         def of_part(total: Params | None, part: tuple[TrainBatch, Array]):
             data = prepare_draft_data(target, task, *part, num_trained)
-            head = target["head"]["weight"]
             gradients, losses = draft_gradients(state.params, head, task, data)
             return jax.tree.map(jnp.add, total, gradients), losses
 
