@@ -62,6 +62,9 @@ def start_processes() -> None:
             f"cannot join the other processes: {' '.join(str(error).split())[:300]}; set "
             "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID in each"
         ) from error
+    if jax.default_backend() == "cpu":
+        # Programs out of the cache take the collectives of a step in any order, and wait for ever.
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def expects_processes(environment: Any) -> bool:
