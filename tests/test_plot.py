@@ -28,9 +28,9 @@ def validation(step: int, length: float) -> dict[str, Any]:
     return {"step": step, **by_depth, "simulated_acceptance_length": length}
 
 
-def write_run(folder: Path, stage: str, *lines: dict[str, Any], depth: int = 2) -> str:
+def write_run(folder: Path, stage: str, *lines: dict[str, Any]) -> str:
     folder.mkdir()
-    specialists = {"positions_per_specialist": [1, 2], "depth": depth}
+    specialists = {"positions_per_specialist": [1, 2], "depth": 2}
     values = {"stage": stage, "specialists": specialists}
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -69,7 +69,8 @@ def test_table(draft: str, target: str, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize(("depth", "specialists"), [(1, [0]), (3, [0, 1, 1]), (5, [0, 1, 1, 1, 1])])
 def test_specialists_of_the_depths(tmp_path: Path, depth: int, specialists: list[int]) -> None:
-    folder = write_run(tmp_path / "run", "draft", validation(1, 2.0), depth=depth)
+    line = {"step": 1, "validation_loss": [1.0] * depth, "agreement": [0.5] * depth}
+    folder = write_run(tmp_path / "run", "draft", line | {"simulated_acceptance_length": 2.0})
     assert read_run(folder).specialists == specialists
 
 

@@ -81,6 +81,16 @@ def test_draft_reports_every_depth(runs: Runs, name: str, depth: int, method: st
     assert record.target == read_record(runs.model("target")).target
 
 
+def test_depths_that_are_not_trained_can_be_validated(runs: Runs, tmp_path: Path) -> None:
+    """The last specialist serves them; the depths that are trained are measured as before."""
+    config = config_file(runs, tmp_path, DRAFT, validation_depth=3)
+    main(["--config", config])
+    deeper, last = metrics(tmp_path / "run")[-1], metrics(runs.root / "eagle")[-1]
+    assert {len(deeper[name]) for name in ("agreement", "validation_loss")} == {3}
+    assert deeper["agreement"][0] == last["agreement"][0]
+    assert deeper["feature_cosine"][0] > deeper["feature_cosine"][2]
+
+
 def test_every_validation_leaves_samples(runs: Runs) -> None:
     for name in ("target", "poss2"):
         samples = runs.root / name / "samples"
@@ -334,6 +344,7 @@ def test_overwrite_starts_anew(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
         (DRAFT, "init_draft={target}", "target/model: want a draft, got a target"),
         (DRAFT, "init_draft={poss2}", "want 1 specialists, got a draft with 2"),
         (DRAFT, "specialists.depth=32", "specialists.depth 32 does not fit rows of 32 tokens"),
+        (DRAFT, "validation_depth=40", "validation_depth 40 does not fit rows of 32 tokens"),
     ],
 )
 def test_bad_config_is_refused_and_leaves_nothing(

@@ -38,13 +38,20 @@ class RunMetrics:
       name: of its folder.
       steps: lines of metrics.jsonl about training steps.
       validations: and about validations.
-      specialists: the one that serves each depth; empty for a target.
+      spans: positions that each specialist serves.
     """
 
     name: str
     steps: list[dict[str, Any]]
     validations: list[dict[str, Any]]
-    specialists: list[int]
+    spans: list[int]
+
+    @property
+    def specialists(self) -> list[int]:
+        """The specialist that serves each depth that was validated; none for a target."""
+        depth = len(self.best.get("agreement", ()))
+        served = [index for index, span in enumerate(self.spans) for _ in range(span)]
+        return served[:depth] + served[-1:] * (depth - len(served))
 
     @property
     def best(self) -> dict[str, Any]:
@@ -63,17 +70,15 @@ def read_run(folder: str) -> RunMetrics:
     try:
         config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
         text = (path / "metrics.jsonl").read_text(encoding="utf-8")
-        spans, depth = (config["specialists"][k] for k in ("positions_per_specialist", "depth"))
+        spans = config["specialists"]["positions_per_specialist"]
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         raise UserError(f"{folder} holds no metrics of a training run; give its folder") from error
-    served = [index for index, span in enumerate(spans) for _ in range(span)]
-    specialists = served[:depth] + served[-1:] * (depth - len(served))
     run = RunMetrics(
         name=path.resolve().name,
         steps=[line for line in lines if "loss" in line],
         validations=[line for line in lines if "validation_loss" in line],
-        specialists=specialists if config["stage"] == "draft" else [],
+        spans=spans,
     )
     if not run.validations:
         raise UserError(f"{folder} has no validation yet; wait for one")

@@ -173,11 +173,16 @@ class DraftStage:
         self._record, target = load_target(config.target, _dtype(config), sharding=place)
         self._target = target | {"layers": stack_on(mesh, target["layers"])}
         wanted, length = config.specialists, config.data.sequence_length
-        if wanted.depth >= length:
-            raise UserError(
-                f"specialists.depth {wanted.depth} does not fit rows of {length} tokens; lower it "
-                "or raise data.sequence_length"
-            )
+        depths = {
+            "specialists.depth": wanted.depth,
+            "validation_depth": config.validation_depth or wanted.depth,
+        }
+        for name, depth in depths.items():
+            if depth >= length:
+                raise UserError(
+                    f"{name} {depth} does not fit rows of {length} tokens; lower it or raise "
+                    "data.sequence_length"
+                )
         layer, fc_bias = replace(self._record.llama, num_layers=1), wanted.fc_bias
         self._init_draft = None
         self._vocabulary = None
@@ -210,7 +215,10 @@ class DraftStage:
             num_frozen=wanted.num_frozen,
             kv=wanted.kv,
         )
-        self._validation = compile_on(mesh, make_draft_validation(self._task))
+        validated = replace(self.config, trained_depth=depths["validation_depth"])
+        self._validation = compile_on(
+            mesh, make_draft_validation(self._task._replace(draft=validated))
+        )
 
     def init_params(self) -> Params:
         """See `Stage`."""

@@ -200,6 +200,8 @@ class TrainConfig:
       checkpoint_every: steps between saves of the training state, which every validation saves too.
       validate_every: steps between validations; both also happen at the end.
       validation_batches: batches of held-out text per validation.
+      validation_depth: depths a draft is validated at (None: those that are trained); drafts are
+        compared at the same depths, and those beyond are served by the last specialist.
       num_samples: held-out texts shown with what the model predicts there, at every validation.
       keep_checkpoints: so many of the newest are kept; beside them the best, which is the one with
         the longest simulated acceptance length (stage target: the lowest validation loss).
@@ -230,6 +232,7 @@ class TrainConfig:
     checkpoint_every: int = Field(default=500, gt=0)
     validate_every: int = Field(default=500, gt=0)
     validation_batches: int = Field(default=4, gt=0)
+    validation_depth: int | None = Field(default=None, gt=0)
     log_every: int = Field(default=10, gt=0)
     num_samples: int = Field(default=4, ge=0)
     keep_checkpoints: int = Field(default=2, gt=0)
