@@ -154,26 +154,6 @@ def test_dry_run_prints_sizes_and_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_dry_run_of_chats_shows_what_is_learnt(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chats = [
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": f"def {n}"}]}
-        for n in range(30)
-    ]
-    source = tmp_path / "chats.json"
-    source.write_text(json.dumps([*chats, {"conversations": []}]))
-    section = {"source": str(source), "sequence_length": 64, "validation_fraction": 0.3}
-    main(["--config", config_file(runs, tmp_path, DRAFT, data=section), "--dry-run"])
-    *lines, last = capsys.readouterr().out.splitlines()
-    dropped = f"dropped   empty conversation 1; first {source}: item 31: empty conversation"
-    assert dropped in lines and "template  the tokenizer's own" in lines
-    before, after = BRACKETS
-    shown = lines[lines.index(f"sample    {before}this{after} is learnt") + 1 :]
-    assert shown[:4] == ["<s>### user", "Hi", "### assistant", f"{before}def 0</s>{after}"]
-    assert json.loads(last)["data"]["dropped"] == {"empty conversation": 1}
-
-
 # --------------------------------------------------------------------------------------------------
 # Resuming
 

@@ -196,6 +196,11 @@ class DraftStage:
             )
             layer, fc_bias = record.draft.layer, record.draft.fc_bias
             self._vocabulary = record.draft_vocabulary
+            if wanted.kv == "shared" and not has_shared_keys_values(draft):
+                raise UserError(
+                    f"init_draft {config.init_draft}: want specialists with the same keys and "
+                    "values, got different ones; start from another or leave out specialists.kv"
+                )
             self._init_draft = extend_specialists(draft, len(wanted.positions_per_specialist))
         self.tokenizer = data.load_tokenizer(Path(config.target))
         prepared = _prepare(folder, config, self.tokenizer, self._record.llama.vocab_size)
@@ -233,11 +238,6 @@ class DraftStage:
 
         if self._init_draft is None:
             return make_on(self.mesh, init, self._key)
-        if is_shared and not has_shared_keys_values(self._init_draft):
-            raise UserError(
-                f"init_draft {self._run.init_draft}: want specialists with the same keys and "
-                "values, got different ones; start from another draft or leave out specialists.kv"
-            )
         return make_on(self.mesh, stack, self._init_draft)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:

@@ -250,6 +250,8 @@ class TrainConfig:
                 f"batch_size {self.batch_size} does not divide into step.accumulation_steps "
                 f"{self.step.accumulation_steps}"
             )
+        if self.specialists.num_frozen and self.init_draft is None:
+            raise ValueError("specialists.num_frozen wants init_draft: what stays must be trained")
         if len(self.objective.depth_weights) not in (0, self.specialists.depth):
             raise ValueError(
                 f"objective.depth_weights wants specialists.depth = {self.specialists.depth} "

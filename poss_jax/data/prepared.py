@@ -97,7 +97,6 @@ def make_prepared(
         "source": config.source,
         "kind": type(first).__name__.lower().replace("str", "text"),
         "template": template and template.name,
-        "template_sha256": template and template.sha256,
         "ends_turns": template is None or template.ends_turns,
         "packing": packing,
         "records": tally.records,

@@ -8,12 +8,13 @@ So what is learnt is what a target has to write when it is asked with the same t
 that ends its turn included.
 """
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
 
 from poss_jax.config import UserError
 from poss_jax.data.conversations import Message
@@ -66,7 +67,6 @@ class ChatTemplate:
     Attributes:
       name: of the template, for reports.
       text: of the template; None is the tokenizer's own.
-      sha256: of that text.
       ends_turns: whether an answer ends with a special token; without one a target never learns
         to stop.
     """
@@ -85,19 +85,13 @@ class ChatTemplate:
         self._tokenizer, self._system_prompt = tokenizer, system_prompt
         self.text = _read_template(tokenizer, name)
         self.name = name or "the tokenizer's own"
-        self.sha256 = hashlib.sha256(str(self.text or tokenizer.chat_template).encode()).hexdigest()
         self._special = special_pattern(tokenizer)
-        self._special_end = re.compile(f"(?:{self._special.pattern})\\Z")
+        self._special_end = re.compile(f"(?:{self._special.pattern})$")
         probe = self.render(_PROBE)
         if isinstance(probe, Broken):
             raise UserError(f"chat template ({self.name}): {probe}; set data.template to another")
         text, ((begin, end),) = probe[0].text, probe[0].spans
         question, answer = (message["content"] for message in _PROBE)
-        if question not in text[:begin] or answer not in text[begin:end]:
-            raise UserError(
-                f"chat template ({self.name}): want one that writes what is asked and answered, "
-                f"got {text[:80]!r}; set data.template to another"
-            )
         self.ends_turns = bool(self._special_end.search(text[begin:end]))
         self._before = text[text.rindex(question, 0, begin) + len(question) : begin]
         self._after = text[text.index(answer, begin) + len(answer) : end].strip()
@@ -120,7 +114,7 @@ class ChatTemplate:
         try:
             asked = self._apply([messages[: end - 1] for end in ends], is_asking=True)
             answered = self._apply([messages[:end] for end in ends], is_asking=False)
-        except Exception as error:  # a template is a program
+        except (TemplateError, TypeError, ValueError) as error:
             return Broken("the chat template refuses it", one_line(error))
         if not all(map(str.startswith, answered, asked)):
             return Broken(

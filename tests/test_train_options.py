@@ -1,0 +1,101 @@
+"""Options of a draft's step through the training program: what is shared, frozen, cut or narrow."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from programs import POSS2, Runs, config_file, metrics, refusal, tiny_runs
+
+from poss_jax.checkpoint import load_draft, read_record
+from train.main import main
+
+FEW_STEPS = {"num_tokens": 3 * 64, "validate_every": 3}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+def train(runs: Runs, folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    """Parameters of the specialists after three steps, as lists of arrays by name."""
+    main(["--config", config_file(runs, folder, POSS2, **FEW_STEPS, **changes)])
+    return specialists(runs, folder / "run" / "model")
+
+
+def specialists(runs: Runs, model: Path | str) -> list[dict[str, Any]]:
+    _, draft = load_draft(str(model), target=read_record(runs.model("target")))
+    return [dict(_named(tree)) for tree in (*draft["specialists"], draft["fc"])]
+
+
+def _named(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(leaf)
+
+
+def test_shared_keys_and_values(runs: Runs, tmp_path: Path) -> None:
+    spans = {"positions_per_specialist": [2, 2], "depth": 4, "kv": "shared"}
+    first, second, _ = train(runs, tmp_path, specialists=spans)
+    equal = {name for name in first if (first[name] == second[name]).all()}
+    assert equal == {"attention/k/weight", "attention/v/weight"}
+    assert read_record(tmp_path / "run" / "model").kv == "shared"
+
+
+def test_frozen_specialists(runs: Runs, tmp_path: Path) -> None:
+    spans = {"positions_per_specialist": [2, 2], "depth": 4, "num_frozen": 1}
+    start = runs.model("poss2")
+    trained = train(runs, tmp_path, specialists=spans, init_draft=start)
+    for is_trained, after, before in zip(
+        [False, True, False], trained, specialists(runs, start), strict=True
+    ):
+        for name in before:
+            assert (after[name] != before[name]).any() == is_trained, name
+
+
+def test_parts_of_a_batch_give_the_same_run(runs: Runs, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    mesh = {"data": 1}
+    for got, want in zip(
+        train(runs, parts, step={"accumulation_steps": 2}, mesh=mesh),
+        train(runs, whole, mesh=mesh),
+        strict=True,
+    ):
+        for name in want:
+            np.testing.assert_allclose(got[name], want[name], atol=2e-5, err_msg=name)
+
+
+def test_narrow_computation(runs: Runs, tmp_path: Path) -> None:
+    trained = train(runs, tmp_path, dtype="bfloat16")
+    assert {leaf.dtype.name for tree in trained for leaf in tree.values()} == {"float32"}
+    narrow = [line["loss"] for line in metrics(tmp_path / "run") if "loss" in line]
+    wide = [line["loss"] for line in metrics(runs.root / "poss2") if "loss" in line]
+    np.testing.assert_allclose(narrow, wide[: len(narrow)], rtol=0.02)
+    assert narrow != wide[: len(narrow)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (
+            ["step.accumulation_steps=3"],
+            "batch_size 2 does not divide into step.accumulation_steps",
+        ),
+        (["specialists.num_frozen=1"], "specialists.num_frozen wants init_draft"),
+        (["objective.depth_weights=[1,2]"], "depth_weights wants specialists.depth = 4 numbers"),
+        (["specialists.num_frozen=2"], "num_frozen 2 leaves none of 2 to be trained"),
+        (["specialists.num_frozen=1", "specialists.kv=shared"], "num_frozen wants kv per_special"),
+        (["specialists.kv=shared", "init_draft={poss2}"], "with the same keys and values"),
+        (["dtype=float16"], "dtype: Input should be 'float32' or 'bfloat16', got 'float16'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    runs: Runs, tmp_path: Path, overrides: list[str], error: str
+) -> None:
+    overrides = [text.format(poss2=runs.model("poss2")) for text in overrides]
+    config = config_file(runs, tmp_path, POSS2)
+    assert error in refusal(main, "--config", config, *overrides)
+    assert not (tmp_path / "run").exists()
