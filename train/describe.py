@@ -34,6 +34,8 @@ def describe_data(report: dict[str, Any]) -> list[str]:
         lines.append(
             "          no special token ends its answers: the model cannot learn where to stop"
         )
+    if "features" in report:
+        lines.append(f"features  {report['features']}")
     for name, key in (("training", "train"), ("held out", "validation")):
         lines += _describe_part(name, report[key], report["packing"])
     return lines

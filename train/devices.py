@@ -91,7 +91,7 @@ def claim_together(config: TrainConfig, *, overwrite: bool) -> Iterator[Path]:
     """
     with ExitStack() as claim:
         folder = claim_folder(config, overwrite=overwrite)
-        yield Path(_ask_first(lambda: str(claim.enter_context(folder))))
+        yield Path(ask_first(lambda: str(claim.enter_context(folder))))
         meet("run prepared")
     meet("run claimed")
 
@@ -101,7 +101,7 @@ def meet(name: str) -> None:
     multihost_utils.sync_global_devices(name)
 
 
-def _ask_first(function: Callable[[], str]) -> str:
+def ask_first(function: Callable[[], str]) -> str:
     """What the function returns in the first process, or its refusal, in every process."""
     answer = np.zeros(_MESSAGE_BYTES, np.uint8)
     if is_first_process():
@@ -126,7 +126,7 @@ def put_batch(rows: data.Rows, mesh: Mesh) -> TrainBatch:
     """Places a batch; every process gives the part that its own devices hold."""
     place = place_batch(mesh)
 
-    def put(array: np.ndarray) -> jax.Array:
+    def put(array: Any) -> jax.Array:  # features are read from disk here
         return jax.make_array_from_callback(array.shape, place, array.__getitem__)
 
     return TrainBatch(**{name: put(array) for name, array in vars(rows).items()})

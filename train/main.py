@@ -60,6 +60,7 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
 
 def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int | None:
     """Trains and writes the model; returns the step if the run is told to stop before the end."""
+    stage.write_features()
     optimizer = make_optimizer(config.optimizer, config.num_steps)
     start = make_on(stage.mesh, partial(init_state, optimizer=optimizer), stage.init_params())
     state = folder.restore(start)

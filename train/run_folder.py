@@ -24,6 +24,7 @@ from poss_jax.train_state import TrainState
 _FREE_KEYS = {
     "checkpoint_every",
     "explosion_factor",
+    "features",
     "keep_checkpoints",
     "log_every",
     "loggers",

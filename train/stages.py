@@ -47,9 +47,9 @@ from train.devices import (
     make_on,
     make_step_on,
     meet,
-    stack_on,
     write_together,
 )
+from train.features import fill_cache, find_cache, is_complete, load_layers, make_encode
 
 _TOKENIZER = "tokenizer"  # subfolder of a target's run
 
@@ -74,6 +74,10 @@ class Stage(Protocol):
     validation_rows: data.Rows
     report: dict[str, Any]
     tokenizer: Any
+
+    def write_features(self) -> None:
+        """Writes to disk what is not to be computed in every step."""
+        ...
 
     def init_params(self) -> Params:
         """Parameters before the first step on the mesh, layers or specialists stacked."""
@@ -124,6 +128,9 @@ class TargetStage:
         validate = make_target_validation(self.config, config.step, self._dtype)
         self._validation = compile_on(mesh, validate)
 
+    def write_features(self) -> None:
+        """See `Stage`; a target has no use for any."""
+
     def init_params(self) -> Params:
         """See `Stage`."""
 
@@ -170,8 +177,9 @@ class DraftStage:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
         place = place_weights(mesh)
-        self._record, target = load_target(config.target, _dtype(config), sharding=place)
-        self._target = target | {"layers": stack_on(mesh, target["layers"])}
+        self._record, self._target = load_target(
+            config.target, _dtype(config), with_layers=False, sharding=place
+        )
         wanted, length = config.specialists, config.data.sequence_length
         depths = {
             "specialists.depth": wanted.depth,
@@ -206,6 +214,13 @@ class DraftStage:
         prepared = _prepare(folder, config, self.tokenizer, self._record.llama.vocab_size)
         self.rows, self.validation_rows = prepared.train, prepared.validation
         self.report = prepared.report
+        self._cache = find_cache(config, self._record, prepared, _dtype(config))
+        if self._cache is not None:
+            parts = data.join_features(self.rows, self.validation_rows, self._cache)
+            self.rows, self.validation_rows = parts
+            self.report |= {"features": self._cache.describe()}
+        if self._cache is None or not is_complete(self._cache):
+            self._target["layers"] = load_layers(config.target, self._record, _dtype(config), mesh)
         self.config = DraftConfig(
             layer=layer,
             positions_per_specialist=wanted.positions_per_specialist,
@@ -224,6 +239,14 @@ class DraftStage:
         self._validation = compile_on(
             mesh, make_draft_validation(self._task._replace(draft=validated))
         )
+
+    def write_features(self) -> None:
+        """See `Stage`."""
+        if self._cache is not None and "layers" in self._target:
+            encode_batch = make_encode(self._target, self._run, self._record, self.mesh)
+            parts = self.rows, self.validation_rows
+            fill_cache(self._cache, parts, encode_batch, self._run.batch_size, self.mesh)
+            del self._target["layers"]
 
     def init_params(self) -> Params:
         """See `Stage`."""

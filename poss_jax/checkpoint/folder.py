@@ -142,6 +142,7 @@ def load_target(
     folder: str | Path,
     dtype: Any = None,
     *,
+    with_layers: bool = True,
     sharding: jax.sharding.Sharding | ShardingFor | None = None,
 ) -> tuple[ModelRecord, Params]:
     """Loads a target straight to its devices.
@@ -149,6 +150,7 @@ def load_target(
     Args:
       folder: model folder.
       dtype: of every array; None keeps what is stored.
+      with_layers: whether its layers are loaded; without, the result has none.
       sharding: see `load_item`.
 
     Returns:
@@ -159,7 +161,8 @@ def load_target(
       UserError: what `read_record` refuses, a draft, or a missing or damaged item.
     """
     record = _read_family(folder, "target")
-    params = _load_params(folder, record, dtype, sharding)
+    names = [name for name in item_shapes(record.config) if with_layers or "layers/" not in name]
+    params = _load_params(folder, record, dtype, sharding, names)
     params.setdefault("head", {"weight": params["embed"]["weight"]})
     return record, params
 
@@ -197,7 +200,7 @@ def load_draft(
             f"{target.target.name} with another embedding or head; use its own target, or set "
             "allow_target_mismatch (--allow-target-mismatch)"
         )
-    return record, _load_params(folder, record, dtype, sharding)
+    return record, _load_params(folder, record, dtype, sharding, item_shapes(record.config))
 
 
 def load_item(
@@ -289,10 +292,10 @@ def _load_params(
     record: ModelRecord,
     dtype: Any,
     sharding: jax.sharding.Sharding | ShardingFor | None,
+    names: Iterable[str],
 ) -> Params:
     return join_items(
-        (name, load_item(folder, record, name, dtype, sharding=sharding))
-        for name in item_shapes(record.config)
+        (name, load_item(folder, record, name, dtype, sharding=sharding)) for name in names
     )
 
 

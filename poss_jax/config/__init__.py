@@ -23,6 +23,7 @@ from poss_jax.config.reading import (
 from poss_jax.config.runs import (
     BenchConfig,
     DataConfig,
+    FeaturesConfig,
     MeshConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "BenchConfig",
     "DataConfig",
     "DraftConfig",
+    "FeaturesConfig",
     "LlamaConfig",
     "MeshConfig",
     "ObjectiveConfig",

@@ -170,6 +170,19 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class FeaturesConfig:
+    """Where the target's features come from; null: the target runs in every step.
+
+    Attributes:
+      cache: a folder; features of all rows are written there before the first step, or found there.
+      shard_gib: size of a new cache's files.
+    """
+
+    cache: str | None = None
+    shard_gib: float = Field(default=1.0, gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ProfileConfig:
     """Steps that JAX's profiler records.
 
@@ -193,6 +206,7 @@ class TrainConfig:
       target: model folder of the frozen target (stage draft).
       init_draft: model folder of a draft to start from (stage draft; None: from scratch).
       allow_target_mismatch: start from a draft made for other weights of the same shape.
+      features: where those of the target come from (stage draft).
       dtype: of everything computed; parameters and optimizer are kept in float32 (None: float32
         on CPU, bfloat16 elsewhere).
       num_tokens: budget in tokens; either this or `num_epochs`.
@@ -224,6 +238,7 @@ class TrainConfig:
     step: StepConfig = Field(default_factory=StepConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
+    features: FeaturesConfig = Field(default_factory=FeaturesConfig)
     dtype: Literal["float32", "bfloat16"] | None = None
     num_tokens: int | None = Field(default=None, gt=0)
     num_epochs: float | None = Field(default=None, gt=0)
@@ -245,6 +260,8 @@ class TrainConfig:
         needed = {"target": "model", "draft": "target"}[self.stage]
         if getattr(self, needed) is None:
             raise ValueError(f"stage {self.stage} needs the key {needed!r}")
+        if self.stage == "target" and self.features.cache is not None:
+            raise ValueError("features.cache is for stage draft; a target makes its own")
         if self.batch_size % self.step.accumulation_steps:
             raise ValueError(
                 f"batch_size {self.batch_size} does not divide into step.accumulation_steps "

@@ -9,6 +9,8 @@ sources.py        what became of the records; training and held-out documents
 templates.py      chat templates, and which characters of a chat are learnt
 tokenizer.py      the embedded tokenizer; loading any
 encoding.py       documents -> tokens, and which of them are learnt
+features.py       rows with features, which are read as they are needed
+feature_cache.py  features kept on disk
 rows.py           sequences laid into rows; the batch of a step
 prepared.py       the rows of a run, kept in its folder
 prompts.py        prompts cut out of documents or read from a file
@@ -22,6 +24,8 @@ from poss_jax.data.conversations import (
     plain_texts,
     read_questions,
 )
+from poss_jax.data.feature_cache import LOCK, FeatureCache, open_cache
+from poss_jax.data.features import FeatureSource, LazyFeatures, RowsWithFeatures, join_features
 from poss_jax.data.prepared import Prepared, make_prepared, prepare
 from poss_jax.data.prompts import PROMPT_KEYS, prompts_from_documents, read_prompts
 from poss_jax.data.records import Broken, read_records
@@ -32,22 +36,29 @@ from poss_jax.data.tokenizer import CHAT_TEMPLATE, load_tokenizer, special_patte
 
 __all__ = [
     "CHAT_TEMPLATE",
+    "LOCK",
     "PROMPT_KEYS",
     "Broken",
     "Chat",
     "ChatTemplate",
     "Document",
     "Documents",
+    "FeatureCache",
+    "FeatureSource",
+    "LazyFeatures",
     "Prepared",
     "Rendered",
     "Rows",
+    "RowsWithFeatures",
     "Tally",
     "Tokens",
     "batch_at",
+    "join_features",
     "load_documents",
     "load_tokenizer",
     "make_prepared",
     "make_rows",
+    "open_cache",
     "plain_texts",
     "prepare",
     "prompts_from_documents",

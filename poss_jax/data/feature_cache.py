@@ -1,0 +1,218 @@
+"""Features kept on disk: written once, read by many epochs and runs.
+
+    manifest.json    what they are features of
+    000000.npy ...   shards of rows [n T D], the bits of bfloat16 as uint16
+
+A shard is written under another name first, so one that is there is whole.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from poss_jax.config import UserError
+from poss_jax.data.files import one_line
+
+LOCK = ".lock"
+
+_MANIFEST = "manifest.json"
+_DTYPE = np.dtype(ml_dtypes.bfloat16)
+_BITS = np.dtype("<u2")
+_HEADER_BYTES = 128  # of an .npy file
+
+
+@dataclass(frozen=True)
+class FeatureCache:
+    """A folder of features, of which some shards may not be written yet.
+
+    Attributes:
+      folder: of the cache.
+      made_from: by name, what the features depend on.
+      shape: rows, tokens of a row, width.
+      rows_per_shard: of all shards but the last.
+    """
+
+    folder: Path
+    made_from: Mapping[str, str]
+    shape: tuple[int, int, int]
+    rows_per_shard: int
+
+    @property
+    def num_shards(self) -> int:
+        """How many there will be."""
+        return math.ceil(self.shape[0] / self.rows_per_shard)
+
+    @property
+    def missing(self) -> list[int]:
+        """Shards that are not written yet."""
+        return [shard for shard in range(self.num_shards) if not self.has(shard)]
+
+    def has(self, shard: int) -> bool:
+        """Whether a shard is written."""
+        return self._path(shard).is_file()
+
+    def num_bytes(self, shards: Iterable[int]) -> int:
+        """Size of some shards."""
+        T, D = self.shape[1:]
+        return sum(len(self.rows_of(n)) * T * D * _BITS.itemsize + _HEADER_BYTES for n in shards)
+
+    def rows_of(self, shard: int) -> range:
+        """Which rows a shard holds."""
+        first = shard * self.rows_per_shard
+        return range(first, min(first + self.rows_per_shard, self.shape[0]))
+
+    def describe(self) -> str:
+        """Size and place, for people."""
+        written = self.num_shards - len(self.missing)
+        size = _gib(self.num_bytes(range(self.num_shards)))
+        shape = " x ".join(f"{length:,}" for length in self.shape)
+        return (
+            f"{shape} bfloat16, {size} in {self.num_shards:,} shards in {self.folder}; "
+            f"{'all' if written == self.num_shards else f'{written:,}'} of them written"
+        )
+
+    def check_space(self) -> None:
+        """Raises UserError if the disk has no room for what is missing."""
+        place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+        wanted, free = self.num_bytes(self.missing), shutil.disk_usage(place).free
+        if wanted > free:
+            raise UserError(
+                f"features.cache {self.folder} wants {_gib(wanted)} more, its disk has "
+                f"{_gib(free)} free; make room, name a folder on another disk, or leave out "
+                "features.cache"
+            )
+
+    def start(self) -> None:
+        """Makes the folder and says in it what it is to hold, unless it does already."""
+        if (self.folder / _MANIFEST).is_file():
+            return
+        partial = self.folder / f".{_MANIFEST}.partial"
+        partial.write_text(json.dumps(self._manifest(), indent=2) + "\n")
+        partial.replace(self.folder / _MANIFEST)
+
+    def write(self, shard: int, features: Iterable[np.ndarray]) -> None:
+        """Writes a shard; nothing of it is kept if that fails.
+
+        Args:
+          shard: its number.
+          features: its rows in order, each [some T D] bfloat16.
+        """
+        path = self._path(shard)
+        partial = path.with_name(f".{path.name}.partial")
+        shape = len(self.rows_of(shard)), *self.shape[1:]
+        header = {"descr": _BITS.str, "fortran_order": False, "shape": shape}
+        try:
+            with partial.open("wb") as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                for part in features:
+                    assert part.dtype == _DTYPE
+                    file.write(np.ascontiguousarray(part).view(_BITS).data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise UserError(
+                f"{path} cannot be written: {error.strerror}; shards before it are kept, run the "
+                "same command again to go on"
+            ) from error
+        partial.replace(path)
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Features [n T D] bfloat16 of some rows; no more than these is read.
+
+        Raises:
+          UserError: a shard is missing or damaged.
+        """
+        features = np.empty((len(rows), *self.shape[1:]), _BITS)
+        shards, places = np.divmod(rows, self.rows_per_shard)
+        for shard in np.unique(shards):
+            chosen = shards == shard
+            features[chosen] = self._open(int(shard))[places[chosen]]
+        return features.view(_DTYPE)
+
+    def _open(self, shard: int) -> np.ndarray:
+        path = self._path(shard)
+        shape = len(self.rows_of(shard)), *self.shape[1:]
+        try:
+            array = np.load(path, mmap_mode="r")
+            if (array.shape, array.dtype) != (shape, _BITS):
+                raise ValueError(f"{array.dtype} {array.shape}")
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(
+                f"{path}: want a shard of features {shape}, got a damaged file "
+                f"({one_line(error)}); remove it, the next run writes it again"
+            ) from error
+        return array
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"{shard:06}.npy"
+
+    def _manifest(self) -> dict[str, Any]:
+        return {
+            "made_from": dict(self.made_from),
+            "shape": list(self.shape),
+            "dtype": _DTYPE.name,
+            "rows_per_shard": self.rows_per_shard,
+        }
+
+
+def open_cache(
+    folder: Path, made_from: Mapping[str, str], shape: tuple[int, int, int], shard_bytes: float
+) -> FeatureCache:
+    """Opens a cache, which may be empty or not exist; nothing is written.
+
+    Args:
+      folder: of the cache.
+      made_from: by name, what the features depend on.
+      shape: rows, tokens of a row, width.
+      shard_bytes: of a new cache; a shard has at least one row.
+
+    Raises:
+      UserError: the folder holds something else, or features of something else.
+    """
+    row_bytes = math.prod(shape[1:]) * _BITS.itemsize
+    new = FeatureCache(folder, made_from, shape, max(1, int(shard_bytes / row_bytes)))
+    place = folder / _MANIFEST
+    if not place.is_file():
+        if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise UserError(
+                f"features.cache {folder} holds something else (no {_MANIFEST}); name a new folder"
+            )
+        return new
+    try:
+        manifest = json.loads(place.read_text(encoding="utf-8"))
+        saved = dict(manifest["made_from"], shape=manifest["shape"], dtype=manifest["dtype"])
+        rows_per_shard = int(manifest["rows_per_shard"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{place}: want the manifest of a cache, got a damaged file ({one_line(error)}); "
+            "remove the folder"
+        ) from error
+    asked = dict(made_from, shape=list(shape), dtype=_DTYPE.name)
+    different = [
+        f"{name}: saved {_short(saved.get(name))}, asked {_short(asked.get(name))}"
+        for name in {**asked, **saved}
+        if saved.get(name) != asked.get(name)
+    ]
+    if different:
+        raise UserError(
+            f"features.cache {folder} has other features ({'; '.join(different)}); name another "
+            "folder, or remove it"
+        )
+    return FeatureCache(folder, made_from, shape, rows_per_shard)
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else str(value)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.3g} GiB"

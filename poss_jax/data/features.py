@@ -1,0 +1,72 @@
+"""Rows that come with the target's features, which are read from disk as they are needed."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from poss_jax.data.rows import Rows
+
+
+@runtime_checkable
+class FeatureSource(Protocol):
+    """Features of a whole data set, somewhere on disk."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows, tokens of a row, width."""
+        ...
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """[n T D] of some rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class LazyFeatures:
+    """Features [n T D] of some rows of a source; slices of it are read when they are taken.
+
+    Attributes:
+      source: of all features.
+      rows: [n] which of its rows.
+    """
+
+    source: FeatureSource
+    rows: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """As an array's."""
+        return len(self.rows), *self.source.shape[1:]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        first, *rest = index
+        return self.source.read(self.rows[first])[:, *rest]
+
+
+@dataclass(frozen=True)
+class RowsWithFeatures(Rows):
+    """Rows whose features are known.
+
+    Attributes:
+      features: of every token; of padding anything finite.
+    """
+
+    features: LazyFeatures
+
+    def __getitem__(self, index: slice | np.ndarray) -> "RowsWithFeatures":
+        features = LazyFeatures(self.features.source, self.features.rows[index])
+        return RowsWithFeatures(**vars(super().__getitem__(index)), features=features)
+
+
+def join_features(
+    train: Rows, validation: Rows, source: FeatureSource
+) -> tuple[RowsWithFeatures, RowsWithFeatures]:
+    """Joins rows with a source that has those to train on first, then those held out."""
+    ends = len(train), len(train) + len(validation)
+    parts: list[Any] = np.split(np.arange(ends[1]), ends[:1])
+    joined = [
+        RowsWithFeatures(**vars(rows), features=LazyFeatures(source, part))
+        for rows, part in zip((train, validation), parts, strict=True)
+    ]
+    return joined[0], joined[1]

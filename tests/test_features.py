@@ -1,0 +1,228 @@
+"""Features from disk: the cache, what it refuses, and how it goes on; rows that come with them."""
+
+import errno
+import os
+import shutil
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from programs import DRAFT, POSS2, Runs, config_file, metrics, refusal, tiny_runs, weights
+from self_killing import run_until
+
+from poss_jax import data, train_step
+from poss_jax.config import MeshConfig, TrainConfig, UserError, load_config
+from poss_jax.sharding import make_mesh
+from train.devices import put_batch
+from train.main import main
+from train.stages import open_stage
+
+SHAPE = (7, 3, 4)
+MADE_FROM = {"target": "a" * 64, "rows": "b" * 64, "computed in": "float32"}
+SHORT = ("num_tokens=384", "validate_every=3")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+def features_of(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(ml_dtypes.bfloat16)
+
+
+def open_small(folder: Path, **changes: Any) -> data.FeatureCache:
+    """A cache of seven rows, three in a shard."""
+    made_from = MADE_FROM | changes.pop("made_from", {})
+    return data.open_cache(folder, made_from, changes.pop("shape", SHAPE), 3 * 3 * 4 * 2)
+
+
+def written(folder: Path) -> tuple[data.FeatureCache, np.ndarray]:
+    folder.mkdir()
+    cache, features = open_small(folder), features_of(SHAPE)
+    cache.start()
+    for shard in cache.missing:
+        rows = features[list(cache.rows_of(shard))]
+        cache.write(shard, [rows[:2], rows[2:]])
+    return cache, features
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs
+
+
+def cached(runs: Runs, folder: Path, values: dict[str, Any]) -> str:
+    """Config of a run with a cache of several shards, which lies beside it."""
+    features = {"cache": str(folder / "cache"), "shard_gib": 2**-12}
+    return config_file(runs, folder, values, features=features)
+
+
+def online_rounded(config: str, *arguments: str) -> None:
+    """Trains with features as online, but rounded as a cache rounds them."""
+
+    def encode(*args: Any, encode: Any = train_step.encode, **kwargs: Any) -> Any:
+        return lax.reduce_precision(encode(*args, **kwargs), 8, 7)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_step, "encode", encode)
+        main(["--config", config, *arguments])
+
+
+def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, cache = cached(runs, tmp_path, POSS2), tmp_path / "cache"
+    run_until("os.rename", r"\.000001\.npy\.partial", "train.main", "--config", config, *SHORT)
+    left = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
+    assert list(left) == ["000000.npy"]
+    main(["--config", config, *SHORT])
+    said = capsys.readouterr().err
+    assert "GiB in 3 shards in" in said and "; 1 of them written" in said
+    shards = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
+    assert shards.items() >= left.items() and len(shards) == 3
+    assert not list(cache.glob(".*.partial"))
+
+    online_rounded(config_file(runs, tmp_path / "online", POSS2), *SHORT)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "online" / "run")
+    target = runs.model("target")
+    expected = weights(tmp_path / "online" / "run", target)
+    for got, want in zip(weights(tmp_path / "run", target), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+    def no_layers(*_: Any) -> None:
+        raise AssertionError("layers loaded")
+
+    monkeypatch.setattr("train.stages.load_layers", no_layers)
+    config = cached(runs, tmp_path, DRAFT)
+    stage = open_stage(load_config(TrainConfig, config), tmp_path)
+    stage.write_features()
+    again = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
+    assert "all of them written" in stage.report["features"] and again == shards
+
+    asked = ("data.sequence_length=16", f"output={tmp_path}/other")
+    message = refusal(main, "--config", config, *asked)
+    assert "has other features (rows: saved " in message and "; shape: saved [" in message
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_disk_that_is_too_small_is_refused_and_nothing_is_written(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    config = cached(runs, tmp_path, DRAFT)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**6, 0, 1000))
+    message = refusal(main, "--config", config)
+    assert "cache wants 0.000" in message and "its disk has 9.31e-07 GiB free; make room" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["configs"]
+
+
+def test_dry_run_tells_the_size_and_writes_nothing(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--config", cached(runs, tmp_path, DRAFT), "--dry-run"])
+    said = capsys.readouterr().out
+    rows = said.partition("features  ")[2].partition(" x 32 x 32 bfloat16, ")[0]
+    assert int(rows) > 100 and "3 shards" in said and "; 0 of them written" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["configs"]
+
+
+# --------------------------------------------------------------------------------------------------
+# The cache
+
+
+def test_rows_are_read_as_written_in_any_order(tmp_path: Path) -> None:
+    cache, features = written(tmp_path / "cache")
+    assert [len(cache.rows_of(shard)) for shard in range(cache.num_shards)] == [3, 3, 1]
+    order = np.array([6, 0, 4, 4, 2])
+    np.testing.assert_array_equal(cache.read(order), features[order])
+    again = open_small(tmp_path / "cache")
+    assert again.missing == [] and again == cache
+    sizes = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.npy"))
+    assert cache.num_bytes(range(3)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"made_from": {"target": "c" * 64}}, "target: saved aaaaaaaaaaaa, asked cccccccccccc"),
+        ({"made_from": {"computed in": "bfloat16"}}, "computed in: saved float32, asked bfloat16"),
+        ({"shape": (7, 3, 8)}, "shape: saved [7, 3, 4], asked [7, 3, 8]"),
+    ],
+)
+def test_a_cache_of_something_else_is_refused(
+    tmp_path: Path, changes: dict[str, Any], difference: str
+) -> None:
+    written(tmp_path / "cache")
+    with pytest.raises(UserError) as caught:
+        open_small(tmp_path / "cache", **changes)
+    assert f"has other features ({difference}); name another folder" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"made_from": 3}'])
+def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str) -> None:
+    written(tmp_path / "cache")
+    (tmp_path / "cache" / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=r"manifest\.json: want the manifest of a cache"):
+        open_small(tmp_path / "cache")
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds something else"):
+        open_small(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 130), Path.unlink])
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: Any) -> None:
+    cache, features = written(tmp_path / "cache")
+    damage(tmp_path / "cache" / "000001.npy")
+    np.testing.assert_array_equal(cache.read(np.array([0])), features[:1])
+    with pytest.raises(UserError, match=r"000001\.npy: want a shard .*; remove it") as caught:
+        cache.read(np.array([0, 5]))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path: Path) -> None:
+    cache, features = written(tmp_path / "cache")
+    (tmp_path / "cache" / "000002.npy").unlink()
+
+    def parts() -> Iterator[np.ndarray]:
+        yield features[6:7, :1]
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(UserError, match="No space left on device; shards before it are kept"):
+        cache.write(2, parts())
+    names = {path.name for path in (tmp_path / "cache").iterdir()}
+    assert names == {"manifest.json", "000000.npy", "000001.npy"} and cache.missing == [2]
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows with features
+
+
+def test_a_device_reads_its_own_rows_and_no_others() -> None:
+    features, reads = features_of((20, 3, 4)), []
+
+    class Source:
+        shape = features.shape
+
+        def read(self, rows: np.ndarray) -> np.ndarray:
+            reads.append(rows.tolist())
+            return features[rows]
+
+    tokens = np.arange(60, dtype=np.int32).reshape(20, 3)
+    rows = data.Rows(tokens, tokens > 3, np.ones_like(tokens))
+    train, held_out = data.join_features(rows[:14], rows[14:], Source())
+    assert len(train) == 14 and held_out.features.shape == (6, 3, 4)
+    index = data.rows_at(14, 2, 8, seed=0)
+    batch = put_batch(data.batch_at(train, 2, 8, 0), make_mesh(MeshConfig(data=8)))
+    assert sorted(reads) == sorted([row] for row in index.tolist())
+    np.testing.assert_array_equal(batch.features, features[index])
+    np.testing.assert_array_equal(batch.tokens, tokens[index])
+    np.testing.assert_array_equal(held_out[2:4].features[:, 1:], features[16:18, 1:])

@@ -1,0 +1,174 @@
+"""The frozen target's features, where they are not computed in every step."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from filelock import FileLock, Timeout
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from poss_jax import data
+from poss_jax.checkpoint import ModelRecord, load_item
+from poss_jax.config import TrainConfig, UserError, config_to_dict
+from poss_jax.packing import TrainBatch
+from poss_jax.shapes import Array, Params
+from poss_jax.sharding import place_weights
+from poss_jax.target import encode
+from train.devices import ask_first, compile_on, is_first_process, meet, put_batch, stack_on
+
+EncodeFunction = Callable[[TrainBatch], Array]
+
+
+def find_cache(
+    config: TrainConfig, record: ModelRecord, prepared: data.Prepared, dtype: Any
+) -> data.FeatureCache | None:
+    """Opens the cache of a run, which may lack what is not written yet; None: it has no cache.
+
+    Raises:
+      UserError: it has other features, or the disk has no room for what it lacks.
+    """
+    if config.features.cache is None:
+        return None
+    made_from = {
+        "target": _hash_target(record),
+        "rows": _hash_rows(prepared),
+        "computed in": jnp.dtype(dtype).name,
+    }
+    num_rows = len(prepared.train) + len(prepared.validation)
+    shape = num_rows, config.data.sequence_length, record.llama.hidden_size
+    folder = Path(config.features.cache).absolute()
+    cache = data.open_cache(folder, made_from, shape, config.features.shard_gib * 2**30)
+    cache.check_space()
+    return cache
+
+
+def is_complete(cache: data.FeatureCache) -> bool:
+    """Whether nothing is missing; the same answer in every process."""
+    return _ask_whether(lambda: not cache.missing)
+
+
+def load_layers(folder: str, record: ModelRecord, dtype: Any, mesh: Mesh) -> Params:
+    """Loads the target's layers, stacked."""
+    place = place_weights(mesh)
+    names = (f"layers/{index}" for index in range(record.llama.num_layers))
+    layers = [load_item(folder, record, name, dtype, sharding=place) for name in names]
+    return stack_on(mesh, layers)
+
+
+def make_encode(
+    target: Params, config: TrainConfig, record: ModelRecord, mesh: Mesh
+) -> EncodeFunction:
+    """Returns a function that gives a batch's features in bfloat16, whole on every device."""
+
+    def features(target: Params, batch: TrainBatch) -> Array:
+        block = config.step.attention_block
+        found = encode(target, record.llama, batch.tokens, batch.documents, block=block)
+        return found.astype(jnp.bfloat16)
+
+    run = compile_on(mesh, features)
+    return lambda batch: run(target, batch)
+
+
+def fill_cache(
+    cache: data.FeatureCache,
+    parts: Sequence[data.Rows],
+    encode_batch: EncodeFunction,
+    batch_size: int,
+    mesh: Mesh,
+) -> None:
+    """Writes the shards that a cache lacks; all processes compute, the first one writes.
+
+    Args:
+      cache: of the rows.
+      parts: the rows to train on, and those held out.
+      encode_batch: see `make_encode`.
+      batch_size: rows encoded at a time.
+      mesh: the devices.
+
+    Raises:
+      UserError: they cannot be written.
+    """
+    rows = _join(parts)
+    progress = tqdm(
+        total=len(rows), desc="features", unit="row", delay=2, disable=not is_first_process()
+    )
+    with ExitStack() as held, progress:
+        ask_first(lambda: held.enter_context(_claim(cache)))
+        for shard in range(cache.num_shards):
+            chosen = cache.rows_of(shard)
+            if not _ask_whether(lambda n=shard: cache.has(n)):
+                _write(cache, shard, _encode_rows(rows, chosen, encode_batch, batch_size, mesh))
+            progress.update(len(chosen))
+        meet("features written")
+
+
+def _join(parts: Sequence[data.Rows]) -> data.Rows:
+    names = [field.name for field in fields(data.Rows)]
+    return data.Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def _write(cache: data.FeatureCache, shard: int, features: Iterator[np.ndarray]) -> None:
+    if is_first_process():
+        cache.write(shard, features)
+    else:
+        for _ in features:  # each is computed by all processes
+            pass
+
+
+def _encode_rows(
+    rows: data.Rows, chosen: range, encode_batch: EncodeFunction, batch_size: int, mesh: Mesh
+) -> Iterator[np.ndarray]:
+    for first in range(chosen.start, chosen.stop, batch_size):
+        index = np.minimum(np.arange(first, first + batch_size), chosen.stop - 1)
+        yield np.asarray(encode_batch(put_batch(rows[index], mesh)))[: chosen.stop - first]
+
+
+@contextmanager
+def _claim(cache: data.FeatureCache) -> Iterator[str]:
+    """One run writes a cache; others wait, and find it written."""
+    try:
+        cache.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(cache.folder / data.LOCK)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            tqdm.write(f"waiting for the run that writes {cache.folder}", file=sys.stderr)
+            lock.acquire()
+        cache.start()
+    except OSError as error:
+        raise UserError(
+            f"features.cache {cache.folder} cannot be written: {error.strerror}; name "
+            "another folder"
+        ) from error
+    try:
+        yield "claimed"
+    finally:
+        lock.release()
+
+
+def _ask_whether(function: Callable[[], bool]) -> bool:
+    return ask_first(lambda: "yes" if function() else "no") == "yes"
+
+
+def _hash_target(record: ModelRecord) -> str:
+    """Of everything that the target computes with."""
+    values = config_to_dict(record)
+    parts = [values["config"], record.weights_sha256 or values["target"]]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _hash_rows(prepared: data.Prepared) -> str:
+    """Of everything that features depend on."""
+    digest = hashlib.sha256()
+    for part in (prepared.train, prepared.validation):
+        for array in (part.tokens, part.documents):
+            digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
