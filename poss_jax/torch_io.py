@@ -17,7 +17,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
 
 
-def read_bin(path: str | Path) -> dict[str, np.ndarray]:
+def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
     """Reads a state dict without running any code from the file.
 
     Files of the zip format have their checksums compared first, and are mapped into memory, so a
@@ -25,6 +25,7 @@ def read_bin(path: str | Path) -> dict[str, np.ndarray]:
 
     Args:
       path: a file written by `torch.save`.
+      check: whether checksums are compared; without, no more is read than what is used.
 
     Returns:
       Arrays by name; bfloat16 as `ml_dtypes.bfloat16`.
@@ -37,7 +38,7 @@ def read_bin(path: str | Path) -> dict[str, np.ndarray]:
     path = Path(path)
     try:
         is_zip = _is_zip(path)
-        if is_zip:
+        if is_zip and check:
             _check_zip(path)
         with warnings.catch_warnings():  # of old pickles: they are read, or refused below
             warnings.simplefilter("ignore")

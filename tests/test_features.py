@@ -172,6 +172,13 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str) -> None:
         open_small(tmp_path / "cache")
 
 
+def test_a_cache_that_another_run_begins_meanwhile_is_not_mixed_up(tmp_path: Path) -> None:
+    cache = data.open_cache(tmp_path, MADE_FROM, SHAPE, 5 * 3 * 4 * 2)
+    open_small(tmp_path).start()
+    with pytest.raises(UserError, match="was begun by another run meanwhile"):
+        cache.start()
+
+
 def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds something else"):
@@ -210,7 +217,10 @@ def test_a_device_reads_its_own_rows_and_no_others() -> None:
     features, reads = features_of((20, 3, 4)), []
 
     class Source:
-        shape = features.shape
+        shape, missing = features.shape, []
+
+        def describe(self) -> str:
+            return "here"
 
         def read(self, rows: np.ndarray) -> np.ndarray:
             reads.append(rows.tolist())
@@ -218,7 +228,9 @@ def test_a_device_reads_its_own_rows_and_no_others() -> None:
 
     tokens = np.arange(60, dtype=np.int32).reshape(20, 3)
     rows = data.Rows(tokens, tokens > 3, np.ones_like(tokens))
-    train, held_out = data.join_features(rows[:14], rows[14:], Source())
+    joined = data.join_features(data.Prepared(rows[:14], rows[14:], {}), Source())
+    train, held_out = joined.train, joined.validation
+    assert joined.report == {"features": "here"} and isinstance(held_out, data.RowsWithFeatures)
     assert len(train) == 14 and held_out.features.shape == (6, 3, 4)
     index = data.rows_at(14, 2, 8, seed=0)
     batch = put_batch(data.batch_at(train, 2, 8, 0), make_mesh(MeshConfig(data=8)))

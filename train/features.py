@@ -27,14 +27,22 @@ from train.devices import ask_first, compile_on, is_first_process, meet, put_bat
 EncodeFunction = Callable[[TrainBatch], Array]
 
 
-def find_cache(
+def find_features(
     config: TrainConfig, record: ModelRecord, prepared: data.Prepared, dtype: Any
-) -> data.FeatureCache | None:
-    """Opens the cache of a run, which may lack what is not written yet; None: it has no cache.
+) -> data.FeatureSource | None:
+    """Finds the features of a run's rows; None: they are computed in every step.
+
+    They are in files that the data came from, or in a cache, some of which may not be written yet.
 
     Raises:
-      UserError: it has other features, or the disk has no room for what it lacks.
+      UserError: a cache has other features, or its disk has no room for what it lacks.
     """
+    num_rows = len(prepared.train) + len(prepared.validation)
+    shape = num_rows, config.data.sequence_length, record.llama.hidden_size
+    if prepared.files and config.features.cache is not None:
+        raise UserError("features.cache: data.source has features of its own; leave out the cache")
+    if prepared.files:
+        return data.FeatureFiles(prepared.files, shape, np.dtype(dtype))
     if config.features.cache is None:
         return None
     made_from = {
@@ -42,17 +50,15 @@ def find_cache(
         "rows": _hash_rows(prepared),
         "computed in": jnp.dtype(dtype).name,
     }
-    num_rows = len(prepared.train) + len(prepared.validation)
-    shape = num_rows, config.data.sequence_length, record.llama.hidden_size
     folder = Path(config.features.cache).absolute()
     cache = data.open_cache(folder, made_from, shape, config.features.shard_gib * 2**30)
     cache.check_space()
     return cache
 
 
-def is_complete(cache: data.FeatureCache) -> bool:
-    """Whether nothing is missing; the same answer in every process."""
-    return _ask_whether(lambda: not cache.missing)
+def is_complete(features: data.FeatureSource | None) -> bool:
+    """Whether the target need not run; the same answer in every process."""
+    return features is not None and _ask_whether(lambda: not features.missing)
 
 
 def load_layers(folder: str, record: ModelRecord, dtype: Any, mesh: Mesh) -> Params:

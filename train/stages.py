@@ -49,7 +49,7 @@ from train.devices import (
     meet,
     write_together,
 )
-from train.features import fill_cache, find_cache, is_complete, load_layers, make_encode
+from train.features import fill_cache, find_features, is_complete, load_layers, make_encode
 
 _TOKENIZER = "tokenizer"  # subfolder of a target's run
 
@@ -211,16 +211,16 @@ class DraftStage:
                 )
             self._init_draft = extend_specialists(draft, len(wanted.positions_per_specialist))
         self.tokenizer = data.load_tokenizer(Path(config.target))
-        prepared = _prepare(folder, config, self.tokenizer, self._record.llama.vocab_size)
+        target, dtype = self._record.llama, _dtype(config)
+        load = functools.partial(data.load_documents, config.data, target.hidden_size)
+        prepared = _prepare(folder, config, self.tokenizer, target.vocab_size, load)
+        self._features = find_features(config, self._record, prepared, dtype)
+        if self._features is not None:
+            prepared = data.join_features(prepared, self._features)
         self.rows, self.validation_rows = prepared.train, prepared.validation
         self.report = prepared.report
-        self._cache = find_cache(config, self._record, prepared, _dtype(config))
-        if self._cache is not None:
-            parts = data.join_features(self.rows, self.validation_rows, self._cache)
-            self.rows, self.validation_rows = parts
-            self.report |= {"features": self._cache.describe()}
-        if self._cache is None or not is_complete(self._cache):
-            self._target["layers"] = load_layers(config.target, self._record, _dtype(config), mesh)
+        if not is_complete(self._features):
+            self._target["layers"] = load_layers(config.target, self._record, dtype, mesh)
         self.config = DraftConfig(
             layer=layer,
             positions_per_specialist=wanted.positions_per_specialist,
@@ -242,10 +242,10 @@ class DraftStage:
 
     def write_features(self) -> None:
         """See `Stage`."""
-        if self._cache is not None and "layers" in self._target:
+        if isinstance(self._features, data.FeatureCache) and "layers" in self._target:
             encode_batch = make_encode(self._target, self._run, self._record, self.mesh)
             parts = self.rows, self.validation_rows
-            fill_cache(self._cache, parts, encode_batch, self._run.batch_size, self.mesh)
+            fill_cache(self._features, parts, encode_batch, self._run.batch_size, self.mesh)
             del self._target["layers"]
 
     def init_params(self) -> Params:

@@ -17,7 +17,7 @@ class DataConfig:
 
     Attributes:
       source: `stdlib` (the Python standard library's own sources), a .txt, .json or .jsonl file or
-        glob, or a Hub data set id.
+        glob, .ckpt files of tokens and features (stage draft), or a Hub data set id.
       subset: configuration of the Hub data set.
       split: split of the Hub data set.
       format: of its records; auto looks at the first one. `chat` (messages, conversations), `pairs`

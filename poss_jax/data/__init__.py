@@ -11,6 +11,7 @@ tokenizer.py      the embedded tokenizer; loading any
 encoding.py       documents -> tokens, and which of them are learnt
 features.py       rows with features, which are read as they are needed
 feature_cache.py  features kept on disk
+feature_files.py  features that other programs stored
 rows.py           sequences laid into rows; the batch of a step
 prepared.py       the rows of a run, kept in its folder
 prompts.py        prompts cut out of documents or read from a file
@@ -25,6 +26,7 @@ from poss_jax.data.conversations import (
     read_questions,
 )
 from poss_jax.data.feature_cache import LOCK, FeatureCache, open_cache
+from poss_jax.data.feature_files import FeatureFiles
 from poss_jax.data.features import FeatureSource, LazyFeatures, RowsWithFeatures, join_features
 from poss_jax.data.prepared import Prepared, make_prepared, prepare
 from poss_jax.data.prompts import PROMPT_KEYS, prompts_from_documents, read_prompts
@@ -44,6 +46,7 @@ __all__ = [
     "Document",
     "Documents",
     "FeatureCache",
+    "FeatureFiles",
     "FeatureSource",
     "LazyFeatures",
     "Prepared",

@@ -37,10 +37,12 @@ class Tokens:
     Attributes:
       ids: [length] int64.
       trained: [length] bool; which tokens are to be learnt from.
+      file: which has the target's features of them; "": none has.
     """
 
     ids: np.ndarray
     trained: np.ndarray
+    file: str = ""
 
 
 Document = str | Rendered | Chat | Tokens

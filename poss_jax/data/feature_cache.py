@@ -91,12 +91,21 @@ class FeatureCache:
             )
 
     def start(self) -> None:
-        """Makes the folder and says in it what it is to hold, unless it does already."""
-        if (self.folder / _MANIFEST).is_file():
-            return
-        partial = self.folder / f".{_MANIFEST}.partial"
-        partial.write_text(json.dumps(self._manifest(), indent=2) + "\n")
-        partial.replace(self.folder / _MANIFEST)
+        """Says in the folder what it is to hold, unless it says so already.
+
+        Raises:
+          UserError: it says something else by now.
+        """
+        place, manifest = self.folder / _MANIFEST, json.dumps(self._manifest(), indent=2) + "\n"
+        if not place.is_file():
+            partial = self.folder / f".{_MANIFEST}.partial"
+            partial.write_text(manifest)
+            partial.replace(place)
+        elif place.read_text(encoding="utf-8") != manifest:
+            raise UserError(
+                f"features.cache {self.folder} was begun by another run meanwhile; run the same "
+                "command again"
+            )
 
     def write(self, shard: int, features: Iterable[np.ndarray]) -> None:
         """Writes a shard; nothing of it is kept if that fails.

@@ -1,10 +1,11 @@
 """Rows that come with the target's features, which are read from disk as they are needed."""
 
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from poss_jax.data.prepared import Prepared
 from poss_jax.data.rows import Rows
 
 
@@ -15,6 +16,15 @@ class FeatureSource(Protocol):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Rows, tokens of a row, width."""
+        ...
+
+    @property
+    def missing(self) -> list[int]:
+        """Parts that are to be written before all rows can be read."""
+        ...
+
+    def describe(self) -> str:
+        """What there is, for people."""
         ...
 
     def read(self, rows: np.ndarray) -> np.ndarray:
@@ -59,14 +69,15 @@ class RowsWithFeatures(Rows):
         return RowsWithFeatures(**vars(super().__getitem__(index)), features=features)
 
 
-def join_features(
-    train: Rows, validation: Rows, source: FeatureSource
-) -> tuple[RowsWithFeatures, RowsWithFeatures]:
+def join_features(prepared: Prepared, source: FeatureSource) -> Prepared:
     """Joins rows with a source that has those to train on first, then those held out."""
-    ends = len(train), len(train) + len(validation)
-    parts: list[Any] = np.split(np.arange(ends[1]), ends[:1])
-    joined = [
-        RowsWithFeatures(**vars(rows), features=LazyFeatures(source, part))
-        for rows, part in zip((train, validation), parts, strict=True)
-    ]
-    return joined[0], joined[1]
+    train, validation = prepared.train, prepared.validation
+    every = np.arange(len(train) + len(validation))
+    of_train = LazyFeatures(source, every[: len(train)])
+    of_validation = LazyFeatures(source, every[len(train) :])
+    return replace(
+        prepared,
+        train=RowsWithFeatures(**vars(train), features=of_train),
+        validation=RowsWithFeatures(**vars(validation), features=of_validation),
+        report=prepared.report | {"features": source.describe()},
+    )

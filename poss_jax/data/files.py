@@ -16,6 +16,16 @@ def matching_files(pattern: str) -> list[Path]:
     return [Path(name) for name in names if Path(name).is_file()]
 
 
+def existing_files(pattern: str) -> list[Path]:
+    """As `matching_files`, but raises UserError if there are none."""
+    paths = matching_files(pattern)
+    if not paths:
+        raise UserError(
+            f"data.source {pattern!r}: no such file; give a path or a glob that matches"
+        )
+    return paths
+
+
 def read_text(path: Path) -> str:
     """Reads a whole file of UTF-8."""
     try:

@@ -34,11 +34,13 @@ class Prepared:
       train: rows to train on.
       validation: rows held out.
       report: what became of the records, and how long, packed and learnt the documents are.
+      files: which have the features of every row, those to train on first; empty: none have.
     """
 
     train: Rows
     validation: Rows
     report: dict[str, Any]
+    files: tuple[str, ...] = ()
 
 
 def prepare(
@@ -82,7 +84,9 @@ def make_prepared(
         template = ChatTemplate(tokenizer, config.template, config.system_prompt)
     elif isinstance(first, str):
         _refuse_spelled_out(documents.train, config, tokenizer)
-    packing = config.packing or ("stream" if isinstance(first, str) else "documents")
+    packing = config.packing or _default_packing(first)
+    if isinstance(first, Tokens) and first.file and packing != "none":
+        raise UserError(f"data.packing {packing}: a file of features fills a row alone; want none")
     parts = {name: _Part(config, packing, vocab_size, tally) for name in _PARTS}
     for name, part in parts.items():
         given = getattr(documents, name)
@@ -105,7 +109,14 @@ def make_prepared(
         "used_in_part": dict(tally.cut.most_common()),
         **{name: part.statistics(rows[name]) for name, part in parts.items()},
     }
-    return Prepared(**rows, report=report)
+    files = tuple(file for part in parts.values() for file in part.files)
+    return Prepared(**rows, report=report, files=files)
+
+
+def _default_packing(first: Document) -> str:
+    if isinstance(first, Tokens) and first.file:
+        return "none"
+    return "stream" if isinstance(first, str) else "documents"
 
 
 class _Part:
@@ -129,12 +140,18 @@ class _Part:
             _check_vocabulary(document, one.ids, self._vocab_size)
             trained = one.trained | (self._config.train_on == "all")
             if trained[: self._most].any():
-                self._sequences.append(Tokens(one.ids[: self._most], trained[: self._most]))
+                ids, trained = one.ids[: self._most], trained[: self._most]
+                self._sequences.append(Tokens(ids, trained, one.file))
                 self._lengths.append(len(one.ids))
         if len(self._sequences) == before:
             where = f"the first {self._most} tokens" if self._most else "it"
             self._tally.drop(_excerpt(document), Broken(f"nothing to learn in {where}"))
         self._split += len(sequences) > 1
+
+    @property
+    def files(self) -> list[str]:
+        """Which have features, in the order of the rows."""
+        return [one.file for one in self._sequences if one.file]
 
     def rows(self) -> Rows:
         return make_rows(self._sequences, self._config.sequence_length, self._packing)
@@ -213,7 +230,8 @@ def _write(path: Path, prepared: Prepared, made_from: str) -> None:
         for part in _PARTS
         for name, array in vars(getattr(prepared, part)).items()
     }
-    about = {"made_from": made_from, "report": json.dumps(prepared.report)}
+    report, files = json.dumps(prepared.report), json.dumps(prepared.files)
+    about = {"made_from": made_from, "report": report, "files": files}
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         partial = Path(scratch) / path.name
         np.savez(partial, **about, **arrays)
@@ -229,6 +247,7 @@ def _read(path: Path, made_from: str) -> Prepared:
             for part in _PARTS
         }
         report, saved_from = json.loads(str(arrays["report"])), str(arrays["made_from"])
+        files = tuple(json.loads(str(arrays["files"])))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(
             f"{path}: want the rows of this run, got a damaged file ({one_line(error)}); remove it "
@@ -239,4 +258,4 @@ def _read(path: Path, made_from: str) -> Prepared:
             f"{path}: these rows were made with another tokenizer, template or data section; "
             "start anew with --overwrite"
         )
-    return Prepared(**rows, report=report)
+    return Prepared(**rows, report=report, files=files)

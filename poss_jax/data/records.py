@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from poss_jax.config import DataConfig, UserError
-from poss_jax.data.files import matching_files, one_line
+from poss_jax.data.files import existing_files, matching_files, one_line
 
 LONGEST_RECORD = 1 << 26  # characters; what is longer is no conversation
 
@@ -56,12 +56,8 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
     source = config.source
     if source == "stdlib":
         yield from _read_stdlib()
-    elif (paths := matching_files(source)) or source.endswith(_SUFFIXES):
-        if not paths:
-            raise UserError(
-                f"data.source {source!r}: no such file; give a path or a glob that matches"
-            )
-        for path in paths:
+    elif source.endswith(_SUFFIXES) or matching_files(source):
+        for path in existing_files(source):
             yield from _read_text(path) if path.suffix == ".txt" else _read_json(path)
     else:
         yield from _read_hub(config)

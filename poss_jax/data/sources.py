@@ -4,12 +4,13 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tqdm import tqdm
 
 from poss_jax.config import DataConfig, UserError
-from poss_jax.data.conversations import Document, content_key, detect_format, read_document
+from poss_jax.data.conversations import Document, Tokens, content_key, detect_format, read_document
+from poss_jax.data.feature_files import SUFFIX, read_feature_files
 from poss_jax.data.records import Broken, read_records
 
 _NAMED = 3  # of the records that are dropped
@@ -65,17 +66,21 @@ class Documents:
     tally: Tally
 
 
-def load_documents(config: DataConfig) -> Documents:
+def load_documents(config: DataConfig, width: int | None = None) -> Documents:
     """Reads the documents of `config.source` and holds some of them out.
 
     A document's side depends on nothing but a hash of its name (`stdlib`) or of its content (all
     other sources), so the split survives added documents, and duplicates never lie on both sides.
 
+    Args:
+      config: the data.
+      width: of the features that files of features must have; None: any.
+
     Raises:
       UserError: nothing to read, too much that cannot be used, or one side of the split is empty.
     """
     documents = Documents([], [], Tally(config.source))
-    usable = _usable_documents(config, documents.tally)
+    usable = _usable_documents(config, width, documents.tally)
     for key, document in itertools.islice(usable, config.max_documents):
         held_out = _hash_fraction(key) < config.validation_fraction
         (documents.validation if held_out else documents.train).append(document)
@@ -89,10 +94,14 @@ def load_documents(config: DataConfig) -> Documents:
     return documents
 
 
-def _usable_documents(config: DataConfig, tally: Tally) -> Iterator[tuple[str, Document]]:
+def _usable_documents(
+    config: DataConfig, width: int | None, tally: Tally
+) -> Iterator[tuple[str, Document]]:
     """Yields (what decides a document's side of the split, the document)."""
     kind = None if config.format == "auto" else config.format
-    for where, record in tqdm(read_records(config), desc="read", unit="rec", delay=2):
+    has_features = config.source.endswith(SUFFIX)
+    records = read_feature_files(config, width) if has_features else read_records(config)
+    for where, record in tqdm(records, desc="read", unit="rec", delay=2):
         tally.records += 1
         if isinstance(record, dict):
             kind = kind or detect_format(record)
@@ -102,6 +111,8 @@ def _usable_documents(config: DataConfig, tally: Tally) -> Iterator[tuple[str, D
         if isinstance(document, Broken):
             tally.drop(where, document)
             continue
+        if has_features and isinstance(document, Tokens):
+            document = replace(document, file=where)
         tally.cut.update([left_out] if left_out else [])
         yield where if config.source == "stdlib" else content_key(document), document
 

@@ -1,0 +1,115 @@
+"""Features that other programs stored: one `.ckpt` file per document (EAGLE's `ge_data`).
+
+`torch.save` of input_ids [S], hidden_state [S D] (after the target's last norm) and loss_mask [S],
+each perhaps with an axis of one in front.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from poss_jax.config import DataConfig, UserError
+from poss_jax.data.files import existing_files
+from poss_jax.data.records import Broken, Record
+from poss_jax.torch_io import read_bin
+
+SUFFIX = ".ckpt"
+
+_DIMENSIONS = {"input_ids": 1, "hidden_state": 2, "loss_mask": 1}
+
+
+@dataclass(frozen=True)
+class FeatureFiles:
+    """Features of rows of one document each, from a file each.
+
+    Attributes:
+      paths: of every row.
+      shape: rows, tokens of a row, width.
+      dtype: of what is read.
+    """
+
+    paths: tuple[str, ...]
+    shape: tuple[int, int, int]
+    dtype: Any
+
+    @property
+    def missing(self) -> list[int]:
+        """Nothing is left to be written."""
+        return []
+
+    def describe(self) -> str:
+        """What there is, for people."""
+        return f"in {len(self.paths):,} files, each read when its row is needed"
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Features [n T D] of some rows, cut to T or padded with zeros.
+
+        Raises:
+          UserError: a file cannot be read any more.
+        """
+        T, D = self.shape[1:]
+        features = np.zeros((len(rows), T, D), self.dtype)
+        for place, row in zip(features, rows, strict=True):
+            path = Path(self.paths[row])
+            found = _check(_unbatched(read_bin(path)), D)
+            if isinstance(found, Broken):
+                raise UserError(f"{path}: {found}; put the file back as it was")
+            stored = found["hidden_state"][:T]
+            place[: len(stored)] = stored
+        return features
+
+
+def read_feature_files(config: DataConfig, width: int | None) -> Iterator[tuple[str, Record]]:
+    """Yields the name of every file, and its tokens and what is learnt of them.
+
+    Features are left where they are (but files of PyTorch's older format are read whole).
+
+    Args:
+      config: its source is a path or a glob.
+      width: of the target's features; None: any.
+
+    Raises:
+      UserError: no such file.
+    """
+    for path in existing_files(config.source):
+        yield str(path.absolute()), _read_tokens(path, width)
+
+
+def _read_tokens(path: Path, width: int | None) -> Record:
+    try:
+        arrays = _unbatched(read_bin(path, check=False))
+    except UserError as error:
+        return Broken("no file of tensors", str(error))
+    found = _check(arrays, width)
+    if isinstance(found, Broken):
+        return found
+    return {name: found[name] for name in ("input_ids", "loss_mask")}
+
+
+def _unbatched(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Takes an axis of one away where some writers leave it."""
+    return {
+        name: arrays[name].reshape(arrays[name].shape[-dimensions:])
+        if arrays[name].shape[:-dimensions] == (1,)
+        else arrays[name]
+        for name, dimensions in _DIMENSIONS.items()
+        if name in arrays
+    }
+
+
+def _check(arrays: dict[str, np.ndarray], width: int | None) -> dict[str, np.ndarray] | Broken:
+    missing = [name for name in _DIMENSIONS if name not in arrays]
+    if missing:
+        return Broken("no file of features", f"{', '.join(missing)} missing")
+    ids, features = arrays["input_ids"], arrays["hidden_state"]
+    if features.ndim != 2 or features.dtype.kind not in "fV" or len(features) != len(ids):
+        return Broken(
+            "hidden_state that does not fit",
+            f"want a feature per token, got {features.dtype} {features.shape} for {ids.shape}",
+        )
+    if width not in (None, features.shape[1]):
+        return Broken("features of another target", f"want width {width}, got {features.shape[1]}")
+    return arrays
