@@ -1,18 +1,21 @@
 """The training program, interrupted by itself at a named moment of a step.
 
     python tests/dying_run.py MOMENT STEP --config FILE
+    python tests/dying_run.py after MILLISECONDS --config FILE
 
 step     killed while the step is computed
 log      killed when half of the step's line in metrics.jsonl is written
 save     killed when the step's state is written, before that counts as a checkpoint
 sigterm  told to stop while the step is computed
 twice    told to stop, and again before the step is saved
+after    killed so long after the first step was started, wherever that falls
 """
 
 import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +30,11 @@ with install_import_hook("poss_jax", CHECK):
 
 
 def main(moment: str, step: int) -> None:
-    wait_for_every_save()
-    MOMENTS[moment](step)
+    if moment == "after":
+        die_after(step / 1000)
+    else:
+        wait_for_every_save()
+        MOMENTS[moment](step)
     sys.argv = ["train.main", *sys.argv[3:]]
     cli()
 
@@ -47,6 +53,12 @@ def before(owner: type, name: str, step: int, act: Callable[..., None]) -> None:
         return method(self, at, *args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def die_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, send, [signal.SIGKILL])
+    timer.daemon = True
+    before(Journal, "record", 1, timer.start)
 
 
 def wait_for_every_save() -> None:

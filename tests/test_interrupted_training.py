@@ -1,11 +1,11 @@
 """Training runs that are killed, told to stop or diverge: nothing is lost, nothing bad is kept."""
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,20 +79,26 @@ def test_killed_run_ends_like_an_uninterrupted_one(
     assert_ends_like(tmp_path / "run", runs.root / "poss2", runs)
 
 
+@pytest.fixture(scope="module")
+def milliseconds(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """What a run takes between the metrics of its first step and of its last."""
+    folder = tmp_path_factory.mktemp("timed")
+    assert interrupt("after", 10**6, config_file(runs, folder, POSS2)).returncode == 0
+    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    first, *_, last = [line["seconds"] for line in lines if "seconds" in line]
+    return 1000 * (last - first)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_killed_at_a_random_moment(runs: Runs, tmp_path: Path, seed: int) -> None:
-    """Between the first file and the end, wherever that falls."""
+def test_killed_at_a_random_moment(
+    runs: Runs, tmp_path: Path, milliseconds: float, seed: int
+) -> None:
+    """Each in its own twentieth of the time, whatever the run is doing then."""
     config = config_file(runs, tmp_path, POSS2)
-    command = [sys.executable, "-m", "train.main", "--config", config]
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=quiet, stderr=quiet
-    ) as process:
-        while process.poll() is None and not (tmp_path / "run" / "checkpoints").exists():
-            time.sleep(0.001)
-        time.sleep(random.Random(seed).uniform(0, 2))
-        process.kill()
+    share = (seed + random.Random(seed).random()) / 20
+    result = interrupt("after", round(share * milliseconds), config)
+    assert result.returncode in (-signal.SIGKILL, 0), result.stderr  # 0: it was faster
     main(["--config", config])
     assert_ends_like(tmp_path / "run", runs.root / "poss2", runs)
 
