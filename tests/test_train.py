@@ -139,6 +139,7 @@ def test_dry_run_prints_sizes_and_writes_nothing(
     assert lines[0].endswith("60 records of text, 0 of them dropped")
     assert any(line.startswith(f"{BRACKETS[0]}<s>def area_") for line in lines)
     assert printed.pop("data")["records"] == 60
+    assert printed.pop("memory")["parameters"] == 4 * printed["parameters"]
     sample, tokens = printed.pop("sample"), printed.pop("train_tokens_available")
     held_out = printed.pop("validation_tokens_available")
     assert printed == {

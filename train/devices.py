@@ -132,9 +132,25 @@ def put_batch(rows: data.Rows, mesh: Mesh) -> TrainBatch:
     return TrainBatch(**{name: put(array) for name, array in vars(rows).items()})
 
 
+class OnMesh:
+    """A jitted function of arrays on a mesh."""
+
+    def __init__(self, mesh: Mesh, jitted: Any) -> None:
+        self._mesh, self._jitted = mesh, jitted
+
+    def __call__(self, *args: Any) -> Any:
+        with jax.set_mesh(self._mesh):
+            return self._jitted(*args)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Takes shapes that are placed; nothing is computed."""
+        with jax.set_mesh(self._mesh):
+            return self._jitted.lower(*args)
+
+
 def compile_on(
     mesh: Mesh, function: Callable[..., Any], out: Any = None, *, donate: tuple[int, ...] = ()
-) -> Callable[..., Any]:
+) -> OnMesh:
     """Jits a function for the mesh.
 
     Args:
@@ -144,13 +160,7 @@ def compile_on(
       donate: arguments whose memory becomes the result's.
     """
     out = replicate(mesh) if out is None else out
-    jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
-
-    def run(*args: Any) -> Any:
-        with jax.set_mesh(mesh):
-            return jitted(*args)
-
-    return run
+    return OnMesh(mesh, jax.jit(function, donate_argnums=donate, out_shardings=out))
 
 
 def make_on(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
@@ -175,9 +185,7 @@ def _stack(*parts: jax.Array) -> jax.Array:
     return jnp.stack(parts)
 
 
-def make_step_on(
-    mesh: Mesh, step: Callable[..., Any], state: TrainState
-) -> Callable[..., tuple[TrainState, Any]]:
+def make_step_on(mesh: Mesh, step: Callable[..., Any], state: TrainState) -> OnMesh:
     """Jits `(state, ...) -> (state, metrics)`: the state stays where it lies and is donated."""
     return compile_on(mesh, step, (place_tree(state, mesh), replicate(mesh)), donate=(0,))
 

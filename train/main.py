@@ -20,13 +20,14 @@ from typing import Any
 from tqdm import tqdm
 
 from poss_jax.checkpoint import count_parameters
-from poss_jax.config import TrainConfig, load_config
+from poss_jax.config import TrainConfig, UserError, load_config
 from poss_jax.program import Parser, run_program
 from poss_jax.train_state import init_state, make_optimizer
 from train.describe import describe_data, describe_sample
 from train.devices import claim_together, is_first_process, make_on, start_processes
 from train.loggers import check_loggers
 from train.loop import run_steps
+from train.memory import describe_devices
 from train.run_folder import RunFolder
 from train.stages import Stage, open_stage
 
@@ -78,19 +79,25 @@ def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int | None:
     return None
 
 
-def describe(config: TrainConfig) -> dict[str, Any]:
-    """Reads everything a run would read, without training or writing anything.
+def describe(config: TrainConfig, compile_for: str | None = None) -> dict[str, Any]:
+    """Reads what a run would read but weights, without training or writing anything.
+
+    Args:
+      config: the run.
+      compile_for: also compile the step for this machine (`here`) or a TPU slice; None: do not.
 
     Returns:
-      Sizes, budget, what became of the data, and a decoded sample of the first training row.
+      Sizes, budget, what became of the data, a decoded sample of the first training row, and the
+      memory of a step.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        stage = open_stage(config, Path(scratch))
+        stage = open_stage(config, Path(scratch), with_weights=False)
     config = config.with_budget(len(stage.rows))
     assert config.num_tokens is not None
     if is_first_process():
         sample = describe_sample(stage.rows, stage.tokenizer)
         print("\n".join([*describe_data(stage.report), *sample]))
+    memory = describe_devices(stage.plan_step(compile_for or "here"), compile_for)
     return {
         "stage": config.stage,
         "output": config.output,
@@ -102,6 +109,7 @@ def describe(config: TrainConfig) -> dict[str, Any]:
         "steps": config.num_steps,
         "data": stage.report,
         "sample": stage.tokenizer.decode(stage.rows.tokens[0][:64]),
+        "memory": memory,
     }
 
 
@@ -113,6 +121,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
     parser.add_argument("--dry-run", action="store_true", help="show what would run, and stop")
     parser.add_argument(
+        "--compile-for",
+        metavar="DEVICES",
+        help="with --dry-run: compile the step and show its memory, for this machine (here) or a\n"
+        "TPU slice such as v5p:2x2x1 (needs libtpu, no TPU)",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="start anew where the folder holds a run"
     )
     parser.add_argument(
@@ -120,8 +134,13 @@ def main(arguments: list[str] | None = None) -> None:
     )
     args = parser.parse_intermixed_args(arguments)
     config = load_config(TrainConfig, args.config, args.overrides)
+    if args.compile_for and not args.dry_run:
+        raise UserError("--compile-for describes a run; give --dry-run, too")
     start_processes()
-    results = describe(config) if args.dry_run else train(config, overwrite=args.overwrite)
+    if args.dry_run:
+        results = describe(config, args.compile_for)
+    else:
+        results = train(config, overwrite=args.overwrite)
     if is_first_process():
         print(json.dumps(results))
 

@@ -14,9 +14,12 @@ from jax.sharding import Mesh
 
 from poss_jax import data
 from poss_jax.checkpoint import (
+    ModelRecord,
     load_draft,
     load_target,
     new_record,
+    read_draft,
+    read_target,
     target_identity,
 )
 from poss_jax.config import DraftConfig, LlamaConfig, TrainConfig, UserError
@@ -50,6 +53,7 @@ from train.devices import (
     write_together,
 )
 from train.features import fill_cache, find_features, is_complete, load_layers, make_encode
+from train.memory import PlannedStep, mesh_for, plan_draft_step, plan_target_step
 
 _TOKENIZER = "tokenizer"  # subfolder of a target's run
 
@@ -77,6 +81,10 @@ class Stage(Protocol):
 
     def write_features(self) -> None:
         """Writes to disk what is not to be computed in every step."""
+        ...
+
+    def plan_step(self, devices: str) -> PlannedStep:
+        """The step on this machine (`here`) or on a TPU slice, from shapes alone."""
         ...
 
     def init_params(self) -> Params:
@@ -109,7 +117,10 @@ class TargetStage:
 
     lookahead = 1
 
-    def __init__(self, config: TrainConfig, folder: Path, mesh: Mesh) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: Path, mesh: Mesh, *, with_weights: bool = True
+    ) -> None:
+        del with_weights  # it starts from none
         assert config.model is not None
         load = functools.cache(lambda: data.load_documents(config.data))
         self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
@@ -130,6 +141,11 @@ class TargetStage:
 
     def write_features(self) -> None:
         """See `Stage`; a target has no use for any."""
+
+    def plan_step(self, devices: str) -> PlannedStep:
+        """See `Stage`."""
+        mesh = mesh_for(self._run, devices)
+        return plan_target_step(self.config, self._run, self._dtype, mesh)
 
     def init_params(self) -> Params:
         """See `Stage`."""
@@ -173,45 +189,26 @@ class DraftStage:
 
     lookahead = 2  # a draft is given a row's feature and the token after it
 
-    def __init__(self, config: TrainConfig, folder: Path, mesh: Mesh) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: Path, mesh: Mesh, *, with_weights: bool = True
+    ) -> None:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
-        place = place_weights(mesh)
-        self._record, self._target = load_target(
-            config.target, _dtype(config), with_layers=False, sharding=place
-        )
-        wanted, length = config.specialists, config.data.sequence_length
-        depths = {
-            "specialists.depth": wanted.depth,
-            "validation_depth": config.validation_depth or wanted.depth,
-        }
-        for name, depth in depths.items():
-            if depth >= length:
-                raise UserError(
-                    f"{name} {depth} does not fit rows of {length} tokens; lower it or raise "
-                    "data.sequence_length"
-                )
+        self._record, dtype = read_target(config.target), _dtype(config)
+        if with_weights:
+            place = place_weights(mesh)
+            _, self._target = load_target(config.target, dtype, with_layers=False, sharding=place)
+        validation_depth = _check_depths(config)
+        wanted = config.specialists
         layer, fc_bias = replace(self._record.llama, num_layers=1), wanted.fc_bias
         self._init_draft = None
         self._vocabulary = None
         if config.init_draft is not None:
-            record, draft = load_draft(
-                config.init_draft,
-                jnp.float32,
-                target=self._record,
-                allow_target_mismatch=config.allow_target_mismatch,
-                sharding=place,
-            )
+            record = self._open_init_draft(config.init_draft, with_weights=with_weights)
             layer, fc_bias = record.draft.layer, record.draft.fc_bias
             self._vocabulary = record.draft_vocabulary
-            if wanted.kv == "shared" and not has_shared_keys_values(draft):
-                raise UserError(
-                    f"init_draft {config.init_draft}: want specialists with the same keys and "
-                    "values, got different ones; start from another or leave out specialists.kv"
-                )
-            self._init_draft = extend_specialists(draft, len(wanted.positions_per_specialist))
         self.tokenizer = data.load_tokenizer(Path(config.target))
-        target, dtype = self._record.llama, _dtype(config)
+        target = self._record.llama
         load = functools.partial(data.load_documents, config.data, target.hidden_size)
         prepared = _prepare(folder, config, self.tokenizer, target.vocab_size, load)
         self._features = find_features(config, self._record, prepared, dtype)
@@ -219,7 +216,7 @@ class DraftStage:
             prepared = data.join_features(prepared, self._features)
         self.rows, self.validation_rows = prepared.train, prepared.validation
         self.report = prepared.report
-        if not is_complete(self._features):
+        if with_weights and not is_complete(self._features):
             self._target["layers"] = load_layers(config.target, self._record, dtype, mesh)
         self.config = DraftConfig(
             layer=layer,
@@ -235,7 +232,7 @@ class DraftStage:
             num_frozen=wanted.num_frozen,
             kv=wanted.kv,
         )
-        validated = replace(self.config, trained_depth=depths["validation_depth"])
+        validated = replace(self.config, trained_depth=validation_depth)
         self._validation = compile_on(
             mesh, make_draft_validation(self._task._replace(draft=validated))
         )
@@ -247,6 +244,29 @@ class DraftStage:
             parts = self.rows, self.validation_rows
             fill_cache(self._features, parts, encode_batch, self._run.batch_size, self.mesh)
             del self._target["layers"]
+
+    def _open_init_draft(self, folder: str, *, with_weights: bool) -> ModelRecord:
+        """Reads the draft to start from."""
+        wanted = self._run.specialists
+        fit: dict[str, Any] = {
+            "target": self._record,
+            "allow_target_mismatch": self._run.allow_target_mismatch,
+        }
+        if not with_weights:
+            return read_draft(folder, **fit)
+        record, draft = load_draft(folder, jnp.float32, sharding=place_weights(self.mesh), **fit)
+        if wanted.kv == "shared" and not has_shared_keys_values(draft):
+            raise UserError(
+                f"init_draft {folder}: want specialists with the same keys and values, got "
+                "different ones; start from another or leave out specialists.kv"
+            )
+        self._init_draft = extend_specialists(draft, len(wanted.positions_per_specialist))
+        return record
+
+    def plan_step(self, devices: str) -> PlannedStep:
+        """See `Stage`."""
+        mesh = mesh_for(self._run, devices)
+        return plan_draft_step(self._task, self._run, _dtype(self._run), mesh)
 
     def init_params(self) -> Params:
         """See `Stage`."""
@@ -298,15 +318,37 @@ class DraftStage:
         write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
 
 
-def open_stage(config: TrainConfig, folder: Path) -> Stage:
+def open_stage(config: TrainConfig, folder: Path, *, with_weights: bool = True) -> Stage:
     """Reads what the run needs: text, tokenizer, and the models it starts from.
+
+    Args:
+      config: the run.
+      folder: where it keeps what it prepares.
+      with_weights: False: only what is said about these models, to describe the run.
 
     Raises:
       UserError: something is missing or does not fit.
     """
+    kind = {"target": TargetStage, "draft": DraftStage}[config.stage]
     mesh = make_mesh(config.mesh)
     check_batch_size(config.batch_size // config.step.accumulation_steps, mesh)
-    return {"target": TargetStage, "draft": DraftStage}[config.stage](config, folder, mesh)
+    return kind(config, folder, mesh, with_weights=with_weights)
+
+
+def _check_depths(config: TrainConfig) -> int:
+    """Returns the depth of validations; refuses depths that do not fit the rows."""
+    trained, length = config.specialists.depth, config.data.sequence_length
+    depths = {
+        "specialists.depth": trained,
+        "validation_depth": config.validation_depth or trained,
+    }
+    for name, depth in depths.items():
+        if depth >= length:
+            raise UserError(
+                f"{name} {depth} does not fit rows of {length} tokens; lower it or raise "
+                "data.sequence_length"
+            )
+    return depths["validation_depth"]
 
 
 def _dtype(config: TrainConfig) -> Any:

@@ -15,6 +15,8 @@ from poss_jax.checkpoint.folder import (
     load_draft,
     load_item,
     load_target,
+    read_draft,
+    read_target,
     write_model,
 )
 from poss_jax.checkpoint.integrity import verify_model
@@ -66,9 +68,11 @@ __all__ = [
     "new_record",
     "parse_json",
     "provenance",
+    "read_draft",
     "read_json",
     "read_record",
     "read_sums",
+    "read_target",
     "refuse_non_empty",
     "split_items",
     "target_identity",

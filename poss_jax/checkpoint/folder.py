@@ -138,6 +138,40 @@ def _check_item(origin: str, arrays: Params, shapes: Params) -> None:
 # Reading
 
 
+def read_target(folder: str | Path) -> ModelRecord:
+    """Reads what a target's folder holds, without its weights.
+
+    Raises:
+      UserError: what `read_record` refuses, or a draft.
+    """
+    return _read_family(folder, "target")
+
+
+def read_draft(
+    folder: str | Path, *, target: ModelRecord, allow_target_mismatch: bool = False
+) -> ModelRecord:
+    """Reads what a draft's folder holds, without its weights.
+
+    Args:
+      folder: model folder.
+      target: record of the target it will draft for.
+      allow_target_mismatch: take it although it was made for other weights of the same shape.
+
+    Raises:
+      UserError: what `read_record` refuses, a target, or a draft that does not fit this target.
+    """
+    record = _read_family(folder, "draft")
+    assert isinstance(record.config, DraftConfig)
+    check_fit(f"draft {folder}", record.config.layer, target)
+    if not allow_target_mismatch and not record.target.same_weights(target.target):
+        raise UserError(
+            f"draft {folder} was made for {record.target.name}, got the target "
+            f"{target.target.name} with another embedding or head; use its own target, or set "
+            "allow_target_mismatch (--allow-target-mismatch)"
+        )
+    return record
+
+
 def load_target(
     folder: str | Path,
     dtype: Any = None,
@@ -160,7 +194,7 @@ def load_target(
     Raises:
       UserError: what `read_record` refuses, a draft, or a missing or damaged item.
     """
-    record = _read_family(folder, "target")
+    record = read_target(folder)
     names = [name for name in item_shapes(record.config) if with_layers or "layers/" not in name]
     params = _load_params(folder, record, dtype, sharding, names)
     params.setdefault("head", {"weight": params["embed"]["weight"]})
@@ -191,15 +225,7 @@ def load_draft(
       UserError: what `read_record` refuses, a target, a draft that does not fit this target, or
         a missing or damaged item.
     """
-    record = _read_family(folder, "draft")
-    assert isinstance(record.config, DraftConfig)
-    check_fit(f"draft {folder}", record.config.layer, target)
-    if not allow_target_mismatch and not record.target.same_weights(target.target):
-        raise UserError(
-            f"draft {folder} was made for {record.target.name}, got the target "
-            f"{target.target.name} with another embedding or head; use its own target, or set "
-            "allow_target_mismatch (--allow-target-mismatch)"
-        )
+    record = read_draft(folder, target=target, allow_target_mismatch=allow_target_mismatch)
     return record, _load_params(folder, record, dtype, sharding, item_shapes(record.config))
 
 

@@ -1,0 +1,133 @@
+"""Memory of the recipes' training steps on TPU slices, as the TPU compiler plans it.
+
+Compiles the very step that `train.main` runs, from shapes alone and ahead of time: needs libtpu
+(`pip install libtpu`), but no TPU, no weights and no data. Writes a table to
+docs/results/memory/report.md and all numbers to report.json; a row takes one to a few minutes, and
+is not measured again if report.json has it.
+
+    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python benchmarks/memory.py
+    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python benchmarks/memory.py --only depth
+"""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, TrainConfig, load_config
+from poss_jax.train_step import DraftTask
+from train.memory import compile_memory, mesh_for, plan_draft_step
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+LLAMA3 = {"vocab_size": 128256, "num_kv_heads": 8, "head_dim": 128, "rope": RopeConfig(theta=5e5)}
+TARGETS = {
+    "llama3-8b-instruct": LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, **LLAMA3
+    ),
+    "llama2-13b-chat": LlamaConfig(
+        vocab_size=32000,
+        hidden_size=5120,
+        intermediate_size=13824,
+        num_layers=40,
+        num_heads=40,
+        num_kv_heads=40,
+        head_dim=128,
+    ),
+    "llama3-70b-instruct": LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, **LLAMA3
+    ),
+}
+ONE = ["mesh.data=1"]
+RECIPES = [  # recipe, TPU slice, other keys
+    ("llama3-8b-instruct/poss3", "v5p:1x1x1", ONE),
+    ("llama3-8b-instruct/poss3", "v6e:2x4", ["mesh.data=1", "mesh.fsdp=8"]),
+    ("llama3-8b-instruct/eagle", "v5p:1x1x1", ONE),
+    ("llama3-8b-instruct/poss1", "v5p:1x1x1", ONE),
+    ("llama2-13b-chat/poss1", "v5p:1x1x1", ONE),
+    ("llama3-70b-instruct/poss3", "v5p:2x2x4", []),
+]
+HASS = "llama3-8b-instruct/hass"
+DEPTHS = [(HASS, "v5p:1x1x1", [*ONE, f"specialists.depth={depth}"]) for depth in (2, 8)]
+LENGTHS = [
+    (HASS, "v5p:1x1x1", [*ONE, "specialists.depth=2", f"data.sequence_length={length}"])
+    for length in (1024, 4096)
+]
+ROWS = {"recipes": RECIPES, "depth": DEPTHS, "length": LENGTHS}
+
+
+def measure(recipe: str, slice_name: str, overrides: list[str]) -> dict[str, Any]:
+    """Compiles the step of one recipe."""
+    config = load_config(TrainConfig, ROOT / "configs" / f"{recipe}.yaml", overrides)
+    started = time.monotonic()
+    mesh = mesh_for(config, slice_name)
+    target = TARGETS[recipe.split("/")[0]]
+    planned = plan_draft_step(task_of(config, target), config, jnp.bfloat16, mesh)
+    memory = compile_memory(planned)
+    return {
+        "recipe": recipe,
+        "slice": slice_name,
+        "mesh": "x".join(str(size) for size in mesh.devices.shape),
+        "depth": config.specialists.depth,
+        "sequence_length": config.data.sequence_length,
+        "batch_size": config.batch_size,
+        "estimated": planned.temporaries,
+        "seconds": round(time.monotonic() - started, 1),
+        **memory,
+    }
+
+
+def task_of(config: TrainConfig, target: LlamaConfig) -> DraftTask:
+    """What `train.main` would train for such a target."""
+    draft = DraftConfig(
+        layer=replace(target, num_layers=1),
+        positions_per_specialist=config.specialists.positions_per_specialist,
+        trained_depth=config.specialists.depth,
+        fc_bias=config.specialists.fc_bias,
+    )
+    return DraftTask(target, draft, config.objective, config.step)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, in GiB per chip."""
+    head = "| recipe | slice | mesh | depth | T | batch | kept | temporary | total |"
+    lines = [head, "|---" * 9 + "|"]
+    for row in rows:
+        sizes = (row[name] / GIB for name in ("arguments", "temporaries", "total"))
+        cells = [row[n] for n in ("recipe", "slice", "mesh", "depth", "sequence_length")]
+        cells += [row["batch_size"], *(f"{size:.2f}" for size in sizes)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=ROWS, help="one part")
+    parser.add_argument("--again", action="store_true", help="measure what is known, too")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "memory")
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / "report.json"
+    known = json.loads(path.read_text()) if path.exists() and not args.again else {}
+    for name, rows in ROWS.items():
+        for row in rows if args.only in (None, name) else []:
+            key = " ".join((*row[:2], *row[2]))
+            if key not in known:
+                known[key] = measure(*row)
+                path.write_text(json.dumps(known, indent=2) + "\n")
+                print(table([known[key]]).splitlines()[-1], flush=True)
+    parts = []
+    for name, rows in ROWS.items():
+        measured = [known.get(" ".join((*row[:2], *row[2]))) for row in rows]
+        parts.append(f"## {name}\n\n{table([row for row in measured if row])}\n")
+    title = "# Memory of a training step, GiB per chip, as the TPU compiler plans it\n"
+    (args.output / "report.md").write_text("\n".join([title, *parts]))
+    print(json.dumps(known))
+
+
+if __name__ == "__main__":
+    main()

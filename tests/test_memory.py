@@ -1,0 +1,97 @@
+"""What is said of a step's memory: counted exactly, planned by a compiler, refused in one line."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from models import random_draft, stacked, tiny_llama
+from programs import POSS2, Runs, refusal, tiny_runs, write_config
+
+from poss_jax.config import DraftConfig, TrainConfig, build_config
+from poss_jax.train_state import init_state, make_optimizer
+from poss_jax.train_step import DraftTask
+from train.devices import make_on
+from train.main import main
+from train.memory import bytes_per_device, compile_memory, mesh_for, plan_draft_step
+
+LLAMA = tiny_llama(vocab_size=64)
+DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=3)
+
+
+def run(**mesh: int) -> TrainConfig:
+    values = {"stage": "draft", "output": "x", "target": "y", "num_epochs": 1, "mesh": mesh}
+    return build_config(TrainConfig, values | {"data": {"sequence_length": 16}}, origin="test")
+
+
+def plan(config: TrainConfig, devices: str = "here"):
+    task = DraftTask(LLAMA, DRAFT, config.objective, config.step)
+    return plan_draft_step(task, config, jnp.float32, mesh_for(config, devices))
+
+
+def test_what_is_kept_is_counted_as_it_lies():
+    config = run(data=2, fsdp=2, tensor=2)
+    planned = plan(config)
+    optimizer = make_optimizer(config.optimizer, 1)
+    state = make_on(
+        mesh_for(config, "here"), lambda: init_state(stacked(random_draft(DRAFT)), optimizer)
+    )
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, planned.state)
+    held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))
+    assert bytes_per_device(planned.state) == held
+    assert bytes_per_device(planned.others[1]) == 2 * 16 * (4 + 1 + 4)  # 2 of 8 rows
+
+
+def test_the_compiler_keeps_what_is_counted_and_copies_no_state():
+    planned = plan(run(data=1))
+    memory = compile_memory(planned)
+    counted = bytes_per_device((planned.state, planned.others))
+    assert abs(memory["arguments"] - counted) < 1024  # the key's own size
+    assert memory["donated"] == pytest.approx(bytes_per_device(planned.state), rel=0.01)
+    assert memory["total"] < memory["arguments"] + memory["temporaries"] + 4096
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_a_tpu_slice_is_compiled_for_without_a_tpu():
+    assert compile_memory(plan(run(data=1, fsdp=2, tensor=2), "v5p:2x2x1"))["temporaries"] > 0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+def config_file(runs: Runs, folder: Path) -> str:
+    values = POSS2 | {"target": runs.model("target"), "output": str(folder / "run")}
+    return write_config(folder / "configs", values | {"data": runs.data})
+
+
+def test_a_dry_run_says_what_a_device_holds(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_weights(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights are read")
+
+    for name in ("load_target", "load_draft"):
+        monkeypatch.setattr(f"train.stages.{name}", no_weights)
+    main(["--config", config_file(runs, tmp_path), "--dry-run", "--compile-for", "here"])
+    printed = capsys.readouterr().out
+    assert "parameters/specialists/attention/q/weight  2 32 32 " in printed
+    capsys.readouterr()
+    assert "compiled  of each device: arguments " in printed
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--compile-for", "here"], "--compile-for describes a run; give --dry-run, too"),
+        (["--dry-run", "--compile-for", "v5p:none"], "cannot compile for v5p:none"),
+    ],
+)
+def test_what_cannot_be_compiled_for_is_refused(runs, tmp_path, arguments, error):
+    assert error in refusal(main, "--config", config_file(runs, tmp_path), *arguments)

@@ -1,0 +1,226 @@
+"""Memory that a training step takes of every device.
+
+What is kept is counted, what comes and goes is planned by the compiler; no weight is made. It can
+plan for devices that are not there: a TPU slice is compiled for ahead of time, with libtpu alone.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from poss_jax.config import LlamaConfig, TrainConfig, UserError
+from poss_jax.draft import init_draft
+from poss_jax.packing import TrainBatch
+from poss_jax.pretraining import make_target_step
+from poss_jax.sharding import make_mesh, place_batch, place_tree, replicate
+from poss_jax.target import init_target, stack_layers
+from poss_jax.train_state import TrainState, init_state, make_optimizer
+from poss_jax.train_step import DraftTask, make_draft_step
+from train.devices import OnMesh, make_step_on
+
+
+class PlannedStep(NamedTuple):
+    """A step and the shapes of what it takes, with where each array lies.
+
+    Attributes:
+      step: `(state, *others) -> (state, metrics)`.
+      state: parameters and optimizer state.
+      others: of a draft's step the frozen target, the batch and the random key.
+      temporaries: a rough count of bytes per device that a step needs meanwhile.
+    """
+
+    step: OnMesh
+    state: TrainState
+    others: tuple[Any, ...]
+    temporaries: int
+
+
+def plan_draft_step(task: DraftTask, config: TrainConfig, dtype: Any, mesh: Mesh) -> PlannedStep:
+    """The step that trains a draft, on a mesh whose devices need not exist."""
+
+    def stacked(name: str, init: Callable[..., Any], shape: Any) -> Any:
+        params = init(shape, jax.random.key(0))
+        return params | {name: stack_layers(params[name])}
+
+    optimizer = make_optimizer(config.optimizer, 1)
+    target = _abstract(mesh, lambda: stacked("layers", init_target, task.target), dtype)
+    state = _abstract(
+        mesh, lambda: init_state(stacked("specialists", init_draft, task.draft), optimizer)
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicate(mesh))
+    step = make_step_on(mesh, make_draft_step(task, optimizer), state)
+    rows = _rows_per_device(config, mesh)
+    versions = task.draft.trained_depth * rows * task.target.hidden_size * jnp.dtype(dtype).itemsize
+    passing = _passing(task.target, config, dtype, mesh)
+    return PlannedStep(
+        step,
+        state,
+        (target, _abstract_batch(config, mesh), key),
+        bytes_per_device(state.params) + versions + passing,
+    )
+
+
+def plan_target_step(
+    llama: LlamaConfig, config: TrainConfig, dtype: Any, mesh: Mesh
+) -> PlannedStep:
+    """The step that trains a target, on a mesh whose devices need not exist."""
+
+    def init() -> Any:
+        params = init_target(llama, jax.random.key(0))
+        return params | {"layers": stack_layers(params["layers"])}
+
+    optimizer = make_optimizer(config.optimizer, 1)
+    state = _abstract(mesh, lambda: init_state(init(), optimizer))
+    step = make_target_step(llama, optimizer, config.step, dtype)
+    layers = llama.num_layers * _passing(llama, config, dtype, mesh)
+    batch = _abstract_batch(config, mesh)
+    step = make_step_on(mesh, step, state)
+    return PlannedStep(step, state, (batch,), 2 * bytes_per_device(state.params) + layers)
+
+
+def describe_devices(planned: PlannedStep, compile_for: str | None) -> dict[str, Any]:
+    """Prints which axes cut every array, and what a step takes of every device.
+
+    Args:
+      planned: the step.
+      compile_for: ask the compiler, which takes a minute or more for a large model.
+
+    Returns:
+      Bytes per device.
+    """
+    numbers: dict[str, Any] = _count_memory(planned)
+    lines = [*_describe_placement(planned), _describe_numbers("memory", numbers)]
+    if compile_for is not None:
+        compiled = compile_memory(planned)
+        lines.append(_describe_numbers("compiled", compiled))
+        numbers |= {"compiled_for": compile_for, "compiled": compiled}
+    if jax.process_index() == 0:
+        print("\n".join(lines))
+    return numbers
+
+
+def _count_memory(planned: PlannedStep) -> dict[str, int]:
+    """Bytes per device, at once: exact for all that is kept, rough for the rest."""
+    state, *others = planned.state, *planned.others
+    optimizer = bytes_per_device(state.opt_state)
+    numbers = {"parameters": bytes_per_device(state.params), "optimizer": optimizer}
+    if len(others) > 1:
+        numbers["target"] = bytes_per_device(others[0])
+    numbers["temporaries_estimated"] = planned.temporaries
+    return numbers | {"total_estimated": sum(numbers.values())}
+
+
+def compile_memory(planned: PlannedStep) -> dict[str, int]:
+    """Bytes per device as the compiler plans them; takes a minute or more for a large model."""
+    compiled = planned.step.lower(planned.state, *planned.others).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None, "every compiler of XLA plans memory"
+    kept = memory.argument_size_in_bytes
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "arguments": kept,
+        "donated": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "total": kept + new + memory.temp_size_in_bytes,
+    }
+
+
+def _describe_placement(planned: PlannedStep) -> list[str]:
+    """Says which axes cut every array, and what a device then holds.
+
+    Returns:
+      Lines for people.
+    """
+    lines = [f"placed    {'array':42} {'shape':18} {'cut by':20} on each device"]
+    trees = {"parameters": planned.state.params}
+    if len(planned.others) > 1:
+        trees["target"] = planned.others[0]
+    for path, leaf in jax.tree.leaves_with_path(trees):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        cut = " ".join(_cut_by(axes) for axes in leaf.sharding.spec)
+        shape = " ".join(map(str, leaf.shape))
+        lines.append(f"          {name:42} {shape:18} {cut:20} {_size(bytes_per_device(leaf))}")
+    return lines
+
+
+def _describe_numbers(title: str, numbers: dict[str, int]) -> str:
+    """Bytes in words, a line."""
+    shown = (f"{name.replace('_', ' ')} {_size(number)}" for name, number in numbers.items())
+    return f"{title:9} of each device: {', '.join(shown)}"
+
+
+def _size(number: int) -> str:
+    for power, unit in ((3, "GiB"), (2, "MiB")):
+        if number >= 1024**power:
+            return f"{number / 1024**power:.2f} {unit}"
+    return f"{number / 1024:.2f} KiB"
+
+
+def _cut_by(axes: Any) -> str:
+    return axes if isinstance(axes, str) else "+".join(axes or "-")
+
+
+def mesh_for(config: TrainConfig, name: str) -> Mesh:
+    """The run's mesh on this machine (`here`), or on a TPU slice such as `v5p:2x2x1`.
+
+    Raises:
+      UserError: no such slice, no compiler for it, or the mesh does not fit.
+    """
+    if name == "here":
+        return make_mesh(config.mesh)
+    try:
+        slice_ = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    except Exception as error:  # libtpu is missing, or refuses the name
+        raise UserError(
+            f"cannot compile for {name}: {' '.join(str(error).split())[:200]}; want here or a TPU "
+            "slice such as v5p:2x2x1, and libtpu installed"
+        ) from error
+    return make_mesh(config.mesh, slice_.devices)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """What a device holds of a tree of shapes that are placed."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _abstract(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any:
+    """Shapes of what a function makes, placed as the table says."""
+    shapes = jax.eval_shape(function)
+
+    def place(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=where)
+
+    return jax.tree.map(place, shapes, place_tree(shapes, mesh))
+
+
+def _abstract_batch(config: TrainConfig, mesh: Mesh) -> TrainBatch:
+    shape, where = (config.batch_size, config.data.sequence_length), place_batch(mesh)
+    of = partial(jax.ShapeDtypeStruct, shape, sharding=where)
+    return TrainBatch(tokens=of(jnp.int32), loss_mask=of(bool), documents=of(jnp.int32))
+
+
+def _rows_per_device(config: TrainConfig, mesh: Mesh) -> int:
+    """Positions of text that a device works on at a time."""
+    parts = mesh.shape["data"] * mesh.shape["fsdp"] * config.step.accumulation_steps
+    return config.batch_size * config.data.sequence_length // parts
+
+
+def _passing(llama: LlamaConfig, config: TrainConfig, dtype: Any, mesh: Mesh) -> int:
+    """Roughly what one layer with its loss holds of activations."""
+    rows, size = _rows_per_device(config, mesh), jnp.dtype(dtype).itemsize
+    tensor, T = mesh.shape["tensor"], config.data.sequence_length
+    D, NH = llama.hidden_size, llama.num_heads * llama.head_dim // tensor
+    wide = 3 * size * llama.intermediate_size // tensor
+    chunk = min(config.step.vocabulary_chunk, T)
+    logits = 12 * rows // T * chunk * llama.vocab_size // tensor
+    return rows * (8 * D + 6 * size * D + 12 * NH + wide) + logits
