@@ -66,8 +66,7 @@ def measure(recipe: str, slice_name: str, overrides: list[str]) -> dict[str, Any
     started = time.monotonic()
     mesh = mesh_for(config, slice_name)
     target = TARGETS[recipe.split("/")[0]]
-    planned = plan_draft_step(task_of(config, target), config, jnp.bfloat16, mesh)
-    memory = compile_memory(planned)
+    memory = compile_memory(plan_draft_step(task_of(config, target), config, jnp.bfloat16, mesh))
     return {
         "recipe": recipe,
         "slice": slice_name,
@@ -75,7 +74,6 @@ def measure(recipe: str, slice_name: str, overrides: list[str]) -> dict[str, Any
         "depth": config.specialists.depth,
         "sequence_length": config.data.sequence_length,
         "batch_size": config.batch_size,
-        "estimated": planned.temporaries,
         "seconds": round(time.monotonic() - started, 1),
         **memory,
     }

@@ -91,13 +91,13 @@ def describe(config: TrainConfig, compile_for: str | None = None) -> dict[str, A
       memory of a step.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        stage = open_stage(config, Path(scratch), with_weights=False)
+        stage = open_stage(config, Path(scratch), plan_for=compile_for or "here")
     config = config.with_budget(len(stage.rows))
     assert config.num_tokens is not None
     if is_first_process():
         sample = describe_sample(stage.rows, stage.tokenizer)
         print("\n".join([*describe_data(stage.report), *sample]))
-    memory = describe_devices(stage.plan_step(compile_for or "here"), compile_for)
+    memory = describe_devices(stage.plan_step(), compile_for)
     return {
         "stage": config.stage,
         "output": config.output,

@@ -5,6 +5,7 @@ plan for devices that are not there: a TPU slice is compiled for ahead of time, 
 """
 
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -175,6 +176,8 @@ def mesh_for(config: TrainConfig, name: str) -> Mesh:
     """
     if name == "here":
         return make_mesh(config.mesh)
+    if jax.default_backend() != "tpu":  # libtpu would look for the TPU of a machine that has none
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
         slice_ = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except Exception as error:  # libtpu is missing, or refuses the name
@@ -223,4 +226,8 @@ def _passing(llama: LlamaConfig, config: TrainConfig, dtype: Any, mesh: Mesh) ->
     wide = 3 * size * llama.intermediate_size // tensor
     chunk = min(config.step.vocabulary_chunk, T)
     logits = 12 * rows // T * chunk * llama.vocab_size // tensor
-    return rows * (8 * D + 6 * size * D + 12 * NH + wide) + logits
+    gathered = 0
+    if mesh.shape["fsdp"] > 1:  # the head, and a layer at a time
+        per_layer = 2 * llama.hidden_size**2 + 3 * llama.hidden_size * llama.intermediate_size
+        gathered = size * (llama.vocab_size * D + per_layer) // tensor
+    return rows * (8 * D + 6 * size * D + 12 * NH + wide) + logits + gathered

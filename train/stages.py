@@ -29,11 +29,10 @@ from poss_jax.draft import (
     init_draft,
     share_keys_values,
 )
-from poss_jax.engine import default_dtype
 from poss_jax.packing import TrainBatch
 from poss_jax.pretraining import make_target_step
 from poss_jax.shapes import Array, Params
-from poss_jax.sharding import check_batch_size, make_mesh, place_weights
+from poss_jax.sharding import check_batch_size, place_weights
 from poss_jax.target import init_target, stack_layers
 from poss_jax.train_state import TrainState
 from poss_jax.train_step import DraftTask, make_draft_step
@@ -83,8 +82,8 @@ class Stage(Protocol):
         """Writes to disk what is not to be computed in every step."""
         ...
 
-    def plan_step(self, devices: str) -> PlannedStep:
-        """The step on this machine (`here`) or on a TPU slice, from shapes alone."""
+    def plan_step(self) -> PlannedStep:
+        """The step, from shapes alone."""
         ...
 
     def init_params(self) -> Params:
@@ -134,7 +133,7 @@ class TargetStage:
         prepared = _prepare(folder, config, self.tokenizer, self.config.vocab_size, load)
         self.rows, self.validation_rows = prepared.train, prepared.validation
         self.report = prepared.report
-        self._dtype = _dtype(config)
+        self._dtype = _dtype(config, mesh)
 
         validate = make_target_validation(self.config, config.step, self._dtype)
         self._validation = compile_on(mesh, validate)
@@ -142,10 +141,9 @@ class TargetStage:
     def write_features(self) -> None:
         """See `Stage`; a target has no use for any."""
 
-    def plan_step(self, devices: str) -> PlannedStep:
+    def plan_step(self) -> PlannedStep:
         """See `Stage`."""
-        mesh = mesh_for(self._run, devices)
-        return plan_target_step(self.config, self._run, self._dtype, mesh)
+        return plan_target_step(self.config, self._run, self._dtype, self.mesh)
 
     def init_params(self) -> Params:
         """See `Stage`."""
@@ -194,7 +192,7 @@ class DraftStage:
     ) -> None:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
-        self._record, dtype = read_target(config.target), _dtype(config)
+        self._record, dtype = read_target(config.target), _dtype(config, mesh)
         if with_weights:
             place = place_weights(mesh)
             _, self._target = load_target(config.target, dtype, with_layers=False, sharding=place)
@@ -263,10 +261,9 @@ class DraftStage:
         self._init_draft = extend_specialists(draft, len(wanted.positions_per_specialist))
         return record
 
-    def plan_step(self, devices: str) -> PlannedStep:
+    def plan_step(self) -> PlannedStep:
         """See `Stage`."""
-        mesh = mesh_for(self._run, devices)
-        return plan_draft_step(self._task, self._run, _dtype(self._run), mesh)
+        return plan_draft_step(self._task, self._run, _dtype(self._run, self.mesh), self.mesh)
 
     def init_params(self) -> Params:
         """See `Stage`."""
@@ -318,21 +315,21 @@ class DraftStage:
         write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
 
 
-def open_stage(config: TrainConfig, folder: Path, *, with_weights: bool = True) -> Stage:
+def open_stage(config: TrainConfig, folder: Path, *, plan_for: str | None = None) -> Stage:
     """Reads what the run needs: text, tokenizer, and the models it starts from.
 
     Args:
       config: the run.
       folder: where it keeps what it prepares.
-      with_weights: False: only what is said about these models, to describe the run.
+      plan_for: to describe a run on these devices (see `mesh_for`), without any weights.
 
     Raises:
       UserError: something is missing or does not fit.
     """
     kind = {"target": TargetStage, "draft": DraftStage}[config.stage]
-    mesh = make_mesh(config.mesh)
+    mesh = mesh_for(config, plan_for or "here")
     check_batch_size(config.batch_size // config.step.accumulation_steps, mesh)
-    return kind(config, folder, mesh, with_weights=with_weights)
+    return kind(config, folder, mesh, with_weights=plan_for is None)
 
 
 def _check_depths(config: TrainConfig) -> int:
@@ -351,8 +348,9 @@ def _check_depths(config: TrainConfig) -> int:
     return depths["validation_depth"]
 
 
-def _dtype(config: TrainConfig) -> Any:
-    return default_dtype() if config.dtype is None else jnp.dtype(config.dtype)
+def _dtype(config: TrainConfig, mesh: Mesh) -> Any:
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return jnp.dtype(config.dtype or ("float32" if is_cpu else "bfloat16"))
 
 
 def _prepare(
