@@ -204,7 +204,11 @@ def run_in_two(folder: Path, *arguments: str) -> list[tuple[int, str]]:
         )
         for index in range(2)
     ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     return list(zip((process.returncode for process in processes), outputs, strict=True))
 
 
