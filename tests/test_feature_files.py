@@ -100,7 +100,7 @@ def test_a_run_learns_from_the_targets_features_in_files_as_it_learns_online(
     for index, one in enumerate(documents):
         stored = features[index, : len(one["input_ids"])]
         write_bin(tmp_path / f"data_{index:02}.ckpt", one | {"hidden_state": stored})
-    monkeypatch.setattr("train.stages.load_layers", None)
+    monkeypatch.setattr("train.draft_stage.load_layers", None)
     main(["--config", of_files(runs, tmp_path, str(tmp_path / "data_*.ckpt")), *SHORT])
     for got, want in zip(metrics(tmp_path / "run"), metrics(tmp_path / "online/run"), strict=True):
         assert got.keys() == want.keys()

@@ -98,7 +98,7 @@ def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
     def no_layers(*_: Any) -> None:
         raise AssertionError("layers loaded")
 
-    monkeypatch.setattr("train.stages.load_layers", no_layers)
+    monkeypatch.setattr("train.draft_stage.load_layers", no_layers)
     config = cached(runs, tmp_path, DRAFT)
     stage = open_stage(load_config(TrainConfig, config), tmp_path)
     stage.write_features()

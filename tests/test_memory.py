@@ -77,7 +77,7 @@ def test_a_dry_run_says_what_a_device_holds(
         raise AssertionError("weights are read")
 
     for name in ("load_target", "load_draft"):
-        monkeypatch.setattr(f"train.stages.{name}", no_weights)
+        monkeypatch.setattr(f"train.draft_stage.{name}", no_weights)
     main(["--config", config_file(runs, tmp_path), "--dry-run", "--compile-for", "here"])
     printed = capsys.readouterr().out
     assert "parameters/specialists/attention/q/weight  2 32 32 " in printed

@@ -1,0 +1,207 @@
+"""Training of the specialists of a frozen target."""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from poss_jax import data
+from poss_jax.checkpoint import (
+    ModelRecord,
+    load_draft,
+    load_target,
+    new_record,
+    read_draft,
+    read_target,
+)
+from poss_jax.config import DraftConfig, TrainConfig, UserError
+from poss_jax.draft import (
+    extend_specialists,
+    has_shared_keys_values,
+    init_draft,
+    share_keys_values,
+)
+from poss_jax.packing import TrainBatch
+from poss_jax.shapes import Array, Params
+from poss_jax.sharding import place_weights
+from poss_jax.target import stack_layers
+from poss_jax.train_state import TrainState
+from poss_jax.train_step import DraftTask, make_draft_step
+from poss_jax.validation import (
+    Predictions,
+    add_up,
+    draft_metrics,
+    make_draft_validation,
+)
+from train.devices import (
+    compile_on,
+    make_on,
+    make_step_on,
+    write_together,
+)
+from train.features import fill_cache, find_features, is_complete, load_layers, make_encode
+from train.memory import PlannedStep, plan_draft_step
+from train.preparation import compute_dtype, prepare_rows
+
+
+class DraftStage:
+    """Trains the specialists of a frozen target."""
+
+    lookahead = 2  # a draft is given a row's feature and the token after it
+
+    def __init__(
+        self, config: TrainConfig, folder: Path, mesh: Mesh, *, with_weights: bool = True
+    ) -> None:
+        assert config.target is not None
+        self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
+        self._record, self._dtype = read_target(config.target), compute_dtype(config, mesh)
+        if with_weights:
+            place = place_weights(mesh)
+            _, self._target = load_target(
+                config.target, self._dtype, with_layers=False, sharding=place
+            )
+        validation_depth = _check_depths(config)
+        self._open_draft(with_weights=with_weights)
+        self.tokenizer = data.load_tokenizer(Path(config.target))
+        self._open_rows(folder)
+        if with_weights and not is_complete(self._features):
+            self._target["layers"] = load_layers(config.target, self._record, self._dtype, mesh)
+        self._task = DraftTask(
+            target=self._record.llama,
+            draft=self.config,
+            objective=config.objective,
+            step=config.step,
+            num_frozen=config.specialists.num_frozen,
+            kv=config.specialists.kv,
+        )
+        validated = replace(self.config, trained_depth=validation_depth)
+        self._validation = compile_on(
+            mesh, make_draft_validation(self._task._replace(draft=validated))
+        )
+
+    def _open_draft(self, *, with_weights: bool) -> None:
+        """Settles the draft's shape, after the one it starts from if there is one."""
+        wanted, layer = self._run.specialists, replace(self._record.llama, num_layers=1)
+        fc_bias, self._init_draft, self._vocabulary = wanted.fc_bias, None, None
+        if self._run.init_draft is not None:
+            record = self._open_init_draft(self._run.init_draft, with_weights=with_weights)
+            layer, fc_bias = record.draft.layer, record.draft.fc_bias
+            self._vocabulary = record.draft_vocabulary
+        self.config = DraftConfig(
+            layer=layer,
+            positions_per_specialist=wanted.positions_per_specialist,
+            trained_depth=wanted.depth,
+            fc_bias=fc_bias,
+        )
+
+    def _open_rows(self, folder: Path) -> None:
+        """Reads the text, and looks for features of it."""
+        config, target = self._run, self._record.llama
+        load = functools.partial(data.load_documents, config.data, target.hidden_size)
+        prepared = prepare_rows(folder, config, self.tokenizer, target.vocab_size, load)
+        self._features = find_features(config, self._record, prepared, self._dtype)
+        if self._features is not None:
+            prepared = data.join_features(prepared, self._features)
+        self.rows, self.validation_rows = prepared.train, prepared.validation
+        self.report = prepared.report
+
+    def _open_init_draft(self, folder: str, *, with_weights: bool) -> ModelRecord:
+        """Reads the draft to start from."""
+        wanted = self._run.specialists
+        fit: dict[str, Any] = {
+            "target": self._record,
+            "allow_target_mismatch": self._run.allow_target_mismatch,
+        }
+        if not with_weights:
+            return read_draft(folder, **fit)
+        record, draft = load_draft(folder, jnp.float32, sharding=place_weights(self.mesh), **fit)
+        if wanted.kv == "shared" and not has_shared_keys_values(draft):
+            raise UserError(
+                f"init_draft {folder}: want specialists with the same keys and values, got "
+                "different ones; start from another or leave out specialists.kv"
+            )
+        self._init_draft = extend_specialists(draft, len(wanted.positions_per_specialist))
+        return record
+
+    def write_features(self) -> None:
+        """See `Stage`."""
+        if isinstance(self._features, data.FeatureCache) and "layers" in self._target:
+            encode_batch = make_encode(self._target, self._run, self._record, self.mesh)
+            parts = self.rows, self.validation_rows
+            fill_cache(self._features, parts, encode_batch, self._run.batch_size, self.mesh)
+            del self._target["layers"]
+
+    def plan_step(self) -> PlannedStep:
+        """See `Stage`."""
+        return plan_draft_step(self._task, self._run, self._dtype, self.mesh)
+
+    def init_params(self) -> Params:
+        """See `Stage`."""
+        is_shared = self._run.specialists.kv == "shared"
+
+        def stack(draft: Params) -> Params:
+            return draft | {"specialists": stack_layers(draft["specialists"])}
+
+        def init(key: Array) -> Params:
+            draft = stack(init_draft(self.config, key))
+            return share_keys_values(draft, lambda leaf: leaf[:1]) if is_shared else draft
+
+        if self._init_draft is None:
+            return make_on(self.mesh, init, self._key)
+        return make_on(self.mesh, stack, self._init_draft)
+
+    def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
+        """See `Stage`."""
+        step = make_step_on(self.mesh, make_draft_step(self._task, optimizer), state)
+
+        def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
+            return step(state, self._target, batch, self._key)
+
+        return run
+
+    def validate(
+        self, params: Params, batches: Iterable[TrainBatch]
+    ) -> tuple[dict[str, Any], Predictions]:
+        """See `Stage`."""
+        results = [self._validation(params, self._target, batch) for batch in batches]
+        total, shown = add_up(results)
+        return draft_metrics(total), shown
+
+    def score(self, results: dict[str, Any]) -> float:
+        """See `Stage`."""
+        return results["simulated_acceptance_length"]
+
+    def save_model(self, params: Params, folder: Path) -> None:
+        """See `Stage`."""
+        assert self._run.target is not None
+        tokenizer_from = Path(self._run.target)
+        record = new_record(
+            self.config,
+            self._record.target,
+            tokenizer_from=tokenizer_from,
+            draft_vocabulary=self._vocabulary,
+            kv=self._run.specialists.kv,
+        )
+        write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
+
+
+def _check_depths(config: TrainConfig) -> int:
+    """Returns the depth of validations; refuses depths that do not fit the rows."""
+    trained, length = config.specialists.depth, config.data.sequence_length
+    depths = {
+        "specialists.depth": trained,
+        "validation_depth": config.validation_depth or trained,
+    }
+    for name, depth in depths.items():
+        if depth >= length:
+            raise UserError(
+                f"{name} {depth} does not fit rows of {length} tokens; lower it or raise "
+                "data.sequence_length"
+            )
+    return depths["validation_depth"]

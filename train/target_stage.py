@@ -1,0 +1,111 @@
+"""Pre-training of a target."""
+
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from poss_jax import data
+from poss_jax.checkpoint import (
+    new_record,
+    target_identity,
+)
+from poss_jax.config import TrainConfig
+from poss_jax.packing import TrainBatch
+from poss_jax.pretraining import make_target_step
+from poss_jax.shapes import Array, Params
+from poss_jax.target import init_target, stack_layers
+from poss_jax.train_state import TrainState
+from poss_jax.validation import (
+    Predictions,
+    add_up,
+    make_target_validation,
+)
+from train.devices import (
+    compile_on,
+    is_first_process,
+    make_on,
+    make_step_on,
+    meet,
+    write_together,
+)
+from train.memory import PlannedStep, plan_target_step
+from train.preparation import compute_dtype, prepare_rows
+
+_TOKENIZER = "tokenizer"  # subfolder of a target's run
+
+
+class TargetStage:
+    """Pre-trains a language model, with a tokenizer trained on the same text."""
+
+    lookahead = 1
+
+    def __init__(
+        self, config: TrainConfig, folder: Path, mesh: Mesh, *, with_weights: bool = True
+    ) -> None:
+        del with_weights  # it starts from none
+        assert config.model is not None
+        load = functools.cache(lambda: data.load_documents(config.data))
+        self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
+        self.mesh = mesh
+        place = folder / _TOKENIZER
+        if is_first_process() and not (place / "tokenizer.json").is_file():
+            texts = data.plain_texts(load().train)
+            data.train_tokenizer(texts, self.config.vocab_size, place)
+        meet("tokenizer trained")
+        self.tokenizer = data.load_tokenizer(place)
+        prepared = prepare_rows(folder, config, self.tokenizer, self.config.vocab_size, load)
+        self.rows, self.validation_rows = prepared.train, prepared.validation
+        self.report = prepared.report
+        self._dtype = compute_dtype(config, mesh)
+
+        validate = make_target_validation(self.config, config.step, self._dtype)
+        self._validation = compile_on(mesh, validate)
+
+    def write_features(self) -> None:
+        """See `Stage`; a target has no use for any."""
+
+    def plan_step(self) -> PlannedStep:
+        """See `Stage`."""
+        return plan_target_step(self.config, self._run, self._dtype, self.mesh)
+
+    def init_params(self) -> Params:
+        """See `Stage`."""
+
+        def init(key: Array) -> Params:
+            params = init_target(self.config, key)
+            return params | {"layers": stack_layers(params["layers"])}
+
+        return make_on(self.mesh, init, self._key)
+
+    def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
+        """See `Stage`."""
+        step = make_target_step(self.config, optimizer, self._run.step, self._dtype)
+        return make_step_on(self.mesh, step, state)
+
+    def validate(
+        self, params: Params, batches: Iterable[TrainBatch]
+    ) -> tuple[dict[str, Any], Predictions]:
+        """See `Stage`."""
+        total, shown = add_up([self._validation(params, batch) for batch in batches])
+        return {"validation_loss": float(total.loss / max(total.num_trained, 1))}, shown
+
+    def score(self, results: dict[str, Any]) -> float:
+        """See `Stage`."""
+        return -results["validation_loss"]
+
+    def save_model(self, params: Params, folder: Path) -> None:
+        """See `Stage`."""
+        whole = compile_on(self.mesh, lambda weight: weight)
+        embed = head = np.asarray(whole(params["embed"]["weight"]))
+        if not self.config.tie_embeddings:
+            head = np.asarray(whole(params["head"]["weight"]))
+        identity = target_identity(folder.parent.name, None, embed, head)
+        tokenizer_from = folder.parent / _TOKENIZER
+        record = new_record(self.config, identity, tokenizer_from=tokenizer_from)
+        write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
