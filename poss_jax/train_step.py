@@ -136,58 +136,69 @@ def draft_gradients(
     Returns:
       Gradients like `draft`, zero for what is frozen; loss terms, each [R].
     """
-    block, chunk = task.step.attention_block, task.step.vocabulary_chunk
 
-    def depth_loss(fc: Params, specialist: Params, versions: Array, depth: Array, weight: Array):
-        fc, specialist = cast(fc, head.dtype), cast(specialist, head.dtype)
-        prediction = predict(fc, specialist, task.draft, data.inputs, versions, depth, block=block)
-        losses = draft_losses(
-            head,
-            prediction,
-            data.targets,
-            data.loss_mask,
-            data.num_trained,
-            task.objective,
-            chunk=chunk,
-        )
-        return weight * losses.total, (prediction, losses)
-
-    def frozen(versions: Versions, step: tuple[Array, ...]):
-        depth, index, weight = step
-        known = put_newest(versions, depth)
-        specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
-        _, (prediction, losses) = depth_loss(draft["fc"], specialist, known, depth, weight)
-        return Versions(known, next_version(prediction, data.inputs)), losses
-
-    def trained(carry: tuple[Versions, Params], step: tuple[Array, ...]):
+    def at_depth(carry: tuple[Versions, Params], step: tuple[Array, ...], *, is_trained: bool):
         (versions, gradients), (depth, index, weight) = carry, step
         known = put_newest(versions, depth)
         specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
-        (of_fc, of_specialist), (prediction, losses) = jax.grad(
-            depth_loss, argnums=(0, 1), has_aux=True
-        )(draft["fc"], specialist, known, depth, weight)
-        gradients = {
-            "fc": jax.tree.map(jnp.add, gradients["fc"], of_fc),
-            "specialists": jax.tree.map(
-                lambda total, part: total.at[index].add(part),
-                gradients["specialists"],
-                of_specialist,
-            ),
-        }
+        args = draft["fc"], specialist, weight, head, task, data, known, depth
+        if is_trained:
+            grad = jax.grad(_depth_loss, argnums=(0, 1), has_aux=True)
+            parts, (prediction, losses) = grad(*args)
+            gradients = _add_gradients(gradients, index, *parts)
+        else:
+            _, (prediction, losses) = _depth_loss(*args)
         return (Versions(known, next_version(prediction, data.inputs)), gradients), losses
 
     R, first = task.draft.trained_depth, _first_trained_depth(task)
     weights = jnp.asarray(task.objective.depth_weights or (1.0,) * R, jnp.float32)
-    steps = (*depths(task.draft, R), weights)
-    versions = first_version(data.inputs.features, R)
-    versions, before = lax.scan(frozen, versions, jax.tree.map(lambda x: x[:first], steps))
-    carry = versions, jax.tree.map(jnp.zeros_like, draft)
-    (_, gradients), losses = lax.scan(trained, carry, jax.tree.map(lambda x: x[first:], steps))
+    frozen, trained = (
+        jax.tree.map(lambda x, part=part: x[part], (*depths(task.draft, R), weights))
+        for part in (slice(first), slice(first, R))
+    )
+    carry = first_version(data.inputs.features, R), jax.tree.map(jnp.zeros_like, draft)
+    carry, before = lax.scan(partial(at_depth, is_trained=False), carry, frozen)
+    (_, gradients), losses = lax.scan(partial(at_depth, is_trained=True), carry, trained)
     if task.num_frozen:
         gradients["fc"] = jax.tree.map(jnp.zeros_like, gradients["fc"])
     if task.kv == "shared":
         gradients = share_keys_values(gradients, lambda leaf: leaf.sum(axis=0, keepdims=True))
     return gradients, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), before, losses)
+
+
+def _depth_loss(
+    fc: Params,
+    specialist: Params,
+    weight: Array,
+    head: Array,
+    task: DraftTask,
+    data: DraftData,
+    versions: Array,
+    depth: Array,
+) -> tuple[Array, tuple[Array, DraftLosses]]:
+    """(weighted loss of one depth, (its prediction, its loss terms)), in the head's dtype."""
+    fc, specialist = cast(fc, head.dtype), cast(specialist, head.dtype)
+    block, chunk = task.step.attention_block, task.step.vocabulary_chunk
+    prediction = predict(fc, specialist, task.draft, data.inputs, versions, depth, block=block)
+    losses = draft_losses(
+        head,
+        prediction,
+        data.targets,
+        data.loss_mask,
+        data.num_trained,
+        task.objective,
+        chunk=chunk,
+    )
+    return weight * losses.total, (prediction, losses)
+
+
+def _add_gradients(total: Params, index: Array, of_fc: Params, of_specialist: Params) -> Params:
+    return {
+        "fc": jax.tree.map(jnp.add, total["fc"], of_fc),
+        "specialists": jax.tree.map(
+            lambda stack, part: stack.at[index].add(part), total["specialists"], of_specialist
+        ),
+    }
 
 
 def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) -> Callable:
