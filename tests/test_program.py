@@ -59,8 +59,10 @@ def test_nothing_is_closed_after_an_interruption() -> None:
 
 
 LOST = """
-import gc, time
+import gc, signal, time
 from poss_jax.program import run_program
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell may have had it ignored
 
 def hook(phase, info):
     if phase == "stop" and gc.callbacks.pop():
