@@ -54,12 +54,6 @@ def stack_layers(layers: list[Params]) -> Params:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
-def unstack_layers(stacked: Params) -> list[Params]:
-    """Splits a tree with a leading axis into a list of layers (or specialists)."""
-    leaves, structure = jax.tree.flatten(stacked)
-    return [structure.unflatten(layer) for layer in zip(*leaves, strict=True)]
-
-
 def embed(weight: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Looks tokens up."""
     return jnp.take(weight, tokens, axis=0)
