@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+SECONDS ?= 600
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip -q --disable-pip-version-check
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.installed-$(TAG)-$(shell cat pyproject.toml $(LOCK) | cksum | 
 TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow smoke lint lock clean venv
+.PHONY: help demo test test-slow fuzz smoke lint lock clean venv
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +42,9 @@ endif
 
 test-slow: $(STAMP)  ## run the tests that take minutes
 	@$(PYTEST) -m 'slow and not device' $(ARGS)
+
+fuzz: $(STAMP)  ## look for failing inputs (SECONDS=600, ARGS="--only trees --seed 7")
+	@$(PY) tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
 smoke: $(STAMP)  ## run the training and benchmark programs on the smallest configs
 	@$(PY) -m train.main --config configs/tiny/target.yaml --overwrite

@@ -1,0 +1,12 @@
+"""How much is drawn: a few cases, always the same, in the tests; new ones in `make fuzz`."""
+
+from hypothesis import HealthCheck, settings
+
+_COMMON = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("few", max_examples=20, derandomize=True, **_COMMON)
+settings.register_profile("fuzz", max_examples=100, **_COMMON)
+settings.load_profile("few")
