@@ -19,20 +19,19 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-import conftest  # noqa: F401  registers the profiles
 import hypothesis
 
+FOLDER = Path(__file__).parent
 Property = Callable[[], None]
 
 
 def find_properties(only: str) -> dict[str, Property]:
     """Properties by name (`file.function`), those whose name holds `only`."""
+    sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    importlib.import_module("conftest")  # registers the profiles
     hypothesis.settings.load_profile("fuzz")
-    found = {}
+    found: dict[str, Property] = {}
     for path in sorted(FOLDER.glob("test_*.py")):
         module = importlib.import_module(path.stem)
         for name, test in vars(module).items():
