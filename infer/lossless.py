@@ -1,7 +1,8 @@
 """Is it lossless? Speculative and autoregressive outputs of the same seeds, compared by token.
 
 A first difference is a failure, unless rounding explains it: unless the two best scores, or a token
-and the boundary of a filter, were nearer to each other than the scores of the two forwards are.
+and the boundary of a filter, were nearer to each other than the scores of the two forwards are. A
+round that accepts more tokens than its tree is deep is a failure whatever it writes.
 """
 
 import json
@@ -24,10 +25,11 @@ from poss_jax.engine import Engine, Generation
 from poss_jax.sampling import Text, draw_noise, process_logits
 from poss_jax.verify import accept
 
-TEMPERATURES = (0.0, 0.3, 0.7, 1.0, 1.5)
+TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)  # low: certain tokens, ties
 FILTERS = ({}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1})
+SHAPES = ((2, 8, 32), (6, 1, 7), (6, 1, 5), (4, 2, 8), (3, 2, 6))  # wide, a chain, cut short
 BATCH_SIZES = (1, 4)
-MAX_ROUNDING = 1e-4  # of float32 scores; beyond it, the two forwards do not compute the same
+MAX_ROUNDING = 1e-4  # of float32 logits; beyond it, the two forwards do not compute the same
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,12 @@ def draw_jobs(prompts: Sequence[list[int]]) -> Iterator[Job]:
 
 
 def list_settings(decoder: Decoder) -> Iterator[Setting]:
-    """The draft's own tree coupled and not, a wide tree and a chain, alone and in batches."""
+    """The draft's own tree coupled and not, and those of `SHAPES`, alone and in batches."""
     own = decoder.engine.trees[1]
     assert own is not None
     trees = {(own, True), (own, False)}
-    trees |= {(TreeConfig(depth=2, top_k=8, total_tokens=32), True)}
-    trees |= {(TreeConfig(depth=6, top_k=1, total_tokens=7), True)}
+    for depth, top_k, total_tokens in SHAPES:
+        trees.add((TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens), True))
     for (tree, is_coupled), size in product(sorted(trees, key=str), BATCH_SIZES):
         engine = decoder.engine.with_tree(tree, is_coupled=is_coupled)
         yield Setting(decoder.name, engine, tree, size)
@@ -136,17 +138,18 @@ def _compare(
     """One row of the report; the first answer, and all that differ, are replayed."""
     outputs = [(a.output_ids, b.output_ids) for a, b in zip(expected, answers, strict=True)]
     different = [index for index, (a, b) in enumerate(outputs) if a != b]
-    roundings, failures, excused = [], [], []
+    roundings, failures, excused = [], _find_overlong(setting, answers), []
     for index in sorted({0, *different}):
         first = index - index % setting.batch_size
         batch = jobs[first : first + setting.batch_size]
         at = _first_difference(*outputs[index])
         alone = _replay(baseline, [jobs[index]], 0, max_new_tokens, at)
         together = _replay(setting.engine, batch, index - first, max_new_tokens, at)
-        roundings.append(_rounding(alone, together))
+        rounding, temperature = _rounding(alone, together), jobs[index].sampling.temperature
+        roundings.append(rounding * (temperature or 1))
         if index in different:
             ours, theirs = (output[at] for output in outputs[index])
-            found = examine(alone[-1], together[-1], (ours, theirs), roundings[-1])
+            found = examine(alone[-1], together[-1], (ours, theirs), rounding, temperature or 1)
             found = {"setting": setting.name, "answer": index, "token": at} | found
             (excused if found["is_excused"] else failures).append(found)
     return {
@@ -156,6 +159,16 @@ def _compare(
         "failures": failures,
         "excused": excused,
     }
+
+
+def _find_overlong(setting: Setting, answers: Sequence[Generation]) -> list[dict[str, Any]]:
+    """Answers with a round that accepted more tokens than its tree is deep."""
+    longest = [max(answer.accepted_per_round, default=0) for answer in answers]
+    return [
+        {"setting": setting.name, "answer": index, "accepted": accepted, "is_excused": False}
+        for index, accepted in enumerate(longest)
+        if accepted > setting.tree.max_accepted
+    ]
 
 
 class Scores(NamedTuple):
@@ -173,7 +186,11 @@ class Scores(NamedTuple):
 
 
 def examine(
-    expected: Scores, got: Scores, tokens: tuple[int, int], rounding: float
+    expected: Scores,
+    got: Scores,
+    tokens: tuple[int, int],
+    rounding: float,
+    temperature: float = 1.0,
 ) -> dict[str, Any]:
     """Whether rounding explains that two forwards chose different tokens.
 
@@ -182,6 +199,7 @@ def examine(
       got: of the speculative one.
       tokens: what either chose.
       rounding: the largest difference that was measured between their scores.
+      temperature: temperature that the logits were divided by.
     """
     chosen = tuple(int((one.filtered + one.noise).argmax()) for one in (expected, got))
     best = np.sort(expected.filtered + expected.noise)[-2:]
@@ -194,7 +212,9 @@ def examine(
         "tokens_at_a_filters_boundary": np.flatnonzero(at_boundary).tolist(),
         "rounding": rounding,
         "is_excused": bool(
-            explained and rounding <= MAX_ROUNDING and (at_boundary.any() or gap <= rounding)
+            explained
+            and rounding * temperature <= MAX_ROUNDING
+            and (at_boundary.any() or gap <= rounding)
         ),
     }
 

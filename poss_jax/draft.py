@@ -227,9 +227,7 @@ def top_children(
 ) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
     """The most likely tokens and their log-probabilities (EAGLE-2)."""
     del level
-    wide = logits.astype(jnp.float32)
-    best, ids = lax.top_k(wide, top_k)
-    return ids, best - jax.nn.logsumexp(wide, axis=-1, keepdims=True)
+    return _most_likely(logits.astype(jnp.float32), top_k)
 
 
 def coupled_children(
@@ -269,8 +267,17 @@ def coupled_children(
     )
     noisy = scores + noise[:, level.depth, vocabulary][:, None]
     noisy *= jnp.where(sampling.temperature > 0, _SHARPNESS, 1.0)[:, None, None]
-    best, ids = lax.top_k(noisy, top_k)
-    return ids, best - jax.nn.logsumexp(noisy, axis=-1, keepdims=True)
+    return _most_likely(noisy, top_k)
+
+
+def _most_likely(
+    scores: Float[Array, "B rows Vd"], top_k: int
+) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
+    """The best tokens and the logarithm of their softmax, none above 0."""
+    best, ids = lax.top_k(scores, top_k)
+    log_probs = best - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    # XLA may compute `scores` twice and round them apart: a certain token would exceed 0.
+    return ids, jnp.minimum(log_probs, 0.0)
 
 
 def _enter_level(

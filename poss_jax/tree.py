@@ -72,12 +72,10 @@ def root_beam(batch: int) -> Beam:
 def expand(
     beam: Beam, tokens: Int[Array, "B rows W"], log_probs: Float[Array, "B rows W"]
 ) -> Candidates:
-    """Lists the children of a beam, row by row."""
+    """Lists the children of a beam, row by row; no child scores above its parent."""
     batch, _, W = tokens.shape
-    # -0.0 becomes +0.0, which sorts above it: a certain child must tie its parent. (XLA drops an
-    # addition of 0.0.)
-    scores = beam.scores[:, :, None] + log_probs
-    scores = jnp.where(scores == 0.0, 0.0, scores)
+    parent = beam.scores[:, :, None]
+    scores = _at_most(parent + log_probs, parent)
     return Candidates(
         tokens=tokens.reshape(batch, -1),
         scores=scores.reshape(batch, -1),
@@ -119,17 +117,19 @@ def join_levels(levels: list[Candidates]) -> Candidates:
 def select(root: Int[Array, " B"], candidates: Candidates, config: TreeConfig) -> Tree:
     """Keeps the best nodes of the list, parents always included (EAGLE-2's reranking).
 
-    A node's score is the sum of log-probabilities on its path, so no child scores above its
-    parent, and among equals the lower index (the parent) is kept: what is kept is closed under
-    parents.
+    Nodes are ranked by the lowest score on their path, which is their own unless a sum of
+    log-probabilities came out a rounding too high. So a node ranks strictly below its parent or
+    ties it, and among equals the lower index (the parent) is kept: the kept nodes are closed under
+    parents, whatever the scores are.
 
     Args:
       root: the last chosen token.
-      candidates: all drafted nodes.
+      candidates: all drafted nodes, of at most `config.depth` levels.
       config: how many to keep; `config.num_nodes` counts the root.
     """
     batch, num_candidates = candidates.tokens.shape
-    _, kept = lax.top_k(candidates.scores, config.num_nodes - 1)
+    ranks = _lowest_on_path(candidates, depth=config.depth)
+    _, kept = lax.top_k(ranks, config.num_nodes - 1)
     kept = jnp.sort(kept, axis=1)
     node_of = jnp.zeros((batch, num_candidates + 1), jnp.int32)  # the last entry stands for -1
     rows = jnp.arange(batch)[:, None]
@@ -159,8 +159,24 @@ def root_tree(root: Int[Array, " B"]) -> Tree:
     return make_tree(tokens, jnp.zeros_like(tokens), depth=0)
 
 
-def has_children(tree: Tree) -> Bool[Array, "B M"]:
-    """Which nodes some other node continues."""
-    M = tree.tokens.shape[1]
-    continued = tree.parents[:, None, 1:] == jnp.arange(M)[None, :, None]
-    return continued.any(axis=2)
+def is_child(tree: Tree, node: Int[Array, " B"]) -> Bool[Array, "B M"]:
+    """Marks the nodes that continue the given one."""
+    return (tree.parents == node[:, None]).at[:, 0].set(False)  # the root is its own parent
+
+
+def _lowest_on_path(candidates: Candidates, *, depth: int) -> Float[Array, "B C"]:
+    """Lowest score between each candidate and the root."""
+    lowest = candidates.scores
+    for _ in range(depth):
+        with_root = jnp.pad(lowest, ((0, 0), (0, 1)))  # its score is 0, its index -1 the last
+        lowest = _at_most(lowest, jnp.take_along_axis(with_root, candidates.parents, axis=1))
+    return lowest
+
+
+def _at_most(scores: Array, bound: Array) -> Array:
+    """The scores that are below a bound, and the bound itself in place of the others.
+
+    Unlike `minimum`, the result sorts below the bound or equals it bit for bit, also where a score
+    is -0.0 or NaN.
+    """
+    return jnp.where(scores < bound, scores, bound)

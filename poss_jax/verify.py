@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from flax import struct
 
 from poss_jax.shapes import Array, Float, Int
-from poss_jax.tree import Tree, has_children
+from poss_jax.tree import Tree, is_child
 
 
 class Acceptance(struct.PyTreeNode):
     """The accepted path of a round.
 
     Attributes:
-      path: nodes from the root along the accepted path; what follows them is padding.
+      path: nodes from the root along the accepted path; its last node fills the rest.
       num_accepted: accepted drafted tokens, root and bonus token not counted.
       num_offered: deepest position on this path at which the tree had any token to offer.
-      emitted: the accepted tokens and then the bonus token; padding as in `path`.
+      emitted: the accepted tokens and then the bonus token, which fills the rest.
     """
 
     path: Array  # [B A] int32
@@ -39,24 +39,27 @@ def accept(tree: Tree, chosen: Int[Array, "B M"], *, max_accepted: int) -> Accep
         root "a" ── "b" ── "d"      chosen after: root "b", "b" "d", "d" "e"
                └─── "c"             accepted "b" "d", bonus token "e"
 
-    Siblings carry different tokens, so at most one child of a node agrees and the agreeing nodes
-    are one path; its nodes are in ascending order because parents come before children.
+    The walk takes at most one child per node and `max_accepted` steps, whatever the tree holds.
 
     Args:
       tree: the nodes.
       chosen: the target's choice of next token at every node.
       max_accepted: longest path the tree can hold, root not counted (A = this + 1).
     """
-    agrees = tree.tokens == jnp.take_along_axis(chosen, tree.parents, axis=1)
-    agrees = agrees.at[:, 0].set(True)
-    is_accepted = (agrees[:, None] | ~tree.ancestors).all(axis=2)
-    num_accepted = is_accepted.sum(axis=1, dtype=jnp.int32) - 1
-    path = jnp.argsort(~is_accepted, axis=1, stable=True)[:, : max_accepted + 1].astype(jnp.int32)
-    last = jnp.take_along_axis(path, num_accepted[:, None], axis=1)
-    offered_more = jnp.take_along_axis(has_children(tree), last, axis=1)[:, 0]
+    node = jnp.zeros(len(tree.tokens), jnp.int32)
+    path, num_accepted = [node], node
+    for _ in range(max_accepted):
+        wanted = jnp.take_along_axis(chosen, node[:, None], axis=1)
+        agrees = is_child(tree, node) & (tree.tokens == wanted)
+        has_next = agrees.any(axis=1)  # False once, False ever after: the walk stays where it is
+        node = jnp.where(has_next, agrees.argmax(axis=1).astype(jnp.int32), node)
+        num_accepted += has_next.astype(jnp.int32)
+        path.append(node)
+    offers_more = is_child(tree, node).any(axis=1).astype(jnp.int32)
+    nodes = jnp.stack(path, axis=1)
     return Acceptance(
-        path=path,
+        path=nodes,
         num_accepted=num_accepted,
-        num_offered=num_accepted + offered_more.astype(jnp.int32),
-        emitted=jnp.take_along_axis(chosen, path, axis=1),
+        num_offered=num_accepted + offers_more,
+        emitted=jnp.take_along_axis(chosen, nodes, axis=1),
     )

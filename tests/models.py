@@ -37,10 +37,54 @@ def random_draft(config: DraftConfig, seed: int = 1) -> Params:
     return _draw(lambda: init_draft(config, jax.random.key(0)), seed)
 
 
+def certain_pair(
+    llama: LlamaConfig, config: DraftConfig, *, sharpness: float, disorder: float, seed: int = 0
+) -> tuple[Params, Params]:
+    """A target that nearly always knows the next token, and a draft that nearly agrees with it.
+
+    The next token follows from the last one alone, but for what attention and MLP add.
+
+    Args:
+      llama: shape of the target.
+      config: shape of the draft.
+      sharpness: factor of the logits; from 3 on a probability of 1 is usual.
+      disorder: factor of what attention and MLP add, where target and draft differ.
+      seed: seed of all weights.
+    """
+    D = llama.hidden_size
+
+    def calm(layer: Params) -> Params:
+        attention, mlp = layer["attention"], layer["mlp"]
+        o, down = (linear["weight"] * disorder for linear in (attention["o"], mlp["down"]))
+        attention = attention | {"o": {"weight": o}}
+        return layer | {"attention": attention, "mlp": mlp | {"down": {"weight": down}}}
+
+    target, draft = random_target(llama, seed), random_draft(config, seed + 1)
+    embed = target["embed"]["weight"]
+    embed = embed / jnp.sqrt(jnp.square(embed).mean(axis=1, keepdims=True))
+    target |= {
+        "embed": {"weight": embed},
+        "layers": [calm(layer) for layer in target["layers"]],
+        "norm": {"scale": jnp.ones(D)},
+        "head": {"weight": target["head"]["weight"] * sharpness},
+    }
+    fc = jnp.concatenate([jnp.eye(D), jnp.zeros((D, D))], axis=1)  # the token, not the feature
+    specialists = [calm(layer) for layer in draft["specialists"]]
+    return target, draft | {"fc": {"weight": fc}, "specialists": specialists}
+
+
 def stacked(params: Params) -> Params:
     """The same target or draft as training holds it, layers or specialists in one tree."""
     name = "layers" if "layers" in params else "specialists"
     return params | {name: jax.jit(stack_layers)(params[name])}
+
+
+def unstacked(params: Params) -> Params:
+    """The same target or draft as decoding holds it, layers or specialists in a list."""
+    name = "layers" if "layers" in params else "specialists"
+    count = len(jax.tree.leaves(params[name])[0])
+    take = [jax.tree.map(lambda leaf, i=i: leaf[i], params[name]) for i in range(count)]
+    return params | {name: take}
 
 
 def random_tokens(config: LlamaConfig, *shape: int, seed: int = 2) -> jax.Array:

@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from watch import Watch
 
 from poss_jax import speculate
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
@@ -18,6 +19,7 @@ from poss_jax.sampling import Sampling
 from poss_jax.shapes import Array, Params
 
 PROMPT_SIZE, MAX_NEW = 16, 32
+TEMPERATURES = (0, 1e-6, 0.01, 0.02, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2)  # half below 0.3
 
 
 def plant(future: Array, is_planted: Array, logits: Array, level: Level, top_k: int):
@@ -48,7 +50,7 @@ def draw_sampling(llama: LlamaConfig, batch: int, rng: np.random.Generator) -> S
 
     return Sampling(
         seed=jnp.asarray(rng.integers(0, 2**32, batch), jnp.uint32),
-        temperature=column(jnp.float32, 0, 0.3, 0.7, 1, 1.5),
+        temperature=column(jnp.float32, *TEMPERATURES),
         top_k=column(jnp.int32, 0, 0, 3, 20),
         top_p=column(jnp.float32, 1, 1, 0.9, 0.5),
         min_p=column(jnp.float32, 0, 0, 0.1),
@@ -92,13 +94,15 @@ class Shape:
     ):
         self.llama, self.batch, self.tree, self.is_sampled = llama, batch, tree, is_sampled
         self.lengths_seen: set[int] = set()
+        self._watch = Watch()
         alone = DecodeConfig(llama, None, tree, MAX_NEW)
         self._alone = jax.jit(lambda weights, request: speculate.generate(weights, alone, request))
 
         def with_oracle(weights: Weights, request: Request, future: Array, planted: Array):
             children = partial(plant, future, planted)
             config = DecodeConfig(llama, draft, tree, MAX_NEW, children=children)
-            return speculate.generate(weights, config, request)
+            with self._watch.tracing():
+                return speculate.generate(weights, config, request)
 
         self._with_oracle = jax.jit(with_oracle)
 
@@ -111,6 +115,7 @@ class Shape:
         weights = Weights(target, attach(draft, target))
         state = self._with_oracle(weights, request, future, planted)
         self._compare(request, expected, state.output)
+        self._watch.check()
 
     def _compare(self, request: Request, expected: dict[str, np.ndarray], output: Output) -> None:
         np.testing.assert_array_equal(output.num_tokens, expected["num_tokens"])

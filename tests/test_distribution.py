@@ -22,7 +22,6 @@ from poss_jax.draft import attach
 from poss_jax.layers import linear
 from poss_jax.sampling import Text, process_logits
 from poss_jax.target import encode
-from poss_jax.tree import has_children
 
 V, LENGTH, BATCH, NUM_SAMPLES = 4, 4, 4000, 200_000
 LLAMA = tiny_llama(vocab_size=V, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
@@ -119,7 +118,9 @@ def raw_bonus(request, state, tree, logits, noise, *, original):
     """The original's mistake: at the end of a path the next token ignores all settings."""
     chosen = original(request, state, tree, logits, noise)
     wide = logits + jnp.take_along_axis(noise, tree.depths[:, :, None], axis=1)
-    return jnp.where(has_children(tree), chosen, jnp.argmax(wide, axis=-1).astype(jnp.int32))
+    nodes = jnp.arange(tree.tokens.shape[1])
+    is_inner = (tree.parents[:, None, 1:] == nodes[None, :, None]).any(axis=2)
+    return jnp.where(is_inner, chosen, jnp.argmax(wide, axis=-1).astype(jnp.int32))
 
 
 @pytest.mark.parametrize(

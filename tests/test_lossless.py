@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +14,8 @@ from test_distribution import raw_bonus
 from infer import bench, lossless
 from infer.lossless import Scores, examine
 from poss_jax import speculate
+from poss_jax.config import TreeConfig
+from poss_jax.engine import Generation
 
 NO_NOISE = np.zeros(4, np.float32)
 
@@ -53,6 +56,23 @@ def test_other_differences_are_failures(got, tokens, rounding):
     assert not examine(scores(0, 1, 0.99999, 0), got, tokens, rounding)["is_excused"]
 
 
+def test_scores_of_a_low_temperature_round_as_coarsely_as_their_logits():
+    got, tokens = scores(0, 0.999, 1, 0), (1, 2)
+    assert not examine(scores(0, 1, 0.999, 0), got, tokens, 2e-3)["is_excused"]
+    assert examine(scores(0, 1, 0.999, 0), got, tokens, 2e-3, temperature=0.02)["is_excused"]
+
+
+def test_more_accepted_than_the_tree_is_deep_is_a_failure():
+    engine = SimpleNamespace(is_coupled=True)
+    setting = lossless.Setting("EAGLE", engine, TreeConfig(depth=3, top_k=2, total_tokens=6), 1)
+    answers = [
+        Generation([1], [2] * 9, None, accepted, accepted, "length")
+        for accepted in ([3, 2], [4, 1])
+    ]
+    (found,) = lossless._find_overlong(setting, answers)
+    assert (found["answer"], found["accepted"], found["is_excused"]) == (1, 4, False)
+
+
 def test_other_noise_is_a_failure():
     got = scores(0, 0.99999, 1, 0)._replace(noise=np.float32([0, 0, 1e-7, 0]))
     assert not examine(scores(0, 1, 0.99999, 0), got, (1, 2), 2e-5)["is_excused"]
@@ -75,9 +95,9 @@ def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys):
     bench.main(arguments(runs, tmp_path))
     out = capsys.readouterr().out
-    assert "| PosS-2, tree 2/8/32, batch 4 | 20 | 0 | 0 |" in out
+    assert "| PosS-2, tree 2/8/32, batch 4 | 36 | 0 | 0 |" in out
     report = json.loads(out.splitlines()[-1])
-    assert report["failures"] == report["excused"] == [] and report["answers"] == 20
+    assert report["failures"] == report["excused"] == [] and report["answers"] == 36
     assert 0 < report["largest_rounding"] < lossless.MAX_ROUNDING
 
 

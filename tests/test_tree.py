@@ -11,7 +11,7 @@ from poss_jax.config import TreeConfig
 from poss_jax.tree import (
     Candidates,
     expand,
-    has_children,
+    is_child,
     join_levels,
     make_tree,
     next_beam,
@@ -75,7 +75,8 @@ def test_drawn_tree():
             [1, 0, 1, 0, 1],
         ]
     ]
-    assert has_children(tree).astype(int).tolist() == [[1, 1, 1, 0, 0]]
+    for node, children in enumerate([[1, 2], [3], [4], [], []]):
+        assert np.flatnonzero(is_child(tree, jnp.array([node]))[0]).tolist() == children
 
 
 def test_drawn_beam_in_another_order():
@@ -97,7 +98,7 @@ def test_root_tree():
     assert tree.tokens.tolist() == [[4], [6]]
     assert tree.parents.tolist() == tree.depths.tolist() == [[0], [0]]
     assert tree.ancestors.tolist() == [[[True]], [[True]]]
-    assert has_children(tree).tolist() == [[False], [False]]
+    assert is_child(tree, jnp.zeros(2, jnp.int32)).tolist() == [[False], [False]]
 
 
 def test_a_tree_is_as_deep_as_its_longest_path():
@@ -141,7 +142,9 @@ def grow_in_jax(root, levels, config: TreeConfig):
             beam, _ = next_beam(beam, lists[-1], first_index=first_index, top_k=config.top_k)
     candidates = join_levels(lists)
     tree = select(root, candidates, config)
-    return candidates, tree, has_children(tree)
+    nodes = jnp.broadcast_to(jnp.arange(config.num_nodes), (BATCH, config.num_nodes))
+    children = jax.vmap(is_child, (None, 1), 1)(tree, nodes)
+    return candidates, tree, children
 
 
 def grow_in_python(levels, row: int, config: TreeConfig) -> Grown:
@@ -178,7 +181,7 @@ def test_any_tree(shape):
     config = tree_config(*shape)
     levels = draw_levels(np.random.default_rng(shape), config)
     roots = np.arange(BATCH, dtype=np.int32)
-    candidates, tree, continued = jax.jit(grow_in_jax, static_argnums=2)(
+    candidates, tree, children = jax.jit(grow_in_jax, static_argnums=2)(
         jnp.asarray(roots), jax.tree.map(jnp.asarray, levels), config
     )
     tokens, scores, parents = map(
@@ -195,11 +198,12 @@ def test_any_tree(shape):
         want = [0] + [node_of[grown.parents[index]] for index in grown.kept]
         assert tree.tokens[row].tolist() == [roots[row]] + [grown.tokens[i] for i in grown.kept]
         assert tree.parents[row].tolist() == want
-        assert np.flatnonzero(continued[row]).tolist() == sorted(set(want[1:]))
         for node in range(config.num_nodes):
             path = path_to_root(want, node)
             assert path == sorted(path, reverse=True)  # parents come before children
             assert depths[row, node] == len(path) - 1
+            continuing = [child for child in range(1, len(want)) if want[child] == node]
+            assert np.flatnonzero(children[row, node]).tolist() == continuing
             assert np.flatnonzero(ancestors[row, node]).tolist() == path[::-1]
 
 
