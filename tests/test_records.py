@@ -1,4 +1,4 @@
-"""Records as they are read: broken lines, long ones, JSON lists in pieces."""
+"""Records as they are read: broken lines, long ones, JSON lists."""
 
 import json
 from pathlib import Path
@@ -30,6 +30,8 @@ HALF = '{"text": "\\ud83d"}'
         (b'{"text": " "}', "empty text"),
         (HALF.encode(), "bad JSON"),
         (b"[" * 1_000_000, "bad JSON"),
+        (b'{"text": "a", "n": ' + b"1" * 5_000 + b"}", "bad JSON"),
+        (b'{"text": "a", "n": ' + b"[" * 101 + b"]" * 101 + b"}", "bad JSON"),
         (b"\xff\xfe\x00junk", "not UTF-8"),
         (b'{"text": "' + b"x" * 2_000_000 + b'"}', "line too long"),
     ],
@@ -65,12 +67,10 @@ def test_ten_megabyte_lines_are_read(tmp_path: Path) -> None:
 LIST = [{"text": f"text {n}", "n": n, "list": [n, {"[": "]"}]} for n in range(50)]
 
 
-@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_json_lists_are_read_piece_by_piece(
-    tmp_path: Path, piece: int, indent: int | None, monkeypatch: pytest.MonkeyPatch
+def test_json_lists_are_read_whatever_the_file_is_called(
+    tmp_path: Path, indent: int | None
 ) -> None:
-    monkeypatch.setattr(records, "_PIECE", piece)
     path = tmp_path / "list.jsonl"  # what it holds counts, not how it is called
     path.write_text(" \n" + json.dumps([*LIST, 12, *LIST], indent=indent) + "\n")
     read = [record for _, record in read_records(DataConfig(source=str(path)))]
@@ -81,20 +81,53 @@ def test_json_lists_are_read_piece_by_piece(
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        ('[{"text": "a"}, {"text": ', "item 2: bad JSON"),
-        ('[{"text": "a"}, ', "item 2: bad JSON: the list breaks off"),
-        ('[{"text": "a"} {"text": "b"}]', "item 1: want a comma after it"),
-        ('[{"text": "a"}, nonsense]', "item 2: bad JSON"),
-        ('[{"text": "a"}] {"text": "b"}', "want nothing after the list"),
-        ("[" * 100_000, "item 1: bad JSON"),
+        ('[{"text": "a"},\n{"text": ', "Expecting value at line 2 column 10;"),
+        ('[{"text": "a"}, ', "Expecting value at column 17;"),
+        ('[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter at column 16;"),
+        ('[{"text": "a"}, nonsense]', "Expecting value at column 17;"),
+        ('[{"text": "a"}] {"text": "b"}', "Extra data at column 17;"),
+        ("[" * 100_000, "nested more than 100 deep;"),
+        ("[" * 101 + "]" * 101, "nested more than 100 deep;"),
+        ("[" + "1" * 5_000 + "]", "a whole number of more than 4,300 digits;"),
+        (b'[{"text": "\xff"}]', r"not UTF-8 \(invalid start byte at byte 12\);"),
     ],
+    ids=lambda value: str(value[:12]),
 )
-def test_broken_json_lists_are_refused(tmp_path: Path, content: str, error: str) -> None:
+def test_broken_json_lists_are_refused(tmp_path: Path, content: str | bytes, error: str) -> None:
     path = tmp_path / "list.json"
-    path.write_text(content)
-    with pytest.raises(UserError, match=rf"list\.json: {error}") as caught:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=rf"list\.json: bad JSON: {error} mend the file") as caught:
         load(path)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_list_may_nest_as_deep_as_the_limit_and_hold_what_python_writes(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.write_text('[{"text": "a", "b": ' + "[" * 98 + "]" * 98 + ', "score": NaN}]')
+    [(where, record)] = read_records(DataConfig(source=str(path)))
+    assert where == f"{path}: item 1" and isinstance(record, dict) and record["text"] == "a"
+
+
+def test_half_a_character_in_a_list_drops_its_item_alone(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.write_text(f"[{TEXTS[0]}, {HALF}, {TEXTS[1]}]")
+    read = [record for _, record in read_records(DataConfig(source=str(path)))]
+    half = records.Broken("bad JSON", "half a character (surrogates not allowed)")
+    assert read == [{"text": "text 0"}, half, {"text": "text 1"}]
+
+
+def test_lists_that_are_too_long_are_to_be_json_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps(LIST))
+    monkeypatch.setattr(records, "LARGEST_LIST", 100)
+    with pytest.raises(UserError, match=r"list of at most 100 bytes, got .* as JSON lines"):
+        load(path)
+
+
+def test_details_are_one_line_without_control_characters() -> None:
+    assert str(records.Broken("unknown role", "a\nb\x1b[2J")) == "unknown role: a b?[2J"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])

@@ -24,7 +24,7 @@ from poss_jax.checkpoint.items import flatten_item, item_shapes, join_items
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, check_fit, read_record
 from poss_jax.checkpoint.sums import hash_item, write_sums
 from poss_jax.checkpoint.whole import whole_folder
-from poss_jax.config import DraftConfig, UserError, config_to_dict
+from poss_jax.config import DraftConfig, UserError, check_own_file, config_to_dict
 from poss_jax.shapes import Params
 
 # How large the pieces of a stored array are at most: a device that holds a part of an array reads
@@ -118,8 +118,13 @@ def failed_write(error: Exception) -> OSError:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copies the tokenizer's files, as far as there are any."""
+    """Copies the tokenizer's files, as far as there are any.
+
+    Raises:
+      UserError: what `check_own_file` refuses.
+    """
     for name in TOKENIZER_FILES:
+        check_own_file(source / name)
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 

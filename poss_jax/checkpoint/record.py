@@ -5,7 +5,6 @@ import json
 import platform
 import subprocess
 import sys
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 import poss_jax
 from poss_jax.checkpoint.sums import hash_values
-from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config
+from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config, read_json
 
 FORMAT_VERSION = 1
 
@@ -233,47 +232,6 @@ def check_fit(origin: str, layer: LlamaConfig, target: ModelRecord) -> None:
                 f"{origin} does not fit the target {name}: want {field} {want}, got {got}; "
                 "use the target it was trained for"
             )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that holds an object.
-
-    Raises:
-      UserError: missing, unreadable, or what `parse_json` refuses.
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; the file is needed") from error
-    return parse_json(content, str(path))
-
-
-def parse_json(content: bytes, origin: str) -> dict[str, Any]:
-    """Reads a JSON object in which no key is given twice.
-
-    Args:
-      content: the text.
-      origin: what it came from, for messages.
-
-    Raises:
-      UserError: not JSON, not an object, or a key that is given twice.
-    """
-    try:
-        values = json.loads(content, object_pairs_hook=partial(_unique_keys, origin))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{origin}: not valid JSON ({error}); fetch the file again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{origin}: want a JSON object, got {type(values).__name__}")
-    return values
-
-
-def _unique_keys(origin: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in values if keys.count(key) > 1)
-        raise UserError(f"{origin}: {twice} is given twice; fetch the file again")
-    return values
 
 
 def _hash_bytes(content: bytes) -> str | None:

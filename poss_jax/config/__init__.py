@@ -1,10 +1,19 @@
 """Every setting of the project as a frozen dataclass, and strict YAML loading with overrides.
 
-models.py    shapes of target, draft and tree (hashable: static arguments of jitted functions)
-runs.py      training runs and benchmarks
-reading.py   YAML files, `base:`, dotted overrides, messages
+models.py        shapes of target, draft and tree (hashable: static arguments of jitted functions)
+runs.py          training runs and benchmarks
+reading.py       YAML files, `base:`, dotted overrides, messages
+json_reading.py  JSON that others wrote
 """
 
+from poss_jax.config.json_reading import (
+    JsonError,
+    check_own_file,
+    check_text,
+    parse_json,
+    parse_object,
+    read_json,
+)
 from poss_jax.config.models import (
     ACCELERATOR_TREE,
     CPU_TREE,
@@ -41,6 +50,7 @@ __all__ = [
     "DataConfig",
     "DraftConfig",
     "FeaturesConfig",
+    "JsonError",
     "LlamaConfig",
     "MeshConfig",
     "ObjectiveConfig",
@@ -54,7 +64,12 @@ __all__ = [
     "TreeConfig",
     "UserError",
     "build_config",
+    "check_own_file",
+    "check_text",
     "config_to_dict",
     "load_config",
+    "parse_json",
+    "parse_object",
+    "read_json",
     "read_yaml",
 ]

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from poss_jax.checkpoint import read_json
-from poss_jax.config import UserError
+from poss_jax.config import UserError, read_json
 from poss_jax.convert.names import QUERY, plain_name
 from poss_jax.convert.refusals import (
     eagle3_name,

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from poss_jax.checkpoint import read_json
-from poss_jax.config import LlamaConfig, UserError, build_config
+from poss_jax.config import LlamaConfig, UserError, build_config, read_json
 from poss_jax.convert.refusals import refuse_config
 
 # Keys that must have one value, which is also what Hugging Face takes where they are absent.

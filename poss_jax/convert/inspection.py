@@ -14,12 +14,11 @@ from poss_jax.checkpoint import (
     describe_item,
     flatten_item,
     item_shapes,
-    read_json,
     read_record,
     target_shapes,
     verify_model,
 )
-from poss_jax.config import DraftConfig, LlamaConfig, UserError
+from poss_jax.config import DraftConfig, LlamaConfig, UserError, read_json
 from poss_jax.convert.draft import check_draft
 from poss_jax.convert.draft_config import read_draft_config, read_layer
 from poss_jax.convert.draft_source import recognise_draft

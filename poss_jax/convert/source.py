@@ -15,11 +15,9 @@ from poss_jax.checkpoint import (
     SUMS_FILE,
     TOKENIZER_FILES,
     check_file,
-    parse_json,
-    read_json,
     read_sums,
 )
-from poss_jax.config import UserError
+from poss_jax.config import UserError, check_own_file, parse_object, read_json
 from poss_jax.convert.hub import check_blob, fetch_headers, fetch_snapshot
 
 # What is fetched from the Hub: configs, tokenizer, and weights (.bin only without safetensors).
@@ -72,7 +70,8 @@ class LazyTensor:
 def open_source(source: str, revision: str | None = None, *, weights: bool = True) -> Source:
     """Finds a checkpoint's folder, downloading it if it is a Hub id.
 
-    Config and tokenizer are compared with SHA256SUMS or the Hub's checksums, where there are any.
+    Config and tokenizer are compared with SHA256SUMS or the Hub's checksums, where there are any;
+    they must not be links that lead out of the folder.
 
     Args:
       source: an existing folder, or a Hub id such as `owner/name`.
@@ -145,14 +144,18 @@ def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
       verify: compare them with SHA256SUMS or the Hub's checksums first, where there are any.
 
     Raises:
-      UserError: no weights, a missing or damaged file, or an index that does not match its shards.
+      UserError: no weights, a missing or damaged file, a link that leads out of the folder, or an
+        index that does not match its shards.
     """
     weights = _find_weights(folder)
     if weights is None:
         wanted = " or ".join(_WEIGHT_FILES)
         raise UserError(f"{folder} holds no weights; want {wanted}, or their .index.json")
+    check_own_file(weights)
     shards = _read_index(weights) if weights.suffix == ".json" else {}
     files = sorted(set(shards.values())) or [weights.name]
+    for name in files:
+        check_own_file(folder / name)
     if verify:
         _verify(folder, dict.fromkeys([weights.name, *files]))
     tensors = _read_files(folder / name for name in files)
@@ -173,6 +176,7 @@ def _verify(folder: Path, names: Iterable[str]) -> None:
     """Compares those files that exist with what is known about them."""
     sums = read_sums(folder)
     for name in names:
+        check_own_file(folder / name)
         if (folder / name).is_file():
             if name in sums:
                 check_file(folder / name, sums[name])
@@ -191,11 +195,13 @@ def _read_index(index: Path) -> dict[str, str]:
     """File of every tensor, as an index says."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{index}: want a weight_map, got {weight_map!r}; fetch the file again")
+        raise UserError(f"{index}: want a weight_map of keys and files; fetch the file again")
     present = {path.name for path in index.parent.iterdir()}
     for key, name in weight_map.items():
         if not isinstance(name, str) or name not in present:
-            raise UserError(f"{index} names the shard {name} of {key}, which is missing; fetch it")
+            raise UserError(
+                f"{index} names the shard {str(name)[:80]!r} of {key}, which is missing; fetch it"
+            )
     return weight_map
 
 
@@ -224,7 +230,7 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
         file = safe_open(path, framework="np")
         with path.open("rb") as raw:  # safe_open takes the last of a key's entries
             size = int.from_bytes(raw.read(8), "little")
-            header = parse_json(raw.read(size), f"{path}: header")
+            header = parse_object(raw.read(size), f"{path}: header")
         for key in file.keys():  # noqa: SIM118 (not a mapping)
             stored = file.get_slice(key)
             shape, dtype = tuple(stored.get_shape()), str(stored.get_dtype())

@@ -1,12 +1,11 @@
 """Files of text and of JSON lines: found, read, and refused in one clear line."""
 
 import glob
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from poss_jax.config import UserError
+from poss_jax.config import JsonError, UserError, parse_json
 
 
 def matching_files(pattern: str) -> list[Path]:
@@ -43,17 +42,15 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         where = f"{path}:{number}"
         try:
-            record = json.loads(line)
-            if "\\ud" in line.lower():  # an escape may be half a character, which is no text
-                json.dumps(record, ensure_ascii=False).encode()
-        except (json.JSONDecodeError, UnicodeEncodeError) as error:
-            got = one_line(error).partition(": line ")[0]
-            raise UserError(f"{where}: want a JSON object, got bad JSON: {got}") from error
+            record = parse_json(line)
+        except JsonError as error:
+            raise UserError(f"{where}: want a JSON object, got bad JSON: {error}") from error
         if not isinstance(record, dict):
             raise UserError(f"{where}: want a JSON object, got {type(record).__name__}")
         yield where, record
 
 
-def one_line(error: Exception) -> str:
-    """What an error says, fit for a message."""
-    return " ".join(str(error).split())[:200]
+def one_line(error: object) -> str:
+    """Fits what an error says into a message: one line, without control characters."""
+    line = " ".join(str(error).split())[:200]
+    return "".join(letter if letter.isprintable() else "?" for letter in line)

@@ -1,18 +1,18 @@
-"""Records of a data set, one after the other: nothing is held whole, what is broken is named."""
+"""Records of a data set, one after the other; what is broken is named."""
 
-import json
 import re
 import sysconfig
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from poss_jax.config import DataConfig, UserError
+from poss_jax.config import DataConfig, JsonError, UserError, check_text, parse_json
 from poss_jax.data.files import existing_files, matching_files, one_line
 
-LONGEST_RECORD = 1 << 26  # characters; what is longer is no conversation
+LONGEST_RECORD = 1 << 26  # bytes; what is longer is no conversation
+LARGEST_LIST = 1 << 30  # bytes; reading takes several times as much memory
 
 _STDLIB_SKIPPED = re.compile(  # other people's code, tests, and files that are tables
     r"(^|/)((site-packages|dist-packages|tests?|idlelib|turtledemo|lib2to3|ensurepip|_bundled|"
@@ -21,9 +21,7 @@ _STDLIB_SKIPPED = re.compile(  # other people's code, tests, and files that are 
 )
 _STDLIB_MIN_BYTES = 1024
 _SUFFIXES = (".txt", ".json", ".jsonl")
-_SPACE = re.compile(r"\s*")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_PIECE = 1 << 20  # characters of a JSON list read at a time
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Broken:
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.reason}: {self.detail}" if self.detail else self.reason
+        return f"{self.reason}: {one_line(self.detail)}" if self.detail else self.reason
 
 
 Record = dict[str, Any] | Broken
@@ -84,12 +82,22 @@ def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
     with path.open("rb") as file:
         while (start := file.read(1)).isspace() or start in (b"\xef", b"\xbb", b"\xbf"):
             pass  # blanks and a byte-order mark
-    if start == b"[":
-        with path.open(encoding="utf-8-sig") as file:
-            for number, value in enumerate(_list_items(file, path), start=1):
-                yield f"{path}: item {number}", _check_object(value)
-    else:
-        yield from _read_lines(path)
+    yield from _read_list(path) if start == b"[" else _read_lines(path)
+
+
+def _read_list(path: Path) -> Iterator[tuple[str, Record]]:
+    size = path.stat().st_size
+    if size > LARGEST_LIST:
+        raise UserError(
+            f"{path}: want a JSON list of at most {LARGEST_LIST:,} bytes, got {size:,}; write it "
+            "as JSON lines (one object per line), of which one is held at a time"
+        )
+    try:
+        values = parse_json(path.read_bytes(), checks_text=False)
+    except JsonError as error:
+        raise UserError(f"{path}: bad JSON: {error}; mend the file") from error
+    for number, value in enumerate(values, start=1):
+        yield f"{path}: item {number}", _check_object(value)
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Record]]:
@@ -108,58 +116,21 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Record]]:
 def _parse_line(line: bytes) -> Record:
     try:
         text = line.decode("utf-8-sig")
-        return _check_object(json.loads(text), may_hold_halves="\\ud" in text.lower())
+        return _check_object(parse_json(text, checks_text=False))
     except UnicodeDecodeError as error:
         return Broken("not UTF-8", error.reason)
-    except (ValueError, RecursionError) as error:
-        return Broken("bad JSON", one_line(error).partition(": line ")[0])
+    except JsonError as error:
+        return Broken("bad JSON", str(error))
 
 
-def _check_object(value: Any, *, may_hold_halves: bool = True) -> Record:
+def _check_object(value: Any) -> Record:
     if not isinstance(value, dict):
         return Broken("not a JSON object", type(value).__name__)
-    if may_hold_halves:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:  # an escape is half a character, which is no text
-            return Broken("bad JSON", error.reason)
+    try:
+        check_text(value)
+    except JsonError as error:
+        return Broken("bad JSON", str(error))
     return value
-
-
-def _list_items(file: TextIO, path: Path) -> Iterator[Any]:
-    """Yields the items of a JSON list, of which little more than one is held at a time."""
-    decoder, number = json.JSONDecoder(), 1
-    text, at = "", 0
-    while file.read(1) != "[":
-        pass
-    while True:
-        at = _skip_space(text, at)
-        try:
-            if text[at] == "]":
-                break
-            value, end = decoder.raw_decode(text, at)
-            end = _skip_space(text, end)
-            if text[end] not in ",]":  # no more text may mean that a number goes on
-                raise UserError(f"{path}: item {number}: want a comma after it, got {text[end]!r}")
-        except (ValueError, IndexError, RecursionError) as error:
-            held = len(text) - at
-            piece = file.read(max(held, _PIECE)) if held < LONGEST_RECORD else ""
-            if not piece:
-                what = one_line(error).partition(": line ")[0] if held else "the list breaks off"
-                raise UserError(
-                    f"{path}: item {number}: bad JSON: {what}; mend the file"
-                ) from error
-            text, at = text[at:] + piece, 0
-            continue
-        yield value
-        number, at = number + 1, end + (text[end] == ",")
-    if (text[at + 1 :] + file.read(_PIECE)).strip():
-        raise UserError(f"{path}: want nothing after the list, got more; mend the file")
-
-
-def _skip_space(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return match.end() if match else at
 
 
 def _read_hub(config: DataConfig) -> Iterator[tuple[str, Record]]:
@@ -171,13 +142,13 @@ def _read_hub(config: DataConfig) -> Iterator[tuple[str, Record]]:
     if not _HUB_ID.fullmatch(name):
         raise UserError(f"{wanted}; it is none of them")
     try:
-        import datasets
+        import datasets  # 4.0 and later run no script of a data set
 
         streaming = config.max_documents is not None
         rows: Any = datasets.load_dataset(
             name, config.subset, split=config.split, streaming=streaming
         )
         for number, row in enumerate(rows):
-            yield f"{name} row {number}", _check_object(row, may_hold_halves=False)
-    except (ImportError, OSError, ValueError) as error:
+            yield f"{name} row {number}", row
+    except Exception as error:  # of many families: the Hub's, Arrow's, the client's, the system's
         raise UserError(f"{wanted}; as a data set it fails: {one_line(error)}") from error

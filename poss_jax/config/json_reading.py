@@ -1,0 +1,151 @@
+"""Reading what others wrote: JSON within limits, and no links that lead out of a folder."""
+
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from poss_jax.config.reading import UserError
+
+MAX_BYTES = 1 << 28  # of a file that holds one object
+MAX_DEPTH = 100
+
+Pairs = list[tuple[str, Any]]
+
+_HALF = re.compile(r"\\u[dD][89abABcdefCDEF]")  # an escape of half a character
+
+
+class JsonError(ValueError):
+    """Says in one line why a text cannot be read as JSON."""
+
+
+def parse_json(
+    content: bytes | str,
+    *,
+    checks_text: bool = True,
+    object_hook: Callable[[Pairs], Any] | None = None,
+) -> Any:
+    """Reads a JSON value.
+
+    NaN and Infinity are read, since Python writes them: who uses a number checks it.
+
+    Args:
+      content: the text, or its UTF-8.
+      checks_text: refuse half characters, see `check_text`.
+      object_hook: makes an object's value; by default a dict, in which a key's last value wins.
+
+    Raises:
+      JsonError: not UTF-8, not JSON, lists in lists deeper than `MAX_DEPTH`, or a whole number of
+        more digits than Python reads (4,300).
+    """
+    too_deep = f"nested more than {MAX_DEPTH} deep"
+    try:
+        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+        value = json.loads(text, object_pairs_hook=object_hook)
+    except UnicodeDecodeError as error:
+        raise JsonError(f"not UTF-8 ({error.reason} at byte {error.start + 1})") from error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno} " if error.lineno > 1 else ""
+        raise JsonError(f"{error.msg} at {line}column {error.colno}") from error
+    except ValueError as error:
+        digits = sys.get_int_max_str_digits()
+        raise JsonError(f"a whole number of more than {digits:,} digits") from error
+    except RecursionError as error:
+        raise JsonError(too_deep) from error
+    if _is_deep(value):
+        raise JsonError(too_deep)
+    if checks_text and _HALF.search(text):
+        check_text(value)
+    return value
+
+
+def check_text(value: Any) -> None:
+    """Raises JsonError if a string of a value cannot be written as UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise JsonError(f"half a character ({error.reason})") from error
+
+
+def parse_object(content: bytes, origin: str) -> dict[str, Any]:
+    """Reads a JSON object in which no key is given twice.
+
+    Args:
+      content: the text as UTF-8.
+      origin: what it came from, for messages.
+
+    Raises:
+      UserError: not an object, a key that is given twice, or what `parse_json` refuses.
+    """
+    try:
+        values = parse_json(content, object_hook=partial(_unique_keys, origin))
+    except JsonError as error:
+        raise UserError(f"{origin}: not valid JSON: {error}; fetch the file again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{origin}: want a JSON object, got {type(values).__name__}")
+    return values
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that holds an object.
+
+    Raises:
+      UserError: missing, unreadable, not a regular file, larger than `MAX_BYTES`, or what
+        `parse_object` refuses.
+    """
+    try:
+        size = path.stat().st_size
+        if not path.is_file():  # a pipe would be waited for, a device may never end
+            raise UserError(f"{path}: want a regular file; put the file itself there")
+        if size > MAX_BYTES:
+            raise UserError(f"{path}: want at most {MAX_BYTES:,} bytes of JSON, got {size:,}")
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; the file is needed") from error
+    return parse_object(content, str(path))
+
+
+def check_own_file(path: Path) -> None:
+    """Checks that a file which exists is a regular one of its own folder, also behind links.
+
+    A link in a folder that somebody else made could give any file of this machine away. The Hub's
+    cache links the files of `snapshots/COMMIT` to `blobs` beside it, which is allowed.
+
+    Raises:
+      UserError: a link to outside, or neither a file nor missing.
+    """
+    folder, real = path.parent.resolve(), Path(os.path.realpath(path))
+    homes = [folder]
+    if folder.parent.name == "snapshots":
+        homes.append(folder.parent.parent / "blobs")
+    if not any(real.is_relative_to(home) for home in homes):
+        raise UserError(f"{path}: a link that leads out of its folder; put the file itself there")
+    if real.exists() and not real.is_file():
+        raise UserError(f"{path}: want a regular file; put the file itself there")
+
+
+def _unique_keys(origin: str, pairs: Pairs) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise UserError(f"{origin}: {twice[:80]} is given twice; fetch the file again")
+    return values
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
