@@ -6,6 +6,7 @@ files.py          files found and read
 records.py        records of a data set, one after the other
 conversations.py  records of every format -> texts, chats, tokens
 sources.py        what became of the records; training and held-out documents
+rendering.py      chats written by a template, within limits (render_worker.py does it)
 templates.py      chat templates, and which characters of a chat are learnt
 tokenizer.py      the embedded tokenizer; loading any
 encoding.py       documents -> tokens, and which of them are learnt
@@ -31,10 +32,17 @@ from poss_jax.data.features import FeatureSource, LazyFeatures, RowsWithFeatures
 from poss_jax.data.prepared import Prepared, make_prepared, prepare
 from poss_jax.data.prompts import PROMPT_KEYS, prompts_from_documents, read_prompts
 from poss_jax.data.records import Broken, read_records
+from poss_jax.data.rendering import RenderError, render_chats
 from poss_jax.data.rows import Rows, batch_at, make_rows, rows_at
 from poss_jax.data.sources import Documents, Tally, load_documents
 from poss_jax.data.templates import ChatTemplate
-from poss_jax.data.tokenizer import CHAT_TEMPLATE, load_tokenizer, special_pattern, train_tokenizer
+from poss_jax.data.tokenizer import (
+    CHAT_TEMPLATE,
+    call_tokenizer,
+    load_tokenizer,
+    special_pattern,
+    train_tokenizer,
+)
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -50,12 +58,14 @@ __all__ = [
     "FeatureSource",
     "LazyFeatures",
     "Prepared",
+    "RenderError",
     "Rendered",
     "Rows",
     "RowsWithFeatures",
     "Tally",
     "Tokens",
     "batch_at",
+    "call_tokenizer",
     "join_features",
     "load_documents",
     "load_tokenizer",
@@ -68,6 +78,7 @@ __all__ = [
     "read_prompts",
     "read_questions",
     "read_records",
+    "render_chats",
     "rows_at",
     "special_pattern",
     "train_tokenizer",

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens
 from poss_jax.data.records import Broken
 from poss_jax.data.templates import ChatTemplate, RenderedChat
-from poss_jax.data.tokenizer import encode_plain, special_ids
+from poss_jax.data.tokenizer import call_tokenizer, encode_plain, special_ids
 
 _DOCUMENTS_PER_CHUNK = 64
 
@@ -78,7 +78,7 @@ def _encode_rendered(chats: Sequence[RenderedChat], tokenizer: Any) -> Iterator[
         return
     texts = [chat.text for chat in chats]
     bos = special_ids(tokenizer, "bos")
-    adds_bos = bos != [] and tokenizer("")["input_ids"][:1] == bos
+    adds_bos = bos != [] and call_tokenizer(tokenizer, "")["input_ids"][:1] == bos
     encoded = _call(tokenizer, texts, return_offsets_mapping=tokenizer.is_fast)
     for index, chat in enumerate(chats):
         ids = encoded["input_ids"][index]
@@ -98,12 +98,12 @@ def _encode_rendered(chats: Sequence[RenderedChat], tokenizer: Any) -> Iterator[
 
 
 def _call(tokenizer: Any, texts: Any, **settings: Any) -> Any:
-    return tokenizer(
+    return call_tokenizer(
+        tokenizer,
         texts,
         add_special_tokens=False,
         return_attention_mask=False,
         return_token_type_ids=False,
-        verbose=False,
         **settings,
     )
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from poss_jax.config import UserError
 from poss_jax.data.conversations import Message
 from poss_jax.data.files import one_line
 from poss_jax.data.records import Broken
+from poss_jax.data.rendering import RenderError, render_chats
 from poss_jax.data.tokenizer import special_pattern
 
 BUILT_IN = {
@@ -92,9 +91,15 @@ class ChatTemplate:
             raise UserError(f"chat template ({self.name}): {probe}; set data.template to another")
         text, ((begin, end),) = probe[0].text, probe[0].spans
         question, answer = (message["content"] for message in _PROBE)
+        asked_at, answered_at = text.rfind(question, 0, begin), text.find(answer, begin)
+        if min(asked_at, answered_at) < 0:
+            raise UserError(
+                f"chat template ({self.name}): want questions and answers written as they are, "
+                "got a text without them; set data.template to another"
+            )
         self.ends_turns = bool(self._special_end.search(text[begin:end]))
-        self._before = text[text.rindex(question, 0, begin) + len(question) : begin]
-        self._after = text[text.index(answer, begin) + len(answer) : end].strip()
+        self._before = text[asked_at + len(question) : begin]
+        self._after = text[answered_at + len(answer) : end].strip()
 
     def render(self, messages: Sequence[Message]) -> list[RenderedChat] | Broken:
         """Writes a chat whose last turn is an assistant's.
@@ -114,8 +119,8 @@ class ChatTemplate:
         try:
             asked = self._apply([messages[: end - 1] for end in ends], is_asking=True)
             answered = self._apply([messages[:end] for end in ends], is_asking=False)
-        except (TemplateError, TypeError, ValueError) as error:
-            return Broken("the chat template refuses it", one_line(error))
+        except RenderError as error:
+            return Broken("the chat template refuses it", str(error))
         if not all(map(str.startswith, answered, asked)):
             return Broken(
                 "the chat template begins a finished answer otherwise than it asks for it"
@@ -140,12 +145,7 @@ class ChatTemplate:
         return RenderedChat(text, spans)
 
     def _apply(self, chats: list[Sequence[Message]], *, is_asking: bool) -> list[str]:
-        return self._tokenizer.apply_chat_template(
-            chats,
-            chat_template=self.text,
-            add_generation_prompt=is_asking,
-            tokenize=False,
-        )
+        return render_chats(self._tokenizer, chats, template=self.text, is_asking=is_asking)
 
     def _length_learnt(self, answer: str) -> int:
         """Leaves out blanks after the special token that ends a turn: nobody generates them."""

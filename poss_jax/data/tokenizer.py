@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from poss_jax.data.files import one_line
 
 if TYPE_CHECKING:
     import transformers
+
+_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of a tokenizer's files
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 CHAT_TEMPLATE = (
@@ -71,19 +74,31 @@ def train_tokenizer(
 def load_tokenizer(folder: Path) -> "transformers.PreTrainedTokenizerBase":
     """Loads the tokenizer of a local model folder, as its `tokenizer.json` defines it.
 
-    Needs neither torch nor a network.
+    Needs neither torch nor a network, and runs no code of the folder.
 
     Raises:
-      UserError: the folder holds no tokenizer, or a broken one.
+      UserError: the folder holds no tokenizer, a broken one, one that needs code of its own, or
+        something else than a file where a tokenizer's file belongs.
     """
+    for path in folder.glob("*.*"):
+        if path.suffix in _SUFFIXES and path.exists() and not path.is_file():
+            raise UserError(f"{path}: want a regular file; put the file itself there")
     has_json = (folder / "tokenizer.json").exists()  # else, AutoTokenizer converts (imports torch)
     kind = "PreTrainedTokenizerFast" if has_json else "AutoTokenizer"
-    try:
-        return getattr(_transformers(), kind).from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the Rust side raises plain Exception
-        raise UserError(
-            f"{folder}: want a tokenizer, got: {one_line(error)}; copy its files there"
-        ) from error
+    with _errors_of_tokenizer(f"{folder}: want a tokenizer, got", "copy its files there"):
+        return getattr(_transformers(), kind).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+
+
+def call_tokenizer(tokenizer: Any, texts: Any, **settings: Any) -> Any:
+    """Encodes texts, without a warning for long ones.
+
+    Raises:
+      UserError: the tokenizer cannot.
+    """
+    with _errors_of_tokenizer("this tokenizer fails on a text", "check its files"):
+        return tokenizer(texts, verbose=False, **settings)
 
 
 def special_ids(tokenizer: Any, name: str) -> list[int]:
@@ -101,14 +116,28 @@ def special_pattern(tokenizer: Any) -> re.Pattern[str]:
 
 def encode_plain(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Encodes plain text: no bos, and no special tokens even where their names are spelled out."""
-    return tokenizer(
+    return call_tokenizer(
+        tokenizer,
         list(texts),
         add_special_tokens=False,
         split_special_tokens=True,
         return_attention_mask=False,
         return_token_type_ids=False,
-        verbose=False,
     )["input_ids"]
+
+
+@contextmanager
+def _errors_of_tokenizer(what: str, to_do: str) -> Iterator[None]:
+    """Turns whatever a tokenizer raises into a UserError.
+
+    Its Rust side raises plain Exception, and BaseException where it panics.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{what}: {one_line(error)}; {to_do}") from error
 
 
 def _sample(texts: Iterable[str]) -> Iterator[str]:

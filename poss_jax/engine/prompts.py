@@ -1,11 +1,11 @@
 """Prompts of every kind -> token ids."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
-from poss_jax.config import UserError
+from poss_jax.config import JsonError, UserError, check_text
+from poss_jax.data import RenderError, call_tokenizer, render_chats
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """Text, token ids, or chat messages ({"role", "content"})."""
@@ -20,20 +20,33 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
       vocab_size: of the target.
 
     Raises:
-      UserError: the prompt is empty, holds ids outside the vocabulary, or is text (or messages)
-        for a target without tokenizer (or chat template).
+      UserError: the prompt is empty, holds ids outside the vocabulary or text that is not UTF-8, or
+        is text (or messages) for a target without tokenizer (or chat template).
     """
     if not prompt:
         raise UserError("prompt: want at least one token, got an empty prompt; write something")
     if isinstance(prompt, str):
-        ids = _tokenise(prompt, tokenizer)
-    elif isinstance(prompt[0], dict):
-        ids = _tokenise(_apply_chat_template(prompt, tokenizer), tokenizer)
-    else:
-        ids = [int(token) for token in prompt]  # type: ignore[arg-type]
+        return _check_range(_tokenise(prompt, tokenizer), vocab_size)
+    if isinstance(prompt[0], dict):
+        text = _apply_chat_template(prompt, tokenizer)
+        return _check_range(_tokenise(text, tokenizer), vocab_size)
+    return _check_range(list(map(_token_id, prompt)), vocab_size)
+
+
+def _token_id(token: Any) -> int:
+    try:
+        if not isinstance(token, bool):
+            return operator.index(token)
+    except TypeError:
+        pass
+    raise UserError(f"prompt: want token ids (whole numbers), got {token!r:.80}")
+
+
+def _check_range(ids: list[int], vocab_size: int) -> list[int]:
     if outside := [token for token in ids if not 0 <= token < vocab_size]:
+        got = outside[0] if abs(outside[0]) < 1 << 64 else "one of more than 64 bits"
         raise UserError(
-            f"prompt: want token ids of 0 to {vocab_size - 1}, got {outside[0]}; "
+            f"prompt: want token ids of 0 to {vocab_size - 1}, got {got}; "
             "tokenise with the target's own tokenizer"
         )
     return ids
@@ -41,10 +54,15 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
 
 def _tokenise(text: str, tokenizer: Any) -> list[int]:
     _check_tokenizer(tokenizer)
+    try:
+        check_text(text)
+    except JsonError as error:
+        raise UserError(f"prompt: want text as UTF-8, got {error}; convert it") from error
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    ids = list(tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"])
+    encoded = call_tokenizer(tokenizer, text, add_special_tokens=not has_bos)
+    ids = list(encoded["input_ids"])
     if not set(ids) - {tokenizer.bos_token_id}:
-        raise UserError(f"prompt: want at least one token, got none from {text!r}; write more")
+        raise UserError(f"prompt: want at least one token, got none from {text!r:.80}; write more")
     return ids
 
 
@@ -56,8 +74,8 @@ def _apply_chat_template(messages: Any, tokenizer: Any) -> str:
             "give `prompt` (text) instead"
         )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
+        return render_chats(tokenizer, [messages], is_asking=True)[0]
+    except RenderError as error:
         raise UserError(
             f"messages: the target's chat template refuses them: {error}; change their roles"
         ) from error
