@@ -1,7 +1,9 @@
 """Records, the split, the tokenizer, rows and their order, prompts, and what is refused."""
 
 import hashlib
+import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -113,6 +115,17 @@ def test_hub_data_set_is_read_by_its_text_column(monkeypatch: pytest.MonkeyPatch
         load("someone/texts")
 
 
+def test_a_folder_with_a_script_is_no_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "own.py").write_text("open('ran', 'w').close()")
+    with pytest.raises(UserError, match=r"as a data set it fails: .*scripts are no longer support"):
+        load("own")
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("source", ["missing.txt", "nowhere/*.jsonl"])
 def test_missing_files(source: str) -> None:
     with pytest.raises(UserError, match="no such file; give a path or a glob"):
@@ -196,6 +209,46 @@ def test_tokenizer_errors(tmp_path: Path) -> None:
             data.load_tokenizer(tmp_path)
     with pytest.raises(UserError, match="want a tokenizer"):
         data.load_tokenizer(tmp_path / "missing")
+
+
+def test_no_code_of_a_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    auto_map = {"AutoTokenizer": ["own.Own", "own.Own"], "AutoConfig": "own.Own"}
+    for name in ("tokenizer_config.json", "config.json"):
+        values = {"auto_map": auto_map, "tokenizer_class": "Own", "model_type": "own"}
+        (tmp_path / name).write_text(json.dumps(values))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(UserError, match=r"want a tokenizer, got: .*custom code"):
+        data.load_tokenizer(tmp_path)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_tokenizer_file_that_would_be_waited_for(tmp_path: Path, name: str) -> None:
+    data.train_tokenizer([SOURCE], 259, tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=rf"{name}: want a regular file"):
+        data.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "want a tok"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}}, "Missing .UNK."),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}, "unknown token"),
+    ],
+    ids=["panic", "no unknown word", "no unknown piece"],
+)
+def test_tokenizers_that_fail_on_a_text(tmp_path: Path, change: dict[str, Any], error: str) -> None:
+    data.train_tokenizer([SOURCE], 259, tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=error) as caught:
+        tokenizers.encode_plain(data.load_tokenizer(tmp_path), ["a text"])
+    assert "\n" not in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -341,3 +394,26 @@ def test_prompt_file_without_prompts(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("not json\n")
     with pytest.raises(UserError, match=r"bad\.jsonl:1: want a JSON object, got bad JSON"):
         data.read_prompts(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b"[" * 100_000, "nested more than 100 deep"),
+        (b'{"prompt": "a", "b": ' + b"[" * 100_000, "nested more than 100 deep"),
+        (b'{"prompt": "a", "b": ' + b"[" * 200 + b"]" * 200 + b"}", "nested more than 100 deep"),
+        (b'{"prompt_ids": [' + b"1" * 5_000 + b"]}", "a whole number of more than 4,300 digits"),
+        (rb'{"prompt": "a\ud83d"}', "half a character"),
+        (rb'{"turns": ["a", "\uDC00b"]}', "half a character"),
+        (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "half a character"),
+        (rb'{"prompt": "a", "\ud800": 1}', "half a character"),
+        (b'{"prompt": "\xff"}', "want UTF-8 text"),
+        (b"5", "want a JSON object, got int"),
+    ],
+    ids=lambda value: str(value[:24]),
+)
+def test_prompt_files_that_cannot_be_read(tmp_path: Path, line: bytes, error: str) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "fine"}\n' + line)
+    with pytest.raises(UserError, match=rf"p\.jsonl.*: .*{error}") as caught:
+        data.read_prompts(tmp_path / "p.jsonl")
+    assert len(str(caught.value).splitlines()) == 1

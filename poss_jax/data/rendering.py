@@ -49,7 +49,7 @@ def render_chats(
     try:
         chosen = tokenizer.get_chat_template(template)
         messages = json.dumps([[_without_none(message) for message in chat] for chat in chats])
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise RenderError(one_line(error)) from error
     settings = {"chat_template": chosen, "add_generation_prompt": is_asking}
     limits = {

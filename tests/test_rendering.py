@@ -1,0 +1,186 @@
+"""Chat templates that come with a model: limits of time, memory and length, in any thread."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from poss_jax import data
+from poss_jax.config import UserError
+from poss_jax.data import rendering
+from poss_jax.data.templates import BUILT_IN
+from poss_jax.engine.prompts import encode_prompt
+
+CHAT = [
+    {"role": "user", "content": "Hé 😀?"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "So?", "name": None},
+]
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def make_tokenizer(template: Any) -> PreTrainedTokenizerFast:
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    made.chat_template = template
+    return made
+
+
+def render(template: Any, *, is_asking: bool = True) -> str:
+    return data.render_chats(make_tokenizer(template), [CHAT], is_asking=is_asking)[0]
+
+
+@pytest.fixture
+def short_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(rendering, "SECONDS", 0.2)
+    yield
+
+
+@pytest.mark.parametrize("template", [*BUILT_IN.values(), data.CHAT_TEMPLATE])
+@pytest.mark.parametrize("is_asking", [True, False])
+def test_texts_are_those_of_transformers(template: str, is_asking: bool) -> None:
+    tokenizer = make_tokenizer(template)
+    chats = [CHAT, CHAT[:1]]
+    assert data.render_chats(tokenizer, chats, is_asking=is_asking) == (
+        tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=is_asking)
+    )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        NESTED,
+        "{{ '|'.join(['x' * 99] * 999999)|urlize|length }}",  # one call of Python's own
+        "{% set n = namespace(x=7) %}{% for i in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    ],
+    ids=["loops", "text", "numbers"],
+)
+@pytest.mark.usefixtures("short_time")
+def test_templates_that_never_end_are_ended(template: str) -> None:
+    started = time.process_time()
+    with pytest.raises(data.RenderError, match=r"it takes more than 0\.2 s of processor time"):
+        render(template)
+    assert time.process_time() - started < 1  # the time is spent in the other process
+    assert render("{{ messages[0].content }}") == "Hé 😀?"  # and the next one has its own
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{{ 'a' * 10**10 }}", "MemoryError"),
+        ("{{ ''.zfill(10**10) }}", "MemoryError"),
+        ("{{ 'a' * 10**7 }}", r"want at most 1,04\d,\d+ characters, got 10,000,000"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages['x']['y'] }}", "'list object' has no attribute 'x'"),
+        ("{{ {}|dictsort(by=3) }}", 'You can only sort by either "key" or "value"'),
+        ("{{ 'a' + 1 }}", "TypeError: can only concatenate str"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ " + "(" * 5000, "RecursionError"),
+        ("{% for x in", "unexpected 'end of template'"),
+        ("{{ raise_exception('a\nb' ~ 'c' * 10**6) }}", "a bc+"),
+        (r"{{ '\ud800' }}", r"want text as UTF-8, got half a character \(surrogates not allowed\)"),
+        ("{{ messages.append(1) }}", "access to attribute .append. of .list. object is unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' .* is unsafe"),
+        ("{% include '/etc/passwd' %}", "no loader for this environment"),
+        ({"tool_use": "{{ 1 }}"}, "multiple chat templates with no default"),
+        (5, "TypeError"),
+    ],
+    ids=str,
+)
+def test_errors_of_templates_are_one_line(template: Any, error: str) -> None:
+    with pytest.raises(data.RenderError, match=error) as caught:
+        render(template)
+    assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) <= 200
+    tokenizer = make_tokenizer(template)
+    with pytest.raises(UserError, match=rf"chat template refuses them: .*{error}"):
+        encode_prompt(CHAT, tokenizer, 10)
+    with pytest.raises(UserError, match=rf"the chat template refuses it: .*{error}"):
+        data.ChatTemplate(tokenizer, None)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}{{ m.content|upper }}{% endfor %}", "x"]
+)
+def test_templates_that_lose_what_was_said_are_refused(template: str) -> None:
+    with pytest.raises(UserError, match="want questions and answers written as they are"):
+        data.ChatTemplate(make_tokenizer(template), None)
+
+
+def test_a_long_chat_may_have_a_long_text() -> None:
+    chat = [{"role": "user", "content": "word " * 10**6}]
+    [text] = data.render_chats(make_tokenizer(data.CHAT_TEMPLATE), [chat], is_asking=False)
+    assert len(text) > 5 * 10**6
+
+
+def test_threads_get_their_own_texts() -> None:
+    def ask(number: int) -> bool:
+        tokenizer = make_tokenizer(f"{number} " + "{{ messages[0].content }}")
+        chat = [{"role": "user", "content": f"question {number}"}]
+        texts = data.render_chats(tokenizer, [chat] * 3, is_asking=True)
+        return texts == [f"{number} question {number}"] * 3
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(100)))
+
+
+def test_an_interrupted_chat_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    render("first")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rendering, "_exchange", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            render("second")
+    assert render("third") == "third"
+
+
+def test_the_process_may_be_killed_between_chats() -> None:
+    render("first")
+    process = rendering._WORKER._process
+    assert process is not None and os.getpgid(process.pid) == process.pid  # Ctrl-C is not for it
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert render("second") == "second"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[{"role": "user", "content": "\ud800"}], [{"role": "user", "content": {1}}]],
+)
+def test_messages_that_are_no_messages(messages: Any) -> None:
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(UserError, match="refuses them: "):
+        encode_prompt(messages, tokenizer, 10)
+
+
+@pytest.mark.parametrize("prompt", ["a \ud800", "\udcff"])
+def test_prompts_that_are_not_utf8(prompt: str) -> None:
+    with pytest.raises(UserError, match="prompt: want text as UTF-8, got half a character"):
+        encode_prompt(prompt, make_tokenizer(None), 10)
+
+
+@pytest.mark.parametrize(
+    ("token", "error"),
+    [
+        (True, "want token ids .whole numbers., got True"),
+        (1.5, "want token ids .whole numbers., got 1.5"),
+        ("7", "want token ids .whole numbers., got '7'"),
+        (10**5000, "want token ids of 0 to 9, got one of more than 64 bits"),
+        (-(10**5000), "want token ids of 0 to 9, got one of more than 64 bits"),
+    ],
+    ids=["bool", "fraction", "string", "large", "small"],
+)
+def test_token_ids_that_are_none(token: Any, error: str) -> None:
+    with pytest.raises(UserError, match=f"prompt: {error}"):
+        encode_prompt([0, token], None, 10)
