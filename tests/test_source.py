@@ -1,6 +1,7 @@
 """Sources that contradict themselves or their checksums, and numbers that are none."""
 
 import json
+import os
 import re
 import struct
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 from convert_sources import run, target_tensors, write_shards, write_source
 
-from poss_jax.checkpoint import load_target, write_sums
-from poss_jax.config import UserError
+from poss_jax.checkpoint import copy_tokenizer, load_target, write_sums
+from poss_jax.config import UserError, json_reading, read_json
 from poss_jax.convert import plan
 from poss_jax.convert.plan import is_finite
 from poss_jax.convert.source import open_tensors
@@ -62,13 +63,99 @@ def test_json_that_is_too_deep(tmp_path):
     refused(tmp_path, r"config\.json: not valid JSON")
 
 
-@pytest.mark.parametrize("shard", [3, None, "", ".", "..", "x" * 300, "a\0b", "config.json/x"])
+@pytest.mark.parametrize(
+    "shard",
+    [3, None, "", ".", "..", "x" * 300, "a\0b", "a\nb", "config.json/x", "../a", "/dev/zero"],
+)
 def test_index_with_a_shard_that_cannot_be(tmp_path, shard):
     folder = write_source(tmp_path / "source", {})
     (folder / "model.safetensors").unlink()
     index = {"weight_map": {KEY: shard}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(tmp_path, rf"index\.json names the shard .* of {re.escape(KEY)}, which is missing")
+
+
+# --------------------------------------------------------------------------------------------------
+# Links and special files
+
+
+@pytest.fixture
+def secret(tmp_path_factory):
+    path = tmp_path_factory.mktemp("elsewhere") / "secret"
+    path.write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("hops", [1, 2])
+def test_link_that_leads_out_of_the_source(tmp_path, secret, name, hops):
+    folder = write_source(tmp_path / "source", target_tensors())
+    if hops == 2:
+        (folder / "inside").symlink_to(secret)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret if hops == 1 else "inside")
+    refused(tmp_path, rf"{re.escape(name)}: a link that leads out of its folder")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "shard"])
+def test_weights_behind_a_link_that_leads_out(tmp_path, secret, name):
+    folder = write_source(tmp_path / "source", target_tensors())
+    if name != "model.safetensors":
+        write_shards(folder, target_tensors())
+    if name == "shard":
+        name = next(path.name for path in folder.glob("model-*.safetensors"))
+    (folder / name).rename(secret)
+    (folder / name).symlink_to(secret)
+    message = rf"{re.escape(name)}: a link that leads out of its folder"
+    refused(tmp_path, message)
+    with pytest.raises(UserError, match=message):  # `inspect` does not compare checksums
+        open_tensors(folder, verify=False)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "shard"])
+def test_file_that_would_be_waited_for(tmp_path, name):
+    folder = write_source(tmp_path / "source", target_tensors())
+    if name == "shard":
+        write_shards(folder, target_tensors())
+        name = next(path.name for path in folder.glob("model-*.safetensors"))
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    refused(tmp_path, rf"{re.escape(name)}: want a regular file")
+    with pytest.raises(UserError, match="want a regular file"):
+        read_json(folder / name)
+
+
+def test_json_file_that_is_too_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_reading, "MAX_BYTES", 100)
+    write_source(tmp_path / "source", target_tensors())
+    refused(tmp_path, r"config\.json: want at most 100 bytes of JSON, got \d+")
+
+
+@pytest.mark.parametrize("home", ["blobs", "other"])
+def test_links_of_the_hubs_cache(tmp_path, home):
+    cache = tmp_path / "models--owner--tiny"
+    source = write_source(tmp_path / "files", target_tensors())
+    (source / "tokenizer.json").write_text("{}")
+    snapshot = cache / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (cache / home).mkdir()
+    for path in source.iterdir():
+        path.rename(cache / home / path.name)
+        (snapshot / path.name).symlink_to(f"../../{home}/{path.name}")
+    if home == "blobs":
+        run("target", source=snapshot, output=tmp_path / "out")
+        assert not (tmp_path / "out/tokenizer.json").is_symlink()
+        assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    else:
+        with pytest.raises(UserError, match="a link that leads out of its folder"):
+            run("target", source=snapshot, output=tmp_path / "out")
+
+
+def test_tokenizer_of_a_model_folder_is_not_copied_through_a_link(tmp_path, secret):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/tokenizer.json").symlink_to(secret)
+    with pytest.raises(UserError, match=r"tokenizer\.json: a link that leads out of its folder"):
+        copy_tokenizer(tmp_path / "source", tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
