@@ -132,6 +132,19 @@ def test_threads_get_their_own_texts() -> None:
         assert all(pool.map(ask, range(100)))
 
 
+@pytest.mark.usefixtures("short_time")
+def test_a_program_that_ignores_the_signal_is_no_way_out() -> None:
+    rendering._WORKER.stop()
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    try:
+        with pytest.raises(data.RenderError, match="it takes more than"):
+            render(NESTED)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        signal.signal(signal.SIGPROF, before)
+
+
 def test_an_interrupted_chat_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     render("first")
 

@@ -18,6 +18,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 def main() -> None:
     """Answers every request, a line, with a line for each of its chats."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever the program does with it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for line in sys.stdin.buffer:
         request = json.loads(line)
         limits, chats = request["limits"], request["chats"]
