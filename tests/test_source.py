@@ -86,7 +86,7 @@ def secret(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "merges.txt", "SHA256SUMS"])
 @pytest.mark.parametrize("hops", [1, 2])
 def test_link_that_leads_out_of_the_source(tmp_path, secret, name, hops):
     folder = write_source(tmp_path / "source", target_tensors())

@@ -174,6 +174,7 @@ def _check_index(index: Path, shards: Mapping[str, str], tensors: Mapping[str, L
 
 def _verify(folder: Path, names: Iterable[str]) -> None:
     """Compares those files that exist with what is known about them."""
+    check_own_file(folder / SUMS_FILE)
     sums = read_sums(folder)
     for name in names:
         check_own_file(folder / name)
