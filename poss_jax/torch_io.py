@@ -34,8 +34,8 @@ def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
       UserError: torch is not installed; the file is damaged, wants to run code, or holds something
         else than named tensors.
     """
-    torch = _import_torch()
     path = Path(path)
+    torch = _import_torch(str(path))
     try:
         is_zip = _is_zip(path)
         if is_zip and check:
@@ -66,7 +66,7 @@ def write_bin(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
     Raises:
       UserError: torch is not installed, or the file cannot be written.
     """
-    torch = _import_torch()
+    torch = _import_torch(Path(path).name)
     state = {name: _to_torch(torch, array) for name, array in arrays.items()}
     try:
         torch.save(state, path)
@@ -109,12 +109,12 @@ def _damaged(path: Path, reason: str) -> str:
     return f"{path}: cannot be read ({reason.partition(chr(10))[0]}); fetch the file again"
 
 
-def _import_torch() -> Any:
+def _import_torch(path: str) -> Any:
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(
-            "a .bin file needs torch; install the `torch` extra "
+            f"{path} needs torch, which is not installed; install the `torch` extra "
             "(pip install 'poss-jax[torch]') or use a safetensors file"
         ) from error
     return torch

@@ -1,6 +1,7 @@
 """The converter: every layout comes through bit for bit."""
 
 import json
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -112,6 +113,15 @@ def test_bin(tmp_path, dtype, sharded):
     run("target", source=folder, output=tmp_path / "out")
     want = {key: value.astype(jnp.dtype(dtype)) for key, value in tensors.items()}
     assert_stored(load_target(tmp_path / "out")[1], target_keys(2), want)
+
+
+def test_bin_without_torch(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails
+    folder = write_source(tmp_path / "source", target_tensors())
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"source/pytorch_model\.bin needs torch"):
+        run("target", source=folder, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_safetensors_win_over_bin(tmp_path, tiny):

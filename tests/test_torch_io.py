@@ -1,28 +1,23 @@
 """Reading .bin files: bit for bit, without running what they hold."""
 
-import builtins
 import os
 import pickle
+import sys
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from poss_jax.config import UserError
-from poss_jax.torch_io import read_bin
+from poss_jax.torch_io import read_bin, write_bin
 
 
-def test_without_torch_the_extra_is_named(tmp_path, monkeypatch):
-    real_import = builtins.__import__
-
-    def no_torch(name, *args, **kwargs):
-        if name == "torch":
-            raise ImportError("No module named 'torch'")
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_torch)
-    with pytest.raises(UserError, match="install the `torch` extra"):
-        read_bin(tmp_path / "pytorch_model.bin")
+@pytest.mark.parametrize("function", [read_bin, partial(write_bin, arrays={})])
+def test_without_torch_the_file_and_the_extra_are_named(tmp_path, monkeypatch, function):
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails
+    with pytest.raises(UserError, match=r"pytorch_model\.bin needs torch.* the `torch` extra"):
+        function(tmp_path / "pytorch_model.bin")
 
 
 @pytest.mark.torch
