@@ -34,11 +34,12 @@ demo: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare them i
 	@$(PY) -m infer.bench --config configs/demo/bench_sampled.yaml --overwrite
 	@echo "Models, metrics and the report lie under runs/demo/"
 
-test: $(STAMP)  ## run the tests (TORCH=1 installs PyTorch and runs those that compare with it, too)
-ifeq ($(TORCH),1)
-	@$(PIP) install '$(TORCH_PIN)'
-endif
+test: $(STAMP)  ## run the tests
 	@$(PYTEST) $(ARGS)
+
+test-torch: $(STAMP)  ## install PyTorch and run the tests that need it
+	@$(PIP) install '$(TORCH_PIN)'
+	@$(PYTEST) -m 'torch and not slow and not device' $(ARGS)
 
 test-slow: $(STAMP)  ## run the tests that take minutes
 	@$(PYTEST) -m 'slow and not device' $(ARGS)

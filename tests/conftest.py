@@ -30,6 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     has_torch = importlib.util.find_spec("torch") is not None
     for item in items:
         if item.get_closest_marker("torch") and not has_torch:
-            item.add_marker(pytest.mark.skip(reason="needs torch: make test TORCH=1"))
+            item.add_marker(pytest.mark.skip(reason="needs torch: make test-torch"))
         if item.get_closest_marker("device") and jax.default_backend() == "cpu":
             item.add_marker(pytest.mark.skip(reason="needs an accelerator: JAX_PLATFORMS=cuda"))
