@@ -1,5 +1,7 @@
 """Attention in blocks against whole scores, gradients included."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +26,9 @@ OF_MEAN, OF_LOG_SUM = draw(3, B, K, G, T, H), draw(4, B, K, G, T)
 
 def whole(q, k, v, documents, lag):
     """(mean, log sum, whether anything is attended) from all scores."""
-    row = np.arange(T)
-    can = (row[None] <= row[:, None] - lag) & (documents[:, :, None] == documents[:, None])
-    can = jnp.asarray(can[:, None, None])
+    row = jnp.arange(T)
+    can = (row[None] <= row[:, None] - lag)[None] & (documents[:, :, None] == documents[:, None])
+    can = can[:, None, None]
     scores = jnp.where(can, jnp.einsum("BKGTH,BKSH->BKGTS", q, k) * H**-0.5, NOTHING)
     weights = jnp.where(can, jax.nn.softmax(scores, axis=-1), 0.0)
     log_sum = jax.nn.logsumexp(scores, axis=-1)
@@ -37,30 +39,35 @@ def whole(q, k, v, documents, lag):
     )
 
 
+@partial(jax.jit, static_argnames="block")
+def attend_and_differentiate(arrays, documents, lag, *, block=None):
+    """Results, and the gradients of their sum with a weight of its own for each."""
+    attends = whole(*arrays, documents, lag)[2]
+
+    def attend(q, k, v):
+        if block is None:
+            return whole(q, k, v, documents, lag)[:2]
+        out = attend_documents(q, k, v, documents, lag, block=block)
+        return out.mean, out.log_sum
+
+    def loss(arrays):
+        mean, log_sum = attend(*arrays)
+        return (mean * OF_MEAN).sum() + jnp.where(attends, log_sum * OF_LOG_SUM, 0.0).sum()
+
+    return *attend(*arrays), attends, jax.grad(loss)(arrays)
+
+
 @pytest.mark.parametrize("block", [4, 13, 100])
 @pytest.mark.parametrize("lag", [0, 1, 4])
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_blocks_equal_whole_scores(kind, lag, block):
-    documents = DOCUMENTS[kind]
-
-    def blocks(q, k, v):
-        out = attend_documents(q, k, v, jnp.asarray(documents), jnp.array(lag), block=block)
-        return out.mean, out.log_sum
-
-    def weigh(function):
-        def loss(*args):
-            mean, log_sum = function(*args)[:2]
-            attends = whole(Q, KEYS, VALUES, documents, lag)[2]
-            return (mean * OF_MEAN).sum() + jnp.where(attends, log_sum * OF_LOG_SUM, 0.0).sum()
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-
-    mean, log_sum = jax.jit(blocks)(Q, KEYS, VALUES)
-    want_mean, want_log_sum, attends = whole(Q, KEYS, VALUES, documents, lag)
+    documents, lag = jnp.asarray(DOCUMENTS[kind]), jnp.array(lag)
+    arrays = Q, KEYS, VALUES
+    want = jax.device_get(attend_and_differentiate(arrays, documents, lag))
+    got = jax.device_get(attend_and_differentiate(arrays, documents, lag, block=block))
+    (want_mean, want_log_sum, attends, wanted), (mean, log_sum, _, gradients) = want, got
     np.testing.assert_allclose(mean, want_mean, atol=2e-6)
     np.testing.assert_allclose(log_sum[attends], want_log_sum[attends], atol=2e-6)
     assert (log_sum[~attends] == NOTHING).all() and (mean[~attends] == 0).all()
-    gradients = weigh(blocks)(Q, KEYS, VALUES)
-    wanted = weigh(lambda *args: whole(*args, documents, lag))(Q, KEYS, VALUES)
     for got, want in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(got, want, atol=5e-6)
