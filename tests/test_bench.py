@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from poss_jax.config import CPU_TREE, BenchConfig, TreeConfig, UserError
 from poss_jax.engine import Engine, Generation
 
 N = 12
+TREE = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()  # compiled by other tests, too
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_bench_by_flags(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "new" / "report"
-    main([*flags, "--output", str(output)])
+    main([*flags, *TREE, "--output", str(output)])
     lines = capsys.readouterr().out.splitlines()
     report = json.loads(lines[-1])
     assert lines[-2] == f"report: {output}"
@@ -187,7 +187,7 @@ def test_bench_by_flags(
         assert method["all"]["equal_outputs"] == 2
         assert set(method["phase_milliseconds"]) == {*["draft"] * drafts, "verify", "commit"}
         assert min(method["phase_milliseconds"].values()) > 0
-        assert (len(method["all"]["positionwise_acceptance"]) in range(1, 5)) == drafts
+        assert (len(method["all"]["positionwise_acceptance"]) in range(1, 4)) == drafts
         assert (method["all"]["acceptance_length"] > 1.2) == drafts
         assert len(method["all"]["speed_up_per_repeat"]) == 3
     assert report["methods"]["autoregressive"]["all"]["speed_up"] == 1
@@ -197,7 +197,7 @@ def test_bench_by_flags(
 def test_sampled_outputs_are_equal_too(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([*flags, "--temperature", "1", "--seed", "5", "--no-coupling"])
+    main([*flags, *TREE, "--temperature", "1", "--seed", "5", "--no-coupling"])
     out = capsys.readouterr().out
     report = json.loads(out.splitlines()[-1])
     assert out.splitlines()[1] == "sampling: temperature 1.0, seed 5; plain drafting"
@@ -320,10 +320,9 @@ def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "    python -m infer.bench --config configs/demo/bench.yaml" in capsys.readouterr().out
 
 
-def test_as_a_command_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
+def test_as_a_command_bad_input_is_one_line_and_code_2() -> None:
     command = [sys.executable, "-m", "infer.bench", "--target", "nowhere"]
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
         "error: model folder nowhere does not exist; give a folder written by poss_jax\n"
