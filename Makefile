@@ -9,7 +9,8 @@ SECONDS ?= 600
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip -q --disable-pip-version-check
-PYTEST := $(PY) -m pytest -n logical --maxprocesses 8
+# Neighbouring tests share fixtures and compiled programs, so each worker takes a whole stretch.
+PYTEST := $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 # The installation is renewed when the stamp's name changes: another Python, lock or pyproject.toml.
 TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')

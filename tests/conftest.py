@@ -1,7 +1,10 @@
-"""What every test runs under: eight CPU devices, no silent promotion, skips that say why."""
+"""What every test runs under: eight CPU devices, one compilation cache, no silent promotion."""
 
+import atexit
 import importlib.util
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -9,6 +12,11 @@ os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
 )
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network
+# Workers and the programs that tests start inherit the folder: what one compiled, all have.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="poss_jax-compiled-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import pytest

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import yaml
 from filelock import FileLock
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from infer.generate import main as generate_main
 from poss_jax.checkpoint import load_draft, load_target, read_record
@@ -69,28 +68,10 @@ class Runs:
 
 @contextmanager
 def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """Trains the tiny models, or finds those that another test or worker trained.
-
-    What is compiled meanwhile is kept for the whole test run: the same programs come again.
-    """
+    """Trains the tiny models, or finds those that another test or worker trained."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    with compilation_cache(str(base / "xla")):
-        yield _train_all(base)
-
-
-@contextmanager
-def compilation_cache(folder: str) -> Iterator[None]:
-    wanted = {
-        "jax_compilation_cache_dir": folder,
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in wanted}
-    _configure(wanted)
-    try:
-        yield
-    finally:
-        _configure(before)
+    yield _train_all(base)
 
 
 def write_config(folder: Path, values: dict[str, Any]) -> str:
@@ -162,12 +143,6 @@ def refusal(main: Callable[[list[str]], None], *arguments: str) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
-
-
-def _configure(settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    reset_cache()
 
 
 @cache

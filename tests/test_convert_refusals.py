@@ -194,7 +194,6 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, tiny, monkeypatch, erro
 @pytest.fixture
 def said(monkeypatch, capsys):
     """Runs the program in this process; gives the one line it says before exit code 2."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")  # leave this process's setting alone
     monkeypatch.setattr("poss_jax.program.running._leave", sys.exit)  # and the process
 
     def run(argv: list[str]) -> str:

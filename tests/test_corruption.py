@@ -90,7 +90,6 @@ def build(folder: Path, form: str, *, with_sums: bool) -> Case:
 @pytest.fixture
 def run_cli(monkeypatch, capsys, tmp_path):
     """Runs the program on a damaged source; gives its one line."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")  # leave this process's setting alone
     monkeypatch.setattr("poss_jax.program.running._leave", sys.exit)  # and the process
     (tmp_path / "output").mkdir()
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from programs import POSS2, STEPS, Runs, config_file, metrics, refusal, tiny_runs, weights
@@ -33,8 +32,6 @@ def environment() -> dict[str, str]:
     """Of a process of its own, which compiles the same programs and so finds them compiled."""
     return os.environ | {
         "PYTHONPATH": str(ROOT),
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_NUMPY_DTYPE_PROMOTION": "strict",
         "JAX_NUMPY_RANK_PROMOTION": "raise",
     }

@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
-from programs import compilation_cache
 
 from poss_jax.config import UserError
 from poss_jax.program import run_program
@@ -84,15 +84,26 @@ def test_an_interruption_of_the_garbage_collector_is_not_lost() -> None:
     assert result.stdout == "lost\n"
 
 
+@pytest.fixture
+def restored_settings() -> Iterator[None]:
+    """Puts the settings of the compilation cache back."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("restored_settings")
 def test_compiled_programs_are_kept_unless_told_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for told in (True, False):
-        with compilation_cache(str(tmp_path)), monkeypatch.context() as patch:
-            patch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-            patch.setenv("HOME", str(tmp_path / "home"))
-            if told:
-                patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-            run_program(lambda: None)
-            kept = tmp_path if told else tmp_path / "home" / ".cache" / "poss_jax" / "xla"
-            assert jax.config.jax_compilation_cache_dir == str(kept)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", "as told")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as told")
+    run_program(lambda: None)
+    assert jax.config.jax_compilation_cache_dir == "as told"
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    run_program(lambda: None)
+    kept = tmp_path / ".cache" / "poss_jax" / "xla"
+    assert jax.config.jax_compilation_cache_dir == str(kept)
