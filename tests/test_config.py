@@ -2,19 +2,24 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import pydantic
 import pytest
 
+from poss_jax import config as configs
 from poss_jax.config import (
     BenchConfig,
     DraftConfig,
     LlamaConfig,
     OptimizerConfig,
     RopeConfig,
+    SamplingConfig,
     SpecialistsConfig,
     TrainConfig,
     TreeConfig,
@@ -282,6 +287,206 @@ def test_missing_and_binary_files(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not valid YAML"):
         load_config(TreeConfig, binary)
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers
+
+KINDS = [k for k in vars(configs).values() if isinstance(k, type) and dataclasses.is_dataclass(k)]
+NEEDED = {
+    LlamaConfig: config_to_dict(LAYER),
+    DraftConfig: {"layer": LAYER},
+    TrainConfig: DRAFT_RUN,
+    BenchConfig: {"target": "t"},
+}
+
+
+def numbers(schema: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts of a JSON schema that are numbers, and where they are."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("integer", "number"):
+            yield where, schema
+        for key, part in schema.items():
+            yield from numbers(part, f"{where}/{key}")
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from numbers(part, where)
+
+
+def test_there_are_configs():
+    assert {LlamaConfig, TreeConfig, TrainConfig, OptimizerConfig, SamplingConfig} < set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_number_has_both_bounds(kind):
+    for where, number in numbers(pydantic.TypeAdapter(kind).json_schema()):
+        least = [
+            number[key] for key in ("minimum", "exclusiveMinimum", "ge", "gt") if key in number
+        ]
+        most = [number[key] for key in ("maximum", "exclusiveMaximum", "le", "lt") if key in number]
+        assert least and most, where
+        is_wide = number["type"] == "number" or where.endswith(("/seed", "/num_tokens/anyOf"))
+        assert -1e30 <= max(least) < min(most) <= (1e30 if is_wide else 2**31), where
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_no_number_is_true_or_endless(kind):
+    properties = pydantic.TypeAdapter(kind).json_schema()["properties"]
+    names = [name for name in properties if dict(numbers({name: properties[name]}))]
+    for name in names:
+        lists = [part.get("type") == "array" for part in [properties[name]]]
+        for value in (True, 10**400, -(10**400), "9" * 5000, float("nan"), float("-inf"), 1e308):
+            values = NEEDED.get(kind, {}) | {name: [value] if any(lists) else value}
+            with pytest.raises(UserError) as caught:
+                build_config(kind, values, origin="test")
+            assert f"test: {name}" in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        (SamplingConfig, {"top_k": 3_000_000_000}, "top_k: Input should be less than 2147483648"),
+        (SamplingConfig, {"temperature": 1e-30}, "temperature: want no number closer to 0 than"),
+        (SamplingConfig, {"logit_bias": {True: 1}}, "logit_bias.1.[key]: want a number"),
+        (SamplingConfig, {"logit_bias": {2**31: 1}}, "[key]: Input should be less than 2147483648"),
+        (SamplingConfig, {"logit_bias": {1: 1e40}}, "logit_bias.1: Input should be less than"),
+        (OptimizerConfig, {"b1": 2}, "b1: Input should be less than or equal to 0.999999"),
+        (OptimizerConfig, {"b2": 0.99999999}, "b2: Input should be less than or equal to 0.999999"),
+        (OptimizerConfig, {"eps": 0}, "eps: Input should be greater than 0"),
+        (OptimizerConfig, {"eps": 1e-50}, "eps: want no number closer to 0 than 1e-30"),
+        (OptimizerConfig, {"learning_rate": -1}, "learning_rate: Input should be greater than 0"),
+        (OptimizerConfig, {"weight_decay": -1}, "weight_decay: Input should be greater than or"),
+        (TrainConfig, {"batch_size": True}, "batch_size: want a number, got True"),
+        (TrainConfig, {"seed": -1}, "seed: Input should be greater than or equal to 0"),
+        (TrainConfig, {"seed": 2**64}, "seed: Input should be less than 4294967296"),
+        (TrainConfig, {"num_epochs": 1e308}, "num_epochs: Input should be less than or equal to"),
+        (
+            TrainConfig,
+            {"num_epochs": None, "num_tokens": 10**30},
+            "num_tokens: Input should be less than or equal to",
+        ),
+        (
+            TrainConfig,
+            {"num_epochs": None, "num_tokens": 10**17},
+            "num_tokens 100000000000000000 are 48828125000000 steps; lower it",
+        ),
+        (TreeConfig, {"depth": 10**6}, "depth: Input should be less than or equal to 1000"),
+        (LlamaConfig, {"vocab_size": 2**31}, "vocab_size: Input should be less than 2147483648"),
+        (
+            RopeConfig,
+            {"type": "llama3", "high_freq_factor": 1},
+            "want low_freq_factor below high_freq_factor, got 1.0 and 1.0",
+        ),
+        (
+            LlamaConfig,
+            {"head_dim": 2, "rope": {"type": "dynamic"}},
+            "rope type dynamic wants a head_dim above 2",
+        ),
+    ],
+)
+def test_numbers_that_are_refused(kind, change, message):
+    with pytest.raises(UserError) as caught:
+        build_config(kind, NEEDED.get(kind, {}) | change, origin="test")
+    assert message in str(caught.value)
+
+
+def test_numbers_may_be_text_as_yaml_reads_them():
+    values = DRAFT_RUN | {"batch_size": "8", "seed": 3.0, "optimizer": {"learning_rate": "1e-4"}}
+    run = build_config(TrainConfig, values, origin="test")
+    assert (run.batch_size, run.seed, run.optimizer.learning_rate) == (8, 3, 1e-4)
+
+
+def test_epochs_of_too_many_tokens_are_refused_once_the_rows_are_known():
+    run = build_config(TrainConfig, DRAFT_RUN | {"num_epochs": 1e6}, origin="test")
+    with pytest.raises(
+        UserError, match=r"num_epochs 1e\+06: num_tokens: Input should be less than"
+    ):
+        run.with_budget(10**12)
+
+
+# --------------------------------------------------------------------------------------------------
+# Limits of YAML
+
+RUN = "{stage: draft, output: a, target: t, num_tokens: 9}"
+LAUGHS = "a: &a [1, 1]\n" + "".join(
+    f"{after}: &{after} [*{before}, *{before}, *{before}, *{before}]\n"
+    for before, after in zip("abcdefghijklmnop", "bcdefghijklmnopq", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("2024-13-45", "month must be in 1..12"),
+        ("9" * 5000, "Exceeds the limit (4300 digits)"),
+        ("0b" + "1" * 50_000, "number of too many digits"),
+        ("1:" * 3000 + "1", "number of too many digits"),
+        ("[" * 5000, "nested more than 50 deep"),
+        ("[" * 60 + "]" * 60, "nested more than 50 deep"),
+        ("&a [*a]", "nested more than 50 deep"),
+        ("&a {<<: *a}", "nested more than 50 deep"),
+        ("{b1: 1, b1: 2}", "the key 'b1' is given twice"),
+        ("{1: 1, 01: 2}", "the key '1' is given twice"),
+        ("{? [a] : 1}", "want plain keys"),
+        ('"a\\0b"', "text with a character that no text may hold"),
+        ('"\\ud800"', "text with a character that no text may hold"),
+        ("!!bool maybe", "'maybe'"),
+        ("!!timestamp x", ""),
+        ("!!python/object:os.system x", "could not determine a constructor"),
+        ("!!binary aGk=", "could not determine a constructor"),
+        ("x" * 2**18 + "y", "want at most 262,144 characters"),
+        ("=", "could not determine a constructor"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_yaml_beyond_the_limits(tmp_path, text, problem):
+    override = refused(tmp_path, RUN, f"output={text}")
+    assert "override 'output=" in override and len(override) < 700
+    for message in (override, refused(tmp_path, f"output: {text}")):
+        assert problem in message
+
+
+def refused(folder: Path, text: str, *overrides: str) -> str:
+    run = write(folder / "run.yaml", text)
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, run, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_aliases_that_stand_for_more_than_was_written(tmp_path):
+    assert "more than 50,000 values" in refused(tmp_path, LAUGHS)
+    write(tmp_path / "base.yaml", "data: &d {x: *d}\n")
+    assert "nested more" in refused(tmp_path, "base: base.yaml\ndata: &d {x: *d}\n")
+    shared = write(tmp_path / "y", "x: &x {b1: 0.5}\noptimizer: {<<: *x, b2: 0.6}\ndrafts: *x")
+    assert configs.read_yaml(shared)["optimizer"] == {"b1": 0.5, "b2": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed" * 3000 + "=1", "unknown key 'seedseed"),
+        (".".join("a" * 5000) + "=1", "want section.key=value"),
+        ("output=2024-12-12", "output: Input should be a valid string, got datetime.date("),
+        ("optimizer.b1=true", "optimizer.b1: want a number, got True"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_overrides_of_odd_sizes_and_types(tmp_path, override, message):
+    error = refused(tmp_path, RUN, override)
+    assert message in error and len(error) < 400
+
+
+def test_files_without_end_are_refused():
+    with pytest.raises(UserError, match="config /dev/zero: not valid YAML: want at most"):
+        load_config(TreeConfig, "/dev/zero")
+
+
+def test_bases_in_a_row_end(tmp_path):
+    for i in range(30):
+        write(tmp_path / f"{i}.yaml", f"base: {i + 1}.yaml")
+    with pytest.raises(UserError, match=r"20\.yaml: base: want the path of another YAML file"):
+        load_config(TreeConfig, tmp_path / "0.yaml")
 
 
 def test_bases_in_a_circle(tmp_path):

@@ -2,7 +2,9 @@
 
 models.py        shapes of target, draft and tree (hashable: static arguments of jitted functions)
 runs.py          training runs and benchmarks
+numbers.py       types of their numbers, with bounds
 reading.py       YAML files, `base:`, dotted overrides, messages
+yaml_text.py     YAML within limits
 json_reading.py  JSON that others wrote
 """
 
@@ -25,9 +27,11 @@ from poss_jax.config.models import (
 from poss_jax.config.reading import (
     UserError,
     build_config,
+    change_config,
     config_to_dict,
     load_config,
     read_yaml,
+    shorten,
 )
 from poss_jax.config.runs import (
     BenchConfig,
@@ -42,6 +46,7 @@ from poss_jax.config.runs import (
     StepConfig,
     TrainConfig,
 )
+from poss_jax.config.yaml_text import parse_yaml
 
 __all__ = [
     "ACCELERATOR_TREE",
@@ -64,12 +69,15 @@ __all__ = [
     "TreeConfig",
     "UserError",
     "build_config",
+    "change_config",
     "check_own_file",
     "check_text",
     "config_to_dict",
     "load_config",
     "parse_json",
     "parse_object",
+    "parse_yaml",
     "read_json",
     "read_yaml",
+    "shorten",
 ]

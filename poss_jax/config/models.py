@@ -2,12 +2,21 @@
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, PositiveInt
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from poss_jax.config.numbers import (
+    Count,
+    Depth,
+    HeadDim,
+    NumLayers,
+    Positive,
+    Probability,
+    TokenId,
+)
+
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-TokenId = Annotated[int, Field(ge=-1, lt=2**31)]  # -1 stands for none in some config.json
-Spans = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+Spans = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -25,11 +34,16 @@ class RopeConfig:
     """
 
     type: Literal["default", "linear", "dynamic", "llama3"] = "default"
-    theta: float = Field(default=10000.0, gt=0)
-    factor: float = Field(default=1.0, gt=0)
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = Field(default=8192, gt=0)
+    theta: Positive = 10000.0
+    factor: Positive = 1.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position_embeddings: Count = 8192
+
+    def __post_init__(self) -> None:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.type == "llama3" and not low < high:
+            raise ValueError(f"want low_freq_factor below high_freq_factor, got {low} and {high}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -43,15 +57,15 @@ class LlamaConfig:
       eos_token_ids: tokens that end a text.
     """
 
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0, le=10_000)
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0, multiple_of=2)
-    max_position_embeddings: int = Field(default=2048, gt=0)
-    rms_norm_eps: float = Field(default=1e-5, ge=0)
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_layers: NumLayers
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: HeadDim
+    max_position_embeddings: Count = 2048
+    rms_norm_eps: Probability = 1e-5
     rope: RopeConfig = Field(default_factory=RopeConfig)
     tie_embeddings: bool = False
     qkv_bias: bool = False
@@ -66,6 +80,8 @@ class LlamaConfig:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
             )
+        if self.rope.type == "dynamic" and self.head_dim == 2:
+            raise ValueError("rope type dynamic wants a head_dim above 2")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -85,7 +101,7 @@ class DraftConfig:
 
     layer: LlamaConfig
     positions_per_specialist: Spans = (1,)
-    trained_depth: int = Field(default=1, gt=0)
+    trained_depth: Depth = 1
     fc_bias: bool = False
 
     @property
@@ -122,9 +138,9 @@ class TreeConfig:
       total_tokens: nodes verified in one target pass, root included.
     """
 
-    depth: int = Field(default=6, gt=0)
-    top_k: int = Field(default=10, gt=0)
-    total_tokens: int = Field(default=60, gt=1)
+    depth: Depth = 6
+    top_k: Count = 10
+    total_tokens: Count = Field(default=60, gt=1)
 
     @property
     def num_candidates(self) -> int:

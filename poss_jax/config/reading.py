@@ -1,14 +1,20 @@
 """Strict reading of config dataclasses: unknown keys are refused, one line says what is wrong."""
 
+import dataclasses
 import difflib
 import json
+import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
-import yaml
+
+from poss_jax.config.yaml_text import LARGEST_TEXT, parse_yaml
+
+_DEEPEST_KEY = 20  # of an override
+_MOST_BASES = 20
 
 ConfigT = TypeVar("ConfigT")
 
@@ -45,14 +51,7 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
     """
     values = read_yaml(Path(path))
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise UserError(f"override {override!r}: want section.key=value")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise UserError(f"override {override!r}: want a YAML value after the =") from error
-        _merge(values, _nest(key.split("."), value))
+        _merge(values, _read_override(override))
     return build_config(kind, values, origin=str(path))
 
 
@@ -60,33 +59,68 @@ def read_yaml(path: Path, derived: tuple[Path, ...] = ()) -> dict[Any, Any]:
     """Reads a YAML file of keys; it may name another as `base:`, and its own keys win.
 
     Args:
-      path: of the file.
+      path: path of the file.
       derived: files that are being read, and name this one.
 
     Raises:
       UserError: missing or malformed file, or another `base` than a file's path.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(LARGEST_TEXT + 1)  # one more, which is refused
+        values = parse_yaml(content.decode())
     except OSError as error:
         raise UserError(f"config {path}: {error.strerror}; give the path of a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        line = " ".join(str(error).split())
-        raise UserError(f"config {path}: not valid YAML: {line}") from error
+    except ValueError as error:
+        raise UserError(f"config {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"config {path}: want a mapping of keys, got {type(values).__name__}")
     if "base" not in values:
         return values
     base = values.pop("base")
-    derived = (*derived, path.resolve())
-    if not isinstance(base, str) or (path.parent / base).resolve() in derived:
-        raise UserError(f"config {path}: base: want the path of another YAML file, got {base!r}")
+    derived = (*derived, Path(os.path.realpath(path)))
+    is_new = isinstance(base, str) and Path(os.path.realpath(path.parent / base)) not in derived
+    if not is_new or len(derived) > _MOST_BASES:
+        raise UserError(
+            f"config {path}: base: want the path of another YAML file, got {shorten(base)}"
+        )
     return _merge(read_yaml(path.parent / base, derived), values)
+
+
+def change_config(config: ConfigT, *, origin: str, **changes: Any) -> ConfigT:
+    """Builds a config of the same kind in which some fields differ; refuses as `build_config`."""
+    names = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
+    values = {name: getattr(config, name) for name in names} | changes
+    return build_config(type(config), values, origin=origin)
+
+
+def shorten(value: Any) -> str:
+    """A value as messages show it, however long it is."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a number of too many digits"
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
     """Turns a config dataclass into JSON-compatible nested dicts and lists."""
     return json.loads(pydantic.TypeAdapter(type(config)).dump_json(config))
+
+
+def _read_override(override: str) -> dict[str, Any]:
+    """Reads section.key=value into nested mappings."""
+    key, equals, text = override.partition("=")
+    where, keys = f"override {_cut(override)!r}", key.split(".")
+    if not equals or not key or len(keys) > _DEEPEST_KEY:
+        raise UserError(f"{where}: want section.key=value")
+    try:
+        value = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(
+            f"{where}: want a YAML value after the =, with text that looks otherwise in quotes; "
+            f"{error}"
+        ) from error
+    return _nest(keys, value)
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +139,7 @@ def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
 def _explain(kind: Any, errors: Sequence[Any]) -> str:
     # A misspelt key is often a missing key as well; the misspelt one says more.
     error = min(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
-    where = ".".join(str(part) for part in error["loc"])
+    where = _cut(".".join(str(part) for part in error["loc"]))
     match error["type"]:
         case "unexpected_keyword_argument":
             near = difflib.get_close_matches(where, _known_keys(kind), n=1, cutoff=0.0)
@@ -116,8 +150,12 @@ def _explain(kind: Any, errors: Sequence[Any]) -> str:
             message = str(error["ctx"]["error"])
             return f"{where}: {message}" if where else message
         case "dataclass_type":
-            return f"{where}: want a mapping of keys, got {reprlib.repr(error['input'])}"
-    return f"{where}: {error['msg']}, got {reprlib.repr(error['input'])}"
+            return f"{where}: want a mapping of keys, got {shorten(error['input'])}"
+    return f"{where}: {error['msg']}, got {shorten(error['input'])}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _known_keys(kind: Any, prefix: str = "") -> list[str]:

@@ -1,14 +1,32 @@
 """Settings of training runs and benchmarks: what a YAML file holds."""
 
 import math
-from dataclasses import replace
 from typing import Literal
 
-from pydantic import Field, FiniteFloat
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config.models import STRICT, LlamaConfig, Spans, TreeConfig
-from poss_jax.config.reading import UserError
+from poss_jax.config.numbers import (
+    Bias,
+    Count,
+    CountOrZero,
+    Decay,
+    Depth,
+    Devices,
+    Fraction,
+    NumEpochs,
+    NumTokens,
+    Penalty,
+    Positive,
+    PositiveOrZero,
+    Probability,
+    Seed,
+    Temperature,
+    TokenId,
+    Weight,
+)
+from poss_jax.config.reading import UserError, change_config
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -44,10 +62,10 @@ class DataConfig:
     system_prompt: str | None = None
     train_on: Literal["assistant", "all"] = "assistant"
     packing: Literal["stream", "documents", "none"] | None = None
-    sequence_length: int = Field(default=256, gt=1)
-    validation_fraction: float = Field(default=0.05, gt=0, lt=1)
-    max_documents: int | None = Field(default=None, gt=0)
-    max_dropped: float = Field(default=0.5, ge=0, lt=1)
+    sequence_length: Count = Field(default=256, gt=1)
+    validation_fraction: Fraction = Field(default=0.05, gt=0)
+    max_documents: Count | None = None
+    max_dropped: Fraction = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -63,12 +81,12 @@ class ObjectiveConfig:
         tokens (divided by length / 512).
     """
 
-    feature_weight: float = 1.0
-    probability_weight: float = 0.1
-    top_k_weight: float = 1.0
-    top_k: int = Field(default=10, gt=0)
-    depth_weights: tuple[float, ...] = ()
-    feature_noise: float = Field(default=0.1, ge=0)
+    feature_weight: Weight = 1.0
+    probability_weight: Weight = 0.1
+    top_k_weight: Weight = 1.0
+    top_k: Count = 10
+    depth_weights: tuple[Weight, ...] = ()
+    feature_noise: PositiveOrZero = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -81,9 +99,9 @@ class StepConfig:
       accumulation_steps: parts a batch is cut into, one after the other.
     """
 
-    vocabulary_chunk: int = Field(default=128, gt=0)
-    attention_block: int = Field(default=256, gt=0)
-    accumulation_steps: int = Field(default=1, gt=0)
+    vocabulary_chunk: Count = 128
+    attention_block: Count = 256
+    accumulation_steps: Count = 1
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -94,13 +112,13 @@ class OptimizerConfig:
       clip_value: gradients are clipped element by element to +- this (None: not clipped).
     """
 
-    learning_rate: float = Field(default=3e-5, gt=0)
-    warmup_fraction: float = Field(default=0.01, ge=0, lt=1)
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip_value: float | None = 0.5
+    learning_rate: Positive = 3e-5
+    warmup_fraction: Fraction = 0.01
+    b1: Decay = 0.9
+    b2: Decay = 0.95
+    eps: Positive = 1e-8
+    weight_decay: PositiveOrZero = 0.01
+    clip_value: Positive | None = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -113,10 +131,10 @@ class SpecialistsConfig:
     """
 
     positions_per_specialist: Spans = (1,)
-    depth: int = Field(default=1, gt=0)
+    depth: Depth = 1
     fc_bias: bool = False
     kv: Literal["per_specialist", "shared"] = "per_specialist"
-    num_frozen: int = Field(default=0, ge=0)
+    num_frozen: CountOrZero = 0
 
     def __post_init__(self) -> None:
         num_specialists = len(self.positions_per_specialist)
@@ -138,9 +156,9 @@ class MeshConfig:
       tensor: devices that split the width of every layer.
     """
 
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
+    data: Devices = -1
+    fsdp: Devices = 1
+    tensor: Devices = 1
 
     def __post_init__(self) -> None:
         sizes = (self.data, self.fsdp, self.tensor)
@@ -179,7 +197,7 @@ class FeaturesConfig:
     """
 
     cache: str | None = None
-    shard_gib: float = Field(default=1.0, gt=0)
+    shard_gib: Positive = Field(default=1.0, ge=2**-20, le=2**20)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -191,8 +209,8 @@ class ProfileConfig:
       steps: how many.
     """
 
-    start: int = Field(default=10, gt=0)
-    steps: int = Field(default=3, gt=0)
+    start: Count = 10
+    steps: Count = 3
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -240,19 +258,19 @@ class TrainConfig:
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     features: FeaturesConfig = Field(default_factory=FeaturesConfig)
     dtype: Literal["float32", "bfloat16"] | None = None
-    num_tokens: int | None = Field(default=None, gt=0)
-    num_epochs: float | None = Field(default=None, gt=0)
-    batch_size: int = Field(default=8, gt=0)
-    seed: int = 0
-    checkpoint_every: int = Field(default=500, gt=0)
-    validate_every: int = Field(default=500, gt=0)
-    validation_batches: int = Field(default=4, gt=0)
-    validation_depth: int | None = Field(default=None, gt=0)
-    log_every: int = Field(default=10, gt=0)
-    num_samples: int = Field(default=4, ge=0)
-    keep_checkpoints: int = Field(default=2, gt=0)
+    num_tokens: NumTokens | None = None
+    num_epochs: NumEpochs | None = None
+    batch_size: Count = 8
+    seed: Seed = 0
+    checkpoint_every: Count = 500
+    validate_every: Count = 500
+    validation_batches: Count = 4
+    validation_depth: Depth | None = None
+    log_every: Count = 10
+    num_samples: CountOrZero = 4
+    keep_checkpoints: Count = 2
     export: Literal["best", "last"] = "best"
-    explosion_factor: float | None = Field(default=5.0, gt=1)
+    explosion_factor: Positive | None = Field(default=5.0, gt=1)
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     profile: ProfileConfig | None = None
 
@@ -276,13 +294,16 @@ class TrainConfig:
             )
         if (self.num_tokens is None) == (self.num_epochs is None):
             raise ValueError("want either num_tokens or num_epochs; set the other to null")
+        if self.num_tokens is not None and self.num_steps >= 2**31:
+            raise ValueError(f"num_tokens {self.num_tokens} are {self.num_steps} steps; lower it")
 
     def with_budget(self, num_rows: int) -> "TrainConfig":
         """The same run with its budget in tokens, for so many training rows."""
         if self.num_epochs is None:
             return self
         num_tokens = math.ceil(self.num_epochs * num_rows * self.data.sequence_length)
-        return replace(self, num_tokens=num_tokens, num_epochs=None)
+        origin = f"num_epochs {self.num_epochs:g}"
+        return change_config(self, origin=origin, num_tokens=num_tokens, num_epochs=None)
 
     @property
     def num_steps(self) -> int:
@@ -307,13 +328,13 @@ class SamplingConfig:
         their own the first gets the run's, the others ones derived from it and their index.
     """
 
-    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    logit_bias: dict[int, FiniteFloat] = Field(default_factory=dict)
-    seed: int = Field(default=0, ge=0, lt=2**32)
+    temperature: Temperature = 0.0
+    top_k: CountOrZero = 0
+    top_p: Probability = Field(default=1.0, gt=0)
+    min_p: Probability = 0.0
+    repetition_penalty: Penalty = 1.0
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
+    seed: Seed = 0
 
     @property
     def is_plain(self) -> bool:
@@ -340,12 +361,12 @@ class BenchConfig:
     target: str
     drafts: dict[str, str] = Field(default_factory=dict)
     prompts: str = "stdlib"
-    num_prompts: int = Field(default=16, gt=0)
-    prompt_tokens: int = Field(default=64, gt=0)
-    max_new_tokens: int = Field(default=128, gt=0)
+    num_prompts: Count = 16
+    prompt_tokens: Count = 64
+    max_new_tokens: Count = 128
     tree: TreeConfig | None = None
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     is_coupled: bool = True
     allow_target_mismatch: bool = False
-    repeats: int = Field(default=3, gt=0)
+    repeats: Count = 3
     output: str | None = None

@@ -1,0 +1,55 @@
+"""Types of the numbers in configs. Each has both bounds, so that nothing overflows on the device.
+
+Whole numbers may be written as text ("8") or as 8.0, and real numbers as text too: YAML reads 1e-4
+as text. True and false are not numbers.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+
+def _refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"want a number, got {value}")
+    return value
+
+
+def _no_smaller_than(least: float) -> AfterValidator:
+    """Refuses numbers so close to 0 that float32 may take them for it, but not 0 itself."""
+
+    def check(number: float) -> float:
+        if 0 < abs(number) < least:
+            raise ValueError(f"want no number closer to 0 than {least}, got {number}")
+        return number
+
+    return AfterValidator(check)
+
+
+_NUMBER = BeforeValidator(_refuse_bool)
+_REAL = _no_smaller_than(1e-30)
+
+# Whole numbers become int32 on the device, seeds uint32.
+Count = Annotated[int, Field(gt=0, lt=2**31), _NUMBER]
+NumLayers = Annotated[int, Field(gt=0, le=10_000), _NUMBER]
+HeadDim = Annotated[Count, Field(multiple_of=2)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31), _NUMBER]
+TokenId = Annotated[int, Field(ge=-1, lt=2**31), _NUMBER]  # -1 stands for none in some config.json
+Devices = Annotated[int, Field(ge=-1, lt=2**31), _NUMBER]  # -1: those that are left
+Seed = Annotated[int, Field(ge=0, lt=2**32), _NUMBER]
+NumTokens = Annotated[int, Field(gt=0, le=10**18), _NUMBER]  # stays on the host
+Depth = Annotated[int, Field(gt=0, le=1000), _NUMBER]  # every one is compiled by itself
+
+# Real numbers become float32, in which 1e-45 is 0, 1e39 is infinite and 0.99999999 is 1.
+Positive = Annotated[float, Field(gt=0, le=1e30), _NUMBER, _REAL]
+PositiveOrZero = Annotated[float, Field(ge=0, le=1e30), _NUMBER, _REAL]
+NumEpochs = Annotated[float, Field(gt=0, le=1e6), _NUMBER, _REAL]
+Weight = Annotated[float, Field(ge=-1e30, le=1e30), _NUMBER, _REAL]
+Fraction = Annotated[float, Field(ge=0, lt=1), _NUMBER, _REAL]
+Probability = Annotated[float, Field(ge=0, le=1), _NUMBER, _REAL]
+Decay = Annotated[float, Field(ge=0, le=0.999999), _NUMBER, _REAL]
+
+# Scores stay finite with the largest bias and penalty at the lowest temperature.
+Temperature = Annotated[float, Field(ge=0, le=1e6), _NUMBER, _no_smaller_than(1e-20)]
+Penalty = Annotated[float, Field(gt=0, le=1e6), _NUMBER, _no_smaller_than(1e-6)]
+Bias = Annotated[float, Field(ge=-1e9, le=1e9), _NUMBER, _REAL]
