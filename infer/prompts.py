@@ -5,7 +5,7 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
-from poss_jax.config import SamplingConfig, UserError, build_config
+from poss_jax.config import SamplingConfig, UserError, build_config, shorten
 from poss_jax.data import PROMPT_KEYS
 from poss_jax.engine import Prompt, prompt_seed
 
@@ -38,14 +38,16 @@ def read_settings(
     different ones.
 
     Raises:
-      UserError: settings that are none.
+      UserError: invalid settings.
     """
     settings = []
     for index, record in enumerate(records):
         where = f"prompt {index + 1} of {len(records)}: sampling"
         own = record.get("sampling", {})
         if not isinstance(own, dict):
-            raise UserError(f"{where}: want settings such as {{'temperature': 1}}, got {own!r}")
+            raise UserError(
+                f"{where}: want settings such as {{'temperature': 1}}, got {shorten(own)}"
+            )
         shared = asdict(sampling) | {"seed": prompt_seed(sampling.seed, index)}
         settings.append(build_config(SamplingConfig, shared | own, origin=where))
     return settings

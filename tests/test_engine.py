@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import Runs, copy_model, tiny_runs
 
-from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
+from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError, speculate
 from poss_jax.checkpoint import load_target, read_record
 from poss_jax.config import CPU_TREE
 from poss_jax.engine import fit_tree, generate_jit, prompt_seed
+from poss_jax.engine.memory import device_memory, least_bytes
 from poss_jax.engine.settings import sampling_per_prompt
 
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
@@ -334,6 +336,61 @@ def test_fitting_a_tree(
     tree = fit_tree(TreeConfig(**dict(zip(names, asked, strict=True))), vocabulary)
     assert (tree.depth, tree.top_k, tree.total_tokens) == fitted
     assert len(caplog.records) == (asked != fitted)
+
+
+def test_trees_that_compile_for_minutes_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    fit_tree(TreeConfig(depth=16, top_k=2, total_tokens=30), 300)
+    assert caplog.records == []
+    fit_tree(TreeConfig(depth=17, top_k=2, total_tokens=30), 300)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("a tree of depth 17 takes minutes to compile")
+
+
+def test_trees_of_too_many_candidates_are_refused() -> None:
+    with pytest.raises(UserError, match="want fewer than 2.*31 candidates, got 9,990,000,000; low"):
+        fit_tree(TreeConfig(depth=1000, top_k=4000, total_tokens=60), 10**4)
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
+
+
+@pytest.mark.parametrize("draft", [None, "poss2"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_least_memory_is_less_than_what_is_held(
+    runs: Runs, draft: str | None, batch_size: int
+) -> None:
+    engine = Engine.load(runs.model("target"), draft and runs.model(draft))
+    config = engine.decode_config(N, batch_size)
+    request = engine.request([[1, 2, 3]], N, batch_size)
+    counted = least_bytes(engine.weights, config, batch_size=batch_size, prompt_size=32)
+    state = jax.eval_shape(lambda: speculate.start(engine.weights, config, request))
+    held = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves((engine.weights, request))}
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    logits = batch_size * config.tree.num_nodes * 300 * 4 if draft else batch_size * 300 * 4
+    drafted = batch_size * 8 * config.tree.num_candidates if draft else 0
+    assert 0.9 < counted / (sum(held.values()) + state + logits + drafted) <= 1
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tried(
+    plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poss_jax.engine.engine.generate_jit", None)
+    call = {"max_new_tokens": N, "batch_size": 10_000_000}
+    with pytest.raises(
+        UserError, match="batch_size 10000000, prompts of up to 32 tokens and 32 ne"
+    ):
+        plain.generate(PROMPTS, **call)
+    monkeypatch.setattr("poss_jax.engine.memory.device_memory", lambda: 1000)
+    with pytest.raises(UserError, match=r"at least 0\.0 GiB, the device has 0\.0 GiB; lower batch"):
+        plain.stream("def", max_new_tokens=N)
+    monkeypatch.setattr("poss_jax.engine.memory.device_memory", lambda: None)
+    plain.request([[1]], N, 1)
+
+
+def test_memory_of_this_device() -> None:
+    memory = device_memory()
+    assert memory is not None and 2**29 < memory < 2**50
 
 
 def test_draft_of_other_weights_needs_permission(runs: Runs, tmp_path: Path) -> None:

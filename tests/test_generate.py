@@ -221,6 +221,14 @@ def test_number_of_turns() -> None:
         ("--target {target} --prompt x --temperature -1", "sampling: temperature: Input should be"),
         ("--target {target} --prompt x --show-drafts", "marks text as it is streamed; add --str"),
         ("--target {target} --prompt x --stream --batch-size 2", "leave out --batch-size"),
+        ("--target {target} --prompt x --top-k 3000000000", "--top-k: want a number, at most 2147"),
+        ("--target {target} --prompt x --batch-size " + "9" * 5000, "at most 2147483647, got '999"),
+        ("--target {target} --prompt x --batch-size 10000000 --max-new-tokens 9", "need at least "),
+        ("--target {target} --prompt caf\udce9", "argument 'caf\\udce9': want UTF-8"),
+        ("--target {target} --prompt x --stop caf\udce9", "argument 'caf\\udce9': want UTF-8"),
+        ("--target caf\udce9 --prompt x", "argument 'caf\\udce9': want UTF-8"),
+        ("--target {target} --prompt x --max-new-tokens 9 --stop " + "x" * 999, "its 999 charact"),
+        ("--target {target} --prompt x --tree-depth 1001", "depth: Input should be less than or"),
         ("--target {target} --prompt x --trees nowhere", "config nowhere: No such file"),
         ("--target {target} --prompt x --max-new-tokens 9 --stop=", "want strings, got an empty"),
         (
@@ -271,6 +279,15 @@ def test_empty_prompt_is_refused_but_blanks_are_tokens(
             {"prompt": "a", "sampling": {"top_p": 2}},
             "3 of 4: sampling: top_p: Input should be less than or equal to 1, got 2",
         ),
+        (
+            {"prompt": "a", "sampling": {"top_k": 3_000_000_000}},
+            "3 of 4: sampling: top_k: Input should be less than 2147483648, got 3000000000",
+        ),
+        (
+            {"prompt": "a", "sampling": {"seed": True}},
+            "3 of 4: sampling: seed: want a number, got True",
+        ),
+        ({"prompt": "a", "sampling": ["x" * 9000]}, "sampling: want settings such as {"),
         (
             {"prompt": "a", "sampling": {"logit_bias": {"300": 1}}},
             "prompt 3 of 4: logit_bias: want token ids of 0 to 299, got 300",

@@ -1,5 +1,6 @@
 """Options that several programs share: sampling settings and trees."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,11 +86,34 @@ def test_filters_without_temperature_are_said_to_do_nothing(
         ("--logit-bias a=1", "--logit-bias 'a=1': want a token id"),
         ("--logit-bias -1=1", "argument --logit-bias: expected one argument"),
         ("--logit-bias 5=inf", "sampling: logit_bias.5: Input should be a finite number, got inf"),
+        ("--top-k 3000000000", "--top-k: want a number, at most 2147483647, got '3000000000'"),
+        ("--top-k " + "9" * 5000, "--top-k: want a number, at most 2147483647, got '99999"),
+        ("--seed " + "9" * 5000, "--seed: want a number, at most 1000000000000000000, got '999"),
+        ("--temperature 1e999", "sampling: temperature: Input should be "),
+        ("--temperature 1e-30", "sampling: temperature: want no number closer to 0 than 1e-20"),
+        ("--repetition-penalty 1e-9", "sampling: repetition_penalty: want no number closer to 0"),
+        (f"--logit-bias {'9' * 5000}=1", "[key]: Input should be less than 2147483648"),
+        ("--logit-bias 3000000000=1", "[key]: Input should be less than 2147483648"),
+        ("--logit-bias 5=1e40", "sampling: logit_bias.5: Input should be less than or equal to"),
+        (f"--logit-bias {'9' * 5000}", "--logit-bias '999999999999...9999999999999': want ID=VAL"),
         ("--logit-bias 5=1 --logit-bias 5=2", "'5=2': want a token id that is not named already"),
     ],
 )
 def test_settings_that_are_refused(arguments: str, error: str) -> None:
-    assert error in refusal(sampling, *arguments.split())
+    message = refusal(sampling, *arguments.split())
+    assert error in message and len(message) < 300
+
+
+def test_a_number_may_begin_with_zeros() -> None:
+    assert sampling(["--top-k", "0" * 30 + "7"]).top_k == 7
+
+
+@pytest.mark.parametrize("option", ["--top-k", "--logit-bias", "--tree-depth"])
+def test_arguments_that_are_not_utf8_are_refused(option: str) -> None:
+    text = os.fsdecode(b"caf\xe9" * 100)
+    message = refusal(sampling, option, text)
+    assert message.startswith("argument 'caf\\udce9") and len(message) < 100
+    assert message.endswith("want UTF-8; write it in UTF-8")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -125,11 +149,33 @@ def test_one_tree_for_all() -> None:
         ("1: {depth: 0}", "trees: 1: depth: Input should be greater than 0, got 0"),
         ("{}", "trees: want batch sizes and their trees, got none"),
         ("- 1", "trees: want a mapping of keys, got list"),
+        ("3000000000: null", "trees: 3000000000: want a batch size, a whole number from 1 on"),
+        ("1: null\n1: {depth: 2}", "not valid YAML: the key '1' is given twice"),
+        ("1: {depth: true}", "trees: 1: depth: want a number, got True"),
+        ("1: {top_k: 3000000000}", "trees: 1: top_k: Input should be less than 2147483648"),
+        ("1: 2024-13-45", "not valid YAML: month must be in 1..12"),
+        ("1: &a [*a]", "not valid YAML: nested more than 50 deep"),
+        (f"? {'9' * 5000}", "not valid YAML: Exceeds the limit (4300 digits)"),
+        (f"1: {'x' * 9000}", "want depth, top_k and total_tokens, or null; got 'xxxxx"),
     ],
 )
 def test_trees_that_are_refused(tmp_path: Path, text: str, error: str) -> None:
     (tmp_path / "trees").write_text(text)
-    assert error in refusal(trees, "--trees", str(tmp_path / "trees"))
+    message = refusal(trees, "--trees", str(tmp_path / "trees"))
+    assert error in message and len(message) < 500
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ("--tree-depth=1001", "tree: depth: Input should be less than or equal to 1000, got 1001"),
+        ("--tree-top-k=2147483648", "--tree-top-k: want a number, at most 2147483647"),
+        ("--tree-total-tokens=" + "9" * 5000, "want a number, at most 2147483647, got '9999"),
+    ],
+    ids=["depth", "top_k", "total_tokens"],
+)
+def test_trees_out_of_bounds(option: str, error: str) -> None:
+    assert error in refusal(trees, option)
 
 
 def test_a_file_of_trees_stands_alone() -> None:

@@ -1,23 +1,58 @@
 """What every program does around its own work: one-line errors, exit codes, compilation cache."""
 
+import errno
+import fnmatch
+import os
+import pwd
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 
+import poss_jax
 from poss_jax.config import UserError
 from poss_jax.program import run_program
+
+MEMORY = "lower the batch size, the lengths or the tree, in training data.sequence_length, batch_"
+FULL = OSError(errno.ENOSPC, "No space left on device", "x")
 
 
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
         (UserError("want a, got b;\ndo c"), 2, "error: want a, got b; do c\n"),
+        (UserError("a" * 9000), 2, f"error: {'a' * 500} ... {'a' * 500}\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
+        (
+            MemoryError("Unable to allocate"),
+            2,
+            f"error: out of memory: MemoryError: Una*; {MEMORY}*",
+        ),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nx"),
+            2,
+            f"error: out of memory: JaxRuntimeError: RESOURCE_EXHAUSTED: Out*bytes.; {MEMORY}*",
+        ),
+        (
+            FileNotFoundError(errno.ENOENT, "No such", "x"),
+            2,
+            "error: *; check the path, and that *",
+        ),
+        (FULL, 2, "error: [[]Errno 28] No space left on device: 'x'; make room there\n"),
+        (
+            TypeError("a\nb"),
+            70,
+            "error: unexpected: TypeError: a; the traceback is in *.txt; please report it\n",
+        ),
+        (AssertionError(), 70, "error: unexpected: AssertionError; the traceback is in *.txt; *"),
     ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_bad_input_and_interruption_are_one_line_and_a_code(
     error: BaseException,
@@ -25,7 +60,18 @@ def test_bad_input_and_interruption_are_one_line_and_a_code(
     line: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert exit_code(error, monkeypatch) == code
+    out, err = capsys.readouterr()
+    assert out == "" and fnmatch.fnmatchcase(err, line) and err.count("\n") == bool(line)
+    assert len(list(tmp_path.iterdir())) == (code == 70)
+
+
+def exit_code(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Ends a program with an error, without ending the tests."""
+
     def fail() -> None:
         raise error
 
@@ -34,8 +80,70 @@ def test_bad_input_and_interruption_are_one_line_and_a_code(
     monkeypatch.setattr("poss_jax.program.running._leave", sys.exit)  # as this would
     with pytest.raises(SystemExit) as caught:
         run_program(fail)
-    assert caught.value.code == code
-    assert capsys.readouterr() == ("", line)
+    return caught.value.code  # type: ignore[return-value]
+
+
+def test_a_traceback_is_kept_with_what_a_report_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["infer.generate", "--prompt", "caf\udce9"])
+    exit_code(ZeroDivisionError("by zero"), monkeypatch)
+    (path,) = tmp_path.iterdir()
+    assert f"; the traceback is in {path}; " in capsys.readouterr().err
+    text = path.read_text()
+    assert text.startswith("arguments: ['infer.generate', '--prompt', ")
+    assert f"jax {jax.__version__}" in text and f"poss_jax {poss_jax.__version__}, Python" in text
+    assert text.endswith("ZeroDivisionError: by zero\n") and "in exit_code" not in text
+
+
+def test_a_traceback_that_cannot_be_kept_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    assert exit_code(ZeroDivisionError("by zero"), monkeypatch) == 70
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last):" in err
+    assert err.splitlines()[-1] == (
+        "error: unexpected: ZeroDivisionError: by zero; the traceback is above, since it could not "
+        "be written to a file; please report it"
+    )
+
+
+PIPED = """
+from poss_jax.program import run_program
+
+run_program(lambda: print("printed"))
+"""
+
+
+def test_a_closed_pipe_ends_a_program_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", PIPED]
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=buffered)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "code", "error"),
+    [
+        ("{program} | head -0", 141, ""),
+        ("{program} | head -1", 0, ""),  # one line is all there is
+        ("{program} >&-", 0, ""),
+        ("{program} >/dev/full", 2, "error: [Errno 28] No space left on device; make room there\n"),
+    ],
+)
+def test_shells_that_take_no_output(command: str, code: int, error: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PIPED)
+    line = command.format(program=f"{sys.executable} {tmp_path / 'program.py'}")
+    command = f"set -o pipefail; {line}"
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=buffered)
+    assert (result.returncode, result.stderr) == (code, error)
 
 
 INTERRUPTED = """
@@ -82,6 +190,47 @@ def test_an_interruption_of_the_garbage_collector_is_not_lost() -> None:
     result = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (130, "error: interrupted\n")
     assert result.stdout == "lost\n"
+
+
+def nobody(uid: int) -> None:
+    raise KeyError(uid)
+
+
+def test_a_user_without_home_or_name_is_told_and_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    run_program(lambda: None)
+    assert jax.config.jax_compilation_cache_dir == before
+    (record,) = caplog.records
+    assert "set HOME or JAX_COMPILATION_CACHE_DIR" in record.getMessage()
+
+
+HOMELESS = """
+import pwd, runpy, sys
+
+def nobody(uid):
+    raise KeyError(uid)
+
+pwd.getpwuid = nobody
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+PROGRAMS = ["infer.generate", "infer.bench", "train.main", "train.regenerate", "train.plot"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [*PROGRAMS, "poss_jax.convert"])
+def test_no_program_needs_a_home_to_start(program: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOMELESS, program, "--help"]
+    environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert result.returncode == 0 and result.stdout.startswith("usage: ")
+    assert re.fullmatch("there is no home folder, .*\n+", result.stderr)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from poss_jax.engine.text import Piece, TextStream
+from poss_jax.config import UserError
+from poss_jax.engine.text import Piece, TextStream, check_stop
 
 WORDS = [
     "a",
@@ -222,3 +223,55 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
 def test_a_stop_string_that_an_unfinished_character_completes() -> None:
     parts, stream = shown(BYTE_LEVEL, spell(BYTE_LEVEL, "ab中")[:-1], ("b\ufffd",))
     assert (parts, stream.is_stopped) == (["a", "", "", "", ""], True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Stop strings that cannot be
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words, which can write nothing else."""
+    backend = Tokenizer(models.WordLevel(vocabulary(["<unk>", "the", "end", "##s"]), "<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    return wrap(backend)
+
+
+WORD_LEVEL = words()
+
+
+@pytest.mark.parametrize("string", [*WORDS, "<s>", "a" * 10, "\x00", "\U0010ffff", "e\u0301n"])
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["level", "fallback"])
+def test_bytes_can_write_any_stop_string(tokenizer, string):
+    check_stop([string], tokenizer, [], 20)
+
+
+@pytest.mark.parametrize("string", ["the end", "ends", "then", "d", " ", "#<unk>"])
+def test_words_can_write_these_stop_strings(string):
+    check_stop([string], WORD_LEVEL, [], 20)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "string", "error"),
+    [
+        (WORD_LEVEL, "the\n", r"stop 'the.*': no answer can hold it, since no token .* '\\n'"),
+        (WORD_LEVEL, "the café", "no token of this target writes 'a'"),
+        (WORD_LEVEL, "</s>", "no token of this target writes '/'"),
+        (BYTE_LEVEL, "a\udce9", r"no token of this target writes '\\udce9'"),
+        (BYTE_LEVEL, "", "stop: want strings, got an empty one"),
+        (BYTE_LEVEL, "x" * 9000, "stop 'xxx.*': its 9000 characters are more than 20 new tokens"),
+        (None, "x", "stop: this target has no tokenizer"),
+    ],
+)
+def test_stop_strings_that_no_answer_can_hold(tokenizer, string, error):
+    with pytest.raises(UserError, match=error):
+        check_stop(["a", string] if tokenizer is BYTE_LEVEL else [string], tokenizer, [], 20)
+
+
+def test_stop_strings_that_name_a_special_token_are_warned_of(caplog):
+    check_stop(["</s>"], BYTE_LEVEL, [1], 20)  # it ends the text anyway
+    assert caplog.records == []
+    check_stop(["</s>"], BYTE_LEVEL, [], 20)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "stop '</s>' does not end an answer at the special token </s>, which is no part of its text"
+    )

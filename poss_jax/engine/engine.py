@@ -27,6 +27,7 @@ from poss_jax.decoding import DecodeConfig, Output, Request, Weights
 from poss_jax.draft import attach
 from poss_jax.engine.answers import Chunk, Generation, read_answer
 from poss_jax.engine.live import LiveAnswer, run_live
+from poss_jax.engine.memory import check_memory
 from poss_jax.engine.prompts import Prompt, encode_prompt
 from poss_jax.engine.settings import (
     Trees,
@@ -38,6 +39,7 @@ from poss_jax.engine.settings import (
     sampling_per_prompt,
     tree_for,
 )
+from poss_jax.engine.text import check_stop
 from poss_jax.shapes import Params
 
 _SMALLEST_BUCKET = 32
@@ -161,7 +163,7 @@ class Engine:
 
         Raises:
           UserError: a prompt is empty, too long, or holds ids outside the vocabulary; stop strings
-            without a tokenizer, or empty ones.
+            without a tokenizer, or ones that no answer can hold; more than the memory can hold.
         """
         if isinstance(prompts, str):
             raise UserError("prompts: want a list, got one text; put it into a list")
@@ -170,6 +172,7 @@ class Engine:
         encoded = [self.prepare(prompt, max_new_tokens) for prompt in prompts]
         settings = sampling_per_prompt(sampling, len(prompts))
         check_bias(settings, self.target_config.vocab_size)
+        check_stop(stop, self.tokenizer, self.stop_ids, max_new_tokens)
         config = self.decode_config(max_new_tokens, batch_size)
         answers: list[Generation] = []
         for first in range(0, len(encoded), batch_size):
@@ -211,6 +214,7 @@ class Engine:
         """
         ids = self.prepare(prompt, max_new_tokens)
         settings = [sampling or SamplingConfig()]
+        check_stop(stop, self.tokenizer, self.stop_ids, max_new_tokens)
         config = self.decode_config(max_new_tokens)
         request = self.request([ids], max_new_tokens, batch_size=1, sampling=settings)
         rounds = run_live(self.weights, config, request, self._live_answers([ids], stop))
@@ -263,8 +267,13 @@ class Engine:
           max_new_tokens: most new tokens of each.
           batch_size: number of sequences.
           sampling: settings of every prompt; empty is greedy.
+
+        Raises:
+          UserError: more than the memory can hold.
         """
         size = _bucket(max(len(ids) for ids in prompts))
+        config = self.decode_config(max_new_tokens, batch_size)
+        check_memory(self.weights, config, batch_size=batch_size, prompt_size=size)
         missing = batch_size - len(prompts)
         rows = [*prompts, *[prompts[0]] * missing]
         tokens = np.zeros((batch_size, size), np.int32)
@@ -294,15 +303,7 @@ class Engine:
         return self.tokenizer.decode(shown, skip_special_tokens=True)
 
     def _live_answers(self, prompts: Sequence[list[int]], stop: Sequence[str]) -> list[LiveAnswer]:
-        """What the sequences of a batch become when it is decoded from the host.
-
-        Raises:
-          UserError: an empty stop string, or stop strings without a tokenizer.
-        """
-        if stop and self.tokenizer is None:
-            raise UserError("stop: this target has no tokenizer to find strings with; leave it out")
-        if "" in stop:
-            raise UserError("stop: want strings, got an empty one; leave it out")
+        """What the sequences of a batch become when it is decoded from the host."""
         return [
             LiveAnswer(ids, row, tokenizer=self.tokenizer, stop_ids=self.stop_ids, stop=stop)
             for row, ids in enumerate(prompts)

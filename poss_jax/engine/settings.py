@@ -15,6 +15,10 @@ from poss_jax.sampling import Sampling
 Trees = Mapping[int, TreeConfig | None]
 """Batch size -> tree for that many prompts and more; None decodes them without a draft."""
 
+_SLOW_DEPTH = 16
+"""Every drafted position is compiled by itself: deeper trees took more than half a minute on CPU,
+with the draft of one layer and 32 dimensions that `tests/test_compilation.py` measures."""
+
 _LOG = logging.getLogger(__package__)
 
 
@@ -29,7 +33,11 @@ def default_tree() -> TreeConfig:
 
 
 def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
-    """Clamps a tree to what can be drafted, and says so in the log."""
+    """Clamps a tree to what can be drafted; says in the log if it did, or if compiling takes long.
+
+    Raises:
+      UserError: more candidates than can be counted on the device.
+    """
     fitted = dataclasses.replace(tree, top_k=min(tree.top_k, draft_vocab_size))
     fitted = dataclasses.replace(fitted, total_tokens=fitted.num_nodes)
     if fitted != tree:
@@ -38,6 +46,17 @@ def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
             "%d/%d/%d",
             *dataclasses.astuple(tree),
             *dataclasses.astuple(fitted),
+        )
+    if fitted.num_candidates >= 2**31:
+        raise UserError(
+            f"tree of depth {tree.depth} and top_k {tree.top_k}: want fewer than 2**31 candidates, "
+            f"got {fitted.num_candidates:,}; lower top_k or depth"
+        )
+    if fitted.depth > _SLOW_DEPTH:
+        _LOG.warning(
+            "a tree of depth %d takes minutes to compile, once per shape: every drafted position "
+            "is compiled by itself; lower depth to start sooner",
+            fitted.depth,
         )
     return fitted
 

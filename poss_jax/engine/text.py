@@ -1,11 +1,15 @@
 """Text that grows token by token: whole characters only, and an end where a stop string begins."""
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from poss_jax.config import UserError, shorten
+
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+_LOG = logging.getLogger(__package__)
 
 
 class Piece(NamedTuple):
@@ -119,6 +123,68 @@ class _Decoder:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def check_stop(
+    stop: Sequence[str], tokenizer: Any, stop_ids: Sequence[int], max_new_tokens: int
+) -> None:
+    """Refuses stop strings that no answer can hold; warns of those that name a special token.
+
+    Args:
+      stop: the strings.
+      tokenizer: of the target; None if it has none.
+      stop_ids: tokens that end a text by themselves.
+      max_new_tokens: most tokens of an answer.
+
+    Raises:
+      UserError: no tokenizer, an empty string, one with characters that no token can write, or one
+        that is longer than the tokens of an answer can be.
+    """
+    if stop and tokenizer is None:
+        raise UserError("stop: this target has no tokenizer to find strings with; leave it out")
+    for string in stop:
+        if not string:
+            raise UserError("stop: want strings, got an empty one; leave it out")
+        if missing := _unwritable(string, tokenizer):
+            raise UserError(
+                f"stop {shorten(string)}: no answer can hold it, since no token of this target "
+                f"writes {min(missing)!r}; leave it out"
+            )
+        if len(string) > max_new_tokens and len(string) > max_new_tokens * _longest(tokenizer):
+            raise UserError(
+                f"stop {shorten(string)}: its {len(string)} characters are more than "
+                f"{max_new_tokens} new tokens can write; leave it out, or raise max_new_tokens"
+            )
+        for token, added in tokenizer.added_tokens_decoder.items():
+            if added.special and added.content in string and token not in stop_ids:
+                _LOG.warning(
+                    "stop %s does not end an answer at the special token %s, which is no part of "
+                    "its text",
+                    shorten(string),
+                    added.content,
+                )
+
+
+def _unwritable(string: str, tokenizer: Any) -> set[str]:
+    """Characters of a string that no token's text holds.
+
+    A tokenizer with tokens that are parts of characters may write any character.
+    """
+    surrogates = {letter for letter in string if "\ud800" <= letter <= "\udfff"}
+    if surrogates:
+        return surrogates
+    ids = tokenizer(string, add_special_tokens=False)["input_ids"]
+    missing = set(string) - set(tokenizer.decode(ids, skip_special_tokens=True))
+    if missing:
+        texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+        written = set("".join(texts)) | {" "}  # which some decoders put between tokens
+        missing = set() if _UNFINISHED in written else missing - written
+    return missing
+
+
+def _longest(tokenizer: Any) -> int:
+    """Most characters that a token can add to a text: its name, and a space before it."""
+    return 1 + max(map(len, tokenizer.get_vocab()))
 
 
 def _begins(text: str, strings: Sequence[str]) -> bool:

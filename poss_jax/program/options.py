@@ -4,10 +4,17 @@ import argparse
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
-from poss_jax.config import SamplingConfig, TreeConfig, UserError, build_config, read_yaml
+from poss_jax.config import (
+    SamplingConfig,
+    TreeConfig,
+    UserError,
+    build_config,
+    read_yaml,
+    shorten,
+)
 from poss_jax.engine import Engine, Trees, default_tree
 
 _LOG = logging.getLogger(__name__)
@@ -20,15 +27,26 @@ _SAMPLING_OPTIONS = {
 }
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Type of an option: a whole number, and not a smaller one."""
+_MOST = 2**31 - 1  # numbers become int32 on the device
+_ANY_SEED = 10**18  # its bound is that of SamplingConfig
+
+
+def at_least(least: int, most: int = _MOST) -> Callable[[str], int]:
+    """Type of an option: a whole number within bounds."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"want a number, at least {least}, got {text!r}")
-        return int(text)
+        number = _whole_number(text)
+        if number is None or not least <= number <= most:
+            wanted = f"at least {least}" if number is None or number < least else f"at most {most}"
+            raise argparse.ArgumentTypeError(f"want a number, {wanted}, got {shorten(text)}")
+        return number
 
     return parse
+
+
+def _whole_number(text: str) -> int | None:
+    """The number that a text of digits says; beyond 20 digits, one that is too large as well."""
+    return int(text.lstrip("0")[:20] or "0") if text.isdecimal() else None
 
 
 def add_decoding_options(
@@ -112,7 +130,8 @@ def read_tree(args: argparse.Namespace, tree: TreeConfig | None = None) -> TreeC
         "total_tokens": args.tree_total_tokens,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    return replace(tree or default_tree(), **given) if given else tree
+    values = asdict(tree or default_tree()) | given
+    return build_config(TreeConfig, values, origin="tree") if given else tree
 
 
 def add_trees_option(parser: argparse.ArgumentParser) -> None:
@@ -138,11 +157,13 @@ def read_trees(args: argparse.Namespace) -> TreeConfig | Trees | None:
         raise UserError("--trees: want it alone, got --tree-* options too; leave out one of them")
     trees: dict[int, TreeConfig | None] = {}
     for size, values in read_yaml(args.trees).items():
-        where = f"{args.trees}: {size}"
-        if type(size) is not int or size < 1:
+        where = f"{args.trees}: {str(size)[:40]}"
+        if type(size) is not int or not 1 <= size <= _MOST:
             raise UserError(f"{where}: want a batch size, a whole number from 1 on")
         if not isinstance(values, dict | None):
-            raise UserError(f"{where}: want depth, top_k and total_tokens, or null; got {values!r}")
+            raise UserError(
+                f"{where}: want depth, top_k and total_tokens, or null; got {shorten(values)}"
+            )
         trees[size] = None
         if values is not None:
             values = asdict(default_tree()) | values
@@ -165,7 +186,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         metavar="ID=VALUE",
         help="added to the logit of a token; may be repeated",
     )
-    parser.add_argument("--seed", type=at_least(0), metavar="N", help="of every draw (default: 0)")
+    parser.add_argument(
+        "--seed", type=at_least(0, _ANY_SEED), metavar="N", help="of every draw (default: 0)"
+    )
     parser.add_argument(
         "--no-coupling",
         action="store_true",
@@ -196,14 +219,15 @@ def read_sampling(
 def _read_bias(texts: Sequence[str]) -> dict[int, float]:
     bias: dict[int, float] = {}
     for text in texts:
-        token, _, value = text.partition("=")
+        name, _, value = text.partition("=")
+        where, token = f"--logit-bias {shorten(text)}", _whole_number(name)
         try:
             number = float(value)
         except ValueError as error:
-            raise UserError(f"--logit-bias {text!r}: want ID=VALUE, such as 42=-1.5") from error
-        if not token.isdecimal() or int(token) in bias:
-            raise UserError(f"--logit-bias {text!r}: want a token id that is not named already")
-        bias[int(token)] = number
+            raise UserError(f"{where}: want ID=VALUE, such as 42=-1.5") from error
+        if token is None or token in bias:
+            raise UserError(f"{where}: want a token id that is not named already")
+        bias[token] = number
     return bias
 
 

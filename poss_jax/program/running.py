@@ -2,19 +2,26 @@
 
 import argparse
 import atexit
+import errno
+import io
 import logging
 import os
+import platform
 import signal
 import sys
+import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 
-from poss_jax.config import UserError
+import poss_jax
+from poss_jax.config import UserError, shorten
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
 BRACKETS = (
@@ -23,8 +30,24 @@ BRACKETS = (
 )
 
 
+BAD_INPUT = 2
+UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
+INTERRUPTED = 128 + signal.SIGINT
+CLOSED_PIPE = 128 + signal.SIGPIPE
+
+_LONGEST_LINE = 1000
+_LOG = logging.getLogger(__name__)
+
+
 class Parser(argparse.ArgumentParser):
     """Reports wrong arguments like any other bad input, in one line."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses arguments that are not UTF-8: no prompt, config or report can hold them."""
+        for text in sys.argv[1:] if args is None else args:
+            if any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise UserError(f"argument {shorten(text)}: want UTF-8; write it in UTF-8")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raises instead of printing the usage."""
@@ -32,30 +55,31 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """Runs a program and exits: 0 done, 2 bad input (one line on stderr), 130 interrupted.
+    """Runs a program and exits.
+
+    Exit codes: 0 done, 2 bad input or too little memory, 70 an error of ours, 130 interrupted, 141
+    nobody reads the output (`| head`). Each but the last comes with one line on stderr; that of 70
+    names a file with the traceback.
 
     Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR` (default: `~/.cache/poss_jax/xla`),
     so that only the first run of a shape waits for the compiler.
     """
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed
     logging.basicConfig()
     for handler in logging.getLogger().handlers:  # one of which importing Orbax may have set up
         handler.setFormatter(logging.Formatter("%(message)s"))
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        cache = Path.home() / ".cache" / "poss_jax" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
-        # Small programs too: a hundred of them compile for seconds.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    _keep_compiled()
     try:
-        with _interruptible():
+        with _interruptible(), _flushed():
             main()
-    except UserError as error:
-        _leave(_failed(str(error), 2))
-    except OSError as error:  # such as a path that may not be looked at
-        _leave(_failed(f"{error}; check the path, and that you may use it", 2))
     except KeyboardInterrupt:
         # Exit handlers run after all threads ended, the last registered first.
-        atexit.register(_leave, 130)
-        sys.exit(_failed("interrupted", 130))
+        atexit.register(_leave, INTERRUPTED)
+        sys.exit(_failed("interrupted", INTERRUPTED))
+    except BrokenPipeError:
+        _leave(CLOSED_PIPE)
+    except Exception as error:
+        _leave(_failed(*_explain(error)))
 
 
 def text_marks() -> tuple[str, str]:
@@ -65,8 +89,87 @@ def text_marks() -> tuple[str, str]:
 
 
 def _failed(message: str, code: int) -> int:
-    sys.stderr.write(f"error: {' '.join(message.splitlines())}\n")
+    line = " ".join(message.splitlines())
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
+    with suppress(OSError):  # nobody may read it
+        sys.stderr.write(f"error: {line}\n")
     return code
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """What a user is told about an error, and the exit code."""
+    if isinstance(error, UserError):
+        return str(error), BAD_INPUT
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return (
+            f"out of memory: {_first_line(error)}; lower the batch size, the lengths or the tree, "
+            "in training data.sequence_length, batch_size or what a step holds (step.*)"
+        ), BAD_INPUT
+    if isinstance(error, OSError):  # such as a path that may not be looked at
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "make room there" if is_full else "check the path, and that you may use it"
+        return f"{error}; {advice}", BAD_INPUT
+    kept = _keep_traceback(error)
+    return f"unexpected: {_first_line(error)}; {kept}; please report it", UNEXPECTED
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _keep_traceback(error: Exception) -> str:
+    """Writes what a report needs; returns where it is."""
+    names = ("jax", "jaxlib", "flax", "orbax-checkpoint", "transformers")
+    versions = [f"{name} {version(name)}" for name in names]
+    text = "\n".join(
+        [
+            f"arguments: {sys.argv}",
+            f"poss_jax {poss_jax.__version__}, Python {platform.python_version()}",
+            ", ".join(versions),
+            "",
+            "".join(traceback.format_exception(error)),
+        ]
+    )
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="poss_jax-traceback-", suffix=".txt", delete=False, errors="replace"
+        ) as file:
+            file.write(text)
+    except OSError:
+        with suppress(OSError):
+            sys.stderr.write(text)
+        return "the traceback is above, since it could not be written to a file"
+    return f"the traceback is in {file.name}"
+
+
+def _keep_compiled() -> None:
+    """Sets the folder of compiled programs, unless the environment has named one."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    try:
+        cache = Path.home() / ".cache" / "poss_jax" / "xla"
+    except RuntimeError:  # a container may know neither HOME nor the user
+        _LOG.warning(
+            "there is no home folder, so that compiled programs are not kept; set HOME or "
+            "JAX_COMPILATION_CACHE_DIR"
+        )
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    # Small programs too: a hundred of them compile for seconds.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@contextmanager
+def _flushed() -> Iterator[None]:
+    """Lets a closed pipe or a full disk be seen here, not when the interpreter closes."""
+    try:
+        yield
+    except SystemExit:  # after --help
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
 
 
 @contextmanager
@@ -98,6 +201,7 @@ def _leave(code: int) -> NoReturn:
     Closing it crashes in jaxlib after an interrupted compilation, and after a failed write it may
     wait for ever for Orbax, or let asyncio report what was reported already.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
