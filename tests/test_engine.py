@@ -347,7 +347,7 @@ def test_trees_that_compile_for_minutes_say_so(caplog: pytest.LogCaptureFixture)
 
 
 def test_trees_of_too_many_candidates_are_refused() -> None:
-    with pytest.raises(UserError, match="want fewer than 2.*31 candidates, got 9,990,000,000; low"):
+    with pytest.raises(UserError, match=r"want fewer than 2\*\*31 candidates, got 15,984"):
         fit_tree(TreeConfig(depth=1000, top_k=4000, total_tokens=60), 10**4)
 
 
@@ -355,21 +355,14 @@ def test_trees_of_too_many_candidates_are_refused() -> None:
 # Memory
 
 
-@pytest.mark.parametrize("draft", [None, "poss2"])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_the_least_memory_is_less_than_what_is_held(
-    runs: Runs, draft: str | None, batch_size: int
-) -> None:
-    engine = Engine.load(runs.model("target"), draft and runs.model(draft))
-    config = engine.decode_config(N, batch_size)
-    request = engine.request([[1, 2, 3]], N, batch_size)
-    counted = least_bytes(engine.weights, config, batch_size=batch_size, prompt_size=32)
-    state = jax.eval_shape(lambda: speculate.start(engine.weights, config, request))
-    held = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves((engine.weights, request))}
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    logits = batch_size * config.tree.num_nodes * 300 * 4 if draft else batch_size * 300 * 4
-    drafted = batch_size * 8 * config.tree.num_candidates if draft else 0
-    assert 0.9 < counted / (sum(held.values()) + state + logits + drafted) <= 1
+def test_the_least_memory_is_less_than_what_is_held(engine: Engine) -> None:
+    config = engine.decode_config(N, 3)
+    request = engine.request([[1, 2, 3]], N, 3)
+    counted = least_bytes(engine.weights, config, batch_size=3, prompt_size=32)
+    state = jax.jit(speculate.start, static_argnums=1)(engine.weights, config, request)
+    held = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves((engine.weights, request, state))}
+    logits_and_candidates = 3 * (4 * config.tree.num_nodes * 300 + 8 * config.tree.num_candidates)
+    assert 0.9 < counted / (sum(held.values()) + logits_and_candidates) <= 1
 
 
 def test_what_cannot_fit_is_refused_before_it_is_tried(

@@ -176,7 +176,8 @@ def _unwritable(string: str, tokenizer: Any) -> set[str]:
     ids = tokenizer(string, add_special_tokens=False)["input_ids"]
     missing = set(string) - set(tokenizer.decode(ids, skip_special_tokens=True))
     if missing:
-        texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+        alone = [[token] for token in range(len(tokenizer))]
+        texts = tokenizer.batch_decode(alone, skip_special_tokens=True)
         written = set("".join(texts)) | {" "}  # which some decoders put between tokens
         missing = set() if _UNFINISHED in written else missing - written
     return missing
