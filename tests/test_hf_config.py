@@ -59,6 +59,29 @@ def test_rope_spellings(values, want):
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": "linear"}, "want an object"),
         (
+            {"rope_scaling": {"type": ["linear"]}},
+            r"rope type: want one of .*, got \['linear'\]; no",
+        ),
+        ({"rope_scaling": {"type": {"a": 1}}}, r"rope type: want one of .*, got {'a': 1}; no"),
+        ({"rope_scaling": {"type": "linear", "factor": [2]}}, r"rope.factor: Input .*, got \[2\]"),
+        ({"rope_theta": True}, "rope.theta: want a number, got True"),
+        ({"rope_theta": 1e39}, "rope.theta: Input should be less than or equal to"),
+        (
+            {"rope_scaling": {"type": "llama3"} | LLAMA3 | {"high_freq_factor": 1}},
+            "want low_freq_factor below high_freq_factor",
+        ),
+        (
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
+            "rope type dynamic wants a head_dim above 2",
+        ),
+        ({"max_position_embeddings": True}, "max_position_embeddings: want a count, got True"),
+        ({"num_hidden_layers": True}, "num_layers: want a number, got True"),
+        ({"vocab_size": 2**31}, "vocab_size: Input should be less than 2147483648"),
+        ({"hidden_act": "x" * 9000}, "hidden_act: want 'silu', got 'xxxxxxxxxxxx...xxxx"),
+        ({"model_type": "x" * 9000}, "model_type: want one of .*, got 'xxxxxxxxxxxx...xxxx"),
+        ({"speculators_model_type": "x" * 9000}, "holds a x{197}... draft of speculators"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_ids.0: Input should be a valid integer"),
+        (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "unknown full_attention",
         ),
@@ -75,8 +98,9 @@ def test_rope_spellings(values, want):
     ],
 )
 def test_config_refusals(values, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         parse_llama_config(TINY | values, {}, origin="config")
+    assert len(str(caught.value)) < 600
 
 
 def test_config_defaults():

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config
+from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config, shorten
+from poss_jax.config.models import Spans
+from poss_jax.config.numbers import Depth, TokenId
 from poss_jax.convert.draft_source import DraftSource
 from poss_jax.convert.hf_config import parse_llama_config
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
@@ -39,9 +41,9 @@ class DraftMetadata:
       draft_vocabulary: see `ModelRecord`.
     """
 
-    positions_per_specialist: tuple[int, ...]
-    trained_depth: int = Field(gt=0)
-    draft_vocabulary: tuple[int, ...] | None = None
+    positions_per_specialist: Spans
+    trained_depth: Depth
+    draft_vocabulary: tuple[TokenId, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,9 @@ def read_draft_config(
     spans, depth, assumed_spans = _read_spans(
         draft, metadata, positions_per_specialist, trained_depth
     )
-    config = DraftConfig(
-        layer=layer,
-        positions_per_specialist=spans,
-        trained_depth=depth,
-        fc_bias=FC_BIAS in draft.tensors,
-    )
+    values = {"layer": layer, "positions_per_specialist": spans, "trained_depth": depth}
+    values |= {"fc_bias": FC_BIAS in draft.tensors}
+    config = build_config(DraftConfig, values, origin=draft.origin)
     vocabulary = metadata.draft_vocabulary if metadata else None
     return DraftReading(config, vocabulary, (*assumed, *assumed_spans))
 
@@ -123,7 +122,7 @@ def _check_num_layers(draft: DraftSource) -> None:
     said = draft.values.get("num_hidden_layers")
     if said not in (None, 1, draft.num_layers):
         raise UserError(
-            f"{draft.origin}: config.json says num_hidden_layers {said!r}, the weights hold "
+            f"{draft.origin}: config.json says num_hidden_layers {shorten(said)}, the weights hold "
             f"{draft.num_layers} (or 1 may stand there); give the config.json that belongs to "
             "these weights"
         )
@@ -160,13 +159,13 @@ def _read_biases(draft: DraftSource, layer: LlamaConfig) -> tuple[dict[str, bool
             continue
         if name:
             raise UserError(
-                f"{draft.origin}: config.json says {name} {said!r}, {found}; give the config.json "
-                "that belongs to these weights"
+                f"{draft.origin}: config.json says {name} {shorten(said)}, {found}; give the "
+                "config.json that belongs to these weights"
             )
         assumed.append(f"{field} {shown[field]}, because {found}")
     has_bias, said = FC_BIAS in draft.tensors, draft.values.get("bias")
     if has_bias != (said in (None, True)):
-        says = "has no key bias, which means true" if said is None else f"says bias {said!r}"
+        says = "has no key bias, which means true" if said is None else f"says bias {shorten(said)}"
         assumed.append(
             f"fc with{'' if has_bias else 'out'} bias, because the weights hold "
             f"{'a' if has_bias else 'no'} {FC_BIAS}, although config.json {says}"
@@ -184,7 +183,7 @@ def _read_metadata(draft: DraftSource) -> DraftMetadata | None:
         return None
     origin = f"{draft.origin}/config.json: {METADATA}"
     if not isinstance(values, Mapping):
-        raise UserError(f"{origin}: want an object, got {values!r}; export the draft again")
+        raise UserError(f"{origin}: want an object, got {shorten(values)}; export the draft again")
     return build_config(DraftMetadata, values, origin=origin)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from poss_jax.config import LlamaConfig, UserError, build_config, read_json
+from poss_jax.config import LlamaConfig, UserError, build_config, read_json, shorten
 from poss_jax.convert.refusals import refuse_config
 
 # Keys that must have one value, which is also what Hugging Face takes where they are absent.
@@ -74,12 +74,14 @@ def parse_llama_config(
     family = str(values.get("model_type"))
     if family not in _FAMILIES:
         known = ", ".join(_FAMILIES)
-        raise UserError(f"{origin}: model_type: want one of {known}, got {family!r}; no other runs")
+        raise UserError(
+            f"{origin}: model_type: want one of {known}, got {shorten(family)}; no other runs"
+        )
     values = _FAMILIES[family] | dict(values)
     for key, want in _FIXED.items():
         got = _get(values, key, want)
         if got != want:
-            raise UserError(f"{origin}: {key}: want {want!r}, got {got!r}; no other runs")
+            raise UserError(f"{origin}: {key}: want {want!r}, got {shorten(got)}; no other runs")
     _refuse_sliding_window(values, origin)
     num_heads = _require(values, "num_attention_heads", origin)
     return build_config(
@@ -125,7 +127,8 @@ def _refuse_sliding_window(values: Mapping[str, Any], origin: str) -> None:
     layer_types = values.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise UserError(
-            f"{origin}: layer_types: want full_attention alone, got {layer_types!r}; no other runs"
+            f"{origin}: layer_types: want full_attention alone, got {shorten(layer_types)}; no "
+            "other runs"
         )
     slides = values["model_type"] == "mistral"
     if values["model_type"] in ("qwen2", "qwen3") and not layer_types:
@@ -145,8 +148,8 @@ def _refuse_sliding_window(values: Mapping[str, Any], origin: str) -> None:
 def _count(values: Mapping[str, Any], key: str, origin: str) -> int:
     """A whole number that is given, or has a default in `_FAMILIES`."""
     count = _get(values, key, _FAMILIES[values["model_type"]].get(key))
-    if not isinstance(count, int):
-        raise UserError(f"{origin}: {key}: want a count, got {count!r}")
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise UserError(f"{origin}: {key}: want a count, got {shorten(count)}")
     return count
 
 
@@ -155,7 +158,9 @@ def _head_dim(values: Mapping[str, Any], origin: str) -> Any:
         return values["head_dim"]
     hidden_size, num_heads = values["hidden_size"], values["num_attention_heads"]
     if not (isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0):
-        raise UserError(f"{origin}: want counts, got {hidden_size!r} over {num_heads!r} heads")
+        raise UserError(
+            f"{origin}: want counts, got {shorten(hidden_size)} over {shorten(num_heads)} heads"
+        )
     if hidden_size % num_heads:
         raise UserError(
             f"{origin}: hidden_size {hidden_size} is no multiple of {num_heads} heads; add head_dim"
@@ -166,14 +171,16 @@ def _head_dim(values: Mapping[str, Any], origin: str) -> Any:
 def _parse_rope(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     settings = _rope_settings(values, origin)
     kind = settings.pop("type")
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         known = ", ".join(_ROPE_KEYS)
-        raise UserError(f"{origin}: rope type: want one of {known}, got {kind!r}; no other runs")
+        raise UserError(
+            f"{origin}: rope type: want one of {known}, got {shorten(kind)}; no other runs"
+        )
     unknown = settings.keys() - {"rope_theta", *_ROPE_KEYS["llama3"]}
     missing = [key for key in _ROPE_KEYS[kind] if key not in settings]
     if unknown or missing:
         listed = [f"unknown {key}" for key in sorted(unknown)] + [f"no {key}" for key in missing]
-        raise UserError(f"{origin}: rope type {kind} with {', '.join(listed)}; cannot be run")
+        raise UserError(f"{origin}: rope type {kind} with {', '.join(listed)[:200]}; cannot be run")
     rope = {"type": kind, "theta": settings.get("rope_theta", 10000.0)}
     rope |= {key: settings[key] for key in _ROPE_KEYS[kind]}
     if kind == "dynamic":  # as transformers: the base grows beyond the model's own context
@@ -187,13 +194,13 @@ def _rope_settings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     top = {"rope_theta": values.get("rope_theta")}
     for part in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
         if not isinstance(part, dict):
-            raise UserError(f"{origin}: rope settings: want an object, got {part!r}")
+            raise UserError(f"{origin}: rope settings: want an object, got {shorten(part)}")
         for key, value in part.items():
             name = "type" if key == "rope_type" else key
             if value is not None and joined.setdefault(name, value) != value:
                 raise UserError(
-                    f"{origin}: rope setting {key} is given as {joined[name]!r} and as {value!r}; "
-                    "keep the one the model was trained with"
+                    f"{origin}: rope setting {key[:100]} is given as {shorten(joined[name])} and "
+                    f"as {shorten(value)}; keep the one the model was trained with"
                 )
     if joined.get("partial_rotary_factor") == 1.0:
         del joined["partial_rotary_factor"]

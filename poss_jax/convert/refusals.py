@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from poss_jax.config import UserError
+from poss_jax.config import UserError, shorten
 from poss_jax.convert.names import FC, QUERY, plain_name
 from poss_jax.convert.source import LazyTensor
 
@@ -64,7 +64,7 @@ def refuse_config(values: Mapping[str, Any], origin: str) -> None:
     quantisation = values.get("quantization_config") or values.get("compression_config")
     if quantisation:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-        _refuse(origin, _QUANTISED, f"quantization_config with quant_method {method!r}")
+        _refuse(origin, _QUANTISED, f"quantization_config with quant_method {shorten(method)}")
     name = eagle3_name(values) or ("draft_vocab_size" if values.get("draft_vocab_size") else None)
     if name:
         _refuse(origin, _EAGLE3, name)
@@ -73,7 +73,7 @@ def refuse_config(values: Mapping[str, Any], origin: str) -> None:
             _refuse(origin, _EXPERTS, name)
     for key in _EXPERT_COUNTS:
         if values.get(key):
-            _refuse(origin, _EXPERTS, f"{key} {values[key]!r}")
+            _refuse(origin, _EXPERTS, f"{key} {shorten(values[key])}")
 
 
 def refuse_speculators(values: Mapping[str, Any], origin: str) -> None:
@@ -85,7 +85,7 @@ def refuse_speculators(values: Mapping[str, Any], origin: str) -> None:
     kind = values.get("speculators_model_type")
     if kind is not None and kind != "eagle":
         name = (model_names(values) or [str(kind)])[0]
-        what = _EAGLE3 if _EAGLE3_NAME.search(f"{kind}{name}") else f"a {kind} draft"
+        what = _EAGLE3 if _EAGLE3_NAME.search(f"{kind}{name}") else f"a {_cut(str(kind))} draft"
         _refuse(origin, f"{what} of speculators", name, _NOT_YET)
 
 
@@ -186,4 +186,8 @@ def _refuse_keys(keys: Iterable[str], origin: str, signs: Mapping[str, re.Patter
 
 
 def _refuse(origin: str, what: str, sign: str, advice: str = "") -> NoReturn:
-    raise UserError(f"{origin}: holds {what} ({sign}); {advice or _ADVICE[what]}")
+    raise UserError(f"{origin}: holds {what} ({_cut(sign)}); {advice or _ADVICE[what]}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."
