@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises instead of printing the usage."""
-        raise UserError(f"{message}; see --help")
+        raise UserError(f"{' '.join(message.splitlines())}; see --help")
 
 
 def run_program(main: Callable[[], None]) -> None:
