@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ import pytest
 from models import random_draft, stacked, tiny_llama
 from programs import POSS2, Runs, refusal, tiny_runs, write_config
 
-from poss_jax.config import DraftConfig, TrainConfig, build_config
+from poss_jax.config import DraftConfig, TrainConfig, UserError, build_config
 from poss_jax.train_state import init_state, make_optimizer
 from poss_jax.train_step import DraftTask
 from train.devices import make_on
 from train.main import main
-from train.memory import bytes_per_device, compile_memory, mesh_for, plan_draft_step
+from train.memory import (
+    bytes_per_device,
+    check_memory,
+    compile_memory,
+    mesh_for,
+    plan_draft_step,
+)
 
 LLAMA = tiny_llama(vocab_size=64)
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=3)
@@ -52,6 +59,22 @@ def test_the_compiler_keeps_what_is_counted_and_copies_no_state():
     assert abs(memory["arguments"] - counted) < 1024  # the key's own size
     assert memory["donated"] == pytest.approx(bytes_per_device(planned.state), rel=0.01)
     assert memory["total"] < memory["arguments"] + memory["temporaries"] + 4096
+
+
+def test_a_step_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run(data=1)
+    check_memory(plan(config))
+    large = replace(config, batch_size=2**27, data=replace(config.data, sequence_length=2**10))
+    with pytest.raises(
+        UserError, match=r"a step needs at least [0-9.]+ GiB of each device, which "
+    ):
+        check_memory(plan(large))
+    spare = bytes_per_device((plan(config).state, plan(config).others)) + plan(config).hidden
+    monkeypatch.setattr("train.memory.device_memory", lambda: spare)
+    check_memory(plan(config))
+    monkeypatch.setattr("train.memory.device_memory", lambda: spare - 1)
+    with pytest.raises(UserError, match=r"lower batch_size or data\.sequence_length"):
+        check_memory(plan(config))
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")

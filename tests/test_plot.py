@@ -108,7 +108,27 @@ def test_without_matplotlib_the_table_is_left(
     assert "| poss | 4 |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [None, "", "stage: draft", "- 1", "{"])
+@pytest.mark.parametrize(
+    "line",
+    ["1", "[", "[" * 5000, '{"validation_loss": 1}', '{"step": 1, "validation_loss": ["x"]}'],
+    ids=lambda line: line[:20],
+)
+def test_damaged_metrics(tmp_path: Path, line: str) -> None:
+    folder = write_run(tmp_path / "run", "draft", {"step": 1, "loss": 1.0}, validation(2, 2.0))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    assert "holds no metrics of a training run" in refusal(main, folder, "--table")
+
+
+def test_a_run_that_logged_no_step_is_drawn(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "target", {"step": 1, "validation_loss": 5.5})
+    main([folder, "--output", str(tmp_path / "plot.png")])
+    assert (tmp_path / "plot.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "stage: draft", "- 1", "{", "[" * 5000, "a: 2024-13-45", "a: &a [*a]"]
+)
 def test_folder_of_something_else(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.yaml").write_text(content)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from poss_jax.config import LlamaConfig, TrainConfig, UserError
 from poss_jax.draft import init_draft
+from poss_jax.engine import device_memory
 from poss_jax.packing import TrainBatch
 from poss_jax.pretraining import make_target_step
 from poss_jax.sharding import make_mesh, place_batch, place_tree, replicate
@@ -34,12 +35,14 @@ class PlannedStep(NamedTuple):
       state: parameters and optimizer state.
       others: of a draft's step the frozen target, the batch and the random key.
       temporaries: a rough count of bytes per device that a step needs meanwhile.
+      hidden: bytes per device of what one layer puts out, which a step holds at the least.
     """
 
     step: OnMesh
     state: TrainState
     others: tuple[Any, ...]
     temporaries: int
+    hidden: int
 
 
 def plan_draft_step(task: DraftTask, config: TrainConfig, dtype: Any, mesh: Mesh) -> PlannedStep:
@@ -58,13 +61,15 @@ def plan_draft_step(task: DraftTask, config: TrainConfig, dtype: Any, mesh: Mesh
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicate(mesh))
     step = make_step_on(mesh, make_draft_step(task, optimizer), state)
     rows = _rows_per_device(config, mesh)
-    versions = task.draft.trained_depth * rows * task.target.hidden_size * jnp.dtype(dtype).itemsize
+    hidden = rows * task.target.hidden_size * jnp.dtype(dtype).itemsize
+    versions = task.draft.trained_depth * hidden
     passing = _passing(task.target, config, dtype, mesh)
     return PlannedStep(
         step,
         state,
         (target, _abstract_batch(config, mesh), key),
         bytes_per_device(state.params) + versions + passing,
+        hidden,
     )
 
 
@@ -83,7 +88,8 @@ def plan_target_step(
     layers = llama.num_layers * _passing(llama, config, dtype, mesh)
     batch = _abstract_batch(config, mesh)
     step = make_step_on(mesh, step, state)
-    return PlannedStep(step, state, (batch,), 2 * bytes_per_device(state.params) + layers)
+    hidden = _rows_per_device(config, mesh) * llama.hidden_size * jnp.dtype(dtype).itemsize
+    return PlannedStep(step, state, (batch,), 2 * bytes_per_device(state.params) + layers, hidden)
 
 
 def describe_devices(planned: PlannedStep, compile_for: str | None) -> dict[str, Any]:
@@ -105,6 +111,22 @@ def describe_devices(planned: PlannedStep, compile_for: str | None) -> dict[str,
     if jax.process_index() == 0:
         print("\n".join(lines))
     return numbers
+
+
+def check_memory(planned: PlannedStep) -> None:
+    """Refuses a step that cannot fit the devices of this machine.
+
+    Raises:
+      UserError: even what is kept and the output of one layer are more than a device's memory.
+    """
+    needed = bytes_per_device((planned.state, planned.others)) + planned.hidden
+    available = device_memory()
+    if available is not None and needed > available:
+        raise UserError(
+            f"a step needs at least {_size(needed)} of each device, which has {_size(available)}; "
+            "lower batch_size or data.sequence_length, raise step.accumulation_steps, or spread "
+            "the model over more devices (mesh.fsdp)"
+        )
 
 
 def _count_memory(planned: PlannedStep) -> dict[str, int]:

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from poss_jax.config import UserError
+from poss_jax.config import UserError, parse_yaml
 from poss_jax.program import Parser, run_program
 
 _BY_DEPTH = {
@@ -68,21 +66,36 @@ def read_run(folder: str) -> RunMetrics:
     """
     path = Path(folder)
     try:
-        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+        config = parse_yaml((path / "config.yaml").read_text(encoding="utf-8"))
         text = (path / "metrics.jsonl").read_text(encoding="utf-8")
         spans = config["specialists"]["positions_per_specialist"]
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise UserError(f"{folder} holds no metrics of a training run; give its folder") from error
-    run = RunMetrics(
-        name=path.resolve().name,
-        steps=[line for line in lines if "loss" in line],
-        validations=[line for line in lines if "validation_loss" in line],
-        spans=spans,
-    )
+        run = RunMetrics(
+            name=path.resolve().name,
+            steps=[line for line in lines if "loss" in line],
+            validations=[line for line in lines if "validation_loss" in line],
+            spans=spans,
+        )
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise _no_metrics(folder) from error
     if not run.validations:
         raise UserError(f"{folder} has no validation yet; wait for one")
     return run
+
+
+def check_run(folder: str, run: RunMetrics) -> None:
+    """Raises UserError where a line lacks what the table or the plot needs."""
+    try:
+        format_table([run])
+        for line in (*run.steps, *run.validations):
+            _ = line["step"] + _mean(line["loss"] if "loss" in line else line["validation_loss"])
+        _ = [line["simulated_acceptance_length"] for line in run.validations if run.specialists]
+    except (ValueError, LookupError, TypeError) as error:
+        raise _no_metrics(folder) from error
+
+
+def _no_metrics(folder: str) -> UserError:
+    return UserError(f"{folder} holds no metrics of a training run; give its folder")
 
 
 def format_table(runs: list[RunMetrics]) -> str:
@@ -135,7 +148,7 @@ def plot_runs(runs: list[RunMetrics], path: Path) -> None:
 def _draw_losses(axes: Any, runs: list[RunMetrics]) -> None:
     """Lines for training, dots for validation."""
     for run in runs:
-        steps, losses = zip(*((line["step"], line["loss"]) for line in run.steps), strict=True)
+        steps, losses = [line["step"] for line in run.steps], [line["loss"] for line in run.steps]
         (drawn,) = axes.plot(steps, losses, alpha=0.5)
         steps = [line["step"] for line in run.validations]
         losses = [_mean(line["validation_loss"]) for line in run.validations]
@@ -183,6 +196,8 @@ def main(arguments: list[str] | None = None) -> None:
             "print the table alone with --table"
         )
     runs = [read_run(folder) for folder in args.runs]
+    for folder, run in zip(args.runs, runs, strict=True):
+        check_run(folder, run)
     print(format_table(runs))
     output = None if args.table else Path(args.output or Path(args.runs[0]) / "training.png")
     if output is not None:

@@ -32,6 +32,12 @@ def parse_yaml(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """The safe loader, which by itself bounds neither nesting nor aliases nor numbers."""
 
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        # Long before Python's own limit, which deep brackets reach only after seconds.
+        if self.flow_level >= _DEEPEST:
+            raise yaml.YAMLError(f"nested more than {_DEEPEST} deep")
+        super().fetch_flow_collection_start(TokenClass)
+
     def get_single_node(self) -> Any:
         node = super().get_single_node()
         if node is not None:
