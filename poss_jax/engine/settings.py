@@ -54,8 +54,8 @@ def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
         )
     if fitted.depth > _SLOW_DEPTH:
         _LOG.warning(
-            "a tree of depth %d may take minutes to compile, once per shape: every drafted position "
-            "is compiled by itself; lower depth to start sooner",
+            "a tree of depth %d may take minutes to compile, once per shape, since every drafted "
+            "position is compiled by itself; lower depth to start sooner",
             fitted.depth,
         )
     return fitted
