@@ -21,14 +21,11 @@ class TrainState(struct.PyTreeNode):
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
     """AdamW, linear warm-up then linear decay to zero, gradients clipped by value."""
-    warmup = max(1, round(config.warmup_fraction * num_steps))
-    schedule = optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, config.learning_rate, warmup),
-            optax.linear_schedule(config.learning_rate, 0.0, max(1, num_steps - warmup)),
-        ],
-        [warmup],
-    )
+    warmup = min(round(config.warmup_fraction * num_steps), num_steps - 1)
+    schedule = optax.linear_schedule(config.learning_rate, 0.0, num_steps - warmup)
+    if warmup:
+        rising = optax.linear_schedule(0.0, config.learning_rate, warmup)
+        schedule = optax.join_schedules([rising, schedule], [warmup])
     adamw = optax.adamw(
         schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
     )

@@ -61,7 +61,7 @@ def test_adamw_with_clipping_by_value():
     for step, gradient in enumerate(np.clip(gradients, -0.5, 0.5)):
         m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
         m_hat, v_hat = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.95 ** (step + 1))
-        learning_rate = [0.0, 0.1, 0.1 * 2 / 3, 0.1 / 3][step]  # warm-up takes one step at least
+        learning_rate = [0.1, 0.075, 0.05, 0.025][step]
         params = params - learning_rate * (m_hat / (np.sqrt(v_hat) + 1e-8) + 0.1 * params)
         np.testing.assert_allclose(out[step], params, rtol=1e-5)
 
@@ -72,7 +72,14 @@ def test_without_clipping():
     )
     out = apply(make_optimizer(config, 2), jnp.array(0.0), jnp.array([1.0, 2.0]))
     # v_hat after the gradients 1, 2 is (0.95 * 1 + 4) / (0.95 + 1).
-    np.testing.assert_allclose(out[1], -0.1 * 2 / np.sqrt(4.95 / 1.95), rtol=1e-5)
+    np.testing.assert_allclose(out[1], -0.1 - 0.05 * 2 / np.sqrt(4.95 / 1.95), rtol=1e-5)
+
+
+@pytest.mark.parametrize("warmup_fraction", [0.0, 0.01, 0.9])
+def test_run_of_one_step_trains(warmup_fraction: float):
+    config = OptimizerConfig(learning_rate=0.1, warmup_fraction=warmup_fraction, weight_decay=0.0)
+    (param,) = apply(make_optimizer(config, 1), jnp.array(0.0), jnp.array([0.3]))
+    assert param == pytest.approx(-0.1, rel=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
