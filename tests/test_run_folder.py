@@ -1,6 +1,9 @@
 """Starting, continuing and refusing a run's folder, and what a run saves in it."""
 
+import itertools
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import pytest
 
 from poss_jax.config import TrainConfig, UserError, build_config
 from poss_jax.train_state import TrainState
-from train.run_folder import RunFolder, claim_folder
+from train.claim import claim_folder
+from train.run_folder import RunFolder
 
 MODEL = dict.fromkeys(
     "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads".split(), 4
@@ -115,6 +119,17 @@ def test_failed_overwrite_keeps_the_earlier_run(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("content", [None, "", "stage: [", "\x00"], ids=repr)
+def test_run_without_its_config_is_refused(tmp_path: Path, content: str | None) -> None:
+    start(config_for(tmp_path / "a"))
+    RunFolder(config_for(tmp_path / "a")).close()
+    (tmp_path / "a" / "config.yaml").unlink()
+    if content is not None:
+        (tmp_path / "a" / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match=r"its config\.yaml is missing or damaged; put that back"):
+        start(config_for(tmp_path / "a"))
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
     "content", [None, "learning_rate: 1", "- a list", "stage: [", "\x00"], ids=repr
@@ -202,16 +217,21 @@ def test_keeps_the_newest_and_the_best(
 @pytest.mark.parametrize(
     ("raised", "reason"),
     [
-        ("Error writing [source locations='os_error_code='28' ...", "No space left on device"),
-        ("Something\n  else", "Something else"),
+        (
+            ValueError("Error writing [source locations='os_error_code='28' ..."),
+            "No space left on device; make room there",
+        ),
+        (OSError(28, "No space left on device"), "No space left on device; make room there"),
+        (FileNotFoundError(2, "No such file"), "No such file; mend that"),
+        (ValueError("Something\n  else"), "Something else; mend that"),
     ],
 )
 @pytest.mark.parametrize("when", ["save", "exported", "close"])
 def test_failed_save_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, raised: str, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, raised: Exception, reason: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise ValueError(raised)
+        raise raised
 
     start(config_for(tmp_path / "a"))
     folder = RunFolder(config_for(tmp_path / "a"))
@@ -222,7 +242,7 @@ def test_failed_save_is_one_line(
         "exported": lambda: folder.exported("best", state_at(1)),
         "close": folder.close,
     }
-    with pytest.raises(UserError, match=rf"cannot save to .*checkpoints: {reason}; make room"):
+    with pytest.raises(UserError, match=rf"cannot save to .*checkpoints: {reason}, and the same"):
         act[when]()
 
 
@@ -260,3 +280,169 @@ def test_restore_drops_metrics_that_come_again(tmp_path: Path) -> None:
         {"step": 2, "loss": 0.5},
         {"step": 3, "loss": 0.25},
     ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Damage
+
+DAMAGES = {
+    "removed": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "flipped": lambda path: flip(path, 4 * path.stat().st_size),
+}
+NOT_NEEDED = {"_CHECKPOINT_METADATA", "commit_success.txt"}
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def saved_run(folder: Path, scores: list[float | None]) -> Path:
+    """A run with a checkpoint and a line of metrics for every score."""
+    start(config_for(folder))
+    run = RunFolder(config_for(folder))
+    for step, score in enumerate(scores, start=1):
+        run.log({"step": step, "validation_loss": score})
+        run.save(step, state_at(step), score=score, loss_level=step / 2)
+    run.close()
+    return folder
+
+
+def resume(folder: Path) -> tuple[int, list[int]]:
+    """The step that a run goes on from, which must be intact, and those that are logged."""
+    run = RunFolder(config_for(folder))
+    state = run.restore(state_at(0))
+    run.close()
+    assert state.params["weight"].tolist() == state_at(int(state.step)).params["weight"].tolist()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return int(state.step), [json.loads(line)["step"] for line in lines]
+
+
+def damage_every_file(tmp_path: Path, damages: list[str], capfd: pytest.CaptureFixture) -> int:
+    """Damages each file of the newest checkpoint in turn, and goes on."""
+    source = saved_run(tmp_path / "source", [1.0, 2.0])
+    newest = source / "checkpoints" / "2"
+    names = [str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()]
+    for name, damage in itertools.product(names, damages):
+        shutil.copytree(source, tmp_path / "a")
+        DAMAGES[damage](tmp_path / "a" / "checkpoints" / "2" / name)
+        harmless = name in NOT_NEEDED or (name, damage) == ("SHA256SUMS", "removed")
+        assert resume(tmp_path / "a") == ((2, [1, 2]) if harmless else (1, [1])), (name, damage)
+        said = capfd.readouterr().err
+        assert ("checkpoint 2 is damaged (" in said) == (not harmless)
+        assert said.count("\n") == (not harmless)
+        assert (tmp_path / "a" / "damaged" / "2").is_dir() == (not harmless)
+        shutil.rmtree(tmp_path / "a")
+    return len(names)
+
+
+def test_damaged_checkpoint_is_left_for_the_one_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    assert damage_every_file(tmp_path, ["removed", "flipped"], capfd) > 10
+
+
+@pytest.mark.slow
+def test_every_damage_of_every_file(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    assert damage_every_file(tmp_path, list(DAMAGES), capfd) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(NOT_NEEDED))
+def test_every_bit_of_what_has_no_checksum(tmp_path: Path, name: str) -> None:
+    path = saved_run(tmp_path / "a", [1.0, 2.0]) / "checkpoints" / "2" / name
+    for bit in range(8 * path.stat().st_size):
+        flip(path, bit)
+        assert resume(tmp_path / "a") == (2, [1, 2])
+        flip(path, bit)
+
+
+def test_run_goes_on_from_before_the_damage(tmp_path: Path) -> None:
+    folder = saved_run(tmp_path / "a", [1.0, 2.0, 3.0])
+    flip(folder / "checkpoints" / "3" / "metrics" / "metrics", 10)
+    assert resume(folder) == (2, [1, 2])
+    run = RunFolder(config_for(folder))
+    run.log({"step": 3, "validation_loss": 5.0})
+    run.save(3, state_at(3), score=5.0, loss_level=None)
+    run.close()
+    assert resume(folder) == (3, [1, 2, 3])
+    run = RunFolder(config_for(folder))
+    assert run.exported_step("best") == 3
+    assert run.logged_validation(3) == {"validation_loss": 5.0}
+    run.close()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_of_best_checkpoints_that_are_damaged_the_next_is_exported(tmp_path: Path) -> None:
+    folder = saved_run(tmp_path / "a", [3.0, 1.0, 2.0])
+    run = RunFolder(config_for(folder))
+    flip(folder / "checkpoints" / "1" / "default" / "_METADATA", 0)
+    assert int(run.exported("best", state_at(3)).step) == 3
+    assert run.exported_step("best") == 3
+    run.close()
+    assert (folder / "damaged" / "1").is_dir()
+
+
+def test_no_intact_checkpoint_is_one_line_and_touches_nothing(tmp_path: Path) -> None:
+    folder = saved_run(tmp_path / "a", [1.0, 2.0])
+    for step in (1, 2):
+        (folder / "checkpoints" / str(step) / "default" / "manifest.ocdbt").unlink()
+    wanted = r"checkpoint 1 of .* is damaged \(default/manifest.ocdbt is missing\), and no other is"
+    with pytest.raises(UserError, match=wanted):
+        RunFolder(config_for(folder))
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["1", "2"]
+
+
+def without_sums(folder: Path) -> Path:
+    """As runs were saved before there were checksums."""
+    for path in folder.glob("checkpoints/*/SHA256SUMS"):
+        path.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("item", ["default", "metrics"])
+@pytest.mark.parametrize("damage", ["removed", "empty"])
+def test_checkpoints_without_checksums(
+    tmp_path: Path, capfd: pytest.CaptureFixture, item: str, damage: str
+) -> None:
+    folder = without_sums(saved_run(tmp_path / "a", [1.0, 2.0]))
+    assert resume(folder) == (2, [1, 2])
+    assert capfd.readouterr().err == ""
+    for path in [p for p in (folder / "checkpoints" / "2" / item).rglob("*") if p.is_file()]:
+        DAMAGES[damage](path)
+    try:
+        assert resume(folder) == (2, [1, 2])  # such as without a score
+    except UserError as error:
+        assert re.search(r"of .* cannot be read \(.*\); where one is damaged, move it", str(error))
+    shutil.rmtree(folder / "checkpoints" / "2")
+    assert resume(folder)[0] == 1
+
+
+def test_damaged_lines_of_metrics(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    folder = saved_run(tmp_path / "a", [1.0, 2.0, 3.0])
+    path = folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for damaged in (b'{"step": 3, "va', b"\xff\n", b"[3]\n", b"{}\n", b"\n", lines[2].strip()):
+        path.write_bytes(b"".join([*lines[:2], damaged]))
+        assert resume(folder) == (3, [1, 2])
+        assert capfd.readouterr().err == f"{path}: the last line is damaged, and cut off\n"
+        path.write_bytes(b"".join([lines[0], damaged.strip() + b"\n", lines[2]]))
+        if damaged != lines[2].strip():
+            with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is damaged"):
+                resume(folder)
+    path.unlink()
+    run = RunFolder(config_for(folder))
+    run.restore(state_at(0))
+    assert run.logged_validation(3) == {}
+    run.close()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_provenance_is_not_needed(tmp_path: Path, damage: str) -> None:
+    folder = saved_run(tmp_path / "a", [1.0])
+    DAMAGES[damage](folder / "provenance.json")
+    start(config_for(folder))
+    assert resume(folder) == (1, [1])

@@ -7,7 +7,6 @@ mesh and each save of the training state; files that one process can write are t
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from jax.sharding import Mesh
 
 from poss_jax import data
 from poss_jax.checkpoint import ModelRecord, item_shapes, write_model
-from poss_jax.config import DraftConfig, LlamaConfig, TrainConfig, UserError
+from poss_jax.config import DraftConfig, LlamaConfig, UserError
 from poss_jax.packing import TrainBatch
 from poss_jax.shapes import Params
 from poss_jax.sharding import place_batch, place_tree, replicate
 from poss_jax.target import stack_layers
 from poss_jax.train_state import TrainState
-from train.run_folder import claim_folder
 
 _MESSAGE_BYTES = 8192
 
@@ -80,20 +78,6 @@ def expects_processes(environment: Any) -> bool:
 def is_first_process() -> bool:
     """Whether this process writes what needs only one writer."""
     return jax.process_index() == 0
-
-
-@contextmanager
-def claim_together(config: TrainConfig, *, overwrite: bool) -> Iterator[Path]:
-    """`claim_folder` by the first process; all of them look at the same place.
-
-    Raises:
-      UserError: in every process, what `claim_folder` refuses in the first.
-    """
-    with ExitStack() as claim:
-        folder = claim_folder(config, overwrite=overwrite)
-        yield Path(ask_first(lambda: str(claim.enter_context(folder))))
-        meet("run prepared")
-    meet("run claimed")
 
 
 def meet(name: str) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from filelock import FileLock, Timeout
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from poss_jax import data
-from poss_jax.checkpoint import ModelRecord, load_item
+from poss_jax.checkpoint import ModelRecord, hold_lock, load_item
 from poss_jax.config import TrainConfig, UserError, config_to_dict
 from poss_jax.packing import TrainBatch
 from poss_jax.shapes import Array, Params
@@ -140,24 +139,21 @@ def _encode_rows(
 @contextmanager
 def _claim(cache: data.FeatureCache) -> Iterator[str]:
     """One run writes a cache; others wait, and find it written."""
-    try:
-        cache.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(cache.folder / data.LOCK)
+
+    def say(holder: str) -> None:
+        tqdm.write(f"waiting for {holder}, which writes {cache.folder}", file=sys.stderr)
+
+    with ExitStack() as held:
         try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            tqdm.write(f"waiting for the run that writes {cache.folder}", file=sys.stderr)
-            lock.acquire()
-        cache.start()
-    except OSError as error:
-        raise UserError(
-            f"features.cache {cache.folder} cannot be written: {error.strerror}; name "
-            "another folder"
-        ) from error
-    try:
+            cache.folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(hold_lock(cache.folder / data.LOCK, say))
+            cache.start()
+        except OSError as error:
+            raise UserError(
+                f"features.cache {cache.folder} cannot be written: {error.strerror}; name "
+                "another folder"
+            ) from error
         yield "claimed"
-    finally:
-        lock.release()
 
 
 def _ask_whether(function: Callable[[], bool]) -> bool:

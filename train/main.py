@@ -23,12 +23,13 @@ from poss_jax.checkpoint import count_parameters
 from poss_jax.config import TrainConfig, UserError, load_config
 from poss_jax.program import Parser, run_program
 from poss_jax.train_state import init_state, make_optimizer
+from train.claim import claim_together, hold_together
 from train.describe import describe_data, describe_sample
-from train.devices import claim_together, is_first_process, make_on, start_processes
+from train.devices import is_first_process, make_on, start_processes
 from train.loggers import check_loggers
 from train.loop import run_steps
 from train.memory import describe_devices
-from train.run_folder import RunFolder
+from train.run_folder import RunFolder, is_damaged
 from train.stages import Stage, open_stage
 
 
@@ -43,19 +44,26 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
       UserError: bad input, and then nothing of an earlier run is touched; or the run diverged.
     """
     check_loggers(config)
-    with claim_together(config, overwrite=overwrite) as place:
-        stage = None if (place / "model").exists() else open_stage(config, place)
-    with closing(RunFolder(config)) as folder:
-        if stage is not None:
-            config = config.with_budget(len(stage.rows))
-            if is_first_process():
-                tqdm.write("\n".join(describe_data(stage.report)), file=sys.stderr)
-            stopped_at = _train(config, folder, stage)
-            if stopped_at is not None:
-                return {"stopped_at": stopped_at, "steps": config.num_steps}
-        step = folder.exported_step(config.export)
-        results = folder.logged_validation(step) if is_first_process() else {}
-        steps = folder.latest_step
+    with hold_together(config):
+        with claim_together(config, overwrite=overwrite) as place:
+            stage = None if (place / "model").exists() else open_stage(config, place)
+        if stage is None and is_damaged(config):
+            return {"model": str(Path(config.output).absolute() / "model")}
+        with closing(RunFolder(config)) as folder:
+            if stage is not None:
+                config = config.with_budget(len(stage.rows))
+                if is_first_process():
+                    tqdm.write("\n".join(describe_data(stage.report)), file=sys.stderr)
+                stopped_at = _train(config, folder, stage)
+                if stopped_at is not None:
+                    return {"stopped_at": stopped_at, "steps": config.num_steps}
+            return _summarize(config, folder)
+
+
+def _summarize(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
+    step = folder.exported_step(config.export)
+    results = folder.logged_validation(step) if is_first_process() else {}
+    steps = folder.latest_step
     return {"model": str(folder.model), "model_step": step, "steps": steps, **results}
 
 

@@ -5,6 +5,7 @@ items.py       which weight items a model has, their key paths and shapes
 sums.py        checksums of arrays and of files
 folder.py      writing a model, and loading it to the device
 whole.py       a folder that is written all or nothing
+locks.py       one writer at a time
 integrity.py   comparing a folder with its checksums
 """
 
@@ -29,6 +30,7 @@ from poss_jax.checkpoint.items import (
     split_items,
     target_shapes,
 )
+from poss_jax.checkpoint.locks import hold_lock, sole_writer
 from poss_jax.checkpoint.record import (
     FORMAT_VERSION,
     TOKENIZER_FILES,
@@ -41,7 +43,14 @@ from poss_jax.checkpoint.record import (
     target_identity,
     tokenizer_hashes,
 )
-from poss_jax.checkpoint.sums import SUMS_FILE, check_file, read_sums, write_sums
+from poss_jax.checkpoint.sums import (
+    SUMS_FILE,
+    check_file,
+    find_damage,
+    list_files,
+    read_sums,
+    write_sums,
+)
 from poss_jax.checkpoint.whole import refuse_non_empty, whole_folder
 
 __all__ = [
@@ -57,9 +66,12 @@ __all__ = [
     "describe_item",
     "draft_shapes",
     "failed_write",
+    "find_damage",
     "flatten_item",
+    "hold_lock",
     "item_shapes",
     "join_items",
+    "list_files",
     "load_draft",
     "load_item",
     "load_target",
@@ -70,6 +82,7 @@ __all__ = [
     "read_sums",
     "read_target",
     "refuse_non_empty",
+    "sole_writer",
     "split_items",
     "target_identity",
     "target_shapes",

@@ -111,6 +111,8 @@ def _save_item(path: Path, args: ocp.args.PyTreeSave) -> None:
 
 def failed_write(error: Exception) -> OSError:
     """What Orbax means by an error; it raises many kinds, for a full disk a ValueError."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror)
     code = _OS_ERROR.search(str(error))
     if code is not None:
         return OSError(int(code[1]), os.strerror(int(code[1])))

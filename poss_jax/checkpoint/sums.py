@@ -2,7 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,44 @@ def hash_file(path: Path) -> str:
 
 def write_sums(folder: Path, names: Iterable[str]) -> None:
     """Writes SHA256SUMS about files of a folder (paths relative to it)."""
-    lines = [f"{hash_file(folder / name)}  {name}\n" for name in sorted(names)]
+    lines = [f"{digest}  {name}\n" for name, digest in _hash_files(folder, names).items()]
     (folder / SUMS_FILE).write_text("".join(lines))
+
+
+def list_files(folder: Path) -> set[str]:
+    """Names all files below a folder (paths relative to it)."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def find_damage(folder: Path, *, ignored: Collection[str] = ()) -> str | None:
+    """Compares all files below a folder with its SHA256SUMS.
+
+    Args:
+      folder: of the files and the sums.
+      ignored: files that may change, come and go.
+
+    Returns:
+      The first difference, in words; None: there is none, or the folder has no sums.
+    """
+    if not (folder / SUMS_FILE).is_file():
+        return None
+    try:
+        want = read_sums(folder)
+        names = list_files(folder) - {SUMS_FILE, *ignored}
+        missing, added = sorted(want.keys() - names), sorted(names - want.keys())
+        if missing or added:
+            return f"{missing[0]} is missing" if missing else f"{SUMS_FILE} lacks {added[0]}"
+        got = _hash_files(folder, names)
+    except UserError as error:
+        return str(error)
+    changed = (f"{name} is not what was written" for name in got if got[name] != want[name])
+    return next(changed, None)
+
+
+def _hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    names = sorted(names)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(lambda name: hash_file(folder / name), names), strict=True))
 
 
 def read_sums(folder: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from errno import EEXIST, ENOTEMPTY
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -40,6 +41,11 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
             yield partial
             partial.replace(folder)
     except OSError as error:
+        if error.errno in (ENOTEMPTY, EEXIST):
+            raise UserError(
+                f"output {folder}: another process wrote it meanwhile, and it is kept; name "
+                "another folder"
+            ) from error
         raise UserError(
             f"cannot write folder {folder}: {error}; nothing is kept, give a place that can hold it"
         ) from error

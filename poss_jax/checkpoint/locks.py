@@ -1,0 +1,76 @@
+"""Locks on what a process writes, so that no second one writes it meanwhile.
+
+The lock is the operating system's and ends with its process, however that ends. Its file says who
+has it, and is there only as long as somebody does (or was when he was killed).
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from filelock import FileLock, SoftFileLock, Timeout
+
+from poss_jax.config import UserError
+
+
+@contextmanager
+def hold_lock(path: Path, if_held: Callable[[str], None]) -> Iterator[None]:
+    """Holds a lock.
+
+    Args:
+      path: file of the lock.
+      if_held: is told by whom the lock is held before it is waited for; may raise instead.
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        if_held(_describe_holder(path))
+        lock.acquire()
+    is_native = not isinstance(lock, SoftFileLock)  # where there is no other, it does the same
+    try:
+        if is_native:
+            path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
+        yield
+    finally:
+        if is_native:
+            with suppress(OSError):
+                path.unlink()  # who waits for it notices, and makes another
+        lock.release()
+
+
+@contextmanager
+def sole_writer(output: str | Path) -> Iterator[None]:
+    """Keeps other processes from writing an output, a file or a folder.
+
+    Raises:
+      UserError: another process writes it, or it cannot be written at all.
+    """
+    real = Path(output).resolve()
+
+    def refuse(holder: str) -> None:
+        raise UserError(
+            f"output {output} is in use by {holder}; wait for it, or name another output"
+        )
+
+    with ExitStack() as held:
+        try:
+            real.parent.mkdir(parents=True, exist_ok=True)
+            is_inside = real.is_dir() and not os.access(real.parent, os.W_OK)
+            place = real / ".lock" if is_inside else real.parent / f".{real.name}.lock"
+            held.enter_context(hold_lock(place, refuse))
+        except OSError as error:
+            raise UserError(f"output {output}: {error.strerror}; name another place") from error
+        yield
+
+
+def _describe_holder(path: Path) -> str:
+    try:
+        pid, host = path.read_text().splitlines()
+        since = datetime.fromtimestamp(path.stat().st_mtime)
+    except (OSError, ValueError):  # it was released, or is not written yet
+        return "another process"
+    return f"process {pid} on host {host} (since {since:%Y-%m-%d %H:%M:%S})"

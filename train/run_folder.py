@@ -1,0 +1,290 @@
+"""What a run saves in its folder, once that is claimed, and reads again to go on.
+
+metrics.jsonl  checkpoints/<step>/  samples/<step>.md  model/
+"""
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from errno import EDQUOT, ENOSPC
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+from tqdm import tqdm
+
+from poss_jax.checkpoint import failed_write, find_damage, list_files, write_sums
+from poss_jax.config import TrainConfig, UserError
+from poss_jax.train_state import TrainState
+from train.devices import ask_first, is_first_process
+
+# Of a checkpoint; written last, and not needed to read it.
+_WITHOUT_SUMS = {"_CHECKPOINT_METADATA", "commit_success.txt"}
+
+
+class RunFolder:
+    """A run's folder, once it is claimed.
+
+    A checkpoint has checksums, written before it counts as one. They are compared when the folder
+    is opened: one that is damaged is moved to `damaged/`, and the run goes on from one before it.
+
+    Raises:
+      UserError: every checkpoint is damaged, or they cannot be read.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.path = Path(config.output).absolute()
+        self._checkpoints = self.path / "checkpoints"
+        ask_first(self._leave_the_intact)  # before Orbax reads what it has to say of them
+        policies = [
+            checkpoint_managers.LatestN(config.keep_checkpoints),
+            checkpoint_managers.BestN(get_metric_fn=_score, n=1),
+        ]
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_score,
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            cleanup_tmp_directories=True,  # what a killed process had begun to save
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_sums),
+        )
+        with self._reading("the checkpoints"):
+            self._manager = ocp.CheckpointManager(self._checkpoints, options=options)
+
+    @property
+    def model(self) -> Path:
+        """Where the trained model goes; it exists once the run is complete."""
+        return self.path / "model"
+
+    @property
+    def latest_step(self) -> int:
+        """The step of the newest checkpoint; 0: there is none."""
+        return self._manager.latest_step() or 0
+
+    @property
+    def loss_level(self) -> float | None:
+        """The running mean of the loss at the newest checkpoint; None: there is none."""
+        metrics = self._manager.metrics(self.latest_step) if self.latest_step else None
+        return (metrics or {}).get("loss_level")
+
+    def restore(self, state: TrainState) -> TrainState:
+        """Returns the newest saved state in place of this one; or this one if none is saved.
+
+        Metrics beyond it are dropped: the run writes them again.
+
+        Raises:
+          UserError: it cannot be read, or metrics.jsonl is damaged.
+        """
+        ask_first(lambda: self._drop_metrics_after(self.latest_step))
+        return self._read(self.latest_step, state) if self.latest_step else state
+
+    def save(
+        self, step: int, state: TrainState, *, score: float | None, loss_level: float | None
+    ) -> None:
+        """Saves the state in the background.
+
+        Args:
+          step: of the state.
+          state: may be donated once this returns.
+          score: how good it is; None: it was not validated.
+          loss_level: running mean of the loss.
+
+        Raises:
+          UserError: the save before this one failed.
+        """
+        metrics = {"score": score, "loss_level": loss_level}
+        with self._saving():
+            self._manager.save(step, args=ocp.args.StandardSave(vars(state)), metrics=metrics)
+
+    def exported_step(self, export: str) -> int:
+        """The step of the `best` or the `last` checkpoint."""
+        best = self._manager.best_step()
+        return self.latest_step if export == "last" or best is None else best
+
+    def exported(self, export: str, state: TrainState) -> TrainState:
+        """Returns the state of that step; `state` is the newest, and is given up for it.
+
+        Raises:
+          UserError: a save failed, or the state cannot be read.
+        """
+        with self._saving():
+            self._manager.wait_until_finished()
+        if self.exported_step(export) != self.latest_step:
+            ask_first(self._leave_the_intact)  # it may be long since that was saved
+            self._manager.reload()
+        step = self.exported_step(export)
+        return state if step == int(state.step) else self._read(step, state)
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Appends one line to metrics.jsonl; the first process holds the pen."""
+        if not is_first_process():
+            return
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def logged_validation(self, step: int) -> dict[str, Any]:
+        """What metrics.jsonl says of the validation at a step; empty: nothing.
+
+        Raises:
+          UserError: metrics.jsonl is damaged.
+        """
+        for line in map(json.loads, self._metrics_lines()):
+            if line["step"] == step and "validation_loss" in line:
+                return {key: value for key, value in line.items() if key != "step"}
+        return {}
+
+    def write_sample(self, name: str, text: str) -> Path:
+        """Writes a text that people may want to look at; the first process holds the pen."""
+        path = self.path / "samples" / name
+        if is_first_process():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return path
+
+    def close(self) -> None:
+        """Waits for saves under way.
+
+        Raises:
+          UserError: one failed.
+        """
+        with self._saving():
+            self._manager.close()
+
+    # ----------------------------------------------------------------------------------------------
+    # Checkpoints
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Turns what Orbax raises on a failed save into one UserError."""
+        try:
+            yield
+        except Exception as error:  # of many kinds
+            reason = failed_write(error)
+            mended = "make room there" if reason.errno in (ENOSPC, EDQUOT) else "mend that"
+            raise UserError(
+                f"cannot save to {self._checkpoints}: {reason.strerror}; {mended}, and the same "
+                "command goes on from the last checkpoint that is whole"
+            ) from error
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Turns what Orbax raises on what it cannot read into one UserError."""
+        try:
+            yield
+        except Exception as error:  # of many kinds
+            reason = " ".join(str(error).partition(". See full")[0].split())[:200]
+            raise UserError(
+                f"{what} of {self.path} cannot be read ({reason}); where one is damaged, move it "
+                "away, and the same command goes on from the one before it"
+            ) from error
+
+    def _write_sums(self) -> None:
+        """Adds checksums to a state that is written, before it counts as a checkpoint."""
+        for folder in self._checkpoints.glob("*.orbax-checkpoint-tmp"):
+            write_sums(folder, list_files(folder) - _WITHOUT_SUMS)
+
+    def _leave_the_intact(self) -> str:
+        """Moves damaged checkpoints away; those written before there were checksums stay."""
+        damaged = damaged_checkpoints(self.path)
+        intact = _steps(self._checkpoints) - damaged.keys()
+        for step, reason in damaged.items():
+            if not intact:
+                raise UserError(
+                    f"checkpoint {step} of {self.path} is damaged ({reason}), and no other is "
+                    "intact; put the files back, or start anew with --overwrite"
+                )
+            aside = self.path / "damaged" / str(step)
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.parent.mkdir(exist_ok=True)
+            (self._checkpoints / str(step)).rename(aside)
+            tqdm.write(
+                f"checkpoint {step} is damaged ({reason}) and moved to {aside}; the newest that is "
+                f"intact is {max(intact)}",
+                file=sys.stderr,
+            )
+        return "left"
+
+    def _read(self, step: int, state: TrainState) -> TrainState:
+        """Reads a state to where `state` lies, which is freed first."""
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, vars(state))
+        jax.tree.map(lambda array: array.delete(), vars(state))
+        with self._reading(f"checkpoint {step}"):
+            saved = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        return state.replace(**saved)
+
+    # ----------------------------------------------------------------------------------------------
+    # Metrics
+
+    def _drop_metrics_after(self, step: int) -> str:
+        """A resumed run writes again what it had logged beyond its checkpoint."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            lines = self._metrics_lines()
+            if sum(map(len, lines)) < path.stat().st_size:
+                tqdm.write(f"{path}: the last line is damaged, and cut off", file=sys.stderr)
+            replacement = path.with_suffix(".tmp")
+            kept = [line for line in lines if json.loads(line)["step"] <= step]
+            replacement.write_bytes(b"".join(kept))
+            replacement.replace(path)
+        return "dropped"
+
+    def _metrics_lines(self) -> list[bytes]:
+        """Reads the lines of metrics.jsonl, without the last if that is damaged."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            lines = list(file)
+        damaged = [number for number, line in enumerate(lines) if not _is_metrics(line)]
+        if damaged and damaged[0] < len(lines) - 1:
+            raise UserError(
+                f"{path}: line {damaged[0] + 1} is damaged: want an object with its step, got "
+                f"{lines[damaged[0]][:80]!r}; mend or remove the line"
+            )
+        return lines[: len(lines) - len(damaged)]
+
+
+def damaged_checkpoints(run: Path) -> dict[int, str]:
+    """Finds the checkpoints of a run that differ from their checksums: step -> the difference."""
+    found = {
+        step: find_damage(run / "checkpoints" / str(step), ignored=_WITHOUT_SUMS)
+        for step in sorted(_steps(run / "checkpoints"))
+    }
+    return {step: damage for step, damage in found.items() if damage is not None}
+
+
+def is_damaged(config: TrainConfig) -> bool:
+    """Says which checkpoints of a complete run are damaged; its model does not need them."""
+    run = Path(config.output).absolute()
+
+    def say() -> str:
+        damaged = damaged_checkpoints(run)
+        for step, reason in damaged.items():
+            tqdm.write(
+                f"checkpoint {step} of {run} is damaged ({reason}); the run is complete, and its "
+                "model does not need it",
+                file=sys.stderr,
+            )
+        return "yes" if damaged else ""
+
+    return bool(ask_first(say))
+
+
+def _steps(checkpoints: Path) -> set[int]:
+    return {int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal()}
+
+
+def _is_metrics(line: bytes) -> bool:
+    try:
+        values = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and isinstance(values.get("step"), int)
+
+
+def _score(metrics: dict[str, Any]) -> float:
+    score = metrics.get("score")
+    return -math.inf if score is None else score
