@@ -1,6 +1,7 @@
 """One writer at a time: of run folders, of answers, of caches."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from programs import refusal
 from self_killing import ROOT
 from test_run_folder import config_for, saved_run
 
@@ -18,6 +20,7 @@ from poss_jax.checkpoint import hold_lock, sole_writer
 from poss_jax.config import UserError
 from train.claim import hold_together
 from train.main import train
+from train.regenerate import main as regenerate_main
 
 HOLDER = """
 import sys
@@ -85,6 +88,14 @@ def test_folder_in_a_place_that_is_read_only(
     assert list((tmp_path / "a").iterdir()) == []
 
 
+def test_folders_made_for_a_lock_go_with_it(tmp_path: Path) -> None:
+    with sole_writer(tmp_path / "new" / "er" / "a"):
+        pass
+    with sole_writer(tmp_path / "b" / "c"):
+        (tmp_path / "b" / "c").write_text("")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "c"]
+
+
 def test_output_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"output .*; name another place"):
@@ -120,6 +131,13 @@ def test_lock_without_a_note_is_somebody_s(tmp_path: Path) -> None:
         (tmp_path / ".a.lock").write_text("")
         with refused, sole_writer(tmp_path / "a"):
             pass
+
+
+def test_answers_are_not_written_twice(tmp_path: Path) -> None:
+    arguments = ["--target", "none", "--source", "none", "--output", str(tmp_path / "out.jsonl")]
+    with sole_writer(tmp_path / "out.jsonl"):
+        message = refusal(regenerate_main, *arguments, "--overwrite")
+    assert re.search(r"output .*out\.jsonl is in use by process \d+ on host", message)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -196,6 +196,61 @@ def test_files_of_something_else_are_left_alone(tmp_path: Path) -> None:
     assert write(path, 0, overwrite=True).num_done == 0 and path.read_bytes() == b""
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_start_that_was_killed_is_no_obstacle(tmp_path: Path, overwrite: bool) -> None:
+    path = tmp_path / "out.jsonl"
+    (tmp_path / "wanted").mkdir()
+    write(tmp_path / "wanted" / path.name)
+    for name in ("out.jsonl", "out.failed.jsonl"):  # all that was written by then
+        (tmp_path / name).write_bytes(b"")
+        write(path, overwrite=overwrite)
+        for file in (tmp_path / "wanted").iterdir():
+            assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+            (tmp_path / file.name).unlink()
+
+
+def test_failures_without_their_answers_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out.failed.jsonl").write_text("mine")
+    with pytest.raises(UserError, match="exists and was not made here; name another file"):
+        write(tmp_path / "out.jsonl")
+    assert contents(tmp_path) == {"out.failed.jsonl": b"mine"}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"null", b"\xff", b"[" * 10**5])
+def test_damaged_note_of_what_answers_were_made_from(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path / "out.jsonl")
+    (tmp_path / "out.made_from.json").write_bytes(content)
+    with pytest.raises(UserError, match="was not made here; name another file"):
+        write(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x",
+        "[]",
+        "{}",
+        '{"index": "6", "messages": []}',
+        '{"index": 6}',
+        '{"index": 6, "messages": [], "reason": "bad"}',
+        '{"index": 5, "messages": []}',
+        '{"index": 3, "messages": []}',
+        '{"index": 10, "messages": []}',
+        '{"index": 7, "messages": []}',
+    ],
+)
+def test_answers_from_a_damaged_line_on_are_made_again(tmp_path: Path, line: str) -> None:
+    write(tmp_path / "out.jsonl")
+    wanted = contents(tmp_path)
+    lines = wanted["out.jsonl"].splitlines(keepends=True)
+    assert json.loads(lines[4])["index"] == 6
+    lines[4] = line.encode() + b"\n"
+    (tmp_path / "out.jsonl").write_bytes(b"".join(lines))
+    assert AnswerFiles(tmp_path / "out.jsonl", MADE_FROM, 4).num_done == 4
+    write(tmp_path / "out.jsonl")
+    assert contents(tmp_path) == wanted
+
+
 # --------------------------------------------------------------------------------------------------
 # The program
 
@@ -255,6 +310,32 @@ def test_the_target_answers_a_data_set(
     assert summary(capsys)["answered_before"] == 8
     assert (other / "out.jsonl").read_bytes() == out.read_bytes()
     assert "seed" in refusal(lambda given: run(runs, other, *given), *options[:-1], "4")
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+@pytest.mark.parametrize(
+    ("output", "source"),
+    [
+        ("a.jsonl", "a.jsonl"),
+        ("link.jsonl", "a.jsonl"),
+        ("a.jsonl", "link.jsonl"),
+        ("hard.jsonl", "*.jsonl"),
+        ("b.jsonl", "b.failed.jsonl"),
+        ("b.jsonl", "**/b.made_from.json"),
+    ],
+)
+def test_what_is_read_is_not_overwritten(
+    tmp_path: Path, output: str, source: str, overwrite: list[str]
+) -> None:
+    for name in ("a.jsonl", "b.failed.jsonl", "b.made_from.json"):
+        write_lines(tmp_path / name, {"prompt": "mine"})
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "hard.jsonl").hardlink_to(tmp_path / "a.jsonl")
+    before = contents(tmp_path)
+    given = ["--source", str(tmp_path / source), "--output", str(tmp_path / output), *overwrite]
+    message = refusal(main, "--target", "none", *given)
+    assert "which is written as" in message and message.endswith("name another output")
+    assert contents(tmp_path) == before
 
 
 def test_bad_arguments(runs: Runs, tmp_path: Path) -> None:

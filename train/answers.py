@@ -7,6 +7,8 @@ interrupted run goes on as if it had never stopped.
 import hashlib
 import json
 import os
+import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -181,6 +183,16 @@ def _line(dialogue: _Dialogue) -> Line:
     return line | {"where": question.where, "reason": dialogue.ended, **asked}
 
 
+def answer_files(output: Path) -> tuple[Path, Path, Path]:
+    """Names the output, what failed beside it, and how both were made."""
+    stem = output.stem
+    return (
+        output,
+        output.with_name(f"{stem}.failed.jsonl"),
+        output.with_name(f"{stem}.made_from.json"),
+    )
+
+
 class AnswerFiles:
     """The output, what failed beside it, and how both were made.
 
@@ -206,11 +218,11 @@ class AnswerFiles:
           UserError: the files are something else, or were made otherwise.
         """
         self.output = output
-        self.failed = output.with_name(f"{output.stem}.failed.jsonl")
-        self._about = output.with_name(f"{output.stem}.made_from.json")
+        _, self.failed, self._about = answer_files(output)
         self.num_done, self.counts = 0, dict[str, int]()
         made_from = json.loads(json.dumps(made_from))
-        if overwrite or not (output.exists() or self._about.exists()):
+        written = (path for path in (output, self.failed, self._about) if path.exists())
+        if overwrite or all(path.stat().st_size == 0 for path in written):
             self._start(made_from)
         else:
             self._check(made_from)
@@ -232,12 +244,14 @@ class AnswerFiles:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         for path in (self.output, self.failed):
             path.write_bytes(b"")
-        self._about.write_text(json.dumps(made_from, indent=2) + "\n")
+        partial = self._about.with_name(f".{self._about.name}.partial")
+        partial.write_text(json.dumps(made_from, indent=2) + "\n")
+        partial.replace(self._about)
 
     def _check(self, made_from: dict[str, Any]) -> None:
         try:
-            saved = json.loads(self._about.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            saved = dict(json.loads(self._about.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UserError(
                 f"output {self.output} exists and was not made here; name another file"
             ) from error
@@ -251,9 +265,11 @@ class AnswerFiles:
 
     def _resume(self, window: int, num_questions: int) -> None:
         """Keeps the windows that are whole."""
-        found = {path: _read_lines(path) for path in (self.output, self.failed)}
-        indices = {line["index"] for lines in found.values() for line, _ in lines}
-        missing = next(index for index in range(num_questions + 1) if index not in indices)
+        keys = {self.output: "messages", self.failed: "reason"}
+        found = {path: _read_lines(path, key) for path, key in keys.items()}
+        times = Counter(line["index"] for lines in found.values() for line, _ in lines)
+        wrong = (index for index in range(num_questions) if times[index] != 1)
+        missing = next(wrong, num_questions)
         self.num_done = missing if missing == num_questions else missing - missing % window
         for path, lines in found.items():
             kept = [(line, end) for line, end in lines if line["index"] < self.num_done]
@@ -275,19 +291,36 @@ def hash_questions(questions: Sequence[Question]) -> str:
     return digest.hexdigest()
 
 
-def _read_lines(path: Path) -> list[tuple[Line, int]]:
-    """Lines up to the first that is not whole, and where each ends."""
+def _read_lines(path: Path, key: str) -> list[tuple[Line, int]]:
+    """Lines with a key, up to the first that is damaged, and where each ends."""
     lines: list[tuple[Line, int]] = []
-    end = 0
+    end, last = 0, -1
     if path.exists():
         with path.open("rb") as file:
             for raw in file:
-                end += len(raw)
-                try:
-                    line = json.loads(raw) if raw.endswith(b"\n") else None
-                except ValueError:
-                    line = None
-                if line is None:
+                line = _parse_line(raw, key)
+                if line is None or line["index"] <= last:
+                    if raw.endswith(b"\n"):
+                        tqdm.write(
+                            f"{path}: line {len(lines) + 1} is damaged; what it and those after it "
+                            "answer is asked again",
+                            file=sys.stderr,
+                        )
                     break
+                end, last = end + len(raw), line["index"]
                 lines.append((line, end))
     return lines
+
+
+def _parse_line(raw: bytes, key: str) -> Line | None:
+    try:
+        line = json.loads(raw) if raw.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    is_whole = (
+        isinstance(line, dict)
+        and isinstance(line.get("index"), int)
+        and isinstance(line.get(key), {"messages": list, "reason": str}[key])
+        and ("reason" in line) == (key == "reason")
+    )
+    return line if is_whole else None

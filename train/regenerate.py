@@ -17,12 +17,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint import read_record
+from poss_jax.checkpoint import read_record, sole_writer
 from poss_jax.config import DataConfig, UserError, build_config, config_to_dict
 from poss_jax.data import ChatTemplate
+from poss_jax.data.files import matching_files
 from poss_jax.engine import Engine, check_bias
 from poss_jax.program import Parser, run_program
 from poss_jax.program.options import (
@@ -35,6 +37,7 @@ from poss_jax.program.options import (
 from train.answers import (
     AnswerFiles,
     AnswerSettings,
+    answer_files,
     answer_window,
     hash_questions,
     list_questions,
@@ -49,6 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_writable(args.output)
     settings = _read_settings(args)
     source = _read_source(args)
+    _check_apart(source.source, args.output)
+    with sole_writer(args.output):
+        print(json.dumps(_regenerate(args, source, settings)))
+
+
+def _regenerate(
+    args: argparse.Namespace, source: DataConfig, settings: AnswerSettings
+) -> dict[str, Any]:
+    """Answers what is not answered yet; returns the summary."""
     engine = load_engine(args)
     check_bias([settings.sampling], engine.target_config.vocab_size)
     _set_template(engine, source)
@@ -70,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             files.add(lines)
             progress.update(len(lines))
     answered = files.counts.pop("answered", 0)
-    summary = {
+    return {
         "output": str(files.output),
         "failed": str(files.failed),
         "questions": len(questions),
@@ -79,7 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "answered_before": before,
         "seconds_with_compilation": round(time.monotonic() - started, 3),
     }
-    print(json.dumps(summary))
+
+
+def _check_apart(source: str, output: Path) -> None:
+    """Raises UserError where the output, or a file beside it, is what is to be read."""
+    for path in filter(Path.exists, answer_files(output)):
+        for read in matching_files(source):
+            if path.samefile(read):
+                raise UserError(
+                    f"source {source!r} reads {read}, which is written as {path}; name another "
+                    "output"
+                )
 
 
 def _read_source(args: argparse.Namespace) -> DataConfig:

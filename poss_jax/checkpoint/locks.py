@@ -58,6 +58,8 @@ def sole_writer(output: str | Path) -> Iterator[None]:
 
     with ExitStack() as held:
         try:
+            for parent in reversed([path for path in real.parents if not path.exists()]):
+                held.callback(_remove_empty, parent)
             real.parent.mkdir(parents=True, exist_ok=True)
             is_inside = real.is_dir() and not os.access(real.parent, os.W_OK)
             place = real / ".lock" if is_inside else real.parent / f".{real.name}.lock"
@@ -65,6 +67,11 @@ def sole_writer(output: str | Path) -> Iterator[None]:
         except OSError as error:
             raise UserError(f"output {output}: {error.strerror}; name another place") from error
         yield
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # not empty, as it is to be
+        folder.rmdir()
 
 
 def _describe_holder(path: Path) -> str:
