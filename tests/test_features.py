@@ -164,7 +164,13 @@ def test_a_cache_of_something_else_is_refused(
     assert f"has other features ({difference}); name another folder" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"made_from": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{}", "[1]", '{"made_from": 3}'),
+        '{"made_from": {}, "shape": [7, 3, 4], "dtype": "bfloat16", "rows_per_shard": 0}',
+    ],
+)
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str) -> None:
     written(tmp_path / "cache")
     (tmp_path / "cache" / "manifest.json").write_text(content)
@@ -185,7 +191,22 @@ def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
         open_small(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 130), Path.unlink])
+def overwrite(path: Path, place: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: os.truncate(path, 130),
+        Path.unlink,
+        lambda path: overwrite(path, 0, b"PK\3\4"),  # a zip file's
+        lambda path: overwrite(path, 10, b"\0"),
+        lambda path: overwrite(path, 12, b"("),
+    ],
+)
 def test_a_damaged_shard_is_named(tmp_path: Path, damage: Any) -> None:
     cache, features = written(tmp_path / "cache")
     damage(tmp_path / "cache" / "000001.npy")
@@ -193,6 +214,28 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: Any) -> None:
     with pytest.raises(UserError, match=r"000001\.npy: want a shard .*; remove it") as caught:
         cache.read(np.array([0, 5]))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", [128, 140, 128 + 3 * 3 * 4 * 2 + 4, -1])
+def test_a_flipped_bit_is_found_in_the_rows_that_are_read(tmp_path: Path, place: int) -> None:
+    cache, features = written(tmp_path / "cache")
+    path = tmp_path / "cache" / "000001.npy"
+    content = bytearray(path.read_bytes())
+    content[place] ^= 8
+    path.write_bytes(content)
+    with pytest.raises(
+        UserError, match=r"000001\.npy: .*row . is not what was written\); remove it"
+    ):
+        cache.read(np.arange(7))
+    path.unlink()
+    cache.write(1, [features[3:6]])
+    np.testing.assert_array_equal(cache.read(np.arange(7)), features)
+
+
+def test_shards_without_checksums_are_read(tmp_path: Path) -> None:
+    cache, features = written(tmp_path / "cache")
+    os.truncate(tmp_path / "cache" / "000001.npy", 128 + 3 * 3 * 4 * 2)
+    np.testing.assert_array_equal(cache.read(np.arange(7)), features)
 
 
 def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Features kept on disk: written once, read by many epochs and runs.
 
     manifest.json    what they are features of
-    000000.npy ...   shards of rows [n T D], the bits of bfloat16 as uint16
+    000000.npy ...   shards of rows [n T D], the bits of bfloat16 as uint16; behind them, where
+                     NumPy does not look, the CRC-32 of every row as uint32
 
 A shard is written under another name first, so one that is there is whole.
 """
@@ -10,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ LOCK = ".lock"
 _MANIFEST = "manifest.json"
 _DTYPE = np.dtype(ml_dtypes.bfloat16)
 _BITS = np.dtype("<u2")
+_CRC = np.dtype("<u4")
 _HEADER_BYTES = 128  # of an .npy file
 
 
@@ -62,7 +65,8 @@ class FeatureCache:
     def num_bytes(self, shards: Iterable[int]) -> int:
         """Size of some shards."""
         T, D = self.shape[1:]
-        return sum(len(self.rows_of(n)) * T * D * _BITS.itemsize + _HEADER_BYTES for n in shards)
+        row_bytes = T * D * _BITS.itemsize + _CRC.itemsize
+        return sum(len(self.rows_of(n)) * row_bytes + _HEADER_BYTES for n in shards)
 
     def rows_of(self, shard: int) -> range:
         """Which rows a shard holds."""
@@ -118,12 +122,16 @@ class FeatureCache:
         partial = path.with_name(f".{path.name}.partial")
         shape = len(self.rows_of(shard)), *self.shape[1:]
         header = {"descr": _BITS.str, "fortran_order": False, "shape": shape}
+        sums: list[int] = []
         try:
             with partial.open("wb") as file:
                 np.lib.format.write_array_header_1_0(file, header)
                 for part in features:
                     assert part.dtype == _DTYPE
-                    file.write(np.ascontiguousarray(part).view(_BITS).data)
+                    bits = np.ascontiguousarray(part).view(_BITS)
+                    file.write(bits.data)
+                    sums += map(zlib.crc32, bits)
+                file.write(np.array(sums, _CRC).data)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -144,22 +152,22 @@ class FeatureCache:
         shards, places = np.divmod(rows, self.rows_per_shard)
         for shard in np.unique(shards):
             chosen = shards == shard
-            features[chosen] = self._open(int(shard))[places[chosen]]
+            features[chosen] = self._read(int(shard), places[chosen])
         return features.view(_DTYPE)
 
-    def _open(self, shard: int) -> np.ndarray:
+    def _read(self, shard: int, places: np.ndarray) -> np.ndarray:
         path = self._path(shard)
         shape = len(self.rows_of(shard)), *self.shape[1:]
         try:
-            array = np.load(path, mmap_mode="r")
-            if (array.shape, array.dtype) != (shape, _BITS):
-                raise ValueError(f"{array.dtype} {array.shape}")
-        except (OSError, ValueError, EOFError) as error:
+            array = _open_shard(path, shape)
+            rows = np.ascontiguousarray(array[places])
+            _check_rows(rows, places, _read_sums(path, array))
+        except Exception as error:  # of many kinds, where NumPy reads a damaged header
             raise UserError(
                 f"{path}: want a shard of features {shape}, got a damaged file "
                 f"({one_line(error)}); remove it, the next run writes it again"
             ) from error
-        return array
+        return rows
 
     def _path(self, shard: int) -> Path:
         return self.folder / f"{shard:06}.npy"
@@ -200,7 +208,9 @@ def open_cache(
         manifest = json.loads(place.read_text(encoding="utf-8"))
         saved = dict(manifest["made_from"], shape=manifest["shape"], dtype=manifest["dtype"])
         rows_per_shard = int(manifest["rows_per_shard"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if rows_per_shard < 1:
+            raise ValueError(f"rows_per_shard {rows_per_shard}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{place}: want the manifest of a cache, got a damaged file ({one_line(error)}); "
             "remove the folder"
@@ -217,6 +227,33 @@ def open_cache(
             "folder, or remove it"
         )
     return FeatureCache(folder, made_from, shape, rows_per_shard)
+
+
+def _open_shard(path: Path, wanted: tuple[int, ...]) -> np.memmap:
+    with path.open("rb") as file:
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        if (shape, dtype) != (wanted, _BITS):
+            raise ValueError(f"{dtype} {shape}")
+        return np.memmap(file, dtype, "r", file.tell(), shape)
+
+
+def _read_sums(path: Path, array: np.memmap) -> np.ndarray | None:
+    """The checksums of a shard's rows; None: it was written before there were any."""
+    end = array.offset + array.nbytes
+    if path.stat().st_size == end:
+        return None
+    sums = np.fromfile(path, _CRC, offset=end)
+    if path.stat().st_size != end + len(array) * _CRC.itemsize:
+        raise ValueError(f"{path.stat().st_size} bytes")
+    return sums
+
+
+def _check_rows(rows: np.ndarray, places: np.ndarray, sums: np.ndarray | None) -> None:
+    if sums is not None:
+        for place, row in zip(places, rows, strict=True):
+            if zlib.crc32(row) != sums[place]:
+                raise ValueError(f"row {place} is not what was written")
 
 
 def _short(value: Any) -> str:
