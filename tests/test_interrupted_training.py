@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from programs import POSS2, STEPS, Runs, config_file, metrics, refusal, tiny_runs, weights
 from self_killing import ROOT
 
@@ -121,6 +123,52 @@ def test_second_sigterm_quits_at_once(runs: Runs, tmp_path: Path) -> None:
     assert result.returncode == -signal.SIGTERM, result.stderr
     assert "saving and stopping; a second one quits at once" in result.stderr
     assert checkpoints(tmp_path / "run") == [10]
+
+
+# --------------------------------------------------------------------------------------------------
+# Damaged
+
+
+def copied_run(runs: Runs, folder: Path) -> Path:
+    """A copy of a complete run, as if it had been trained there."""
+    run = folder / "run"
+    shutil.copytree(runs.root / "poss2", run)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"output": str(run)}))
+    return run
+
+
+def flip_a_weight(checkpoint: Path) -> None:
+    """Flips a bit of the largest file, in which the arrays lie."""
+    path = max(checkpoint.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 64
+    path.write_bytes(content)
+
+
+def test_run_with_a_damaged_checkpoint_ends_like_an_intact_one(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied_run(runs, tmp_path)
+    shutil.rmtree(folder / "model")
+    flip_a_weight(folder / "checkpoints" / str(STEPS))
+    main(["--config", config_file(runs, tmp_path, POSS2)])
+    assert f"checkpoint {STEPS} is damaged (default/" in capsys.readouterr().err
+    assert_ends_like(folder, runs.root / "poss2", runs)
+
+
+def test_complete_run_does_not_need_its_checkpoints(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied_run(runs, tmp_path)
+    for checkpoint in (folder / "checkpoints").iterdir():
+        flip_a_weight(checkpoint)
+    before = sorted(folder.rglob("*"))
+    main(["--config", config_file(runs, tmp_path, POSS2)])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"model": str(folder / "model")}
+    assert "the run is complete, and its model does not need it" in printed.err
+    assert sorted(folder.rglob("*")) == before
 
 
 # --------------------------------------------------------------------------------------------------
