@@ -13,6 +13,7 @@ from convert_sources import run, target_tensors, write_source
 from self_killing import ROOT, run_until
 
 from poss_jax.checkpoint import verify_model, whole_folder
+from poss_jax.config import UserError
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,16 @@ def test_rest_of_a_running_conversion_is_left_alone(tmp_path):
     with whole_folder(tmp_path / "made") as first, whole_folder(tmp_path / "made") as second:
         assert first.is_dir() and second.is_dir() and first != second
     assert (tmp_path / "made").is_dir()
+
+
+def test_output_that_another_process_wrote_meanwhile_is_kept(tmp_path):
+    with (
+        pytest.raises(UserError, match=r"made: another process wrote it meanwhile, and it is kept"),
+        whole_folder(tmp_path / "made"),
+    ):
+        (tmp_path / "made").mkdir()
+        (tmp_path / "made" / "model.json").write_text("of the other")
+    assert [path.name for path in tmp_path.rglob("*")] == ["made", "model.json"]
 
 
 def test_rest_of_another_output_is_left_alone(tmp_path):
