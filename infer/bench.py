@@ -28,6 +28,7 @@ from poss_jax.config import (
     DataConfig,
     UserError,
     build_config,
+    change_config,
     config_to_dict,
     load_config,
 )
@@ -189,7 +190,7 @@ def _read_config(args: argparse.Namespace) -> BenchConfig:
         given["drafts"] = read_drafts(args.draft)
     if args.config is not None:
         config = load_config(BenchConfig, args.config, args.overrides)
-        config = replace(config, **given)
+        config = change_config(config, origin="options", **given)
     elif args.target is None or args.overrides:
         raise UserError("want --config FILE (and section.key=value) or --target DIR; see --help")
     else:

@@ -79,6 +79,10 @@ def test_same_config_continues_in_place(tmp_path: Path) -> None:
         ({"seed": 1, "batch_size": 4}, r"\(batch_size: saved 8, asked 4\)"),
         ({"optimizer": {"b1": 0.5}, "seed": 1}, r"\(optimizer\.b1: saved 0\.9, asked 0\.5\)"),
         ({"model": MODEL | {"head_dim": 4}}, r"\(model\.head_dim: saved 2, asked 4\)"),
+        (
+            {"data": {"system_prompt": "x" * 9000}},
+            r"\(data\.system_prompt: saved None, asked 'x+\.\.\.x+'\)",
+        ),
     ],
 )
 def test_other_config_names_the_first_difference(

@@ -337,6 +337,15 @@ def test_bad_config_is_refused_and_leaves_nothing(
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
+def test_a_step_that_cannot_fit_is_refused_and_leaves_nothing(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.memory.device_memory", lambda: 1000)
+    config = config_file(runs, tmp_path / "in", DRAFT, output=str(tmp_path / "out" / "run"))
+    assert "a step needs at least" in refusal(main, "--config", config)
+    assert not list((tmp_path / "out").glob("*"))
+
+
 def test_changed_config_is_refused_and_touches_nothing(runs: Runs) -> None:
     before = snapshot(runs.root / "eagle")
     config = str(runs.root / "eagle" / "config.yaml")

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from poss_jax.checkpoint import provenance, sole_writer
-from poss_jax.config import TrainConfig, UserError, config_to_dict
+from poss_jax.config import TrainConfig, UserError, config_to_dict, parse_yaml, shorten
 from train.devices import ask_first, meet
 
 # What a run may be continued with other values of: none changes what it learns but by rounding.
@@ -130,8 +130,8 @@ def _write_config(path: Path, config: TrainConfig) -> None:
 def _saved_config(path: Path) -> dict[str, Any] | None:
     """The config of the run in a folder; None where there is no run."""
     try:
-        saved = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        saved = parse_yaml((path / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     return saved if isinstance(saved, dict) and "stage" in saved else None
 
@@ -144,4 +144,4 @@ def _differences(saved: Any, wanted: Any, key: str = "") -> list[str]:
             for name in names
             for line in _differences(saved.get(name), wanted.get(name), f"{key}.{name}".strip("."))
         ]
-    return [] if saved == wanted else [f"{key}: saved {saved!r}, asked {wanted!r}"]
+    return [] if saved == wanted else [f"{key}: saved {shorten(saved)}, asked {shorten(wanted)}"]

@@ -28,7 +28,7 @@ from train.describe import describe_data, describe_sample
 from train.devices import is_first_process, make_on, start_processes
 from train.loggers import check_loggers
 from train.loop import run_steps
-from train.memory import describe_devices
+from train.memory import check_memory, describe_devices
 from train.run_folder import RunFolder, is_damaged
 from train.stages import Stage, open_stage
 
@@ -47,6 +47,8 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
     with hold_together(config):
         with claim_together(config, overwrite=overwrite) as place:
             stage = None if (place / "model").exists() else open_stage(config, place)
+            if stage is not None:
+                check_memory(stage.plan_step())
         if stage is None and is_damaged(config):
             return {"model": str(Path(config.output).absolute() / "model")}
         with closing(RunFolder(config)) as folder:

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 import poss_jax
 from poss_jax.checkpoint.sums import hash_values
 from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config, read_json
+from poss_jax.config.numbers import CountOrZero
 
 FORMAT_VERSION = 1
 
@@ -84,7 +85,7 @@ class ModelRecord:
     method: str | None = None
     kv: Literal["per_specialist", "shared"] | None = None
     config: LlamaConfig | DraftConfig
-    draft_vocabulary: tuple[int, ...] | None = None
+    draft_vocabulary: tuple[CountOrZero, ...] | None = None
     target: TargetIdentity
     tokenizer_sha256: str | None = None
     chat_template_sha256: str | None = None

@@ -1,6 +1,7 @@
 """Files of text and of JSON lines: found, read, and refused in one clear line."""
 
 import glob
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from poss_jax.config import JsonError, UserError, parse_json
 
 def matching_files(pattern: str) -> list[Path]:
     """Finds the files that a path or a glob names, in order."""
-    path = Path(pattern).expanduser()
+    path = Path(os.path.expanduser(pattern))
     names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
     return [Path(name) for name in names if Path(name).is_file()]
 

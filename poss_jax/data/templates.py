@@ -8,6 +8,7 @@ So what is learnt is what a target has to write when it is asked with the same t
 that ends its turn included.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def _read_template(tokenizer: Any, name: str | None) -> str | None:
         return None
     if name not in BUILT_IN:
         try:
-            return Path(name).expanduser().read_text(encoding="utf-8")
+            return Path(os.path.expanduser(name)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"data.template {name!r}: want null (the tokenizer's own), {', '.join(BUILT_IN)} "
