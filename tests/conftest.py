@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,6 +32,28 @@ FIXTURES = Path(__file__).parent / "fixtures"
 def fixtures() -> Path:
     """Folder of the recorded models and numbers."""
     return FIXTURES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Saves compilation time in the tests of whole programs, those that use `tiny_runs`.
+
+    Their numbers are compared with each other only. What is compared with recorded or exact numbers,
+    and speculative with autoregressive texts in every shape, is compiled as users compile it.
+    """
+    if not hasattr(request.module, "tiny_runs"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for programs that tests start
+        _optimise(False)
+        yield
+    _optimise(True)
+
+
+def _optimise(is_wanted: bool) -> None:
+    jax.config.update("jax_disable_most_optimizations", not is_wanted)
+    jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -73,6 +73,32 @@ def certain_pair(
     return target, draft | {"fc": {"weight": fc}, "specialists": specialists}
 
 
+def exact_pair(
+    llama: LlamaConfig, config: DraftConfig, *, sharpness: float, num_flipped: int, seed: int
+) -> tuple[Params, Params]:
+    """A target whose logits are whole numbers times a power of two, and a draft beside it.
+
+    They depend on the last token alone; no order of summation rounds them, so that a forward of any
+    shape gives the same. Wants `rms_norm_eps` 0.
+
+    Args:
+      llama: shape of the target.
+      config: shape of the draft.
+      sharpness: factor of the logits, a power of two.
+      num_flipped: dimensions that the draft sees with another sign; 0: it knows the target.
+      seed: seed of all weights.
+    """
+    rng = np.random.default_rng(seed)
+    target, draft = certain_pair(llama, config, sharpness=1.0, disorder=0.0)
+    V, D = target["head"]["weight"].shape
+    embed = rng.choice(np.float32([-1, 1]), (V, D))  # of RMS 1
+    head = rng.integers(-4, 5, (V, D)).astype(np.float32) * sharpness
+    signs = np.where(rng.permutation(D) < num_flipped, -1, 1).astype(np.float32)
+    fc = np.concatenate([np.diag(signs), np.zeros((D, D), np.float32)], axis=1)
+    target |= {"embed": {"weight": jnp.asarray(embed)}, "head": {"weight": jnp.asarray(head)}}
+    return target, draft | {"fc": {"weight": jnp.asarray(fc)}}
+
+
 def stacked(params: Params) -> Params:
     """The same target or draft as training holds it, layers or specialists in one tree."""
     name = "layers" if "layers" in params else "specialists"

@@ -55,10 +55,17 @@ def test_a_grid_that_does_not_fit_is_refused(sizes):
         make_mesh(MeshConfig(**sizes))
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": -1}, {"data": 0}, {"tensor": -2}])
-def test_axes_are_counts_with_one_minus_one_at_most(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        ({"fsdp": -1}, "mesh: want counts of devices, one of them perhaps -1"),
+        ({"data": 0}, "mesh: want counts of devices, one of them perhaps -1"),
+        ({"tensor": -2}, r"mesh\.tensor: Input should be greater than or equal to -1, got -2"),
+    ],
+)
+def test_axes_are_counts_with_one_minus_one_at_most(sizes, error):
     values = {"stage": "draft", "output": "x", "target": "y", "mesh": sizes}
-    with pytest.raises(UserError, match="mesh: want counts of devices, one of them perhaps -1"):
+    with pytest.raises(UserError, match=error):
         build_config(TrainConfig, values, origin="test")
 
 

@@ -46,7 +46,7 @@ def apply(optimizer, params, gradients):
 
 def test_learning_rate_of_every_step():
     # Of an unchanging gradient Adam makes steps of exactly the learning rate.
-    config = OptimizerConfig(learning_rate=0.8, warmup_fraction=0.2, weight_decay=0.0, eps=0.0)
+    config = OptimizerConfig(learning_rate=0.8, warmup_fraction=0.2, weight_decay=0.0, eps=1e-30)
     params = apply(make_optimizer(config, 10), jnp.array(0.0), jnp.full(11, 0.3))
     steps = -np.diff(np.asarray(params), prepend=0.0)
     want = [0.0, 0.4, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
