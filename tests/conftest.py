@@ -38,8 +38,8 @@ def fixtures() -> Path:
 def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     """Saves compilation time in the tests of whole programs, those that use `tiny_runs`.
 
-    Their numbers are compared with each other only. What is compared with recorded or exact numbers,
-    and speculative with autoregressive texts in every shape, is compiled as users compile it.
+    Their numbers are compared with each other only. What is compared with recorded or exact
+    numbers, and the texts of every shape of tree, is compiled as users compile it.
     """
     if not hasattr(request.module, "tiny_runs"):
         yield
