@@ -7,6 +7,7 @@ import pytest
 from golden import METHODS, TREES, load_golden, read_json
 from test_golden import pad_prompts
 from test_sampling import settings, text_of
+from watch import Watch
 
 from poss_jax import speculate
 from poss_jax.decoding import DecodeConfig
@@ -54,13 +55,21 @@ def test_more_is_accepted_and_nothing_changes(given, tmp_path):
         sampling=settings(len(prompts), seed=range(len(prompts)), temperature=1.0, **given)
     )
 
+    watch = Watch()
+
     def run(is_coupled: bool | None):
         draft = None if is_coupled is None else golden.draft_config
         config = DecodeConfig(golden.llama, draft, TREES["_small"], LENGTH, bool(is_coupled))
-        generate = jax.jit(lambda weights, request: speculate.generate(weights, config, request))
+
+        @jax.jit
+        def generate(weights, request):
+            with watch.tracing():
+                return speculate.generate(weights, config, request)
+
         return generate(golden.weights, request).output
 
     alone, plain, coupled = run(None), run(False), run(True)
+    watch.check()
     for output in (plain, coupled):
         np.testing.assert_array_equal(output.tokens[:, :LENGTH], alone.tokens[:, :LENGTH])
     # Tokens per round; 2.9 and 4.1 were measured over more text.

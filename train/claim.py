@@ -95,7 +95,7 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[Pa
 
 
 def _continues(config: TrainConfig, path: Path, *, overwrite: bool) -> bool:
-    """Whether the folder holds this very run; False: it holds nothing that is kept."""
+    """Tells whether the folder holds this run already; False: it holds nothing to keep."""
     for model in (config.target, config.init_draft):
         if model is not None and Path(model).resolve().is_relative_to(path.resolve()):
             raise UserError(f"output {path} holds {model}, which is needed; name another folder")

@@ -1,4 +1,4 @@
-"""What a run saves in its folder, once that is claimed, and reads again to go on.
+"""Checkpoints, metrics and samples in the folder of a run, and resuming from them.
 
 metrics.jsonl  checkpoints/<step>/  samples/<step>.md  model/
 """
@@ -126,7 +126,7 @@ class RunFolder:
             file.write(json.dumps(metrics) + "\n")
 
     def logged_validation(self, step: int) -> dict[str, Any]:
-        """What metrics.jsonl says of the validation at a step; empty: nothing.
+        """Validation that metrics.jsonl holds for a step; empty if there is none.
 
         Raises:
           UserError: metrics.jsonl is damaged.

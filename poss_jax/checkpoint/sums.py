@@ -79,7 +79,7 @@ def find_damage(folder: Path, *, ignored: Collection[str] = ()) -> str | None:
     """Compares all files below a folder with its SHA256SUMS.
 
     Args:
-      folder: of the files and the sums.
+      folder: folder with the files and the sums.
       ignored: files that may change, come and go.
 
     Returns:

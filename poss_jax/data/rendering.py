@@ -38,7 +38,7 @@ def render_chats(
     """Writes chats as `tokenizer.apply_chat_template` does.
 
     Args:
-      tokenizer: of the target.
+      tokenizer: tokenizer of the target.
       chats: messages {"role", "content"} of each.
       template: text of the template; None takes the tokenizer's own.
       is_asking: end with what asks for an answer.

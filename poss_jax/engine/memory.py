@@ -1,4 +1,4 @@
-"""What decoding needs of the device's memory at least: more than there is, is refused untried."""
+"""Least memory that decoding needs; a batch that needs more than the device has is refused."""
 
 import os
 

@@ -132,7 +132,7 @@ def check_stop(
 
     Args:
       stop: the strings.
-      tokenizer: of the target; None if it has none.
+      tokenizer: tokenizer of the target; None if it has none.
       stop_ids: tokens that end a text by themselves.
       max_new_tokens: most tokens of an answer.
 

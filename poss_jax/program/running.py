@@ -98,7 +98,7 @@ def _failed(message: str, code: int) -> int:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """What a user is told about an error, and the exit code."""
+    """Message for the user, and the exit code."""
     if isinstance(error, UserError):
         return str(error), BAD_INPUT
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
