@@ -1,5 +1,7 @@
 """Coupled drafting on the recorded models: another tree, the same text, more of it accepted."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +12,12 @@ from test_sampling import settings, text_of
 from watch import Watch
 
 from poss_jax import speculate
-from poss_jax.decoding import DecodeConfig
+from poss_jax.decoding import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.draft import Level, coupled_children, top_children
 from poss_jax.sampling import draw_noise
 
 LENGTH, V = 48, 30
+WATCH = Watch()
 
 
 def test_children_are_ranked_by_scores_and_noise():
@@ -47,6 +50,12 @@ def test_greedy_sequences_are_drafted_as_by_eagle():
         np.testing.assert_array_equal(ours, theirs)
 
 
+@partial(jax.jit, static_argnums=1)
+def generate(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+    with WATCH.tracing():
+        return speculate.generate(weights, config, request)
+
+
 @pytest.mark.parametrize("given", [{}, {"top_p": 0.9, "repetition_penalty": 1.1}], ids=str)
 def test_more_is_accepted_and_nothing_changes(given, tmp_path):
     golden = load_golden(tmp_path, METHODS[-1])
@@ -55,21 +64,13 @@ def test_more_is_accepted_and_nothing_changes(given, tmp_path):
         sampling=settings(len(prompts), seed=range(len(prompts)), temperature=1.0, **given)
     )
 
-    watch = Watch()
-
     def run(is_coupled: bool | None):
         draft = None if is_coupled is None else golden.draft_config
         config = DecodeConfig(golden.llama, draft, TREES["_small"], LENGTH, bool(is_coupled))
-
-        @jax.jit
-        def generate(weights, request):
-            with watch.tracing():
-                return speculate.generate(weights, config, request)
-
-        return generate(golden.weights, request).output
+        return generate(golden.weights, config, request).output
 
     alone, plain, coupled = run(None), run(False), run(True)
-    watch.check()
+    WATCH.check()
     for output in (plain, coupled):
         np.testing.assert_array_equal(output.tokens[:, :LENGTH], alone.tokens[:, :LENGTH])
     # Tokens per round; 2.9 and 4.1 were measured over more text.
