@@ -124,7 +124,8 @@ def test_run(damage: Damage) -> None:
         step = int(state.step)
         assert step == 2 or (step == 1 and "checkpoint 2 is damaged (" in said.getvalue())
         jax.tree.map(np.testing.assert_array_equal, state, state_at(step))
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
+        metrics = folder / "metrics.jsonl"  # which may be what was removed
+        for line in metrics.read_text().splitlines() if metrics.exists() else []:
             assert json.loads(line)["step"] <= step
 
     with redirect_stderr(io.StringIO()) as said, damaged(make_run, damage) as folder:
