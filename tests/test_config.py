@@ -489,6 +489,13 @@ def test_bases_in_a_row_end(tmp_path):
         load_config(TreeConfig, tmp_path / "0.yaml")
 
 
+def test_a_base_too_long_for_a_path_is_cut_in_the_message(tmp_path):
+    write(tmp_path / "a.yaml", f"base: '{'9' * 6000}'")
+    with pytest.raises(UserError, match=r"9\.\.\.: File name too long; give the path") as caught:
+        load_config(TreeConfig, tmp_path / "a.yaml")
+    assert len(str(caught.value)) < 1000
+
+
 def test_bases_in_a_circle(tmp_path):
     write(tmp_path / "a.yaml", "base: b.yaml")
     write(tmp_path / "b.yaml", "base: a.yaml")

@@ -15,6 +15,7 @@ from poss_jax.config.yaml_text import LARGEST_TEXT, parse_yaml
 
 _DEEPEST_KEY = 20  # of an override
 _MOST_BASES = 20
+_LONGEST_PATH = 500  # as messages show it
 
 ConfigT = TypeVar("ConfigT")
 
@@ -65,25 +66,24 @@ def read_yaml(path: Path, derived: tuple[Path, ...] = ()) -> dict[Any, Any]:
     Raises:
       UserError: missing or malformed file, or another `base` than a file's path.
     """
+    where = f"config {_cut(str(path), _LONGEST_PATH)}"
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_TEXT + 1)  # one more, which is refused
         values = parse_yaml(content.decode())
     except OSError as error:
-        raise UserError(f"config {path}: {error.strerror}; give the path of a YAML file") from error
+        raise UserError(f"{where}: {error.strerror}; give the path of a YAML file") from error
     except ValueError as error:
-        raise UserError(f"config {path}: not valid YAML: {error}") from error
+        raise UserError(f"{where}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"config {path}: want a mapping of keys, got {type(values).__name__}")
+        raise UserError(f"{where}: want a mapping of keys, got {type(values).__name__}")
     if "base" not in values:
         return values
     base = values.pop("base")
     derived = (*derived, Path(os.path.realpath(path)))
     is_new = isinstance(base, str) and Path(os.path.realpath(path.parent / base)) not in derived
     if not is_new or len(derived) > _MOST_BASES:
-        raise UserError(
-            f"config {path}: base: want the path of another YAML file, got {shorten(base)}"
-        )
+        raise UserError(f"{where}: base: want the path of another YAML file, got {shorten(base)}")
     return _merge(read_yaml(path.parent / base, derived), values)
 
 
@@ -154,8 +154,8 @@ def _explain(kind: Any, errors: Sequence[Any]) -> str:
     return f"{where}: {error['msg']}, got {shorten(error['input'])}"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:97]}..."
+def _cut(text: str, most: int = 100) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _known_keys(kind: Any, prefix: str = "") -> list[str]:
