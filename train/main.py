@@ -51,7 +51,7 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
                 check_memory(stage.plan_step())
         if stage is None and is_damaged(config):
             return {"model": str(Path(config.output).absolute() / "model")}
-        with closing(RunFolder(config)) as folder:
+        with closing(RunFolder(config, is_checked=stage is None)) as folder:
             if stage is not None:
                 config = config.with_budget(len(stage.rows))
                 if is_first_process():

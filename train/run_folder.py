@@ -37,10 +37,12 @@ class RunFolder:
       UserError: every checkpoint is damaged, or they cannot be read.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, *, is_checked: bool = False) -> None:
+        """Opens the folder; `is_checked` says that its checkpoints were compared just now."""
         self.path = Path(config.output).absolute()
         self._checkpoints = self.path / "checkpoints"
-        ask_first(self._leave_the_intact)  # before Orbax reads what it has to say of them
+        if not is_checked:
+            ask_first(self._leave_the_intact)  # before Orbax reads what it has to say of them
         policies = [
             checkpoint_managers.LatestN(config.keep_checkpoints),
             checkpoint_managers.BestN(get_metric_fn=_score, n=1),

@@ -29,6 +29,7 @@ from poss_jax.config.reading import (
     build_config,
     change_config,
     config_to_dict,
+    cut,
     load_config,
     read_yaml,
     shorten,
@@ -46,7 +47,7 @@ from poss_jax.config.runs import (
     StepConfig,
     TrainConfig,
 )
-from poss_jax.config.yaml_text import parse_yaml
+from poss_jax.config.yaml_text import lone_surrogates, parse_yaml
 
 __all__ = [
     "ACCELERATOR_TREE",
@@ -73,7 +74,9 @@ __all__ = [
     "check_own_file",
     "check_text",
     "config_to_dict",
+    "cut",
     "load_config",
+    "lone_surrogates",
     "parse_json",
     "parse_object",
     "parse_yaml",

@@ -8,10 +8,10 @@ from pydantic.dataclasses import dataclass
 from poss_jax.config.numbers import (
     Count,
     Depth,
+    Fraction,
     HeadDim,
     NumLayers,
     Positive,
-    Probability,
     TokenId,
 )
 
@@ -65,7 +65,7 @@ class LlamaConfig:
     num_kv_heads: Count
     head_dim: HeadDim
     max_position_embeddings: Count = 2048
-    rms_norm_eps: Probability = 1e-5
+    rms_norm_eps: Fraction = 1e-5
     rope: RopeConfig = Field(default_factory=RopeConfig)
     tie_embeddings: bool = False
     qkv_bias: bool = False

@@ -66,7 +66,7 @@ def read_yaml(path: Path, derived: tuple[Path, ...] = ()) -> dict[Any, Any]:
     Raises:
       UserError: missing or malformed file, or another `base` than a file's path.
     """
-    where = f"config {_cut(str(path), _LONGEST_PATH)}"
+    where = f"config {cut(str(path), _LONGEST_PATH)}"
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_TEXT + 1)  # one more, which is refused
@@ -102,6 +102,11 @@ def shorten(value: Any) -> str:
         return "a number of too many digits"
 
 
+def cut(text: str, most: int = 100) -> str:
+    """The beginning of a text, for messages."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def config_to_dict(config: Any) -> dict[str, Any]:
     """Turns a config dataclass into JSON-compatible nested dicts and lists."""
     return json.loads(pydantic.TypeAdapter(type(config)).dump_json(config))
@@ -110,7 +115,7 @@ def config_to_dict(config: Any) -> dict[str, Any]:
 def _read_override(override: str) -> dict[str, Any]:
     """Reads section.key=value into nested mappings."""
     key, equals, text = override.partition("=")
-    where, keys = f"override {_cut(override)!r}", key.split(".")
+    where, keys = f"override {cut(override)!r}", key.split(".")
     if not equals or not key or len(keys) > _DEEPEST_KEY:
         raise UserError(f"{where}: want section.key=value")
     try:
@@ -139,7 +144,7 @@ def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
 def _explain(kind: Any, errors: Sequence[Any]) -> str:
     # A misspelt key is often a missing key as well; the misspelt one says more.
     error = min(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
-    where = _cut(".".join(str(part) for part in error["loc"]))
+    where = cut(".".join(str(part) for part in error["loc"]))
     match error["type"]:
         case "unexpected_keyword_argument":
             near = difflib.get_close_matches(where, _known_keys(kind), n=1, cutoff=0.0)
@@ -152,10 +157,6 @@ def _explain(kind: Any, errors: Sequence[Any]) -> str:
         case "dataclass_type":
             return f"{where}: want a mapping of keys, got {shorten(error['input'])}"
     return f"{where}: {error['msg']}, got {shorten(error['input'])}"
-
-
-def _cut(text: str, most: int = 100) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _known_keys(kind: Any, prefix: str = "") -> list[str]:

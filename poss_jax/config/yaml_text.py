@@ -29,6 +29,11 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(problem[:300]) from error
 
 
+def lone_surrogates(text: str) -> set[str]:
+    """Halves of characters in a text, which UTF-8 cannot write."""
+    return {letter for letter in text if "\ud800" <= letter <= "\udfff"}
+
+
 class _Loader(yaml.SafeLoader):
     """The safe loader, which by itself bounds neither nesting nor aliases nor numbers."""
 
@@ -75,7 +80,7 @@ class _Loader(yaml.SafeLoader):
     def construct_scalar(self, node: Any) -> str:
         """Text that can be a file's name and be written as UTF-8."""
         text = super().construct_scalar(node)
-        if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        if "\0" in text or lone_surrogates(text):
             raise _problem("text with a character that no text may hold", node)
         return text
 

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config, shorten
 from poss_jax.config.models import Spans
-from poss_jax.config.numbers import Depth, TokenId
+from poss_jax.config.numbers import CountOrZero, Depth
 from poss_jax.convert.draft_source import DraftSource
 from poss_jax.convert.hf_config import parse_llama_config
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
@@ -43,7 +43,7 @@ class DraftMetadata:
 
     positions_per_specialist: Spans
     trained_depth: Depth
-    draft_vocabulary: tuple[TokenId, ...] | None = None
+    draft_vocabulary: tuple[CountOrZero, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from poss_jax.config import UserError, shorten
+from poss_jax.config import UserError, cut, shorten
 from poss_jax.convert.names import FC, QUERY, plain_name
 from poss_jax.convert.source import LazyTensor
 
@@ -85,7 +85,7 @@ def refuse_speculators(values: Mapping[str, Any], origin: str) -> None:
     kind = values.get("speculators_model_type")
     if kind is not None and kind != "eagle":
         name = (model_names(values) or [str(kind)])[0]
-        what = _EAGLE3 if _EAGLE3_NAME.search(f"{kind}{name}") else f"a {_cut(str(kind))} draft"
+        what = _EAGLE3 if _EAGLE3_NAME.search(f"{kind}{name}") else f"a {cut(str(kind))} draft"
         _refuse(origin, f"{what} of speculators", name, _NOT_YET)
 
 
@@ -186,8 +186,4 @@ def _refuse_keys(keys: Iterable[str], origin: str, signs: Mapping[str, re.Patter
 
 
 def _refuse(origin: str, what: str, sign: str, advice: str = "") -> NoReturn:
-    raise UserError(f"{origin}: holds {what} ({_cut(sign)}); {advice or _ADVICE[what]}")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    raise UserError(f"{origin}: holds {what} ({cut(sign)}); {advice or _ADVICE[what]}")

@@ -97,7 +97,12 @@ def _read_list(path: Path) -> Iterator[tuple[str, Record]]:
     except JsonError as error:
         raise UserError(f"{path}: bad JSON: {error}; mend the file") from error
     for number, value in enumerate(values, start=1):
-        yield f"{path}: item {number}", _check_object(value)
+        try:
+            check_text(value)
+            record = _check_object(value)
+        except JsonError as error:
+            record = Broken("bad JSON", str(error))
+        yield f"{path}: item {number}", record
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Record]]:
@@ -116,7 +121,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Record]]:
 def _parse_line(line: bytes) -> Record:
     try:
         text = line.decode("utf-8-sig")
-        return _check_object(parse_json(text, checks_text=False))
+        return _check_object(parse_json(text))
     except UnicodeDecodeError as error:
         return Broken("not UTF-8", error.reason)
     except JsonError as error:
@@ -124,13 +129,7 @@ def _parse_line(line: bytes) -> Record:
 
 
 def _check_object(value: Any) -> Record:
-    if not isinstance(value, dict):
-        return Broken("not a JSON object", type(value).__name__)
-    try:
-        check_text(value)
-    except JsonError as error:
-        return Broken("bad JSON", str(error))
-    return value
+    return value if isinstance(value, dict) else Broken("not a JSON object", type(value).__name__)
 
 
 def _read_hub(config: DataConfig) -> Iterator[tuple[str, Record]]:

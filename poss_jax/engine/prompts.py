@@ -4,7 +4,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from poss_jax.config import JsonError, UserError, check_text
+from poss_jax.config import UserError, lone_surrogates
 from poss_jax.data import RenderError, call_tokenizer, render_chats
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -54,10 +54,8 @@ def _check_range(ids: list[int], vocab_size: int) -> list[int]:
 
 def _tokenise(text: str, tokenizer: Any) -> list[int]:
     _check_tokenizer(tokenizer)
-    try:
-        check_text(text)
-    except JsonError as error:
-        raise UserError(f"prompt: want text as UTF-8, got {error}; convert it") from error
+    if lone_surrogates(text):
+        raise UserError("prompt: want text as UTF-8, got half a character; convert it")
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     encoded = call_tokenizer(tokenizer, text, add_special_tokens=not has_bos)
     ids = list(encoded["input_ids"])

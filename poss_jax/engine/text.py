@@ -5,7 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from poss_jax.config import UserError, shorten
+from poss_jax.config import UserError, lone_surrogates, shorten
+from poss_jax.data import call_tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -170,10 +171,9 @@ def _unwritable(string: str, tokenizer: Any) -> set[str]:
 
     A tokenizer with tokens that are parts of characters may write any character.
     """
-    surrogates = {letter for letter in string if "\ud800" <= letter <= "\udfff"}
-    if surrogates:
+    if surrogates := lone_surrogates(string):
         return surrogates
-    ids = tokenizer(string, add_special_tokens=False)["input_ids"]
+    ids = call_tokenizer(tokenizer, string, add_special_tokens=False)["input_ids"]
     missing = set(string) - set(tokenizer.decode(ids, skip_special_tokens=True))
     if missing:
         alone = [[token] for token in range(len(tokenizer))]

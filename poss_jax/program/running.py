@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import jax
 
 import poss_jax
-from poss_jax.config import UserError, shorten
+from poss_jax.config import UserError, lone_surrogates, shorten
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
 BRACKETS = (
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses arguments that are not UTF-8: no prompt, config or report can hold them."""
         for text in sys.argv[1:] if args is None else args:
-            if any("\ud800" <= letter <= "\udfff" for letter in text):
+            if lone_surrogates(text):
                 raise UserError(f"argument {shorten(text)}: want UTF-8; write it in UTF-8")
         return super().parse_known_args(args, namespace)
 
