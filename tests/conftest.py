@@ -35,8 +35,8 @@ def fixtures() -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Saves compilation time in the tests of whole programs, those that use `tiny_runs`.
+def whole_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles quickly in the tests of whole programs (those with `tiny_runs`), and watches trees.
 
     Their numbers are compared with each other only. What is compared with recorded or exact
     numbers, and the texts of every shape of tree, is compiled as users compile it.
@@ -44,11 +44,15 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     if not hasattr(request.module, "tiny_runs"):
         yield
         return
-    with pytest.MonkeyPatch.context() as patch:
+    from watch import Watch  # not before pytest has hooked the type checks into poss_jax
+
+    watch = Watch()
+    with pytest.MonkeyPatch.context() as patch, watch.tracing():
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for programs that tests start
         _optimise(False)
         yield
     _optimise(True)
+    watch.check(at_least=0)
 
 
 def _optimise(is_wanted: bool) -> None:

@@ -48,10 +48,10 @@ class Watch:
             patch.setattr(speculate, "accept", watched_accept)
             yield
 
-    def check(self) -> None:
-        """Fails if there was a fault, or nothing to watch."""
+    def check(self, *, at_least: int = 1) -> None:
+        """Fails if there was a fault, or fewer trees than are to be watched."""
         jax.effects_barrier()
-        assert not self.faults and self.num_trees, self.faults
+        assert not self.faults and self.num_trees >= at_least, (self.faults, self.num_trees)
 
     def _report(self, faults: dict[str, Array]) -> None:
         def record(**faults: np.ndarray) -> None:
