@@ -24,8 +24,8 @@ from tqdm import tqdm
 from infer.bench import load_decoders, read_bench_prompts
 from poss_jax.checkpoint import provenance, refuse_non_empty
 from poss_jax.config import BenchConfig, TreeConfig, UserError, build_config, config_to_dict
+from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.engine import Engine, Generation, generate_jit
-from poss_jax.metrics import mean_acceptance_length
 from poss_jax.program import Parser, run_program
 from poss_jax.program.options import at_least, check_writable
 

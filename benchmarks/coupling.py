@@ -23,8 +23,8 @@ from infer.bench import load_decoders, read_bench_prompts, read_drafts
 from infer.report import LOOPING_BELOW
 from poss_jax.checkpoint import provenance
 from poss_jax.config import BenchConfig, SamplingConfig, TreeConfig, UserError
+from poss_jax.decode.metrics import distinct_ngram_share
 from poss_jax.engine import Engine, Generation
-from poss_jax.metrics import distinct_ngram_share
 from poss_jax.program import Parser, run_program
 from poss_jax.program.options import at_least
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, TrainConfig, load_config
-from poss_jax.train_step import DraftTask
+from poss_jax.learn.step import DraftTask
 from train.memory import compile_memory, mesh_for, plan_draft_step
 
 ROOT = Path(__file__).parent.parent

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config import DraftConfig, ObjectiveConfig
-from poss_jax.draft import fuse
-from poss_jax.layers import DecoderLayer, merge_heads, rope_frequencies
+from poss_jax.model.families.eagle import fuse
+from poss_jax.model.layers import DecoderLayer, merge_heads, rope_frequencies
 from poss_jax.shapes import Array, Params
 
 

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax import speculate
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
-from poss_jax.decoding import DecodeConfig, Request, Weights
-from poss_jax.draft import attach, init_draft
-from poss_jax.target import init_target
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.model.families.eagle import attach, init_draft
+from poss_jax.model.target import init_target
 
 TREES = ("6/10/60", "4/4/16", "5/2/8", "4/2/8", "3/2/8", "6/1/7")
 PROMPT, NEW, REPEATS = 64, 96, 10

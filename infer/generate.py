@@ -29,8 +29,8 @@ from infer.prompts import next_prompt, num_turns, read_settings
 from infer.screen import Screen
 from poss_jax.config import SamplingConfig, UserError, config_to_dict
 from poss_jax.data import PROMPT_KEYS, read_prompts
+from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.engine import Engine, Generation, check_bias
-from poss_jax.metrics import mean_acceptance_length
 from poss_jax.program import Parser, run_program
 from poss_jax.program.options import (
     add_decoding_options,

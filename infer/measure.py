@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from poss_jax import speculate, target
 from poss_jax.config import SamplingConfig
-from poss_jax.decoding import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.tree import Tree, root_tree
+from poss_jax.decode.verify import accept, choose
 from poss_jax.engine import Engine, Generation, generate_jit, prompt_seed
-from poss_jax.tree import Tree, root_tree
-from poss_jax.verify import accept, choose
+from poss_jax.model import target
 
 _PHASE_CALLS = 20
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from infer.measure import Run
 from poss_jax.config import SamplingConfig, config_to_dict
-from poss_jax.metrics import (
+from poss_jax.decode.metrics import (
     distinct_ngram_share,
     mean_acceptance_length,
     pooled_acceptance_length,

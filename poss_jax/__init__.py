@@ -1,19 +1,16 @@
 """poss_jax: position-specialist speculative decoding in JAX and Flax.
 
-Where things live:
+Where things live, each folder importing from those above it:
 
-    config, shapes      settings; axis letters
-    layers, cache       linear, rotary embedding, attention, one decoder layer; key/value caches
-    target, draft       the frozen Llama; fc fusion and specialists
-    tree, verify        static-shape draft tree; the path the target agrees with
-    sampling            processed scores, and noise that belongs to the request
-    decoding            what a round reads and writes: config, weights, request, state
-    speculate           the decoding round and its on-device loop
-    engine              load, generate, stream: what users hold
-    rollout, losses     the training recursion and what it minimises
-    train_step          jitted steps
-    data, checkpoint    text, tokenizer, rows; the model folder
-    convert, torch_io   from Hugging Face and PyTorch checkpoints
+    config, shapes    settings of models and runs, and how they are read; axis letters
+    model             layers, attention, caches, target, sharding; draft families, a file each
+    decode            tree, sampling, drafting, verify and accept, the round and its loop
+    learn             losses, the recursion over draft depth, training steps, validation
+    checkpoint        the model folder: its record, its weights, checksums and locks
+    data              records, chats, tokenizer, rows and features for training
+    convert           from and to the checkpoints of other programs
+    engine            load, generate, stream: what users hold
+    program           what the command-line programs share
 
 `train/` makes weights and `infer/` uses them; both are programs around these functions.
 """

@@ -14,12 +14,12 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from poss_jax.checkpoint import ModelRecord, load_draft, load_target
+from poss_jax.checkpoint.torch_io import read_bin
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.convert.__main__ import main as convert
-from poss_jax.decoding import DecodeConfig, Weights
-from poss_jax.draft import attach
+from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.model.families.eagle import attach
 from poss_jax.shapes import Params
-from poss_jax.torch_io import read_bin
 
 ROOT = Path(os.environ.get("POSS_JAX_FIXTURES", Path(__file__).parent / "fixtures"))
 SPANS = {"eagle": "1", "hass": "1", "poss1": "1,1,1,1,1,1", "poss2": "2,2,2", "poss3": "3,3"}

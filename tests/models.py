@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.config import DraftConfig, LlamaConfig
-from poss_jax.draft import init_draft
+from poss_jax.model.families.eagle import init_draft
+from poss_jax.model.target import init_target, stack_layers
 from poss_jax.shapes import Params
-from poss_jax.target import init_target, stack_layers
 
 
 def tiny_llama(**changes: Any) -> LlamaConfig:

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from watch import Watch
 
-from poss_jax import speculate
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
-from poss_jax.decoding import DecodeConfig, Output, Request, Weights
-from poss_jax.draft import Level, attach, top_children
-from poss_jax.sampling import Sampling
+from poss_jax.decode import speculate
+from poss_jax.decode.drafting import Level, top_children
+from poss_jax.decode.sampling import Sampling
+from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
+from poss_jax.model.families.eagle import attach
 from poss_jax.shapes import Array, Params
 
 PROMPT_SIZE, MAX_NEW = 16, 32

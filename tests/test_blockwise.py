@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax.blockwise import NOTHING, attend_documents
+from poss_jax.model.blockwise import NOTHING, attend_documents
 
 B, K, G, T, H = 2, 2, 3, 13, 4
 DOCUMENTS = {

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax.cache import KVCache, commit_rows, scratch_mask, write_rows
+from poss_jax.model.cache import KVCache, commit_rows, scratch_mask, write_rows
 
 
 def make_cache(k, v, length) -> KVCache:

@@ -26,7 +26,6 @@ from models import (
 from toy import check_round, draw_world
 from watch import Watch
 
-from poss_jax import draft, speculate, tree
 from poss_jax.config import (
     DraftConfig,
     ObjectiveConfig,
@@ -34,16 +33,17 @@ from poss_jax.config import (
     StepConfig,
     TreeConfig,
 )
-from poss_jax.decoding import DecodeConfig, Output, Request, Weights
-from poss_jax.draft import attach
-from poss_jax.packing import TrainBatch
-from poss_jax.pretraining import make_target_step
-from poss_jax.sampling import Sampling
+from poss_jax.decode import drafting, speculate, tree
+from poss_jax.decode.sampling import Sampling
+from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
+from poss_jax.decode.tree import make_tree
+from poss_jax.decode.verify import Acceptance
+from poss_jax.learn.pretraining import make_target_step
+from poss_jax.learn.state import init_state, make_optimizer
+from poss_jax.learn.step import DraftTask, make_draft_step
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.families.eagle import attach
 from poss_jax.shapes import Params
-from poss_jax.train_state import init_state, make_optimizer
-from poss_jax.train_step import DraftTask, make_draft_step
-from poss_jax.tree import make_tree
-from poss_jax.verify import Acceptance
 
 TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)
 SETTINGS = (
@@ -57,7 +57,7 @@ PROMPT_SIZE, NUM_NEW = 8, 24
 LLAMA = tiny_llama(rms_norm_eps=0.0)  # as `exact_pair` wants it
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(2, 2))
 
-NOWHERE = draft.Level(0, jnp.zeros(1, jnp.int32), jnp.zeros((1, 0), jnp.int32), None)
+NOWHERE = drafting.Level(0, jnp.zeros(1, jnp.int32), jnp.zeros((1, 0), jnp.int32), None)
 
 Generate = Callable[[Weights, Request], Output]
 
@@ -211,8 +211,8 @@ def by_mask(nodes, chosen, *, max_accepted):
 
 
 MISTAKES = {
-    "log-probabilities": (draft, "_most_likely", unclamped),
-    "scores": (draft, "expand", rising),
+    "log-probabilities": (drafting, "_most_likely", unclamped),
+    "scores": (drafting, "expand", rising),
     "selection": (tree, "_lowest_on_path", lambda candidates, depth: candidates.scores),
     "acceptance": (speculate, "accept", by_mask),
 }
@@ -258,7 +258,7 @@ def check_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = jax.nn.logsumexp
     monkeypatch.setattr(jax.nn, "logsumexp", lambda *args, **kw: exact(*args, **kw) - 1e-5)
     logits = jnp.asarray([[[0.0, 40.0, -jnp.inf, 1.0]]])
-    _, log_probs = draft.top_children(logits, NOWHERE, 2)
+    _, log_probs = drafting.top_children(logits, NOWHERE, 2)
     assert (log_probs <= 0).all()
 
 
@@ -266,7 +266,7 @@ def check_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     del monkeypatch
     above = np.float32([2e-7, 0.0, -0.0, -1e-9])
     beam = tree.Beam(jnp.asarray([[-0.25]]), jnp.asarray([[3]]), jnp.zeros((1, 1, 0), bool))
-    level = draft.expand(beam, jnp.arange(4)[None, None], jnp.asarray(above)[None, None])
+    level = drafting.expand(beam, jnp.arange(4)[None, None], jnp.asarray(above)[None, None])
     assert (level.scores <= -0.25).all()
 
 

@@ -15,11 +15,11 @@ from convert_sources import draw, run, target_tensors, write_source
 from models import random_tokens
 from safetensors.numpy import save_file
 
-from poss_jax.cache import init_cache
 from poss_jax.checkpoint import TOKENIZER_FILES, load_target, read_record
 from poss_jax.config import UserError
-from poss_jax.layers import linear
-from poss_jax.target import prefill
+from poss_jax.model.cache import init_cache
+from poss_jax.model.layers import linear
+from poss_jax.model.target import prefill
 
 # Model type, and what differs from the tiny shape below.
 FAMILIES = {

@@ -11,10 +11,10 @@ from test_golden import pad_prompts
 from test_sampling import settings, text_of
 from watch import Watch
 
-from poss_jax import speculate
-from poss_jax.decoding import DecodeConfig, DecodeState, Request, Weights
-from poss_jax.draft import Level, coupled_children, top_children
-from poss_jax.sampling import draw_noise
+from poss_jax.decode import speculate
+from poss_jax.decode.drafting import Level, coupled_children, top_children
+from poss_jax.decode.sampling import draw_noise
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 
 LENGTH, V = 48, 30
 WATCH = Watch()

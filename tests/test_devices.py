@@ -25,10 +25,10 @@ from poss_jax.config import (
     UserError,
 )
 from poss_jax.data import Rows
-from poss_jax.sharding import make_mesh, place_tree
-from poss_jax.target import stack_layers
-from poss_jax.train_state import init_state, make_optimizer
-from poss_jax.train_step import DraftTask, make_draft_step
+from poss_jax.learn.state import init_state, make_optimizer
+from poss_jax.learn.step import DraftTask, make_draft_step
+from poss_jax.model.sharding import make_mesh, place_tree
+from poss_jax.model.target import stack_layers
 from train.devices import (
     expects_processes,
     make_on,

@@ -15,13 +15,13 @@ from models import random_draft, random_target, stacked, tiny_llama
 from scipy import stats
 from test_sampling import settings
 
-from poss_jax import speculate
 from poss_jax.config import DraftConfig, TreeConfig
-from poss_jax.decoding import DecodeConfig, Request, Weights
-from poss_jax.draft import attach
-from poss_jax.layers import linear
-from poss_jax.sampling import Text, process_logits
-from poss_jax.target import encode
+from poss_jax.decode import speculate
+from poss_jax.decode.sampling import Text, process_logits
+from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.model.families.eagle import attach
+from poss_jax.model.layers import linear
+from poss_jax.model.target import encode
 
 V, LENGTH, BATCH, NUM_SAMPLES = 4, 4, 4000, 200_000
 LLAMA = tiny_llama(vocab_size=V, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)

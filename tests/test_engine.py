@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from programs import Runs, copy_model, tiny_runs
 
-from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError, speculate
+from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint import load_target, read_record
 from poss_jax.config import CPU_TREE
+from poss_jax.decode import speculate
 from poss_jax.engine import fit_tree, generate_jit, prompt_seed
 from poss_jax.engine.memory import device_memory, least_bytes
 from poss_jax.engine.settings import sampling_per_prompt

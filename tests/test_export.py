@@ -30,10 +30,10 @@ from poss_jax.checkpoint import (
     verify_model,
     write_model,
 )
+from poss_jax.checkpoint.torch_io import read_bin
 from poss_jax.config import LlamaConfig, UserError
 from poss_jax.convert.export import plan_export, write_export
-from poss_jax.target import encode, stack_layers
-from poss_jax.torch_io import read_bin
+from poss_jax.model.target import encode, stack_layers
 
 DTYPES = [np.float32, np.float16, jnp.bfloat16]
 

@@ -13,10 +13,10 @@ from test_features import SHORT
 
 from poss_jax import data
 from poss_jax.checkpoint import load_target
+from poss_jax.checkpoint.torch_io import write_bin
 from poss_jax.config import DataConfig, TrainConfig, UserError, load_config
 from poss_jax.data.feature_files import read_feature_files
-from poss_jax.target import encode
-from poss_jax.torch_io import write_bin
+from poss_jax.model.target import encode
 from train.main import main
 from train.stages import open_stage
 

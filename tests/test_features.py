@@ -15,9 +15,10 @@ from jax import lax
 from programs import DRAFT, POSS2, Runs, config_file, metrics, refusal, tiny_runs, weights
 from self_killing import run_until
 
-from poss_jax import data, train_step
+from poss_jax import data
 from poss_jax.config import MeshConfig, TrainConfig, UserError, load_config
-from poss_jax.sharding import make_mesh
+from poss_jax.learn import step
+from poss_jax.model.sharding import make_mesh
 from train.devices import put_batch
 from train.main import main
 from train.stages import open_stage
@@ -66,11 +67,11 @@ def cached(runs: Runs, folder: Path, values: dict[str, Any]) -> str:
 def online_rounded(config: str, *arguments: str) -> None:
     """Trains with features as online, but rounded as a cache rounds them."""
 
-    def encode(*args: Any, encode: Any = train_step.encode, **kwargs: Any) -> Any:
+    def encode(*args: Any, encode: Any = step.encode, **kwargs: Any) -> Any:
         return lax.reduce_precision(encode(*args, **kwargs), 8, 7)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_step, "encode", encode)
+        patch.setattr(step, "encode", encode)
         main(["--config", config, *arguments])
 
 

@@ -9,19 +9,18 @@ import pytest
 from golden import METHODS, TREES, Golden, load_golden, read_json, read_npz
 
 from benchmarks.plain_step import PlainBatch, plain_gradients
-from poss_jax import draft as drafting
-from poss_jax import speculate
 from poss_jax.checkpoint import draft_shapes, flatten_item, split_items
 from poss_jax.config import ObjectiveConfig, StepConfig
 from poss_jax.convert.names import source_key
-from poss_jax.decoding import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode import drafting, speculate
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.tree import select
+from poss_jax.decode.verify import accept, choose
 from poss_jax.engine import Engine
-from poss_jax.losses import describe_targets
-from poss_jax.rollout import DraftInputs, unroll
-from poss_jax.target import encode, stack_layers
-from poss_jax.train_step import DraftData, DraftTask, draft_gradients
-from poss_jax.tree import select
-from poss_jax.verify import accept, choose
+from poss_jax.learn.losses import describe_targets
+from poss_jax.learn.rollout import DraftInputs, unroll
+from poss_jax.learn.step import DraftData, DraftTask, draft_gradients
+from poss_jax.model.target import encode, stack_layers
 
 NO_STOP = jnp.asarray([-1], jnp.int32)
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax import layers
 from poss_jax.config import RopeConfig
-from poss_jax.layers import attend, linear, rms_norm, rope_frequencies, rotate
+from poss_jax.model import layers
+from poss_jax.model.layers import attend, linear, rms_norm, rope_frequencies, rotate
 
 LLAMA3 = RopeConfig(
     type="llama3",

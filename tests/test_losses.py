@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from poss_jax.config import ObjectiveConfig
-from poss_jax.losses import (
+from poss_jax.learn.losses import (
     describe_targets,
     draft_losses,
     language_model_loss,

@@ -13,8 +13,8 @@ from models import random_draft, stacked, tiny_llama
 from programs import POSS2, Runs, refusal, tiny_runs, write_config
 
 from poss_jax.config import DraftConfig, TrainConfig, UserError, build_config
-from poss_jax.train_state import init_state, make_optimizer
-from poss_jax.train_step import DraftTask
+from poss_jax.learn.state import init_state, make_optimizer
+from poss_jax.learn.step import DraftTask
 from train.devices import make_on
 from train.main import main
 from train.memory import (

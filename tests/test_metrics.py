@@ -2,7 +2,7 @@
 
 import pytest
 
-from poss_jax.metrics import (
+from poss_jax.decode.metrics import (
     distinct_ngram_share,
     mean_acceptance_length,
     pooled_acceptance_length,

@@ -7,7 +7,8 @@ from golden import METHODS, load_golden
 from test_golden import check_rounds
 from test_speculate import SHAPES, check_shape
 
-from poss_jax import cache, draft, speculate, target
+from poss_jax.decode import drafting, speculate
+from poss_jax.model import cache, target
 
 
 def test_a_tree_mask_off_by_one_is_noticed(monkeypatch):
@@ -32,14 +33,14 @@ def test_a_commit_that_keeps_a_rejected_row_is_noticed(monkeypatch):
 def test_keys_of_the_wrong_specialist_are_noticed(monkeypatch, tmp_path):
     """The output stays right whatever is drafted; the recorded trees tell."""
     golden = load_golden(tmp_path, next(name for name in METHODS if name.startswith("poss")))
-    original = draft._write_keys_values
+    original = drafting._write_keys_values
 
     def swapped(params, config, cache_, index, *rest):
         others = {**params, "specialists": params["specialists"][::-1]}
         return original(others, config, cache_, index, *rest)
 
     check_rounds(golden, "_small")
-    monkeypatch.setattr(draft, "_write_keys_values", swapped)
+    monkeypatch.setattr(drafting, "_write_keys_values", swapped)
     jax.clear_caches()
     with pytest.raises(AssertionError):
         check_rounds(golden, "_small")

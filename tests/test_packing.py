@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.packing import is_last_in, lengths_in, positions_in
+from poss_jax.model.documents import is_last_in, lengths_in, positions_in
 
 
 def test_rows_of_several_documents_drawn():

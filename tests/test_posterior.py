@@ -12,9 +12,9 @@ from golden import read_json, read_npz
 from scipy import stats
 from test_sampling import settings, text_of
 
-from poss_jax.sampling import draw_noise, process_logits
-from poss_jax.tree import Tree, make_tree
-from poss_jax.verify import accept, choose
+from poss_jax.decode.sampling import draw_noise, process_logits
+from poss_jax.decode.tree import Tree, make_tree
+from poss_jax.decode.verify import accept, choose
 
 CASES = {record["case"]: record for record in read_json("posterior_sampling")}
 ARRAYS = read_npz("posterior_sampling")

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 
-from poss_jax import draft as drafting
-from poss_jax.cache import init_cache
 from poss_jax.config import DraftConfig, TreeConfig
-from poss_jax.draft import attach, commit_pairs, fuse_pairs
-from poss_jax.rollout import (
+from poss_jax.decode import drafting
+from poss_jax.decode.drafting import commit_pairs
+from poss_jax.learn.rollout import (
     DraftInputs,
     Versions,
     first_version,
@@ -18,7 +17,9 @@ from poss_jax.rollout import (
     put_newest,
     unroll,
 )
-from poss_jax.target import encode
+from poss_jax.model.cache import init_cache
+from poss_jax.model.families.eagle import attach, fuse_pairs
+from poss_jax.model.target import encode
 
 # spans, trained depth, fc bias; and what the layers have besides a Llama's
 METHODS = {

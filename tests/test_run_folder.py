@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from poss_jax.config import TrainConfig, UserError, build_config
-from poss_jax.train_state import TrainState
+from poss_jax.learn.state import TrainState
 from train.claim import claim_folder
 from train.run_folder import RunFolder
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from poss_jax.data import Rows
-from poss_jax.validation import Predictions
+from poss_jax.learn.validation import Predictions
 from train.samples import format_samples
 
 LETTERS = "abcdefghijklmnop|\n"

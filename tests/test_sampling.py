@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax.sampling import Sampling, Text, draw_noise, process_logits
+from poss_jax.decode.sampling import Sampling, Text, draw_noise, process_logits
 
 V = 40
 

@@ -16,7 +16,8 @@ from poss_jax.config import (
     UserError,
     build_config,
 )
-from poss_jax.sharding import (
+from poss_jax.learn.state import init_state, make_optimizer
+from poss_jax.model.sharding import (
     check_batch_size,
     make_mesh,
     partition,
@@ -25,7 +26,6 @@ from poss_jax.sharding import (
     place_weights,
     split_batch,
 )
-from poss_jax.train_state import init_state, make_optimizer
 
 EVERY_BIAS = tiny_llama(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
 MESH = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))

@@ -7,10 +7,10 @@ import pytest
 from models import random_draft, random_target, tiny_llama
 from oracle import Shape
 
-from poss_jax import speculate
 from poss_jax.config import DraftConfig, RopeConfig, TreeConfig
-from poss_jax.decoding import DecodeConfig, Request, Weights
-from poss_jax.draft import attach
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.model.families.eagle import attach
 
 # (depth, top_k, total_tokens), spans, batch. The fourth asks for more nodes than can be drafted.
 SHAPES = {

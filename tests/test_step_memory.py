@@ -8,11 +8,11 @@ import pytest
 from models import tiny_llama
 
 from poss_jax.config import DraftConfig, ObjectiveConfig, OptimizerConfig, StepConfig
-from poss_jax.draft import init_draft
-from poss_jax.packing import TrainBatch
-from poss_jax.target import init_target, stack_layers
-from poss_jax.train_state import init_state, make_optimizer
-from poss_jax.train_step import DraftTask, make_draft_step
+from poss_jax.learn.state import init_state, make_optimizer
+from poss_jax.learn.step import DraftTask, make_draft_step
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.families.eagle import init_draft
+from poss_jax.model.target import init_target, stack_layers
 
 # Wide heads and a small layer, so that the versions are what there is most of.
 LLAMA = tiny_llama(hidden_size=128, intermediate_size=128, head_dim=32, num_layers=1)

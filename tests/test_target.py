@@ -10,12 +10,12 @@ from convert_sources import run as convert
 from jax import lax
 from models import random_target, random_tokens, stacked, tiny_llama
 
-from poss_jax.cache import KVCache, init_cache
 from poss_jax.checkpoint import load_target
 from poss_jax.config import LlamaConfig, RopeConfig
-from poss_jax.layers import linear
-from poss_jax.target import decode, encode, prefill, verify
-from poss_jax.tree import make_tree
+from poss_jax.decode.tree import make_tree
+from poss_jax.model.cache import KVCache, init_cache
+from poss_jax.model.layers import linear
+from poss_jax.model.target import decode, encode, prefill, verify
 
 LENGTHS, PROMPT_SIZE, NUM_STEPS = (5, 12), 14, 6
 ENDS = tuple(length + NUM_STEPS for length in LENGTHS)

@@ -16,16 +16,16 @@ from poss_jax.config import (
     OptimizerConfig,
     StepConfig,
 )
-from poss_jax.packing import TrainBatch
-from poss_jax.pretraining import make_target_step, target_loss
-from poss_jax.target import encode
-from poss_jax.train_state import init_state, make_optimizer
-from poss_jax.train_step import (
+from poss_jax.learn.pretraining import make_target_step, target_loss
+from poss_jax.learn.state import init_state, make_optimizer
+from poss_jax.learn.step import (
     DraftTask,
     draft_gradients,
     make_draft_step,
     prepare_draft_data,
 )
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.target import encode
 
 # --------------------------------------------------------------------------------------------------
 # Optimizer

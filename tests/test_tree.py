@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from poss_jax.config import TreeConfig
-from poss_jax.tree import (
+from poss_jax.decode.tree import (
     Candidates,
     expand,
     is_child,

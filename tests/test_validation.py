@@ -7,18 +7,18 @@ import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 
 from poss_jax.config import DraftConfig, ObjectiveConfig, StepConfig
-from poss_jax.packing import TrainBatch
-from poss_jax.pretraining import target_loss
-from poss_jax.rollout import unroll
-from poss_jax.target import encode
-from poss_jax.train_step import DraftTask, prepare_draft_data
-from poss_jax.validation import (
+from poss_jax.learn.pretraining import target_loss
+from poss_jax.learn.rollout import unroll
+from poss_jax.learn.step import DraftTask, prepare_draft_data
+from poss_jax.learn.validation import (
     add_up,
     count_accepted,
     draft_metrics,
     make_draft_validation,
     make_target_validation,
 )
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.target import encode
 
 B, T, R = 4, 12, 3
 LLAMA = tiny_llama(num_layers=1, vocab_size=19, hidden_size=16, head_dim=4)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from watch import tree_faults
 
-from poss_jax import draft, speculate, tree
 from poss_jax.config import TreeConfig
-from poss_jax.draft import Level
+from poss_jax.decode import drafting, speculate, tree
+from poss_jax.decode.drafting import Level
+from poss_jax.decode.verify import Acceptance
 from poss_jax.shapes import Array
-from poss_jax.verify import Acceptance
 
 VOCABULARY = 7
 
@@ -38,8 +38,8 @@ def run_round(
     for depth in range(config.depth):
         level = Level(depth, root, tokens[:, :0], beam.ancestors)
         rows = jnp.take_along_axis(logits, tokens[:, :, None], axis=1)
-        ids, log_probs = draft.top_children(rows, level, config.top_k)
-        levels.append(draft.expand(beam, ids, log_probs))
+        ids, log_probs = drafting.top_children(rows, level, config.top_k)
+        levels.append(drafting.expand(beam, ids, log_probs))
         if depth + 1 < config.depth:
             first_index = sum(level.tokens.shape[1] for level in levels[:-1])
             beam, picks = tree.next_beam(

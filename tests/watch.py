@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax import speculate
 from poss_jax.config import TreeConfig
+from poss_jax.decode import speculate
+from poss_jax.decode.tree import Candidates, Tree, select
+from poss_jax.decode.verify import Acceptance, accept
 from poss_jax.shapes import Array
-from poss_jax.tree import Candidates, Tree, select
-from poss_jax.verify import Acceptance, accept
 
 _PRIME = np.uint32(1_000_003)
 

@@ -21,24 +21,24 @@ from poss_jax.checkpoint import (
     read_target,
 )
 from poss_jax.config import DraftConfig, TrainConfig, UserError
-from poss_jax.draft import (
-    extend_specialists,
-    has_shared_keys_values,
-    init_draft,
-    share_keys_values,
-)
-from poss_jax.packing import TrainBatch
-from poss_jax.shapes import Array, Params
-from poss_jax.sharding import place_weights
-from poss_jax.target import stack_layers
-from poss_jax.train_state import TrainState
-from poss_jax.train_step import DraftTask, make_draft_step
-from poss_jax.validation import (
+from poss_jax.learn.state import TrainState
+from poss_jax.learn.step import DraftTask, make_draft_step
+from poss_jax.learn.validation import (
     Predictions,
     add_up,
     draft_metrics,
     make_draft_validation,
 )
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.families.eagle import (
+    extend_specialists,
+    has_shared_keys_values,
+    init_draft,
+    share_keys_values,
+)
+from poss_jax.model.sharding import place_weights
+from poss_jax.model.target import stack_layers
+from poss_jax.shapes import Array, Params
 from train.devices import (
     compile_on,
     make_on,

@@ -8,8 +8,8 @@ import numpy as np
 
 from poss_jax import data
 from poss_jax.config import TrainConfig, UserError
-from poss_jax.packing import TrainBatch
-from poss_jax.train_state import TrainState
+from poss_jax.learn.state import TrainState
+from poss_jax.model.documents import TrainBatch
 from train.devices import put_batch
 from train.divergence import Diverged
 from train.journal import Journal

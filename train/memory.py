@@ -16,14 +16,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from poss_jax.config import LlamaConfig, TrainConfig, UserError
-from poss_jax.draft import init_draft
 from poss_jax.engine import device_memory
-from poss_jax.packing import TrainBatch
-from poss_jax.pretraining import make_target_step
-from poss_jax.sharding import make_mesh, place_batch, place_tree, replicate
-from poss_jax.target import init_target, stack_layers
-from poss_jax.train_state import TrainState, init_state, make_optimizer
-from poss_jax.train_step import DraftTask, make_draft_step
+from poss_jax.learn.pretraining import make_target_step
+from poss_jax.learn.state import TrainState, init_state, make_optimizer
+from poss_jax.learn.step import DraftTask, make_draft_step
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.families.eagle import init_draft
+from poss_jax.model.sharding import make_mesh, place_batch, place_tree, replicate
+from poss_jax.model.target import init_target, stack_layers
 from train.devices import OnMesh, make_step_on
 
 

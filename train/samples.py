@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from poss_jax.data import Rows
-from poss_jax.validation import Predictions
+from poss_jax.learn.validation import Predictions
 from train.stages import Stage
 
 _TOKENS_BEFORE = 16

@@ -9,13 +9,13 @@ from jax.sharding import Mesh
 
 from poss_jax import data
 from poss_jax.config import DraftConfig, LlamaConfig, TrainConfig
-from poss_jax.packing import TrainBatch
-from poss_jax.shapes import Array, Params
-from poss_jax.sharding import check_batch_size
-from poss_jax.train_state import TrainState
-from poss_jax.validation import (
+from poss_jax.learn.state import TrainState
+from poss_jax.learn.validation import (
     Predictions,
 )
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.sharding import check_batch_size
+from poss_jax.shapes import Array, Params
 from train.draft_stage import DraftStage
 from train.memory import PlannedStep, mesh_for
 from train.target_stage import TargetStage

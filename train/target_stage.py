@@ -16,16 +16,16 @@ from poss_jax.checkpoint import (
     target_identity,
 )
 from poss_jax.config import TrainConfig
-from poss_jax.packing import TrainBatch
-from poss_jax.pretraining import make_target_step
-from poss_jax.shapes import Array, Params
-from poss_jax.target import init_target, stack_layers
-from poss_jax.train_state import TrainState
-from poss_jax.validation import (
+from poss_jax.learn.pretraining import make_target_step
+from poss_jax.learn.state import TrainState
+from poss_jax.learn.validation import (
     Predictions,
     add_up,
     make_target_validation,
 )
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.target import init_target, stack_layers
+from poss_jax.shapes import Array, Params
 from train.devices import (
     compile_on,
     is_first_process,

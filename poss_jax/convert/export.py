@@ -12,7 +12,6 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from poss_jax import torch_io
 from poss_jax.checkpoint import (
     ModelRecord,
     copy_tokenizer,
@@ -21,6 +20,7 @@ from poss_jax.checkpoint import (
     item_shapes,
     load_item,
     read_record,
+    torch_io,
     whole_folder,
     write_sums,
 )

@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from poss_jax import torch_io
 from poss_jax.checkpoint import (
     SUMS_FILE,
     TOKENIZER_FILES,
     check_file,
     read_sums,
+    torch_io,
 )
 from poss_jax.config import UserError, check_own_file, parse_object, read_json
 from poss_jax.convert.hub import check_blob, fetch_headers, fetch_snapshot

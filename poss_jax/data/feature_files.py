@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from poss_jax.checkpoint.torch_io import read_bin
 from poss_jax.config import DataConfig, UserError
 from poss_jax.data.files import existing_files
 from poss_jax.data.records import Broken, Record
-from poss_jax.torch_io import read_bin
 
 SUFFIX = ".ckpt"
 

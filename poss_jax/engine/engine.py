@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax import speculate
 from poss_jax.checkpoint import ModelRecord, load_draft, load_target
 from poss_jax.config import DraftConfig, SamplingConfig, TreeConfig, UserError
 from poss_jax.data import load_tokenizer
-from poss_jax.decoding import DecodeConfig, Output, Request, Weights
-from poss_jax.draft import attach
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
 from poss_jax.engine.answers import Chunk, Generation, read_answer
 from poss_jax.engine.live import LiveAnswer, run_live
 from poss_jax.engine.memory import check_memory
@@ -40,6 +39,7 @@ from poss_jax.engine.settings import (
     tree_for,
 )
 from poss_jax.engine.text import check_stop
+from poss_jax.model.families.eagle import attach
 from poss_jax.shapes import Params
 
 _SMALLEST_BUCKET = 32

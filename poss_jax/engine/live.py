@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax import speculate
-from poss_jax.decoding import DecodeConfig, Request, Weights
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.engine.answers import Chunk, Generation, read_answer
 from poss_jax.engine.text import Piece, TextStream
 

@@ -5,7 +5,7 @@ import os
 import jax
 
 from poss_jax.config import LlamaConfig, UserError
-from poss_jax.decoding import DecodeConfig, Weights
+from poss_jax.decode.state import DecodeConfig, Weights
 
 
 def device_memory() -> int | None:

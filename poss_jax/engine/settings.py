@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.config import ACCELERATOR_TREE, CPU_TREE, SamplingConfig, TreeConfig, UserError
-from poss_jax.sampling import Sampling
+from poss_jax.decode.sampling import Sampling
 
 Trees = Mapping[int, TreeConfig | None]
 """Batch size -> tree for that many prompts and more; None decodes them without a draft."""

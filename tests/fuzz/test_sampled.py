@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from models import exact_pair
 from test_certain import DRAFT, LLAMA, NUM_NEW, PROMPT_SIZE, TREES, alone, program, request
 
-from poss_jax.decoding import Request, Weights
-from poss_jax.draft import attach
-from poss_jax.sampling import Sampling
+from poss_jax.decode.sampling import Sampling
+from poss_jax.decode.state import Request, Weights
+from poss_jax.model.families.eagle import attach
 
 V = LLAMA.vocab_size
 compiled = cache(program)

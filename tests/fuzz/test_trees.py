@@ -11,8 +11,8 @@ from toy import Round, check_round, draw_world, program
 from watch import acceptance_faults, tree_faults
 
 from poss_jax.config import TreeConfig
-from poss_jax.tree import expand, join_levels, next_beam, root_beam, select
-from poss_jax.verify import accept
+from poss_jax.decode.tree import expand, join_levels, next_beam, root_beam, select
+from poss_jax.decode.verify import accept
 
 # depth, top_k, total_tokens; few, since each is compiled
 SHAPES = [(1, 3, 3), (4, 2, 8), (6, 1, 5), (3, 4, 16)]

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from poss_jax.model.sharding import split_batch
 from poss_jax.shapes import Array, Bool, Float, Int
-from poss_jax.sharding import split_batch
 
 
 class TrainBatch(struct.PyTreeNode):

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from poss_jax.blockwise import NOTHING, Attended, attend_documents, group_heads, ungroup_heads
 from poss_jax.config import DraftConfig
-from poss_jax.draft import KEY_VALUE, fuse_features, fuse_tokens
-from poss_jax.layers import DecoderLayer, rope_frequencies
-from poss_jax.packing import positions_in
+from poss_jax.model.blockwise import NOTHING, Attended, attend_documents, group_heads, ungroup_heads
+from poss_jax.model.documents import positions_in
+from poss_jax.model.families.eagle import KEY_VALUE, fuse_features, fuse_tokens
+from poss_jax.model.layers import DecoderLayer, rope_frequencies
+from poss_jax.model.sharding import split_batch
 from poss_jax.shapes import Array, Float, Int, Params
-from poss_jax.sharding import split_batch
 
 
 class DraftInputs(struct.PyTreeNode):

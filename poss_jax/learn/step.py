@@ -21,15 +21,13 @@ from poss_jax.config import (
     ObjectiveConfig,
     StepConfig,
 )
-from poss_jax.draft import share_keys_values
-from poss_jax.losses import (
+from poss_jax.learn.losses import (
     DraftLosses,
     TargetRows,
     describe_targets,
     draft_losses,
 )
-from poss_jax.packing import TrainBatch, count, cut_batch, is_last_in, lengths_in
-from poss_jax.rollout import (
+from poss_jax.learn.rollout import (
     DraftInputs,
     Versions,
     depths,
@@ -38,10 +36,12 @@ from poss_jax.rollout import (
     predict,
     put_newest,
 )
+from poss_jax.learn.state import TrainState, cast, update_state
+from poss_jax.model.documents import TrainBatch, count, cut_batch, is_last_in, lengths_in
+from poss_jax.model.families.eagle import share_keys_values
+from poss_jax.model.sharding import gather_head, split_batch
+from poss_jax.model.target import embed, encode
 from poss_jax.shapes import Array, Bool, Float, Params
-from poss_jax.sharding import gather_head, split_batch
-from poss_jax.target import embed, encode
-from poss_jax.train_state import TrainState, cast, update_state
 
 
 class DraftTask(NamedTuple):

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.config import LlamaConfig, StepConfig
-from poss_jax.losses import draft_losses, language_model_loss, most_likely_tokens
-from poss_jax.packing import TrainBatch, count
-from poss_jax.pretraining import labels_trained
-from poss_jax.rollout import unroll
+from poss_jax.learn.losses import draft_losses, language_model_loss, most_likely_tokens
+from poss_jax.learn.pretraining import labels_trained
+from poss_jax.learn.rollout import unroll
+from poss_jax.learn.state import cast
+from poss_jax.learn.step import DraftData, DraftTask, prepare_draft_data
+from poss_jax.model.documents import TrainBatch, count
+from poss_jax.model.target import encode
 from poss_jax.shapes import Array, Bool, Float, Params
-from poss_jax.target import encode
-from poss_jax.train_state import cast
-from poss_jax.train_step import DraftData, DraftTask, prepare_draft_data
 
 
 class Predictions(NamedTuple):

@@ -8,8 +8,8 @@ output is what the target alone would have written.
 import jax.numpy as jnp
 from flax import struct
 
+from poss_jax.decode.tree import Tree, is_child
 from poss_jax.shapes import Array, Float, Int
-from poss_jax.tree import Tree, is_child
 
 
 class Acceptance(struct.PyTreeNode):

@@ -10,11 +10,11 @@ import optax
 from jax import lax
 
 from poss_jax.config import LlamaConfig, StepConfig
-from poss_jax.losses import language_model_loss
-from poss_jax.packing import TrainBatch, count, cut_batch, is_last_in
+from poss_jax.learn.losses import language_model_loss
+from poss_jax.learn.state import TrainState, cast, update_state
+from poss_jax.model.documents import TrainBatch, count, cut_batch, is_last_in
+from poss_jax.model.target import encode
 from poss_jax.shapes import Array, Bool, Float, Params
-from poss_jax.target import encode
-from poss_jax.train_state import TrainState, cast, update_state
 
 
 def make_target_step(

@@ -11,15 +11,16 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
-from poss_jax import draft as drafting
-from poss_jax import target as targets
-from poss_jax.cache import KVCache, commit_rows, init_cache, write_rows
 from poss_jax.config import DraftConfig
-from poss_jax.decoding import DecodeConfig, DecodeState, DraftState, Output, Request, Weights
-from poss_jax.sampling import Text, draw_noise, process_logits
+from poss_jax.decode import drafting
+from poss_jax.decode.sampling import Text, draw_noise, process_logits
+from poss_jax.decode.state import DecodeConfig, DecodeState, DraftState, Output, Request, Weights
+from poss_jax.decode.tree import Tree, root_tree, select
+from poss_jax.decode.verify import Acceptance, accept, choose
+from poss_jax.model import target as targets
+from poss_jax.model.cache import KVCache, commit_rows, init_cache, write_rows
+from poss_jax.model.families.eagle import fuse_pairs
 from poss_jax.shapes import Array, Bool, Float, Int
-from poss_jax.tree import Tree, root_tree, select
-from poss_jax.verify import Acceptance, accept, choose
 
 
 def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
@@ -283,7 +284,7 @@ def _commit_draft(
     num_pairs: Int[Array, " B"],
 ) -> DraftState:
     """Gives every specialist the new pairs, and keeps the input of the last one."""
-    x = drafting.fuse_pairs(weights.draft, tokens, features)
+    x = fuse_pairs(weights.draft, tokens, features)
     last = jnp.take_along_axis(x, jnp.maximum(num_pairs - 1, 0)[:, None, None], axis=1)
     cache = drafting.commit_pairs(weights.draft, config, cache, x, num_pairs)
     return DraftState(cache=cache, root_input=last)

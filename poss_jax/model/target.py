@@ -12,13 +12,20 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from poss_jax.blockwise import attend_documents, group_heads, ungroup_heads
-from poss_jax.cache import KVCache, commit_rows, scratch_mask, write_layer
 from poss_jax.config import LlamaConfig
-from poss_jax.layers import DecoderLayer, attend, init_layer, linear, rms_norm, rope_frequencies
-from poss_jax.packing import positions_in
+from poss_jax.model.blockwise import attend_documents, group_heads, ungroup_heads
+from poss_jax.model.cache import KVCache, commit_rows, scratch_mask, write_layer
+from poss_jax.model.documents import positions_in
+from poss_jax.model.layers import (
+    DecoderLayer,
+    attend,
+    init_layer,
+    linear,
+    rms_norm,
+    rope_frequencies,
+)
+from poss_jax.model.sharding import split_batch
 from poss_jax.shapes import Array, Bool, Float, Int, Params
-from poss_jax.sharding import split_batch
 
 
 class TargetOutput(struct.PyTreeNode):

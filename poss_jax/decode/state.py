@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from flax import struct
 
-from poss_jax.cache import KVCache
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
-from poss_jax.draft import ChildrenFn
-from poss_jax.sampling import Sampling
+from poss_jax.decode.drafting import ChildrenFn
+from poss_jax.decode.sampling import Sampling
+from poss_jax.model.cache import KVCache
 from poss_jax.shapes import Array, Params
 
 

@@ -18,9 +18,9 @@ from flax import struct
 from jax import lax
 
 from poss_jax.config import ObjectiveConfig
-from poss_jax.layers import linear
+from poss_jax.model.layers import linear
+from poss_jax.model.sharding import split_batch
 from poss_jax.shapes import Array, Bool, Float, Int
-from poss_jax.sharding import split_batch
 
 
 class TargetRows(struct.PyTreeNode):

@@ -1,0 +1,1 @@
+"""Speculative decoding: draft a tree, verify it, accept a path, commit."""

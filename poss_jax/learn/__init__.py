@@ -1,0 +1,1 @@
+"""Training: the recursion over draft depth, losses, jitted steps, validation."""

@@ -1,0 +1,1 @@
+"""Networks: the target, the draft families, their layers, caches and shardings."""
