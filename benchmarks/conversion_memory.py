@@ -24,9 +24,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from poss_jax.checkpoint import count_parameters, flatten_item, target_shapes
 from poss_jax.config import LlamaConfig
 from poss_jax.convert.names import slots_by_key
+from poss_jax.model.parameters import count_parameters, flatten_item, item_shapes
 
 GB = 10**9
 BYTES_PER_VALUE = 2
@@ -57,7 +57,7 @@ def largest_item(config: LlamaConfig) -> int:
     """Bytes of the largest item."""
     return BYTES_PER_VALUE * max(
         sum(int(np.prod(shape)) for shape in flatten_item(item).values())
-        for item in target_shapes(config).values()
+        for item in item_shapes(config).values()
     )
 
 
@@ -89,7 +89,7 @@ def draw_shards(config: LlamaConfig) -> Iterator[dict[str, np.ndarray]]:
     block = np.random.default_rng(0).standard_normal(1 << 22, np.float32)
     block = block.astype(ml_dtypes.bfloat16)
     shard: dict[str, np.ndarray] = {}
-    for key, slot in slots_by_key(target_shapes(config)).items():
+    for key, slot in slots_by_key(item_shapes(config)).items():
         tensor = np.resize(block, slot.shape)
         if shard and sum(array.nbytes for array in shard.values()) + tensor.nbytes > SHARD_BYTES:
             yield shard

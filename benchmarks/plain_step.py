@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config import DraftConfig, ObjectiveConfig
-from poss_jax.model.families.eagle import fuse
+from poss_jax.model.families.eagle import join
 from poss_jax.model.layers import DecoderLayer, merge_heads, rope_frequencies
 from poss_jax.shapes import Array, Params
 
@@ -54,7 +54,7 @@ def _predict(
     B, T, _ = embedded.shape
     row = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
-    x = [fuse(fc, embedded, features) for features in versions]
+    x = [join({"fc": fc}, embedded, features) for features in versions]
     q = layer.queries(x[-1], row, frequencies)
     K, H = config.layer.num_kv_heads, config.layer.head_dim
     q = q.reshape(B, K, -1, T, H)

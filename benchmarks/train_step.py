@@ -32,7 +32,7 @@ from poss_jax.config import (
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import DraftTask, draft_gradients, make_draft_step, prepare_draft_data
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.families.eagle import init_draft
+from poss_jax.model.families import init_draft
 from poss_jax.model.target import init_target, stack_layers
 
 POSS3 = {"positions_per_specialist": (3, 3), "trained_depth": 6}

@@ -20,7 +20,8 @@ import numpy as np
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.model.families.eagle import attach, init_draft
+from poss_jax.model.families import init_draft
+from poss_jax.model.specialists import attach
 from poss_jax.model.target import init_target
 
 TREES = ("6/10/60", "4/4/16", "5/2/8", "4/2/8", "3/2/8", "6/1/7")

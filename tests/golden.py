@@ -18,7 +18,7 @@ from poss_jax.checkpoint.torch_io import read_bin
 from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.decode.state import DecodeConfig, Weights
-from poss_jax.model.families.eagle import attach
+from poss_jax.model.specialists import attach
 from poss_jax.shapes import Params
 
 ROOT = Path(os.environ.get("POSS_JAX_FIXTURES", Path(__file__).parent / "fixtures"))

@@ -16,18 +16,11 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from poss_jax.checkpoint import (
-    item_shapes,
-    join_items,
-    new_record,
-    provenance,
-    split_items,
-    target_identity,
-    write_model,
-)
+from poss_jax.checkpoint import new_record, provenance, target_identity, write_model
 from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
 from poss_jax.data import train_tokenizer
 from poss_jax.engine import Engine
+from poss_jax.model.parameters import item_shapes, join_items, split_items
 
 TARGET = LlamaConfig(
     vocab_size=272,

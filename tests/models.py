@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.config import DraftConfig, LlamaConfig
-from poss_jax.model.families.eagle import init_draft
+from poss_jax.learn.recursion import DraftInputs, first_version, predict, take_specialist, unroll
+from poss_jax.model.families import init_draft
 from poss_jax.model.target import init_target, stack_layers
-from poss_jax.shapes import Params
+from poss_jax.shapes import Array, Params
 
 
 def tiny_llama(**changes: Any) -> LlamaConfig:
@@ -135,3 +136,17 @@ def _draw(init, seed: int) -> Params:
         return jnp.asarray(normal, shape.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(init))
+
+
+def predict_depths(
+    draft: Params, config: DraftConfig, inputs: DraftInputs, depth: int, *, block: int
+) -> Array:
+    """Predictions [R B T D] of every depth; specialists stacked."""
+
+    def visit(at, carry):
+        parts = take_specialist(draft, at.specialist)
+        prediction = predict(*parts, config, inputs, at, block=block)
+        return prediction, carry, prediction
+
+    versions = first_version(inputs.features, depth)
+    return unroll(config, inputs, versions, None, visit, range(depth))[2]

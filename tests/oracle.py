@@ -16,7 +16,7 @@ from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, top_children
 from poss_jax.decode.sampling import Sampling
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
-from poss_jax.model.families.eagle import attach
+from poss_jax.model.specialists import attach
 from poss_jax.shapes import Array, Params
 
 PROMPT_SIZE, MAX_NEW = 16, 32

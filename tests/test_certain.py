@@ -42,7 +42,7 @@ from poss_jax.learn.pretraining import make_target_step
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import DraftTask, make_draft_step
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.families.eagle import attach
+from poss_jax.model.specialists import attach
 from poss_jax.shapes import Params
 
 TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)

@@ -15,23 +15,23 @@ import pytest
 from poss_jax.checkpoint import (
     ModelRecord,
     TargetIdentity,
-    count_parameters,
     describe_item,
-    draft_shapes,
-    flatten_item,
-    item_shapes,
-    join_items,
     load_draft,
     load_target,
     new_record,
     read_record,
-    split_items,
     target_identity,
-    target_shapes,
     tokenizer_hashes,
     write_model,
 )
 from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, UserError
+from poss_jax.model.parameters import (
+    count_parameters,
+    flatten_item,
+    item_shapes,
+    join_items,
+    split_items,
+)
 
 TARGET = LlamaConfig(
     vocab_size=16,
@@ -126,8 +126,8 @@ def test_target_paths_are_stable():
     for index in range(2):
         want[f"layers/{index}/input_norm/scale"] = (8,)
         want |= {f"layers/{index}/{path}": shape for path, shape in LAYER.items()}
-    assert paths(target_shapes(TARGET)) == want
-    assert list(target_shapes(TARGET)) == ["embed", "layers/0", "layers/1", "norm", "head"]
+    assert paths(item_shapes(TARGET)) == want
+    assert list(item_shapes(TARGET)) == ["embed", "layers/0", "layers/1", "norm", "head"]
 
 
 def test_draft_paths_are_stable():
@@ -139,13 +139,13 @@ def test_draft_paths_are_stable():
             if not k.endswith(("bias", "q_norm/scale", "k_norm/scale"))
         }
         want |= {f"specialists/{index}/{path}": shape for path, shape in plain.items()}
-    assert paths(draft_shapes(DRAFT)) == want
-    assert "bias" not in draft_shapes(replace(DRAFT, fc_bias=False))["fc"]
+    assert paths(item_shapes(DRAFT)) == want
+    assert "bias" not in item_shapes(replace(DRAFT, fc_bias=False))["fc"]
 
 
 def test_tied_target_has_no_head_item():
     tied = replace(TARGET, tie_embeddings=True)
-    assert "head" not in target_shapes(tied)
+    assert "head" not in item_shapes(tied)
     assert count_parameters(TARGET) - count_parameters(tied) == 16 * 8
 
 
@@ -191,7 +191,7 @@ def test_each_device_gets_its_part(saved, dtype):
             np.testing.assert_array_equal(np.asarray(array), np.asarray(stored.astype(array.dtype)))
             rows = len(array) // 2 if array.ndim == 2 else len(array)
             assert {shard.data.shape[0] for shard in array.addressable_shards} == {rows}
-    assert seen.keys() == paths(target_shapes(TARGET)).keys()
+    assert seen.keys() == paths(item_shapes(TARGET)).keys()
     assert len(seen["norm/scale"].device_set) == 1
 
 

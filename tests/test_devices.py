@@ -27,7 +27,8 @@ from poss_jax.config import (
 from poss_jax.data import Rows
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import DraftTask, make_draft_step
-from poss_jax.model.sharding import make_mesh, place_tree
+from poss_jax.model.parameters import place_tree
+from poss_jax.model.sharding import make_mesh
 from poss_jax.model.target import stack_layers
 from train.devices import (
     expects_processes,

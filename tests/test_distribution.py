@@ -19,8 +19,8 @@ from poss_jax.config import DraftConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import Text, process_logits
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.model.families.eagle import attach
 from poss_jax.model.layers import linear
+from poss_jax.model.specialists import attach
 from poss_jax.model.target import encode
 
 V, LENGTH, BATCH, NUM_SAMPLES = 4, 4, 4000, 200_000

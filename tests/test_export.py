@@ -20,19 +20,18 @@ from safetensors.numpy import load_file
 from test_config_json import LLAMA, TARGETS
 
 from poss_jax.checkpoint import (
-    flatten_item,
     load_target,
     new_record,
     read_record,
     read_sums,
     target_identity,
-    target_shapes,
     verify_model,
     write_model,
 )
 from poss_jax.checkpoint.torch_io import read_bin
 from poss_jax.config import LlamaConfig, UserError
 from poss_jax.convert.export import plan_export, write_export
+from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.model.target import encode, stack_layers
 
 DTYPES = [np.float32, np.float16, jnp.bfloat16]
@@ -110,7 +109,7 @@ def write_target(folder: Path, config: LlamaConfig) -> Path:
     """A model folder with random weights, made without the converter."""
     items = {
         name: unflatten_dict(draw(flatten_item(shapes)))
-        for name, shapes in target_shapes(config).items()
+        for name, shapes in item_shapes(config).items()
     }
     embedding = items["embed"]["weight"]
     head = embedding if config.tie_embeddings else items["head"]["weight"]

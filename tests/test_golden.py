@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import METHODS, TREES, Golden, load_golden, read_json, read_npz
+from models import predict_depths
 
 from benchmarks.plain_step import PlainBatch, plain_gradients
-from poss_jax.checkpoint import draft_shapes, flatten_item, split_items
 from poss_jax.config import ObjectiveConfig, StepConfig
 from poss_jax.convert.names import source_key
 from poss_jax.decode import drafting, speculate
@@ -18,8 +18,9 @@ from poss_jax.decode.tree import select
 from poss_jax.decode.verify import accept, choose
 from poss_jax.engine import Engine
 from poss_jax.learn.losses import describe_targets
-from poss_jax.learn.rollout import DraftInputs, unroll
+from poss_jax.learn.recursion import DraftInputs
 from poss_jax.learn.step import DraftData, DraftTask, draft_gradients
+from poss_jax.model.parameters import flatten_item, item_shapes, split_items
 from poss_jax.model.target import encode, stack_layers
 
 NO_STOP = jnp.asarray([-1], jnp.int32)
@@ -185,9 +186,7 @@ def trained(golden, task, batch):
     head, config = golden.target["head"]["weight"], golden.draft_config
     draft = golden.draft | {"specialists": stack_layers(golden.draft["specialists"])}
     predictions = jax.jit(
-        lambda draft: unroll(
-            draft, config, batch.inputs, config.trained_depth, lambda x: x, block=32
-        )
+        lambda draft: predict_depths(draft, config, batch.inputs, config.trained_depth, block=32)
     )(draft)
     gradients, losses = jax.jit(lambda draft: draft_gradients(draft, head, task, batch))(draft)
     return predictions, gradients, losses, read_npz(f"train_masked_{golden.method}")
@@ -242,9 +241,7 @@ def assert_recorded_gradients(golden, gradients, recorded):
         key.removeprefix("gradnorm/"): value for key, value in recorded.items() if "norm/" in key
     }
     assert ours.keys() == norms.keys()
-    assert len(ours) == sum(
-        len(flatten_item(t)) for t in draft_shapes(golden.draft_config).values()
-    )
+    assert len(ours) == sum(len(flatten_item(t)) for t in item_shapes(golden.draft_config).values())
     for key, norm in norms.items():
         assert abs(np.linalg.norm(ours[key]) - norm) <= 1e-5 * norm, key
         if f"grad/{key}" in recorded:

@@ -13,12 +13,10 @@ from convert_sources import convert_tiny, damages, draft_tensors, run, write_sou
 from models import random_target, tiny_llama
 
 from poss_jax.checkpoint import (
-    item_shapes,
     load_item,
     load_target,
     new_record,
     read_record,
-    split_items,
     sums,
     target_identity,
     verify_model,
@@ -26,6 +24,7 @@ from poss_jax.checkpoint import (
 )
 from poss_jax.checkpoint.sums import hash_item, hash_values
 from poss_jax.config import UserError
+from poss_jax.model.parameters import item_shapes, split_items
 
 
 @pytest.fixture(scope="module")

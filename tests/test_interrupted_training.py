@@ -18,8 +18,9 @@ from programs import POSS2, STEPS, Runs, config_file, metrics, refusal, tiny_run
 from self_killing import ROOT
 
 from poss_jax import data
-from poss_jax.checkpoint import load_target, split_items, write_model
+from poss_jax.checkpoint import load_target, write_model
 from poss_jax.config import TrainConfig, load_config
+from poss_jax.model.parameters import split_items
 from train.main import main
 from train.stages import open_stage
 

@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from models import random_draft, random_target, stacked, tiny_llama
 
-from poss_jax.checkpoint import flatten_item, item_shapes
 from poss_jax.config import (
     DraftConfig,
     MeshConfig,
@@ -17,15 +16,14 @@ from poss_jax.config import (
     build_config,
 )
 from poss_jax.learn.state import init_state, make_optimizer
-from poss_jax.model.sharding import (
-    check_batch_size,
-    make_mesh,
+from poss_jax.model.parameters import (
+    flatten_item,
+    item_shapes,
     partition,
-    place_batch,
     place_tree,
     place_weights,
-    split_batch,
 )
+from poss_jax.model.sharding import check_batch_size, make_mesh, place_batch, split_batch
 
 EVERY_BIAS = tiny_llama(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
 MESH = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))

@@ -10,7 +10,7 @@ from oracle import Shape
 from poss_jax.config import DraftConfig, RopeConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.model.families.eagle import attach
+from poss_jax.model.specialists import attach
 
 # (depth, top_k, total_tokens), spans, batch. The fourth asks for more nodes than can be drafted.
 SHAPES = {

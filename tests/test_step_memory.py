@@ -11,7 +11,7 @@ from poss_jax.config import DraftConfig, ObjectiveConfig, OptimizerConfig, StepC
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import DraftTask, make_draft_step
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.families.eagle import init_draft
+from poss_jax.model.families import init_draft
 from poss_jax.model.target import init_target, stack_layers
 
 # Wide heads and a small layer, so that the versions are what there is most of.

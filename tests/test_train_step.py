@@ -270,7 +270,7 @@ def test_shared_keys_and_values_stay_shared(target, draft):
     attention = draft["specialists"]["attention"]
     tied = {n: jax.tree.map(lambda x: jnp.stack([x[0], x[0]]), attention[n]) for n in ("k", "v")}
     start = draft | {"specialists": draft["specialists"] | {"attention": attention | tied}}
-    task = TASK._replace(kv="shared")
+    task = TASK._replace(draft=dataclasses.replace(TASK.draft, kv="shared"))
     step = make_draft_step(task, SGD)
     state, _ = step(init_state(jax.tree.map(jnp.copy, start), SGD), target, BATCH, KEY)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(KEY, 0), jnp.arange(B))

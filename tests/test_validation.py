@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import random_draft, random_target, random_tokens, stacked, tiny_llama
+from models import predict_depths, random_draft, random_target, random_tokens, stacked, tiny_llama
 
 from poss_jax.config import DraftConfig, ObjectiveConfig, StepConfig
 from poss_jax.learn.pretraining import target_loss
-from poss_jax.learn.rollout import unroll
 from poss_jax.learn.step import DraftTask, prepare_draft_data
 from poss_jax.learn.validation import (
     add_up,
@@ -91,13 +90,11 @@ def test_accepted_of_any_hits():
 
 def test_draft_by_depth(target, draft):
     """Rows of a document that are learnt count, its last never, and no chain leaves it."""
-    sums, shown = jax.jit(make_draft_validation(TASK))(draft, target, BATCH)
+    sums, shown = jax.jit(make_draft_validation(TASK, R))(draft, target, BATCH)
     out = draft_metrics(add_up([(sums, shown)])[0])
     data = jax.jit(prepare_draft_data, static_argnums=1)(target, TASK, BATCH)
     predicted = np.asarray(
-        jax.jit(lambda draft: unroll(draft, TASK.draft, data.inputs, R, lambda x: x, block=7))(
-            draft
-        )
+        jax.jit(lambda draft: predict_depths(draft, TASK.draft, data.inputs, R, block=7))(draft)
     )
     head, wanted = np.asarray(target["head"]["weight"]), np.asarray(data.targets.features)
     is_last = np.append(DOCUMENTS[:, 1:] != DOCUMENTS[:, :-1], np.ones((B, 1), bool), axis=1)
@@ -129,7 +126,7 @@ def test_draft_by_depth(target, draft):
 
 
 def test_batches_count_by_their_trained_rows(target, draft):
-    validate = jax.jit(make_draft_validation(TASK))
+    validate = jax.jit(make_draft_validation(TASK, R))
     whole, first = (validate(draft, target, rows) for rows in (BATCH, part(slice(2))))
     total, shown = add_up([first, validate(draft, target, part(slice(2, 4)))])
     want, got = draft_metrics(add_up([whole])[0]), draft_metrics(total)
@@ -147,7 +144,7 @@ def test_batches_count_by_their_trained_rows(target, draft):
 
 def test_nothing_to_learn_is_nothing_learnt(target, draft):
     nothing = BATCH.replace(loss_mask=jnp.zeros((B, T), bool))
-    result = jax.jit(make_draft_validation(TASK))(draft, target, nothing)
+    result = jax.jit(make_draft_validation(TASK, R))(draft, target, nothing)
     out = draft_metrics(add_up([result])[0])
     assert out["simulated_acceptance_length"] == 1
     assert out["validation_loss"] == out["agreement"] == [0.0] * R

@@ -17,11 +17,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from poss_jax import data
-from poss_jax.checkpoint import ModelRecord, item_shapes, write_model
+from poss_jax.checkpoint import ModelRecord, write_model
 from poss_jax.config import DraftConfig, LlamaConfig, UserError
 from poss_jax.learn.state import TrainState
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.sharding import place_batch, place_tree, replicate
+from poss_jax.model.parameters import item_shapes, place_tree
+from poss_jax.model.sharding import place_batch, replicate
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Params
 

@@ -30,13 +30,9 @@ from poss_jax.learn.validation import (
     make_draft_validation,
 )
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.families.eagle import (
-    extend_specialists,
-    has_shared_keys_values,
-    init_draft,
-    share_keys_values,
-)
-from poss_jax.model.sharding import place_weights
+from poss_jax.model.families import init_draft
+from poss_jax.model.parameters import place_weights
+from poss_jax.model.specialists import extend_specialists, has_shared_keys_values, share_keys_values
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Array, Params
 from train.devices import (
@@ -78,12 +74,8 @@ class DraftStage:
             objective=config.objective,
             step=config.step,
             num_frozen=config.specialists.num_frozen,
-            kv=config.specialists.kv,
         )
-        validated = replace(self.config, trained_depth=validation_depth)
-        self._validation = compile_on(
-            mesh, make_draft_validation(self._task._replace(draft=validated))
-        )
+        self._validation = compile_on(mesh, make_draft_validation(self._task, validation_depth))
 
     def _open_draft(self, *, with_weights: bool) -> None:
         """Settles the draft's shape, after the one it starts from if there is one."""
@@ -98,6 +90,7 @@ class DraftStage:
             positions_per_specialist=wanted.positions_per_specialist,
             trained_depth=wanted.depth,
             fc_bias=fc_bias,
+            kv=wanted.kv,
         )
 
     def _open_rows(self, folder: Path) -> None:
@@ -186,7 +179,6 @@ class DraftStage:
             self._record.target,
             tokenizer_from=tokenizer_from,
             draft_vocabulary=self._vocabulary,
-            kv=self._run.specialists.kv,
         )
         write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
 

@@ -18,7 +18,7 @@ from poss_jax import data
 from poss_jax.checkpoint import ModelRecord, hold_lock, load_item
 from poss_jax.config import TrainConfig, UserError, config_to_dict
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.sharding import place_weights
+from poss_jax.model.parameters import place_weights
 from poss_jax.model.target import encode
 from poss_jax.shapes import Array, Params
 from train.devices import ask_first, compile_on, is_first_process, meet, put_batch, stack_on

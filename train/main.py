@@ -19,9 +19,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint import count_parameters
 from poss_jax.config import TrainConfig, UserError, load_config
 from poss_jax.learn.state import init_state, make_optimizer
+from poss_jax.model.parameters import count_parameters
 from poss_jax.program import Parser, run_program
 from train.claim import claim_together, hold_together
 from train.describe import describe_data, describe_sample

@@ -21,8 +21,9 @@ from poss_jax.learn.pretraining import make_target_step
 from poss_jax.learn.state import TrainState, init_state, make_optimizer
 from poss_jax.learn.step import DraftTask, make_draft_step
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.families.eagle import init_draft
-from poss_jax.model.sharding import make_mesh, place_batch, place_tree, replicate
+from poss_jax.model.families import init_draft
+from poss_jax.model.parameters import place_tree
+from poss_jax.model.sharding import make_mesh, place_batch, replicate
 from poss_jax.model.target import init_target, stack_layers
 from train.devices import OnMesh, make_step_on
 

@@ -1,7 +1,6 @@
 """The model folder, our format on disk: `model.json`, the tokenizer's files, and the weights.
 
 record.py      what model.json says: config, target identity, provenance
-items.py       which weight items a model has, their key paths and shapes
 sums.py        checksums of arrays and of files
 folder.py      writing a model, and loading it to the device
 whole.py       a folder that is written all or nothing
@@ -21,15 +20,6 @@ from poss_jax.checkpoint.folder import (
     write_model,
 )
 from poss_jax.checkpoint.integrity import verify_model
-from poss_jax.checkpoint.items import (
-    count_parameters,
-    draft_shapes,
-    flatten_item,
-    item_shapes,
-    join_items,
-    split_items,
-    target_shapes,
-)
 from poss_jax.checkpoint.locks import hold_lock, sole_writer
 from poss_jax.checkpoint.record import (
     FORMAT_VERSION,
@@ -62,15 +52,10 @@ __all__ = [
     "check_file",
     "check_fit",
     "copy_tokenizer",
-    "count_parameters",
     "describe_item",
-    "draft_shapes",
     "failed_write",
     "find_damage",
-    "flatten_item",
     "hold_lock",
-    "item_shapes",
-    "join_items",
     "list_files",
     "load_draft",
     "load_item",
@@ -83,9 +68,7 @@ __all__ = [
     "read_target",
     "refuse_non_empty",
     "sole_writer",
-    "split_items",
     "target_identity",
-    "target_shapes",
     "tokenizer_hashes",
     "verify_model",
     "whole_folder",

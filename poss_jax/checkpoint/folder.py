@@ -20,11 +20,11 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from flax.traverse_util import unflatten_dict
 
-from poss_jax.checkpoint.items import flatten_item, item_shapes, join_items
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, check_fit, read_record
 from poss_jax.checkpoint.sums import hash_item, write_sums
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config import DraftConfig, UserError, check_own_file, config_to_dict
+from poss_jax.model.parameters import flatten_item, item_shapes, join_items
 from poss_jax.shapes import Params
 
 # How large the pieces of a stored array are at most: a device that holds a part of an array reads
@@ -244,7 +244,7 @@ def load_item(
     *,
     sharding: jax.sharding.Sharding | ShardingFor | None = None,
 ) -> Params:
-    """Loads one item of a model; `items.py` lists names and key paths.
+    """Loads one item of a model; `parameters.py` lists names and key paths.
 
     Each device's part of an array is read and cast on its own; beside the result the host holds
     about one item.

@@ -5,6 +5,7 @@ import json
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -106,7 +107,7 @@ class ModelRecord:
     def draft(self) -> DraftConfig:
         """The config of a draft."""
         assert isinstance(self.config, DraftConfig)
-        return self.config
+        return replace(self.config, kv=self.kv or "per_specialist")
 
 
 def new_record(
@@ -115,7 +116,6 @@ def new_record(
     *,
     tokenizer_from: Path | None,
     draft_vocabulary: tuple[int, ...] | None = None,
-    kv: Literal["per_specialist", "shared"] = "per_specialist",
 ) -> ModelRecord:
     """Describes a model that is about to be written by this process.
 
@@ -124,14 +124,13 @@ def new_record(
       target: its own identity (target) or that of its target (draft).
       tokenizer_from: the folder that `write_model` will copy the tokenizer from.
       draft_vocabulary: see `ModelRecord`.
-      kv: see `ModelRecord`.
     """
     is_draft = isinstance(config, DraftConfig)
     tokenizer, chat_template = tokenizer_hashes(tokenizer_from) if tokenizer_from else (None, None)
     return ModelRecord(
         family="draft" if is_draft else "target",
         method=config.method if is_draft else None,
-        kv=kv if is_draft else None,
+        kv=config.kv if is_draft else None,
         config=config,
         draft_vocabulary=draft_vocabulary,
         target=target,

@@ -97,17 +97,26 @@ class DraftConfig:
         span the last specialist continues.
       trained_depth: number of draft positions the rollout was trained on.
       fc_bias: whether the fusion layer has a bias.
+      family: name of the draft family, see `poss_jax.model.families`.
+      kv: `shared` where all specialists project keys and values alike; a model's record keeps it.
     """
 
     layer: LlamaConfig
     positions_per_specialist: Spans = (1,)
     trained_depth: Depth = 1
     fc_bias: bool = False
+    family: str = Field(default="eagle", exclude_if=lambda family: family == "eagle")
+    kv: Literal["per_specialist", "shared"] = Field(default="per_specialist", exclude=True)
 
     @property
     def num_specialists(self) -> int:
         """E, the number of spans."""
         return len(self.positions_per_specialist)
+
+    @property
+    def num_streams(self) -> int:
+        """Caches of keys and values: one, where all specialists share them."""
+        return 1 if self.kv == "shared" else self.num_specialists
 
     @property
     def method(self) -> str:
@@ -126,6 +135,10 @@ class DraftConfig:
             if depth < end:
                 return index
         return self.num_specialists - 1
+
+    def stream_at(self, depth: int) -> int:
+        """Index of the cache that drafting position `depth` reads and writes."""
+        return 0 if self.kv == "shared" else self.specialist_at(depth)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint import count_parameters, refuse_non_empty, write_model
+from poss_jax.checkpoint import refuse_non_empty, write_model
 from poss_jax.convert.draft import plan_draft
 from poss_jax.convert.export import plan_export, write_export
 from poss_jax.convert.inspection import inspect
@@ -28,6 +28,7 @@ from poss_jax.convert.plan import Conversion
 from poss_jax.convert.specialists import plan_specialists
 from poss_jax.convert.table import format_rows
 from poss_jax.convert.target import plan_target
+from poss_jax.model.parameters import count_parameters
 from poss_jax.program import Parser, run_program
 from poss_jax.shapes import Params
 

@@ -5,20 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from poss_jax.checkpoint import (
-    ModelRecord,
-    check_fit,
-    item_shapes,
-    load_item,
-    new_record,
-    read_record,
-)
+from poss_jax.checkpoint import ModelRecord, check_fit, load_item, new_record, read_record
 from poss_jax.config import DraftConfig, LlamaConfig, UserError
 from poss_jax.convert.draft_config import read_draft_config
 from poss_jax.convert.draft_source import DraftSource, open_draft
 from poss_jax.convert.names import DRAFT_EMBEDDING, DRAFT_HEAD, Slot, slots_by_key
 from poss_jax.convert.plan import Conversion, DType, Reader, check_keys, same_up_to_rounding
 from poss_jax.convert.source import open_source
+from poss_jax.model.parameters import item_shapes
 
 # What some layouts hold although it is the target's: key -> item of the target.
 _COPIES = {DRAFT_EMBEDDING: "embed", DRAFT_HEAD: "head"}

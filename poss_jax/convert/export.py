@@ -16,8 +16,6 @@ from poss_jax.checkpoint import (
     ModelRecord,
     copy_tokenizer,
     describe_item,
-    flatten_item,
-    item_shapes,
     load_item,
     read_record,
     torch_io,
@@ -29,6 +27,7 @@ from poss_jax.convert.config_json import draft_config_json, target_config_json
 from poss_jax.convert.draft_config import DraftMetadata
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, source_key
 from poss_jax.convert.plan import Row
+from poss_jax.model.parameters import flatten_item, item_shapes
 
 Format = Literal["hf", "eagle", "poss"]
 ExportDType = Literal["keep", "float32", "bfloat16", "float16"]

@@ -12,10 +12,7 @@ from poss_jax.checkpoint import (
     TOKENIZER_FILES,
     ModelRecord,
     describe_item,
-    flatten_item,
-    item_shapes,
     read_record,
-    target_shapes,
     verify_model,
 )
 from poss_jax.config import DraftConfig, LlamaConfig, UserError, read_json
@@ -29,6 +26,7 @@ from poss_jax.convert.published import PUBLISHED, find_published
 from poss_jax.convert.refusals import model_names, refuse_adapter
 from poss_jax.convert.source import LazyTensor, Source, list_tensors, open_source
 from poss_jax.convert.target import check_target
+from poss_jax.model.parameters import flatten_item, item_shapes
 
 
 @dataclass
@@ -137,7 +135,7 @@ def _command(found: Inspection, revision: str | None) -> str:
 def _read_target(found: Inspection, source: Source, tensors: Mapping[str, LazyTensor]) -> None:
     config = read_llama_config(source.folder)
     dropped = check_target(config, tensors, str(source.folder))
-    slots = slots_by_key(target_shapes(config))
+    slots = slots_by_key(item_shapes(config))
     found.family = "target"
     found.rows = [
         Row(key, str(slots.get(key) or f"(not stored: {dropped.get(key)})"), t.shape, t.dtype)

@@ -1,34 +1,12 @@
-"""PyTorch key <-> our item and path: one table, read in both directions."""
+"""PyTorch key <-> our item and path, by the tables of the models."""
 
 import re
 from dataclasses import dataclass
 
-from poss_jax.checkpoint import flatten_item
+from poss_jax.model.families.eagle import EAGLE
+from poss_jax.model.parameters import flatten_item, torch_name
+from poss_jax.model.target import TARGET
 from poss_jax.shapes import Params
-
-# The table: first the items (numbered ones continue with their number), then what is inside.
-_ITEMS = {
-    "embed": "model.embed_tokens",
-    "layers": "model.layers",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "fc": "fc",
-    "specialists": "layers",
-}
-_MODULES = {
-    "input_norm": "input_layernorm",
-    "attention/q": "self_attn.q_proj",
-    "attention/k": "self_attn.k_proj",
-    "attention/v": "self_attn.v_proj",
-    "attention/o": "self_attn.o_proj",
-    "attention/q_norm": "self_attn.q_norm",
-    "attention/k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp/gate": "mlp.gate_proj",
-    "mlp/up": "mlp.up_proj",
-    "mlp/down": "mlp.down_proj",
-}
-_LEAVES = {"scale": "weight"}
 
 _PREFIX = re.compile(r"^(model\.)+")
 
@@ -36,7 +14,7 @@ DRAFT_EMBEDDING = "embed_tokens.weight"
 """A draft's copy of the target's embedding, which we do not store."""
 
 DRAFT_HEAD = "lm_head.weight"
-"""Likewise of the target's head, in the layout of vLLM."""
+"""A draft's copy of the target's head, in the layout of vLLM."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +24,7 @@ class Slot:
     Attributes:
       item: name of its item, for instance `layers/3`.
       path: keys inside the item.
-      shape: what it must have.
+      shape: shape it must have.
     """
 
     item: str
@@ -58,18 +36,15 @@ class Slot:
 
 
 def source_key(item: str, path: tuple[str, ...]) -> str:
-    """The PyTorch key of one of our arrays."""
-    group, _, index = item.partition("/")
-    *module, leaf = path
-    inner = _MODULES["/".join(module)] if module else ""
-    return ".".join(filter(None, (_ITEMS[group], index, inner, _LEAVES.get(leaf, leaf))))
+    """Names one of our arrays as PyTorch checkpoints do."""
+    return torch_name({**TARGET, **EAGLE.parameters}, item, path)
 
 
 def slots_by_key(shapes: dict[str, Params]) -> dict[str, Slot]:
-    """The other direction: what every PyTorch key of a model becomes.
+    """Finds the place of every PyTorch key of a model.
 
     Args:
-      shapes: items of the model, as `checkpoint.item_shapes` gives them.
+      shapes: items of the model, as `item_shapes` gives them.
     """
     slots = [
         Slot(item, path, shape)

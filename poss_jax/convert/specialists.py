@@ -4,17 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from poss_jax.checkpoint import (
-    ModelRecord,
-    describe_item,
-    flatten_item,
-    item_shapes,
-    load_item,
-    new_record,
-    read_record,
-)
+from poss_jax.checkpoint import ModelRecord, describe_item, load_item, new_record, read_record
 from poss_jax.config import DraftConfig, UserError
 from poss_jax.convert.plan import Conversion, Row
+from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.shapes import Params
 
 

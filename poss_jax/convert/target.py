@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from poss_jax.checkpoint import new_record, target_identity, target_shapes
+from poss_jax.checkpoint import new_record, target_identity
 from poss_jax.config import LlamaConfig, UserError
 from poss_jax.convert.hf_config import read_llama_config
 from poss_jax.convert.names import slots_by_key, source_key
 from poss_jax.convert.plan import Conversion, DType, Reader, check_keys
 from poss_jax.convert.refusals import refuse_adapter, refuse_draft, refuse_tensors
 from poss_jax.convert.source import LazyTensor, open_source, open_tensors
+from poss_jax.model.parameters import item_shapes
 
 _EMBED = source_key("embed", ("weight",))
 _HEAD = source_key("head", ("weight",))
@@ -33,7 +34,7 @@ def plan_target(source: str, *, revision: str | None = None, dtype: DType = "kee
     refuse_adapter(opened.folder)
     config = read_llama_config(opened.folder)
     tensors = open_tensors(opened.folder)
-    slots = slots_by_key(target_shapes(config))
+    slots = slots_by_key(item_shapes(config))
     dropped = check_target(config, tensors, str(opened.folder))
     reader = Reader(tensors, dtype)
     if config.tie_embeddings and _HEAD in tensors:
@@ -45,7 +46,7 @@ def plan_target(source: str, *, revision: str | None = None, dtype: DType = "kee
         record=new_record(config, identity, tokenizer_from=opened.folder),
         rows=reader.rows(slots, dropped),
         items=reader.items(slots),
-        num_items=len(target_shapes(config)),
+        num_items=len(item_shapes(config)),
         tokenizer_from=opened.folder,
     )
 
@@ -72,7 +73,7 @@ def check_target(
     check_keys(
         origin,
         tensors,
-        wanted={key: slot.shape for key, slot in slots_by_key(target_shapes(config)).items()},
+        wanted={key: slot.shape for key, slot in slots_by_key(item_shapes(config)).items()},
         optional={key: shape for key, (shape, _) in dropped.items()},
     )
     return {key: why for key, (_, why) in dropped.items()}

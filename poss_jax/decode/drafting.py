@@ -2,7 +2,8 @@
 
 A one-layer draft has keys and values that depend on a row's own pair alone, so that
 
-  - committing tokens takes only `x` and the K/V projections of every specialist;
+  - committing tokens takes only `x` and the K/V projections of every specialist (of one, where
+    they share them: then all specialists read one stream of keys and values);
   - a specialist that takes over at some depth projects the rows drafted before it anew.
 
 While drafting, the scratch rows of the cache hold the beam of every level after the first:
@@ -22,8 +23,8 @@ from poss_jax.config import DraftConfig, TreeConfig
 from poss_jax.decode.sampling import Sampling, Text, process_logits
 from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
 from poss_jax.model.cache import KVCache, scratch_mask, write_layer
-from poss_jax.model.families.eagle import fuse_pairs, specialist
-from poss_jax.model.layers import attend, linear
+from poss_jax.model.families import family_of
+from poss_jax.model.layers import DecoderLayer, attend, linear
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
@@ -58,6 +59,14 @@ class Drafted(struct.PyTreeNode):
     cache: KVCache
 
 
+def join_pairs(
+    params: Params, config: DraftConfig, tokens: Int[Array, "B T"], features: Float[Array, "B T D"]
+) -> Float[Array, "B T D"]:
+    """Makes draft inputs of (feature, token) pairs."""
+    embedded = jnp.take(params["embed"]["weight"], tokens, axis=0)
+    return family_of(config).join(params, embedded, features)
+
+
 def commit_pairs(
     params: Params,
     config: DraftConfig,
@@ -75,7 +84,7 @@ def commit_pairs(
       num_pairs: how many of the T pairs count.
     """
     positions = cache.length[:, None] + jnp.arange(x.shape[1])[None]
-    for index in range(config.num_specialists):
+    for index in range(config.num_streams):
         cache = _write_keys_values(params, config, cache, index, x, positions, cache.length)
     return cache.replace(length=cache.length + num_pairs)
 
@@ -107,7 +116,7 @@ def draft(
             rows = jnp.concatenate([rows, x], axis=1)
             cache = _enter_level(params, config, cache, rows, depth)
         features = _run_level(params, config, cache, beam, x, depth)
-        logits = linear(features, params["head"]["weight"])
+        logits = linear(family_of(config).read(params, features), params["head"]["weight"])
         level = Level(depth, cache.length + depth + 1, path, beam.ancestors)
         ids, log_probs = children(logits, level, tree.top_k)
         levels.append(expand(beam, params["vocabulary"][ids], log_probs))
@@ -117,7 +126,7 @@ def draft(
             tokens = jnp.take_along_axis(levels[-1].tokens, picks, axis=1)
             path = jnp.concatenate([path, tokens], axis=1)
             parent = (picks // tree.top_k)[:, :, None]
-            x = fuse_pairs(params, tokens, jnp.take_along_axis(features, parent, axis=1))
+            x = join_pairs(params, config, tokens, jnp.take_along_axis(features, parent, axis=1))
     return Drafted(candidates=join_levels(levels), cache=cache)
 
 
@@ -185,9 +194,9 @@ def _enter_level(
     """Writes this level's keys and values; a new specialist writes those of all levels."""
     # Differs from PosS: the first round of a generation is like every other; there, levels that do
     # not begin a span run specialist 0 in it.
-    index = config.specialist_at(depth)
+    index = config.stream_at(depth)
     num_rows, width = rows.shape[1], rows.shape[1] // depth
-    first = 0 if index != config.specialist_at(depth - 1) else num_rows - width
+    first = 0 if index != config.stream_at(depth - 1) else num_rows - width
     level = jnp.arange(first, num_rows)[None] // width
     positions = cache.length[:, None] + level
     start = cache.length + first
@@ -198,12 +207,12 @@ def _run_level(
     params: Params, config: DraftConfig, cache: KVCache, beam: Beam, x: Array, depth: int
 ) -> Array:
     """Features of one level's rows; all of them share a position."""
-    index = config.specialist_at(depth)
-    layer = specialist(params, config, index)
+    stream = config.stream_at(depth)
+    layer = _specialist(params, config, config.specialist_at(depth))
     positions = jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])
     can_attend = _level_mask(cache, beam, depth)
     q = layer.queries(x, positions, cache.frequencies)
-    return layer.finish(x, attend(q, cache.k[index], cache.v[index], can_attend))
+    return layer.finish(x, attend(q, cache.k[stream], cache.v[stream], can_attend))
 
 
 def _level_mask(cache: KVCache, beam: Beam, depth: int) -> Bool[Array, "B rows S"]:
@@ -222,6 +231,10 @@ def _write_keys_values(
     positions: Array,
     start: Array,
 ) -> KVCache:
-    layer = specialist(params, config, index)
+    layer = _specialist(params, config, index)
     k, v = layer.keys_values(x, positions, cache.frequencies)
     return write_layer(cache, index, k, v, start)
+
+
+def _specialist(params: Params, config: DraftConfig, index: int) -> DecoderLayer:
+    return family_of(config).layer(config).bind({"params": params["specialists"][index]})

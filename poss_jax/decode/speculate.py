@@ -19,7 +19,6 @@ from poss_jax.decode.tree import Tree, root_tree, select
 from poss_jax.decode.verify import Acceptance, accept, choose
 from poss_jax.model import target as targets
 from poss_jax.model.cache import KVCache, commit_rows, init_cache, write_rows
-from poss_jax.model.families.eagle import fuse_pairs
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
@@ -47,7 +46,7 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
         return state
     draft_cache = init_cache(
         config.draft.layer,
-        num_layers=config.draft.num_specialists,
+        num_layers=config.draft.num_streams,
         size=config.draft_cache_size(P),
         rope_length=request.lengths + request.limits,
         dtype=out.features.dtype,
@@ -284,7 +283,7 @@ def _commit_draft(
     num_pairs: Int[Array, " B"],
 ) -> DraftState:
     """Gives every specialist the new pairs, and keeps the input of the last one."""
-    x = fuse_pairs(weights.draft, tokens, features)
+    x = drafting.join_pairs(weights.draft, config, tokens, features)
     last = jnp.take_along_axis(x, jnp.maximum(num_pairs - 1, 0)[:, None, None], axis=1)
     cache = drafting.commit_pairs(weights.draft, config, cache, x, num_pairs)
     return DraftState(cache=cache, root_input=last)

@@ -39,7 +39,7 @@ from poss_jax.engine.settings import (
     tree_for,
 )
 from poss_jax.engine.text import check_stop
-from poss_jax.model.families.eagle import attach
+from poss_jax.model.specialists import attach
 from poss_jax.shapes import Params
 
 _SMALLEST_BUCKET = 32

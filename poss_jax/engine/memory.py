@@ -55,7 +55,7 @@ def least_bytes(
     each += size * (target.num_layers * rows * _pair(target) + num_nodes * target.vocab_size)
     if config.draft is not None:
         rows = config.draft_cache_size(prompt_size)
-        each += size * config.draft.num_specialists * rows * _pair(config.draft.layer)
+        each += size * config.draft.num_streams * rows * _pair(config.draft.layer)
         each += 8 * config.tree.num_candidates
     return sum(arrays.values()) + batch_size * each
 

@@ -178,9 +178,9 @@ def _log_normaliser_forward(head: Array, features: Array, chunk: int):
     return _by_chunks(of_chunk, chunk, features)
 
 
-def _log_normaliser_backward(chunk: int, expected_head: Array, of_log_z: Array):
+def _log_normaliser_backward(chunk: int, expected_head: Array, grad_log_z: Array):
     del chunk
-    return None, expected_head * of_log_z[..., None].astype(expected_head.dtype)
+    return None, expected_head * grad_log_z[..., None].astype(expected_head.dtype)
 
 
 _log_normaliser: Any = jax.custom_vjp(_log_normaliser_alone, nondiff_argnums=(2,))

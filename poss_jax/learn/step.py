@@ -1,8 +1,8 @@
 """The jitted training step of a draft, recursive over depths.
 
-The versions a depth reads are detached, so its gradient reaches its own specialist and fc alone:
-`value_and_grad` sits inside the scan over depths, takes one specialist out of the stack, and the
-gradients are summed on the way.
+The versions a depth reads are detached, so its gradient reaches its own specialist and what all
+specialists share: `jax.grad` sits inside the scan over depths, takes one specialist out of the
+stack, and the gradients are summed on the way.
 """
 
 from collections.abc import Callable
@@ -27,19 +27,19 @@ from poss_jax.learn.losses import (
     describe_targets,
     draft_losses,
 )
-from poss_jax.learn.rollout import (
+from poss_jax.learn.recursion import (
+    Depth,
     DraftInputs,
-    Versions,
-    depths,
     first_version,
-    next_version,
     predict,
-    put_newest,
+    take_specialist,
+    unroll,
 )
 from poss_jax.learn.state import TrainState, cast, update_state
 from poss_jax.model.documents import TrainBatch, count, cut_batch, is_last_in, lengths_in
-from poss_jax.model.families.eagle import share_keys_values
+from poss_jax.model.families import family_of
 from poss_jax.model.sharding import gather_head, split_batch
+from poss_jax.model.specialists import share_keys_values
 from poss_jax.model.target import embed, encode
 from poss_jax.shapes import Array, Bool, Float, Params
 
@@ -48,8 +48,7 @@ class DraftTask(NamedTuple):
     """Everything static about training a draft for a frozen target.
 
     Attributes:
-      num_frozen: specialists, from the first, that stay as they are, and fc with them.
-      kv: `shared`: one key and one value projection for all specialists.
+      num_frozen: specialists, from the first, that stay as they are, and with them all they share.
     """
 
     target: LlamaConfig
@@ -57,7 +56,6 @@ class DraftTask(NamedTuple):
     objective: ObjectiveConfig
     step: StepConfig = StepConfig()
     num_frozen: int = 0
-    kv: str = "per_specialist"
 
 
 class DraftData(struct.PyTreeNode):
@@ -128,7 +126,7 @@ def draft_gradients(
     """Losses of every depth, and the gradient of their weighted sum.
 
     Args:
-      draft: `{"fc", "specialists"}`, specialists stacked.
+      draft: parameters, specialists stacked.
       head: the target's.
       task: configs; `task.draft.trained_depth` is R.
       data: a batch.
@@ -136,53 +134,52 @@ def draft_gradients(
     Returns:
       Gradients like `draft`, zero for what is frozen; loss terms, each [R].
     """
-
-    def at_depth(carry: tuple[Versions, Params], step: tuple[Array, ...], *, is_trained: bool):
-        (versions, gradients), (depth, index, weight) = carry, step
-        known = put_newest(versions, depth)
-        specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
-        args = draft["fc"], specialist, weight, head, task, data, known, depth
-        if is_trained:
-            grad = jax.grad(_depth_loss, argnums=(0, 1), has_aux=True)
-            parts, (prediction, losses) = grad(*args)
-            gradients = _add_gradients(gradients, index, *parts)
-        else:
-            _, (prediction, losses) = _depth_loss(*args)
-        return (Versions(known, next_version(prediction, data.inputs)), gradients), losses
-
     R, first = task.draft.trained_depth, _first_trained_depth(task)
     weights = jnp.asarray(task.objective.depth_weights or (1.0,) * R, jnp.float32)
-    frozen, trained = (
-        jax.tree.map(lambda x, part=part: x[part], (*depths(task.draft, R), weights))
-        for part in (slice(first), slice(first, R))
+
+    def loss(shared: Params, specialist: Params, depth: Depth):
+        return _depth_loss(shared, specialist, weights[depth.index], head, task, data, depth)
+
+    def visit(depth: Depth, gradients: Params):
+        _, (prediction, losses) = loss(*take_specialist(draft, depth.specialist), depth)
+        return prediction, gradients, losses
+
+    def train(depth: Depth, gradients: Params):
+        parts = take_specialist(draft, depth.specialist)
+        grads, (prediction, losses) = jax.grad(loss, argnums=(0, 1), has_aux=True)(*parts, depth)
+        return prediction, _add_gradients(gradients, depth.specialist, *grads), losses
+
+    run = partial(unroll, task.draft, data.inputs)
+    versions, gradients = (
+        first_version(data.inputs.features, R),
+        jax.tree.map(jnp.zeros_like, draft),
     )
-    carry = first_version(data.inputs.features, R), jax.tree.map(jnp.zeros_like, draft)
-    carry, before = lax.scan(partial(at_depth, is_trained=False), carry, frozen)
-    (_, gradients), losses = lax.scan(partial(at_depth, is_trained=True), carry, trained)
+    versions, gradients, before = run(versions, gradients, visit, range(first))
+    _, gradients, losses = run(versions, gradients, train, range(first, R))
     if task.num_frozen:
-        gradients["fc"] = jax.tree.map(jnp.zeros_like, gradients["fc"])
-    if task.kv == "shared":
+        specialists = gradients.pop("specialists")
+        gradients = jax.tree.map(jnp.zeros_like, gradients) | {"specialists": specialists}
+    if task.draft.kv == "shared":
         gradients = share_keys_values(gradients, lambda leaf: leaf.sum(axis=0, keepdims=True))
     return gradients, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), before, losses)
 
 
 def _depth_loss(
-    fc: Params,
+    shared: Params,
     specialist: Params,
     weight: Array,
     head: Array,
     task: DraftTask,
     data: DraftData,
-    versions: Array,
-    depth: Array,
+    depth: Depth,
 ) -> tuple[Array, tuple[Array, DraftLosses]]:
     """(weighted loss of one depth, (its prediction, its loss terms)), in the head's dtype."""
-    fc, specialist = cast(fc, head.dtype), cast(specialist, head.dtype)
+    shared, specialist = cast(shared, head.dtype), cast(specialist, head.dtype)
     block, chunk = task.step.attention_block, task.step.vocabulary_chunk
-    prediction = predict(fc, specialist, task.draft, data.inputs, versions, depth, block=block)
+    prediction = predict(shared, specialist, task.draft, data.inputs, depth, block=block)
     losses = draft_losses(
         head,
-        prediction,
+        family_of(task.draft).read(shared, prediction),
         data.targets,
         data.loss_mask,
         data.num_trained,
@@ -192,13 +189,14 @@ def _depth_loss(
     return weight * losses.total, (prediction, losses)
 
 
-def _add_gradients(total: Params, index: Array, of_fc: Params, of_specialist: Params) -> Params:
-    return {
-        "fc": jax.tree.map(jnp.add, total["fc"], of_fc),
-        "specialists": jax.tree.map(
-            lambda stack, part: stack.at[index].add(part), total["specialists"], of_specialist
-        ),
-    }
+def _add_gradients(
+    total: Params, index: Array, grad_shared: Params, grad_specialist: Params
+) -> Params:
+    specialists = jax.tree.map(
+        lambda stack, part: stack.at[index].add(part), total["specialists"], grad_specialist
+    )
+    shared = {name: total[name] for name in grad_shared}
+    return jax.tree.map(jnp.add, shared, grad_shared) | {"specialists": specialists}
 
 
 def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) -> Callable:
@@ -252,10 +250,9 @@ def _is_trained(task: DraftTask, draft: Params) -> Params:
     def mask(leaf: Array) -> Array:
         return of_specialist.reshape(-1, *[1] * (leaf.ndim - 1))
 
-    return {
-        "fc": jax.tree.map(lambda _: float(not task.num_frozen), draft["fc"]),
-        "specialists": jax.tree.map(mask, draft["specialists"]),
-    }
+    shared = {name: leaves for name, leaves in draft.items() if name != "specialists"}
+    is_trained = jax.tree.map(lambda _: float(not task.num_frozen), shared)
+    return is_trained | {"specialists": jax.tree.map(mask, draft["specialists"])}
 
 
 def _next(x: Array, is_last: Bool[Array, "B T"]) -> Array:

@@ -13,10 +13,11 @@ import numpy as np
 from poss_jax.config import LlamaConfig, StepConfig
 from poss_jax.learn.losses import draft_losses, language_model_loss, most_likely_tokens
 from poss_jax.learn.pretraining import labels_trained
-from poss_jax.learn.rollout import unroll
+from poss_jax.learn.recursion import Depth, first_version, predict, take_specialist, unroll
 from poss_jax.learn.state import cast
 from poss_jax.learn.step import DraftData, DraftTask, prepare_draft_data
 from poss_jax.model.documents import TrainBatch, count
+from poss_jax.model.families import family_of
 from poss_jax.model.target import encode
 from poss_jax.shapes import Array, Bool, Float, Params
 
@@ -62,20 +63,28 @@ class TargetSums(NamedTuple):
     loss: Any  # []
 
 
-def make_draft_validation(task: DraftTask) -> Callable:
-    """Returns `(draft, target, batch) -> (DraftSums, Predictions)`."""
+def make_draft_validation(task: DraftTask, depth: int) -> Callable:
+    """Returns `(draft, target, batch) -> (DraftSums, Predictions)`.
+
+    Args:
+      task: configs.
+      depth: R, number of draft positions to measure.
+    """
 
     def validate(draft: Params, target: Params, batch: TrainBatch):
         head = target["head"]["weight"]
         data = prepare_draft_data(target, task, batch)
-        losses, cosine, tokens = unroll(
-            cast(draft, head.dtype),
-            task.draft,
-            data.inputs,
-            task.draft.trained_depth,
-            lambda prediction: _measure_depth(prediction, head, data, task),
-            block=task.step.attention_block,
-        )
+        draft = cast(draft, head.dtype)
+
+        def visit(at: Depth, carry: None):
+            parts, block = take_specialist(draft, at.specialist), task.step.attention_block
+            prediction = predict(*parts, task.draft, data.inputs, at, block=block)
+            rows = family_of(task.draft).read(parts[0], prediction)
+            return prediction, carry, _measure_depth(rows, head, data, task)
+
+        versions = first_version(data.inputs.features, depth)
+        _, _, results = unroll(task.draft, data.inputs, versions, None, visit, range(depth))
+        losses, cosine, tokens = results
         hits = (tokens == data.targets.tokens[None]) & data.loss_mask[None]
         accepted, num_chains = count_accepted(hits, data.loss_mask)
         sums = DraftSums(

@@ -110,35 +110,35 @@ def _attend_forward(block: int, *args: Array):
 
 def _attend_backward(block: int, residuals: tuple, gradients: tuple[Array, Array]):
     (q, k, v, documents, lag), (mean, log_sum) = residuals
-    of_mean, of_log_sum = gradients
+    grad_mean, grad_log_sum = gradients
     # Each score's gradient is its weight times (what its value adds) - (what the mean had).
-    had = (of_mean * mean).sum(axis=-1) - of_log_sum
+    had = (grad_mean * mean).sum(axis=-1) - grad_log_sum
 
     def of_rows(carry: tuple[Array, Array], step: tuple[Array, ...]):
-        i, q_rows, document_rows, log_sum_rows, of_mean_rows, had_rows = step
+        i, q_rows, document_rows, log_sum_rows, grad_mean_rows, had_rows = step
 
         def add_columns(j: Array, carry: tuple[Array, Array, Array]):
-            of_q, of_k, of_v = carry
+            grad_q, grad_k, grad_v = carry
             k_columns, v_columns = _slice(k, j, block, 2), _slice(v, j, block, 2)
             scores, can_attend = _scores(q_rows, k_columns, i, j, lag, documents, document_rows)
             weights = jnp.where(can_attend, jnp.exp(scores - log_sum_rows[..., None]), 0.0)
-            of_weights = jnp.einsum(
-                "BKGTH,BKSH->BKGTS", of_mean_rows, v_columns.astype(jnp.float32)
+            grad_weights = jnp.einsum(
+                "BKGTH,BKSH->BKGTS", grad_mean_rows, v_columns.astype(jnp.float32)
             )
-            of_scores = weights * (of_weights - had_rows[..., None]) * q.shape[-1] ** -0.5
-            of_q = of_q + _weighted(of_scores, k_columns)
-            of_k = _add(of_k, j, _spread(of_scores, q_rows))
-            return of_q, of_k, _add(of_v, j, _spread(weights, of_mean_rows))
+            grad_scores = weights * (grad_weights - had_rows[..., None]) * q.shape[-1] ** -0.5
+            grad_q = grad_q + _weighted(grad_scores, k_columns)
+            grad_k = _add(grad_k, j, _spread(grad_scores, q_rows))
+            return grad_q, grad_k, _add(grad_v, j, _spread(weights, grad_mean_rows))
 
         start = jnp.zeros(q_rows.shape, jnp.float32), *carry
-        of_q, of_k, of_v = lax.fori_loop(0, i + 1, add_columns, start)
-        return (of_k, of_v), of_q
+        grad_q, grad_k, grad_v = lax.fori_loop(0, i + 1, add_columns, start)
+        return (grad_k, grad_v), grad_q
 
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    blocks = _row_blocks(block, (q, 3), (documents, 1), (log_sum, 3), (of_mean, 3), (had, 3))
-    (of_k, of_v), of_q = lax.scan(of_rows, zeros, blocks)
-    of_q = _joined(of_q, 3).astype(q.dtype)
-    return of_q, of_k.astype(k.dtype), of_v.astype(v.dtype), None, None
+    blocks = _row_blocks(block, (q, 3), (documents, 1), (log_sum, 3), (grad_mean, 3), (had, 3))
+    (grad_k, grad_v), grad_q = lax.scan(of_rows, zeros, blocks)
+    grad_q = _joined(grad_q, 3).astype(q.dtype)
+    return grad_q, grad_k.astype(k.dtype), grad_v.astype(v.dtype), None, None
 
 
 _attend: Any = jax.custom_vjp(_attend_blocks, nondiff_argnums=(0,))

@@ -7,6 +7,7 @@ training rollout several versions of one row.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,62 @@ from flax import linen as nn
 from jax import lax
 
 from poss_jax.config import LlamaConfig, RopeConfig
+from poss_jax.model.sharding import Axes
 from poss_jax.shapes import Array, Bool, Float, Int, Params
+
+WIDENS: tuple[Axes, ...] = ("tensor", "fsdp")
+"""Mesh axes of a weight whose output is cut by `tensor`."""
+
+NARROWS: tuple[Axes, ...] = ("fsdp", "tensor")
+"""Mesh axes of a weight whose input is cut by `tensor`."""
+
+
+class Parameter(NamedTuple):
+    """The row of one parameter in a model's table; its Flax leaf gives shape and initial value.
+
+    Attributes:
+      torch: name in PyTorch checkpoints.
+      axes: mesh axes that cut its last dimensions.
+    """
+
+    torch: str
+    axes: tuple[Axes, ...]
+
+
+def linear_rows(path: str, torch: str, axes: tuple[Axes, ...]) -> dict[str, Parameter]:
+    """Rows of the weight and the bias of a linear map."""
+    bias = Parameter(f"{torch}.bias", ("tensor" if axes == WIDENS else None,))
+    return {f"{path}/weight": Parameter(f"{torch}.weight", axes), f"{path}/bias": bias}
+
+
+def norm_row(path: str, torch: str) -> dict[str, Parameter]:
+    """Row of the scale of an RMSNorm, which every device holds whole."""
+    return {f"{path}/scale": Parameter(f"{torch}.weight", (None,))}
+
+
+DECODER_LAYER = {
+    **norm_row("input_norm", "input_layernorm"),
+    **linear_rows("attention/q", "self_attn.q_proj", WIDENS),
+    **linear_rows("attention/k", "self_attn.k_proj", WIDENS),
+    **linear_rows("attention/v", "self_attn.v_proj", WIDENS),
+    **linear_rows("attention/o", "self_attn.o_proj", NARROWS),
+    **norm_row("attention/q_norm", "self_attn.q_norm"),
+    **norm_row("attention/k_norm", "self_attn.k_norm"),
+    **norm_row("mlp_norm", "post_attention_layernorm"),
+    **linear_rows("mlp/gate", "mlp.gate_proj", WIDENS),
+    **linear_rows("mlp/up", "mlp.up_proj", WIDENS),
+    **linear_rows("mlp/down", "mlp.down_proj", NARROWS),
+}
+"""Every parameter that a `DecoderLayer` may have."""
+
+
+def layer_rows(path: str, torch: str) -> dict[str, Parameter]:
+    """Rows of a list of layers: `*` in path and name stands for the number of the layer."""
+    return {
+        f"{path}/*/{inner}": row._replace(torch=f"{torch}.*.{row.torch}")
+        for inner, row in DECODER_LAYER.items()
+    }
+
 
 # XLA on CPU multiplies a few rows by `x @ w.T` 1.1 to 1.7 times slower than as `(w @ x.T).T`;
 # above this many rows the plain form is as fast or faster (benchmarks/linear.py).

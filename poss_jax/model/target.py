@@ -17,15 +17,27 @@ from poss_jax.model.blockwise import attend_documents, group_heads, ungroup_head
 from poss_jax.model.cache import KVCache, commit_rows, scratch_mask, write_layer
 from poss_jax.model.documents import positions_in
 from poss_jax.model.layers import (
+    WIDENS,
     DecoderLayer,
+    Parameter,
     attend,
     init_layer,
+    layer_rows,
     linear,
+    norm_row,
     rms_norm,
     rope_frequencies,
 )
 from poss_jax.model.sharding import split_batch
 from poss_jax.shapes import Array, Bool, Float, Int, Params
+
+TARGET = {
+    "embed/weight": Parameter("model.embed_tokens.weight", WIDENS),
+    **layer_rows("layers", "model.layers"),
+    **norm_row("norm", "model.norm"),
+    "head/weight": Parameter("lm_head.weight", WIDENS),
+}
+"""Every parameter that a target may have."""
 
 
 class TargetOutput(struct.PyTreeNode):

@@ -19,15 +19,9 @@ from test_features import SHAPE, features_of, open_small, written
 from test_regenerate import LINES, write
 from test_run_folder import config_for, saved_run, start, state_at
 
-from poss_jax.checkpoint import (
-    load_target,
-    new_record,
-    split_items,
-    target_identity,
-    verify_model,
-    write_model,
-)
+from poss_jax.checkpoint import load_target, new_record, target_identity, verify_model, write_model
 from poss_jax.config import UserError
+from poss_jax.model.parameters import split_items
 from train.run_folder import RunFolder
 
 

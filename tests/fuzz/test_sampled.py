@@ -14,7 +14,7 @@ from test_certain import DRAFT, LLAMA, NUM_NEW, PROMPT_SIZE, TREES, alone, progr
 
 from poss_jax.decode.sampling import Sampling
 from poss_jax.decode.state import Request, Weights
-from poss_jax.model.families.eagle import attach
+from poss_jax.model.specialists import attach
 
 V = LLAMA.vocab_size
 compiled = cache(program)

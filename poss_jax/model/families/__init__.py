@@ -1,1 +1,25 @@
-"""Draft families, one file each."""
+"""Draft families, one file each; a new one is a `Family` and a line here."""
+
+from poss_jax.config import DraftConfig, UserError
+from poss_jax.model.families.eagle import EAGLE
+from poss_jax.model.specialists import Family
+from poss_jax.shapes import Array, Params
+
+FAMILIES: dict[str, Family] = {"eagle": EAGLE}
+"""The families by their name in a draft's config."""
+
+
+def family_of(config: DraftConfig) -> Family:
+    """Finds the family of a draft.
+
+    Raises:
+      UserError: no family has this name.
+    """
+    if config.family not in FAMILIES:
+        raise UserError(f"draft family: want one of {', '.join(FAMILIES)}, got {config.family!r}")
+    return FAMILIES[config.family]
+
+
+def init_draft(config: DraftConfig, key: Array) -> Params:
+    """Draws a random draft; see its family's `init`."""
+    return family_of(config).init(config, key)

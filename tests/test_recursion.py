@@ -1,24 +1,17 @@
-"""Training and inference agree: what the rollout predicts is what a chain drafts."""
+"""Training and inference agree: what the recursion predicts is what a chain drafts."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import random_draft, random_target, random_tokens, stacked, tiny_llama
+from models import predict_depths, random_draft, random_target, random_tokens, stacked, tiny_llama
 
 from poss_jax.config import DraftConfig, TreeConfig
 from poss_jax.decode import drafting
-from poss_jax.decode.drafting import commit_pairs
-from poss_jax.learn.rollout import (
-    DraftInputs,
-    Versions,
-    first_version,
-    next_version,
-    put_newest,
-    unroll,
-)
+from poss_jax.decode.drafting import commit_pairs, join_pairs
+from poss_jax.learn.recursion import DraftInputs, first_version, unroll
 from poss_jax.model.cache import init_cache
-from poss_jax.model.families.eagle import attach, fuse_pairs
+from poss_jax.model.specialists import attach
 from poss_jax.model.target import encode
 
 # spans, trained depth, fc bias; and what the layers have besides a Llama's
@@ -38,7 +31,7 @@ T = 14
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rollout_equals_drafting_a_chain(method):
+def test_recursion_equals_drafting_a_chain(method):
     """Depth d at row s + d is step d of the chain that starts at row s, fed the same tokens."""
     spans, depth, fc_bias = METHODS[method]
     llama = tiny_llama(**LAYERS.get(method, {}))
@@ -50,7 +43,7 @@ def test_rollout_equals_drafting_a_chain(method):
     features = encode(stacked(target), llama, tokens)[:, :-1]
     embedded = target["embed"]["weight"][tokens[:, 1:]]
     inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
-    predictions = jax.jit(lambda draft: unroll(draft, config, inputs, depth, lambda x: x, block=5))(
+    predictions = jax.jit(lambda draft: predict_depths(draft, config, inputs, depth, block=5))(
         stacked(draft)
     )
     starts = np.arange(T - depth + 1)
@@ -69,7 +62,7 @@ def draft_chains(config, params, tokens, features, starts, depth):
     """
     batch = len(starts)
     params = params | {"head": {"weight": jnp.eye(config.layer.hidden_size)}}
-    x = fuse_pairs(params, tokens[:, 1:], features)
+    x = join_pairs(params, config, tokens[:, 1:], features)
     cache = init_cache(
         config.layer,
         num_layers=config.num_specialists,
@@ -101,11 +94,15 @@ def test_versions_move_one_row_per_depth():
     """
     features = jnp.arange(100.0, 105.0)[None, :, None]
     inputs = DraftInputs(features, features, jnp.array([[1, 1, 1, 2, 2]]))
-    versions = first_version(features, 3)
-    for depth in range(2):
-        known = put_newest(versions, jnp.array(depth))
-        prediction = jnp.arange(10.0 * depth, 10.0 * depth + 5)[None, :, None]
-        versions = Versions(known, next_version(prediction, inputs))
-    known = put_newest(versions, jnp.array(2))
+
+    def visit(at, carry):
+        return (
+            10 * at.index.astype(jnp.float32) + jnp.arange(5.0)[None, :, None],
+            carry,
+            at.versions,
+        )
+
+    config = DraftConfig(layer=tiny_llama())
+    known = unroll(config, inputs, first_version(features, 3), None, visit, range(3))[2][2]
     rows = [[100, 101, 102, 103, 104], [100, 0, 1, 103, 3], [100, 10, 11, 103, 13]]
     assert known[:, 0, :, 0].tolist() == rows

@@ -1,0 +1,277 @@
+"""The recursion of HASS and PosS: each draft depth reads the features earlier depths predicted.
+
+Version k of a row is its feature as drafted k steps ahead; version 0 is the target's own. At depth
+d the query of row r comes from version d, and column i shows version max(0, d - (r - i)):
+
+    columns  ... r-3  r-2  r-1   r          d = 3
+    version  ...  0    1    2    3          versions of one age stand on a diagonal
+
+So a row attends version 0 up to column r - d, by ordinary causal attention, and d diagonal terms,
+one product per row each. What the softmax over version 0 gave is kept as a mean and a sum, to which
+one age after the other is added: nothing but the versions themselves grows with the depth.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from poss_jax.config import DraftConfig
+from poss_jax.model.blockwise import NOTHING, Attended, attend_documents, group_heads, ungroup_heads
+from poss_jax.model.documents import positions_in
+from poss_jax.model.families import family_of
+from poss_jax.model.layers import rope_frequencies
+from poss_jax.model.sharding import split_batch
+from poss_jax.model.specialists import KEY_VALUE
+from poss_jax.shapes import Array, Float, Int, Params
+
+
+class DraftInputs(struct.PyTreeNode):
+    """Rows of text as the draft sees them: pairs (feature f_j, token x_{j+1}).
+
+    Attributes:
+      features: input features, from the target (perhaps with noise).
+      embedded: embeddings of the next tokens.
+      documents: document of its row that a pair belongs to.
+    """
+
+    features: Array  # [B T D]
+    embedded: Array  # [B T D]
+    documents: Array  # [B T] int32
+
+
+class Versions(NamedTuple):
+    """The versions of all rows.
+
+    The newest waits apart until the next depth puts it in its place: writing it only then, before
+    anything is read, lets the compiler use one buffer for all depths.
+
+    Attributes:
+      known: versions 0 to d-1 at depth d.
+      newest: version d.
+    """
+
+    known: Array  # [R B T D]
+    newest: Array  # [B T D]
+
+
+class Depth(NamedTuple):
+    """One depth of the recursion.
+
+    Attributes:
+      index: draft depth, 0-based; traced.
+      specialist: index of the specialist that serves it.
+      versions: versions 0 to `index`.
+    """
+
+    index: Array  # [] int32
+    specialist: Array  # [] int32
+    versions: Array  # [R B T D]
+
+
+Visit = Callable[[Depth, Any], tuple[Array, Any, Any]]
+"""(depth, carry) -> (predicted features [B T D], carry, output of this depth)."""
+
+
+def first_version(features: Float[Array, "B T D"], depth: int) -> Versions:
+    """Starts the recursion: the features that depth 0 reads, and room for those of later depths."""
+    known = jnp.zeros((depth, *features.shape), features.dtype)
+    return Versions(split_batch(known, axis=1), features)
+
+
+def unroll(
+    config: DraftConfig,
+    inputs: DraftInputs,
+    versions: Versions,
+    carry: Any,
+    visit: Visit,
+    depths: range,
+) -> tuple[Versions, Any, Any]:
+    """Visits depths in order; each reads the features predicted by those before it, detached.
+
+    Args:
+      config: shape of the draft.
+      inputs: pairs of the target.
+      versions: versions as the depth before left them, or `first_version`.
+      carry: first carry.
+      visit: predicts one depth; called once, while tracing.
+      depths: depths to visit.
+
+    Returns:
+      Versions for the next depth, the last carry, and outputs stacked by depth.
+    """
+
+    def body(state: tuple[Versions, Any], step: tuple[Array, Array]):
+        (versions, carry), (index, specialist) = state, step
+        known = lax.dynamic_update_index_in_dim(versions.known, versions.newest, index, 0)
+        prediction, carry, output = visit(Depth(index, specialist, known), carry)
+        return (Versions(known, _next_version(prediction, inputs)), carry), output
+
+    served_by = jnp.array([config.specialist_at(depth) for depth in depths], jnp.int32)
+    steps = jnp.array(depths, jnp.int32), served_by
+    (versions, carry), outputs = lax.scan(body, (versions, carry), steps)
+    return versions, carry, outputs
+
+
+def take_specialist(draft: Params, index: Int[Array, ""]) -> tuple[Params, Params]:
+    """Splits a draft (specialists stacked) into what specialists share, and one specialist."""
+    shared = {name: leaves for name, leaves in draft.items() if name != "specialists"}
+    return shared, jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
+
+
+def predict(
+    shared: Params,
+    specialist: Params,
+    config: DraftConfig,
+    inputs: DraftInputs,
+    depth: Depth,
+    *,
+    block: int,
+) -> Float[Array, "B T D"]:
+    """Predicts the features of one depth at every row (row r: f_{r+1}, drafted depth + 1 ahead).
+
+    Args:
+      shared: parameters that all specialists share.
+      specialist: parameters of the specialist that serves this depth.
+      config: shape of the draft.
+      inputs: pairs of the target.
+      depth: depth to predict.
+      block: rows and columns whose scores are held at a time. Static.
+    """
+    family = family_of(config)
+    layer = family.layer(config).bind({"params": specialist})
+    position = positions_in(inputs.documents)
+    B, T = position.shape
+    frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
+    of_tokens = split_batch(family.join_tokens(shared, inputs.embedded))
+    x = split_batch(family.join_features(shared, of_tokens, depth.versions[depth.index]))
+    q = group_heads(layer.queries(x, position, frequencies), config.layer.num_kv_heads)
+    attention = {n: p for n, p in specialist["attention"].items() if n in KEY_VALUE}
+    weights = {"shared": shared, "attention": attention, "of_tokens": of_tokens}
+    rows = Rows(depth.versions, depth.index, position, frequencies)
+    # Differs from PosS: forbidden columns are left out of the softmax, as decoding leaves them out;
+    # there they count as scores of zero, so that features depend on the padded length.
+    k, v = _keys_values(config, weights, rows, age=depth.index)
+    base = attend_documents(q, k, v, inputs.documents, depth.index, block=block)
+    mean: Any = _add_ages(config, rows, Terms(weights, q, base))  # its type is lost by custom_vjp
+    return layer.finish(x, ungroup_heads(mean).astype(x.dtype))
+
+
+class Rows(NamedTuple):
+    """Rows whose diagonals are attended; no gradient flows into them.
+
+    Attributes:
+      versions: versions 0 to `depth`.
+      depth: number of diagonals.
+      position: position of a row in its document.
+      frequencies: rotary angle per position.
+    """
+
+    versions: Array  # [R B T D]
+    depth: Array  # [] int32
+    position: Array  # [B T] int32
+    frequencies: Array  # [B H/2]
+
+
+class Terms(NamedTuple):
+    """Arrays that the softmax over version 0 and all diagonals is differentiated by.
+
+    Attributes:
+      weights: `{"shared", "attention", "of_tokens"}`, from which keys and values are made.
+      queries: rotated queries, in groups that share keys.
+      base: softmax over version 0.
+    """
+
+    weights: Params
+    queries: Array  # [B K G T H]
+    base: Attended
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_ages(config: DraftConfig, rows: Rows, terms: Terms) -> Float[Array, "B K G T H"]:
+    """Adds the diagonals of every age below `rows.depth` to a softmax over version 0."""
+    return _sum_ages(config, rows, terms).mean
+
+
+def _sum_ages(config: DraftConfig, rows: Rows, terms: Terms) -> Attended:
+    queries = terms.queries.astype(jnp.float32)
+
+    def add(age: Array, so_far: Attended) -> Attended:
+        k, v = _keys_values(config, terms.weights, rows, age)
+        score = _diagonal_scores(queries, k, age, rows.position)
+        log_sum = jnp.logaddexp(so_far.log_sum, score)
+        kept, share = jnp.exp(so_far.log_sum - log_sum), jnp.exp(score - log_sum)
+        return Attended(so_far.mean * kept[..., None] + share[..., None] * _moved(v, age), log_sum)
+
+    return lax.fori_loop(0, rows.depth, add, terms.base)
+
+
+Saved = tuple[Rows, Terms, Attended]
+
+
+def _add_ages_forward(config: DraftConfig, rows: Rows, terms: Terms) -> tuple[Array, Saved]:
+    total = _sum_ages(config, rows, terms)
+    return total.mean, (rows, terms, total)
+
+
+def _add_ages_backward(config: DraftConfig, saved: Saved, grad_mean: Array) -> tuple[None, Terms]:
+    rows, terms, total = saved
+    # Each score's gradient is its share times (what its value adds) - (what the mean had).
+    had = (grad_mean * total.mean).sum(axis=-1)
+    queries = terms.queries.astype(jnp.float32)
+    scale = queries.shape[-1] ** -0.5
+
+    def add(age: Array, grads: tuple[Params, Array]) -> tuple[Params, Array]:
+        (k, v), pull = jax.vjp(lambda w: _keys_values(config, w, rows, age), terms.weights)
+        share = jnp.exp(_diagonal_scores(queries, k, age, rows.position) - total.log_sum)
+        added = (grad_mean * _moved(v, age)).sum(axis=-1)
+        grad_score = (share * (added - had) * scale)[..., None]
+        grad_k = jnp.roll((grad_score * queries).sum(axis=2), -age, axis=2).astype(k.dtype)
+        grad_v = jnp.roll((share[..., None] * grad_mean).sum(axis=2), -age, axis=2).astype(v.dtype)
+        (grad_weights,) = pull((grad_k, grad_v))
+        grad_weights = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads[0], grad_weights)
+        return grad_weights, grads[1] + grad_score * _moved(k, age)
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), terms.weights)
+    grad_weights, grad_q = lax.fori_loop(0, rows.depth, add, (zeros, jnp.zeros_like(queries)))
+    grad_weights = jax.tree.map(lambda a, b: a.astype(b.dtype), grad_weights, terms.weights)
+    kept = jnp.exp(terms.base.log_sum - total.log_sum)
+    grad_log_sum = kept * ((grad_mean * terms.base.mean).sum(axis=-1) - had)
+    grad_base = Attended(kept[..., None] * grad_mean, grad_log_sum)
+    return None, Terms(grad_weights, grad_q.astype(terms.queries.dtype), grad_base)
+
+
+_add_ages.defvjp(_add_ages_forward, _add_ages_backward)
+
+
+def _next_version(prediction: Float[Array, "B T D"], inputs: DraftInputs) -> Float[Array, "B T D"]:
+    """Moves a prediction to the rows it is of; row 0 of a document keeps the target's feature."""
+    is_first = (positions_in(inputs.documents) == 0)[..., None]
+    newest = jnp.where(is_first, inputs.features, jnp.roll(prediction, 1, axis=1))
+    return lax.stop_gradient(split_batch(newest))
+
+
+def _keys_values(
+    config: DraftConfig, weights: Params, rows: Rows, age: Int[Array, ""]
+) -> tuple[Array, Array]:
+    """Keys and values [B K T H] of the version of this age (0: the newest)."""
+    family = family_of(config)
+    layer = family.layer(config).bind({"params": {"attention": weights["attention"]}})
+    features = rows.versions[rows.depth - age]
+    x = family.join_features(weights["shared"], weights["of_tokens"], features)
+    return layer.keys_values(x, rows.position, rows.frequencies)
+
+
+def _diagonal_scores(q: Array, k: Array, age: Array, position: Array) -> Array:
+    """Scores [B K G T] of every row for the row of its document `age` rows before it."""
+    scores = (q * _moved(k, age)).sum(axis=-1) * q.shape[-1] ** -0.5
+    return jnp.where((position >= age)[:, None, None], scores, NOTHING)
+
+
+def _moved(x: Array, age: Array) -> Array:
+    """Moves [B K T H] right by so many rows, and makes room for the heads of a group."""
+    return jnp.roll(x, age, axis=2)[:, :, None].astype(jnp.float32)

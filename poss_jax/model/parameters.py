@@ -1,0 +1,167 @@
+"""The parameters of a model: items, shapes, PyTorch names and shardings, all from one table.
+
+A model's table (`TARGET`, or `Family.parameters`) has a row for every parameter it may have; which
+of them a config has, and their shapes, the Flax leaves tell. Weights are kept in items:
+
+    embed           {"weight": [V, D]}
+    layers/0 ...    {"input_norm": {"scale"}, "attention": {"q", "k", "v", "o"},
+                     "mlp_norm": {"scale"}, "mlp": {"gate", "up", "down"}};
+                    with qk_norm, "q_norm" and "k_norm" {"scale": [H]} in the attention
+    norm            {"scale": [D]}
+    head            {"weight": [V, D]}, absent when the embeddings are tied
+    fc              {"weight": [D, 2D], "bias": [D] with fc_bias}                       (draft)
+    specialists/0   a layer without input_norm                                          (draft)
+
+Linear layers are {"weight": [out, in]} and, where the config says so, "bias": [out]. The paths are
+public: other programs may read them. In memory the numbered items of a model are one list.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from poss_jax.config import DraftConfig, LlamaConfig
+from poss_jax.model.families import FAMILIES, family_of
+from poss_jax.model.layers import Parameter
+from poss_jax.model.sharding import Axes, dividing_axes
+from poss_jax.model.target import TARGET, init_target
+from poss_jax.shapes import Params
+
+_NUMBER = re.compile(r"(?<=/)\d+(?=/)")
+
+
+def table_of(config: LlamaConfig | DraftConfig) -> Mapping[str, Parameter]:
+    """Returns the table of a model, path -> row; `*` stands for the number of an item."""
+    return family_of(config).parameters if isinstance(config, DraftConfig) else TARGET
+
+
+def item_shapes(config: LlamaConfig | DraftConfig) -> dict[str, Params]:
+    """Lists the items of a model in the order of its table: name -> nested dict of shapes."""
+    rows, shapes = list(table_of(config)), _shapes_of_one(config)
+    numbers = range(_num_numbered(config))
+    items: dict[str, dict[tuple[str, ...], tuple[int, ...]]] = {}
+    for path in sorted(shapes, key=rows.index):
+        group, *inner = path.split("/")
+        if inner[0] != "*":
+            items.setdefault(group, {})[tuple(inner)] = shapes[path]
+            continue
+        for number in numbers:
+            items.setdefault(f"{group}/{number}", {})[tuple(inner[1:])] = shapes[path]
+    return {name: unflatten_dict(item) for name, item in items.items()}
+
+
+def torch_name(table: Mapping[str, Parameter], item: str, path: Sequence[str]) -> str:
+    """Names a parameter as PyTorch checkpoints do."""
+    full = "/".join((item, *path))
+    number = _NUMBER.search(full)
+    row = table[_NUMBER.sub("*", full, count=1)]
+    return row.torch.replace("*", number.group()) if number else row.torch
+
+
+def count_parameters(config: LlamaConfig | DraftConfig) -> int:
+    """Counts the parameters in a model's items (a tied head is not counted twice)."""
+    return sum(
+        int(np.prod(shape))
+        for shapes in item_shapes(config).values()
+        for shape in flatten_item(shapes).values()
+    )
+
+
+def flatten_item(item: Params) -> dict[tuple[str, ...], Any]:
+    """Lists the leaves of an item (arrays or shapes) by their path."""
+    leaves: Any = flatten_dict(item)
+    return leaves
+
+
+def split_items(config: LlamaConfig | DraftConfig, params: Params) -> Iterator[tuple[str, Params]]:
+    """Cuts a model in memory into its items, in the order `write_model` wants them."""
+    for name in item_shapes(config):
+        group, _, index = name.partition("/")
+        yield name, params[group][int(index)] if index else params[group]
+
+
+def join_items(items: Iterable[tuple[str, Params]]) -> Params:
+    """Reverses `split_items`: numbered items, which come in order, become one list."""
+    params: Params = {}
+    for name, item in items:
+        group, _, index = name.partition("/")
+        if index:
+            params.setdefault(group, []).append(item)
+        else:
+            params[group] = item
+    return params
+
+
+def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """Says how an array is cut.
+
+    Args:
+      path: path of a parameter, perhaps below others (those of an optimizer's state).
+      shape: shape of the array; dimensions in front of those in the table (layers, specialists)
+        stay whole, and so do scalars.
+      mesh: devices, by axis.
+
+    Raises:
+      ValueError: no table has the path.
+    """
+    if not shape:
+        return PartitionSpec()
+    axes = _find_axes([key for key in path.split("/") if not key.isdigit()])
+    if axes is None:
+        raise ValueError(f"{path}: want one row in the table of a model, got none")
+    front = (None,) * (len(shape) - len(axes))
+    rest = zip(axes, shape[len(front) :], strict=True)
+    return PartitionSpec(*front, *(dividing_axes(axes, size, mesh) for axes, size in rest))
+
+
+def place_weights(mesh: Mesh) -> Callable[[str, tuple[int, ...]], NamedSharding]:
+    """Returns (path, shape) -> sharding, as loading a model asks for."""
+    return lambda path, shape: NamedSharding(mesh, partition(path, shape, mesh))
+
+
+def place_tree(tree: Any, mesh: Mesh) -> Any:
+    """Gives the sharding of every leaf of parameters or of a training state (arrays or shapes)."""
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return NamedSharding(mesh, partition(name, leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+@cache
+def _shapes_of_one(config: LlamaConfig | DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes by path in the table, of a model with one layer (or specialist)."""
+    key = jax.random.key(0)
+    if isinstance(config, DraftConfig):
+        one = replace(config, positions_per_specialist=(1,))
+        params = jax.eval_shape(lambda: family_of(one).init(one, key))
+    else:
+        params = jax.eval_shape(lambda: init_target(replace(config, num_layers=1), key))
+        if config.tie_embeddings:
+            del params["head"]
+    return {
+        _NUMBER.sub("*", jax.tree_util.keystr(path, simple=True, separator="/")): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+
+
+def _num_numbered(config: LlamaConfig | DraftConfig) -> int:
+    return config.num_specialists if isinstance(config, DraftConfig) else config.num_layers
+
+
+def _find_axes(keys: list[str]) -> tuple[Axes, ...] | None:
+    """Looks up the axes of the parameter that a path without numbers ends with, in all tables."""
+    for table in (TARGET, *(family.parameters for family in FAMILIES.values())):
+        for path, row in table.items():
+            wanted = path.replace("*/", "").split("/")
+            if keys[-len(wanted) :] == wanted:
+                return row.axes
+    return None

@@ -1,0 +1,99 @@
+"""What every draft family shares: the seam between a family and its users, lists of specialists."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from poss_jax.config import DraftConfig, UserError
+from poss_jax.model.layers import DecoderLayer, Parameter
+from poss_jax.shapes import Array, Int, Params
+
+KEY_VALUE = ("k", "v", "k_norm")
+"""Parameters of attention that keys and values depend on."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """All that decoding, training, checkpoints and the converter know of a kind of draft.
+
+    Parameters are `{"specialists": [...]}` and what the specialists share. Features are what a
+    specialist predicts, and what the next one is given.
+
+    Attributes:
+      parameters: the table, path -> `Parameter`.
+      init: (config, key) -> random parameters.
+      layer: config -> the layer of one specialist.
+      join: (params, embeddings, features) -> input x of a specialist, in one product.
+      join_tokens: (params, embeddings) -> the part of x that depends on tokens alone.
+      join_features: (params, that part, features) -> x.
+      read: (params, features) -> rows that the head multiplies.
+    """
+
+    parameters: Mapping[str, Parameter]
+    init: Callable[[DraftConfig, Array], Params]
+    layer: Callable[[DraftConfig], DecoderLayer]
+    join: Callable[[Params, Array, Array], Array]
+    join_tokens: Callable[[Params, Array], Array]
+    join_features: Callable[[Params, Array, Array], Array]
+    read: Callable[[Params, Array], Array]
+
+
+def extend_specialists(draft: Params, num_specialists: int) -> Params:
+    """Fills a list of specialists up with copies of its last one: how PosS starts from EAGLE.
+
+    Raises:
+      UserError: the draft has more specialists than wanted.
+    """
+    have = draft["specialists"]
+    if len(have) > num_specialists:
+        raise UserError(
+            f"want {num_specialists} specialists, got a draft with {len(have)}; "
+            "start from one with no more than wanted"
+        )
+    return draft | {"specialists": have + [have[-1]] * (num_specialists - len(have))}
+
+
+def share_keys_values(draft: Params, reduce: Callable[[Array], Array]) -> Params:
+    """Gives all specialists the same key and value parameters (or gradients of them).
+
+    Args:
+      draft: specialists stacked.
+      reduce: [E ...] -> [1 ...], makes one of all.
+    """
+
+    def share(path: tuple[Any, ...], leaf: Array) -> Array:
+        is_shared = path[0].key == "attention" and path[1].key in KEY_VALUE
+        return jnp.broadcast_to(reduce(leaf), leaf.shape) if is_shared else leaf
+
+    return draft | {"specialists": jax.tree.map_with_path(share, draft["specialists"])}
+
+
+def has_shared_keys_values(draft: Params) -> bool:
+    """Tells whether all of a list of specialists project keys and values alike."""
+
+    def of(specialist: Params) -> list[Array]:
+        attention = specialist["attention"]
+        return jax.tree.leaves({name: attention[name] for name in KEY_VALUE if name in attention})
+
+    first, *others = map(of, draft["specialists"])
+    return all(bool((a == b).all()) for other in others for a, b in zip(first, other, strict=True))
+
+
+def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None = None) -> Params:
+    """Lends a draft the target's embedding and head.
+
+    Args:
+      draft: its parameters.
+      target: the target's parameters.
+      vocabulary: target ids the draft may propose; None: all of them.
+    """
+    head = target["head"]["weight"]
+    if vocabulary is None:
+        vocabulary = jnp.arange(len(head), dtype=jnp.int32)
+    else:
+        head = head[vocabulary]
+    shared = {"embed": target["embed"], "head": {"weight": head}, "vocabulary": vocabulary}
+    return {**draft, **shared}
