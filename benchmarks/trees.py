@@ -6,9 +6,11 @@ pays if its acceptance length is above its ratio. The last line is one JSON obje
 
     python benchmarks/trees.py
     python benchmarks/trees.py --trees 6/10/60 4/4/16 --layers 32 --hidden-size 1024
+    python benchmarks/trees.py --trees 6/10/60 --spans 1 1 1 1 1 1 --kv per_specialist shared
 """
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from poss_jax.model.specialists import attach
 from poss_jax.model.target import init_target
 
 TREES = ("6/10/60", "4/4/16", "5/2/8", "4/2/8", "3/2/8", "6/1/7")
-PROMPT, NEW, REPEATS = 64, 96, 10
+NEW, REPEATS = 96, 10
 
 
 def read_tree(text: str) -> TreeConfig:
@@ -47,15 +49,16 @@ def demo_shape(layers: int, hidden_size: int) -> LlamaConfig:
     )
 
 
-def compile_round(llama: LlamaConfig, tree: TreeConfig | None) -> Callable[[], float]:
+def compile_round(
+    llama: LlamaConfig, draft: DraftConfig | None, tree: TreeConfig, prompt: int
+) -> Callable[[], float]:
     """Returns a function that generates once and gives milliseconds per round."""
-    draft = DraftConfig(layer=llama, positions_per_specialist=(3, 3))
     target = init_target(llama, jax.random.key(0))
-    specialists = attach(init_draft(draft, jax.random.key(1)), target) if tree else {}
-    config = DecodeConfig(llama, draft if tree else None, tree or TreeConfig(), NEW)
+    specialists = attach(init_draft(draft, jax.random.key(1)), target) if draft else {}
+    config = DecodeConfig(llama, draft, tree, NEW)
     request = Request(
-        tokens=jnp.full((1, PROMPT), 5, jnp.int32),
-        lengths=jnp.asarray([PROMPT], jnp.int32),
+        tokens=jnp.full((1, prompt), 5, jnp.int32),
+        lengths=jnp.asarray([prompt], jnp.int32),
         limits=jnp.asarray([NEW], jnp.int32),
         stop_ids=jnp.asarray([-1], jnp.int32),
     )
@@ -78,22 +81,32 @@ def main() -> None:
     parser.add_argument("--trees", nargs="+", default=TREES, metavar="DEPTH/TOP_K/TOTAL")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden-size", type=int, default=160)
+    parser.add_argument("--spans", nargs="+", type=int, default=(3, 3), metavar="POSITIONS")
+    parser.add_argument("--kv", nargs="+", default=["per_specialist"], metavar="KV")
+    parser.add_argument("--prompt", type=int, default=64, metavar="TOKENS")
     args = parser.parse_args()
     llama = demo_shape(args.layers, args.hidden_size)
-    names = ["autoregressive", *args.trees]
-    runs = [compile_round(llama, None)]
-    runs += [compile_round(llama, read_tree(text)) for text in args.trees]
+    names, runs = ["autoregressive"], [compile_round(llama, None, TreeConfig(), args.prompt)]
+    cache_bytes = [0]
+    for kv, tree in itertools.product(args.kv, map(read_tree, args.trees)):
+        draft = DraftConfig(layer=llama, positions_per_specialist=tuple(args.spans), kv=kv)
+        rows = DecodeConfig(llama, draft, tree, NEW).draft_cache_size(args.prompt)
+        names.append(f"{tree.depth}/{tree.top_k}/{tree.total_tokens} {kv}")
+        cache_bytes.append(8 * draft.num_streams * llama.num_kv_heads * llama.head_dim * rows)
+        runs.append(compile_round(llama, draft, tree, args.prompt))
     table = np.array([[run() for run in runs] for _ in range(REPEATS)])
     results = {
         name: {
             "milliseconds": round(float(np.median(table[:, i])), 3),
             "ratio": round(float(np.median(table[:, i] / table[:, 0])), 2),
+            "draft_cache_bytes": cache_bytes[i],
         }
         for i, name in enumerate(names)
     }
-    print("| tree (depth/top_k/total_tokens) | ms per round | ratio |\n|---|---|---|")
+    print("| tree (depth/top_k/total_tokens) | ms per round | ratio | draft cache, bytes |")
+    print("|---|---|---|---|")
     for name, row in results.items():
-        print(f"| {name} | {row['milliseconds']} | {row['ratio']} |")
+        print(f"| {name} | {' | '.join(str(value) for value in row.values())} |")
     print(json.dumps({"device": jax.devices()[0].device_kind, "results": results}))
 
 

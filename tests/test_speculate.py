@@ -1,16 +1,18 @@
 """Lossless: what is decoded speculatively is what the target writes alone, token for token."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import random_draft, random_target, tiny_llama
+from models import random_draft, random_target, stacked, tiny_llama
 from oracle import Shape
 
 from poss_jax.config import DraftConfig, RopeConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import attach, share_keys_values
 
 # (depth, top_k, total_tokens), spans, batch. The fourth asks for more nodes than can be drafted.
 SHAPES = {
@@ -83,3 +85,33 @@ def test_a_draft_with_its_own_vocabulary_proposes_target_ids():
     drafted, speculative, autoregressive = run(weights, request)
     assert set(np.array(drafted[0, 1:]).tolist()) <= set(np.array(vocabulary).tolist())
     np.testing.assert_array_equal(speculative, autoregressive)
+
+
+def test_shared_keys_and_values_take_one_cache():
+    """Specialists with the same projections draft the same trees from one cache as from two."""
+    llama = tiny_llama()
+    spans = (1, 2)
+    own = DraftConfig(layer=llama, positions_per_specialist=spans)
+    target, draft = random_target(llama), stacked(random_draft(own))
+    draft = share_keys_values(draft, lambda leaf: leaf[:1])
+    draft = draft | {
+        "specialists": [jax.tree.map(lambda x, i=i: x[i], draft["specialists"]) for i in (0, 1)]
+    }
+    request = Request(
+        tokens=jnp.asarray([[5, 6, 7, 8], [9, 3, 0, 0]], jnp.int32),
+        lengths=jnp.asarray([4, 2], jnp.int32),
+        limits=jnp.asarray([24, 24], jnp.int32),
+        stop_ids=jnp.asarray([-1], jnp.int32),
+    )
+    weights = Weights(target, attach(draft, target))
+
+    def run(config: DraftConfig):
+        decode = DecodeConfig(llama, config, TreeConfig(depth=4, top_k=3, total_tokens=12), 24)
+        state = jax.jit(lambda: speculate.generate(weights, decode, request))()
+        return len(state.draft.cache.k), state.output
+
+    num_own, of_own = run(own)
+    num_shared, of_shared = run(replace(own, kv="shared"))
+    assert (num_own, num_shared) == (2, 1)
+    for a, b in zip(jax.tree.leaves(of_own), jax.tree.leaves(of_shared), strict=True):
+        np.testing.assert_array_equal(a, b)
