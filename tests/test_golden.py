@@ -155,13 +155,27 @@ def generate(golden: Golden, suffix: str, prompts: list) -> list:
 
 @pytest.fixture(scope="module")
 def task(golden):
+    return recorded_task(golden)
+
+
+@pytest.fixture(scope="module")
+def batch(golden, task):
+    return recorded_batch(golden, task)
+
+
+@pytest.fixture(scope="module")
+def trained(golden, task, batch):
+    """Our predictions, losses and gradients on the recorded batch, and the recorded ones."""
+    return *train(golden, task, batch), read_npz(f"train_masked_{golden.method}")
+
+
+def recorded_task(golden: Golden) -> DraftTask:
     """Chunks and blocks that divide nothing."""
     step = StepConfig(vocabulary_chunk=20, attention_block=32)
     return DraftTask(golden.llama, golden.draft_config, ObjectiveConfig(), step)
 
 
-@pytest.fixture(scope="module")
-def batch(golden, task):
+def recorded_batch(golden: Golden, task: DraftTask) -> DraftData:
     """The recorded batch, as a step sees it."""
     recorded = read_npz("train_batch")
     inputs = DraftInputs(
@@ -180,16 +194,21 @@ def batch(golden, task):
     )
 
 
-@pytest.fixture(scope="module")
-def trained(golden, task, batch):
-    """Our predictions, losses and gradients on the recorded batch, and the recorded ones."""
+def train(golden: Golden, task: DraftTask, batch: DraftData):
+    """Predictions, losses by their recorded name, and gradients by source key."""
     head, config = golden.target["head"]["weight"], golden.draft_config
     draft = golden.draft | {"specialists": stack_layers(golden.draft["specialists"])}
     predictions = jax.jit(
         lambda draft: predict_depths(draft, config, batch.inputs, config.trained_depth, block=32)
     )(draft)
     gradients, losses = jax.jit(lambda draft: draft_gradients(draft, head, task, batch))(draft)
-    return predictions, gradients, losses, read_npz(f"train_masked_{golden.method}")
+    named = {
+        "vloss": losses.feature,
+        "ploss": losses.probability,
+        "topk_loss": losses.top_k,
+        "total": losses.total,
+    }
+    return predictions, named, by_source_key(golden, gradients)
 
 
 def test_predictions_of_every_depth(trained):
@@ -198,19 +217,13 @@ def test_predictions_of_every_depth(trained):
 
 
 def test_losses_of_every_depth(trained):
-    _, _, losses, recorded = trained
-    ours = {
-        "vloss": losses.feature,
-        "ploss": losses.probability,
-        "topk_loss": losses.top_k,
-        "total": losses.total,
-    }
-    for name, values in ours.items():
+    _, losses, _, recorded = trained
+    for name, values in losses.items():
         np.testing.assert_allclose(values, recorded[name], rtol=5e-6, err_msg=name)
 
 
 def test_gradients(trained, golden):
-    assert_recorded_gradients(golden, trained[1], trained[3])
+    assert_recorded_gradients(golden, trained[2], trained[3])
 
 
 def test_the_plain_step_of_the_benchmark(golden, task, batch, trained):
@@ -223,20 +236,23 @@ def test_the_plain_step_of_the_benchmark(golden, task, batch, trained):
         draft, golden.target["head"]["weight"], task.draft, task.objective, inputs
     )
     np.testing.assert_allclose(jnp.stack(losses), trained[3]["total"], rtol=5e-6)
-    assert_recorded_gradients(golden, gradients, trained[3])
+    assert_recorded_gradients(golden, by_source_key(golden, gradients), trained[3])
 
 
-def assert_recorded_gradients(golden, gradients, recorded):
+def by_source_key(golden: Golden, gradients) -> dict[str, jax.Array]:
     specialists = [
         jax.tree.map(lambda leaf, index=index: leaf[index], gradients["specialists"])
         for index in range(golden.draft_config.num_specialists)
     ]
     gradients = gradients | {"specialists": specialists}
-    ours = {
+    return {
         source_key(item, path): leaf
         for item, tree in split_items(golden.draft_config, gradients)
         for path, leaf in flatten_item(tree).items()
     }
+
+
+def assert_recorded_gradients(golden, ours, recorded):
     norms = {
         key.removeprefix("gradnorm/"): value for key, value in recorded.items() if "norm/" in key
     }
