@@ -1,4 +1,4 @@
-"""What a run trains on, in words: what became of the data, and a sample of what is learnt."""
+"""Report of the data a run trains on, and a sample of it in words."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -14,7 +14,7 @@ def describe_data(report: dict[str, Any]) -> list[str]:
     """Says what became of a data set.
 
     Args:
-      report: of `data.Prepared`.
+      report: report of `data.Prepared`.
 
     Returns:
       Lines for people.
@@ -42,7 +42,7 @@ def describe_data(report: dict[str, Any]) -> list[str]:
 
 
 def describe_sample(rows: data.Rows, tokenizer: Any) -> list[str]:
-    """Shows the first document of the first row, what is learnt of it marked."""
+    """Shows the first document of the first row, marking what is trained on."""
     before, after = text_marks()
     document = (rows.documents[0] == 1).nonzero()[0]
     begin = max(0, int(rows.loss_mask[0].argmax()) - _SAMPLE_TOKENS // 2)

@@ -67,7 +67,7 @@ def start_processes() -> None:
 
 
 def expects_processes(environment: Any) -> bool:
-    """Whether the environment says that there are several processes."""
+    """Tells whether the environment says that there are several processes."""
     return (
         "JAX_COORDINATOR_ADDRESS" in environment
         or "MEGASCALE_COORDINATOR_ADDRESS" in environment
@@ -77,7 +77,7 @@ def expects_processes(environment: Any) -> bool:
 
 
 def is_first_process() -> bool:
-    """Whether this process writes what needs only one writer."""
+    """Tells whether this process is the one that writes."""
     return jax.process_index() == 0
 
 
@@ -87,7 +87,7 @@ def meet(name: str) -> None:
 
 
 def ask_first(function: Callable[[], str]) -> str:
-    """What the function returns in the first process, or its refusal, in every process."""
+    """Broadcasts what a function returns in process 0, or the error it raises."""
     answer = np.zeros(_MESSAGE_BYTES, np.uint8)
     if is_first_process():
         try:
@@ -139,7 +139,7 @@ def compile_on(
     """Jits a function for the mesh.
 
     Args:
-      mesh: of all its arguments.
+      mesh: devices of all its arguments.
       function: arrays in, arrays out.
       out: where its results lie, a prefix of their tree; None: every device holds them whole.
       donate: arguments whose memory becomes the result's.

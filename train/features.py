@@ -56,7 +56,7 @@ def find_features(
 
 
 def is_complete(features: data.FeatureSource | None) -> bool:
-    """Whether the target need not run; the same answer in every process."""
+    """Tells, alike in every process, whether all features are known without the target."""
     return features is not None and _ask_whether(lambda: not features.missing)
 
 
@@ -92,7 +92,7 @@ def fill_cache(
     """Writes the shards that a cache lacks; all processes compute, the first one writes.
 
     Args:
-      cache: of the rows.
+      cache: feature cache of the rows.
       parts: the rows to train on, and those held out.
       encode_batch: see `make_encode`.
       batch_size: rows encoded at a time.

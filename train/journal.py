@@ -1,4 +1,4 @@
-"""What a run says about itself: progress bar, metrics.jsonl and loggers."""
+"""Output of a run: progress bar, metrics.jsonl and loggers."""
 
 import resource
 import sys

@@ -81,7 +81,7 @@ def open_loggers(config: TrainConfig, folder: Path, first_step: int) -> list[Log
 
     Args:
       config: the run.
-      folder: of the run.
+      folder: folder of the run.
       first_step: the last step that is done already.
     """
     return [_KINDS[name](config, folder, first_step) for name in config.loggers]

@@ -76,7 +76,7 @@ def _check_in(
 
 
 def _is_due(config: TrainConfig, step: int, every: int) -> bool:
-    """Whether a checkpoint or validation falls on a step; a validation brings a checkpoint."""
+    """Tells whether a step ends with a checkpoint; every validation brings one."""
     return step == config.num_steps or any(step % n == 0 for n in {every, config.validate_every})
 
 

@@ -34,7 +34,7 @@ class PlannedStep(NamedTuple):
     Attributes:
       step: `(state, *others) -> (state, metrics)`.
       state: parameters and optimizer state.
-      others: of a draft's step the frozen target, the batch and the random key.
+      others: for a draft's step the frozen target, the batch and the random key.
       temporaries: a rough count of bytes per device that a step needs meanwhile.
       hidden: bytes per device of what one layer puts out, which a step holds at the least.
     """
@@ -212,7 +212,7 @@ def mesh_for(config: TrainConfig, name: str) -> Mesh:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """What a device holds of a tree of shapes that are placed."""
+    """Bytes that a device holds of a tree of placed shapes."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)

@@ -30,10 +30,10 @@ _BY_DEPTH = {
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """What a run has logged.
+    """Logged metrics of a run.
 
     Attributes:
-      name: of its folder.
+      name: name of its folder.
       steps: lines of metrics.jsonl about training steps.
       validations: and about validations.
       spans: positions that each specialist serves.

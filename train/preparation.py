@@ -1,4 +1,4 @@
-"""What both stages of training read before they begin."""
+"""Data and dtype that both stages of training begin with."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def prepare_rows(
     """Rows to train on and held-out rows, of which a batch must be full.
 
     Args:
-      folder: of the run, where the rows are kept.
+      folder: folder of the run, where the rows are kept.
       config: the run.
       tokenizer: cuts texts into tokens.
       vocab_size: tokens that the model knows.

@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """Where the trained model goes; it exists once the run is complete."""
+        """Folder of the trained model; it exists once the run is complete."""
         return self.path / "model"
 
     @property
@@ -89,7 +89,7 @@ class RunFolder:
         """Saves the state in the background.
 
         Args:
-          step: of the state.
+          step: step of the state.
           state: may be donated once this returns.
           score: how good it is; None: it was not validated.
           loss_level: running mean of the loss.

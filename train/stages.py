@@ -22,7 +22,7 @@ from train.target_stage import TargetStage
 
 
 class Stage(Protocol):
-    """What the training loop needs to know.
+    """Interface between the training loop and a stage.
 
     Attributes:
       config: shape of the model that is trained.
@@ -67,7 +67,7 @@ class Stage(Protocol):
         ...
 
     def score(self, results: dict[str, Any]) -> float:
-        """How good a validation is; the best state has the highest."""
+        """Scores a validation; the best state has the highest score."""
         ...
 
     def save_model(self, params: Params, folder: Path) -> None:
@@ -81,7 +81,7 @@ def open_stage(config: TrainConfig, folder: Path, *, plan_for: str | None = None
     Args:
       config: the run.
       folder: where it keeps what it prepares.
-      plan_for: to describe a run on these devices (see `mesh_for`), without any weights.
+      plan_for: devices (see `mesh_for`) to plan a run on, without any weights.
 
     Raises:
       UserError: something is missing or does not fit.

@@ -110,7 +110,7 @@ def _save_item(path: Path, args: ocp.args.PyTreeSave) -> None:
 
 
 def failed_write(error: Exception) -> OSError:
-    """What Orbax means by an error; it raises many kinds, for a full disk a ValueError."""
+    """Explains an error of Orbax, which raises many kinds: for a full disk a ValueError."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror)
     code = _OS_ERROR.search(str(error))
@@ -190,7 +190,7 @@ def load_target(
 
     Args:
       folder: model folder.
-      dtype: of every array; None keeps what is stored.
+      dtype: dtype of every array; None keeps what is stored.
       with_layers: whether its layers are loaded; without, the result has none.
       sharding: see `load_item`.
 
@@ -220,7 +220,7 @@ def load_draft(
 
     Args:
       folder: model folder.
-      dtype: of every array; None keeps what is stored.
+      dtype: dtype of every array; None keeps what is stored.
       target: record of the target it will draft for.
       allow_target_mismatch: load it although it was made for other weights of the same shape.
       sharding: see `load_item`.
@@ -252,9 +252,9 @@ def load_item(
     Args:
       folder: model folder.
       record: what its model.json says.
-      name: of the item.
-      dtype: of every array; None keeps what is stored.
-      sharding: of every array, or a function that gives it; None: the default device.
+      name: name of the item.
+      dtype: dtype of every array; None keeps what is stored.
+      sharding: sharding of every array, or a function that gives it; None: the default device.
 
     Raises:
       UserError: the item is missing, damaged, or not what the config says, or an array cannot be
@@ -281,7 +281,7 @@ def _place(
     dtype: Any,
     sharding: jax.sharding.Sharding | ShardingFor,
 ) -> jax.ShapeDtypeStruct:
-    """What of an array is to be restored, and where."""
+    """Restore arguments of one array."""
     if not isinstance(sharding, jax.sharding.Sharding):
         sharding = sharding(path, array.shape)
     try:

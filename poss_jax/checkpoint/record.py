@@ -1,4 +1,4 @@
-"""What `model.json` says about a model: its config, whose target it is, and how it came to be."""
+"""The record of a model, `model.json`: its config, whose target it is, and how it came to be."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TargetIdentity:
-    """Which target a model is, or was made for.
+    """Identity of the target that a model is, or was made for.
 
     Attributes:
       name: Hub id, or the name of the folder it was read from.
@@ -56,7 +56,7 @@ class TargetIdentity:
     head_sha256: str
 
     def same_weights(self, other: "TargetIdentity") -> bool:
-        """Whether both have the same embedding and head; names may differ."""
+        """Tells whether both have the same embedding and head; names may differ."""
         return (self.embedding_sha256, self.head_sha256) == (
             other.embedding_sha256,
             other.head_sha256,
@@ -68,7 +68,7 @@ class ModelRecord:
     """Contents of `model.json`.
 
     Attributes:
-      format_version: of the folder's layout.
+      format_version: version of the folder's layout.
       family: what kind of model this is.
       method: a draft's method (`DraftConfig.method`).
       kv: `shared` where all specialists of a draft project keys and values alike.
@@ -174,7 +174,7 @@ def tokenizer_hashes(folder: Path) -> tuple[str | None, str | None]:
 
 
 def provenance() -> dict[str, Any]:
-    """How the running process came to be: command, versions, git commit and device."""
+    """Describes the running process: command, versions, git commit and device."""
     return {
         "command": list(sys.orig_argv),
         "versions": {

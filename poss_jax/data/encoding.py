@@ -25,8 +25,8 @@ def encode_documents(
 
     Args:
       documents: all of them texts, chats, chats as text, or tokens.
-      tokenizer: of the target.
-      template: for chats.
+      tokenizer: tokenizer of the target.
+      template: chat template.
 
     Yields:
       For every document the sequences it becomes (of a chat perhaps several, see
@@ -120,7 +120,7 @@ def _begins(offsets: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def _inside(begins: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Whether each character lies in one of the spans, which are in order."""
+    """Marks characters that lie in one of the spans, which are in order."""
     bounds = np.asarray(spans, np.int64).reshape(-1)
     return np.searchsorted(bounds, begins, side="right") % 2 == 1
 

@@ -37,10 +37,10 @@ class FeatureCache:
     """A folder of features, of which some shards may not be written yet.
 
     Attributes:
-      folder: of the cache.
-      made_from: by name, what the features depend on.
+      folder: folder of the cache.
+      made_from: name -> value of all that the features depend on.
       shape: rows, tokens of a row, width.
-      rows_per_shard: of all shards but the last.
+      rows_per_shard: number of rows in all shards but the last.
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class FeatureCache:
 
     @property
     def num_shards(self) -> int:
-        """How many there will be."""
+        """Number of shards of a complete cache."""
         return math.ceil(self.shape[0] / self.rows_per_shard)
 
     @property
@@ -59,7 +59,7 @@ class FeatureCache:
         return [shard for shard in range(self.num_shards) if not self.has(shard)]
 
     def has(self, shard: int) -> bool:
-        """Whether a shard is written."""
+        """Tells whether a shard is written."""
         return self._path(shard).is_file()
 
     def num_bytes(self, shards: Iterable[int]) -> int:
@@ -69,7 +69,7 @@ class FeatureCache:
         return sum(len(self.rows_of(n)) * row_bytes + _HEADER_BYTES for n in shards)
 
     def rows_of(self, shard: int) -> range:
-        """Which rows a shard holds."""
+        """Rows that a shard holds."""
         first = shard * self.rows_per_shard
         return range(first, min(first + self.rows_per_shard, self.shape[0]))
 
@@ -187,10 +187,10 @@ def open_cache(
     """Opens a cache, which may be empty or not exist; nothing is written.
 
     Args:
-      folder: of the cache.
-      made_from: by name, what the features depend on.
+      folder: folder of the cache.
+      made_from: name -> value of all that the features depend on.
       shape: rows, tokens of a row, width.
-      shard_bytes: of a new cache; a shard has at least one row.
+      shard_bytes: size of a shard of a new cache; a shard has at least one row.
 
     Raises:
       UserError: the folder holds something else, or features of something else.

@@ -26,9 +26,9 @@ class FeatureFiles:
     """Features of rows of one document each, from a file each.
 
     Attributes:
-      paths: of every row.
+      paths: file of every row.
       shape: rows, tokens of a row, width.
-      dtype: of what is read.
+      dtype: dtype to read them in.
     """
 
     paths: tuple[str, ...]
@@ -41,7 +41,7 @@ class FeatureFiles:
         return []
 
     def describe(self) -> str:
-        """What there is, for people."""
+        """Describes the features, for people."""
         return f"in {len(self.paths):,} files, each read when its row is needed"
 
     def read(self, rows: np.ndarray) -> np.ndarray:
@@ -63,13 +63,13 @@ class FeatureFiles:
 
 
 def read_feature_files(config: DataConfig, width: int | None) -> Iterator[tuple[str, Record]]:
-    """Yields the name of every file, and its tokens and what is learnt of them.
+    """Yields the name of every file, and its tokens and its loss mask.
 
     Features are left where they are (but files of PyTorch's older format are read whole).
 
     Args:
       config: its source is a path or a glob.
-      width: of the target's features; None: any.
+      width: width of the target's features; None: any.
 
     Raises:
       UserError: no such file.

@@ -24,7 +24,7 @@ class FeatureSource(Protocol):
         ...
 
     def describe(self) -> str:
-        """What there is, for people."""
+        """Describes the features, for people."""
         ...
 
     def read(self, rows: np.ndarray) -> np.ndarray:
@@ -37,7 +37,7 @@ class LazyFeatures:
     """Features [n T D] of some rows of a source; slices of it are read when they are taken.
 
     Attributes:
-      source: of all features.
+      source: place of all features.
       rows: [n] which of its rows.
     """
 
@@ -59,7 +59,7 @@ class RowsWithFeatures(Rows):
     """Rows whose features are known.
 
     Attributes:
-      features: of every token; of padding anything finite.
+      features: features of every token; any finite number at padding.
     """
 
     features: LazyFeatures

@@ -1,4 +1,4 @@
-"""What a run trains on: made once, kept in its folder, the same whenever the run goes on."""
+"""The rows that a run trains on: made once, kept in its folder, the same when it is resumed."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ class Prepared:
     Attributes:
       train: rows to train on.
       validation: rows held out.
-      report: what became of the records, and how long, packed and learnt the documents are.
+      report: what became of the records; lengths, packing and share trained on of documents.
       files: which have the features of every row, those to train on first; empty: none have.
     """
 
@@ -53,10 +53,10 @@ def prepare(
     """Makes the rows of a run, or reads those that it made before.
 
     Args:
-      folder: of the run.
+      folder: folder of the run.
       config: the data.
-      tokenizer: of the target.
-      vocab_size: of the target.
+      tokenizer: tokenizer of the target.
+      vocab_size: vocabulary size of the target.
       load: gives the documents; None reads them as `config` says.
 
     Raises:
@@ -131,7 +131,7 @@ class _Part:
         self._split = 0
 
     def add(self, document: Document, sequences: list[Tokens] | Broken) -> None:
-        """Keeps the first tokens of each, if any of them is to be learnt."""
+        """Keeps the first tokens of each, if any of them is trained on."""
         if isinstance(sequences, Broken):
             self._tally.drop(_excerpt(document), sequences)
             return
@@ -150,14 +150,14 @@ class _Part:
 
     @property
     def files(self) -> list[str]:
-        """Which have features, in the order of the rows."""
+        """Documents that have features, in the order of the rows."""
         return [one.file for one in self._sequences if one.file]
 
     def rows(self) -> Rows:
         return make_rows(self._sequences, self._config.sequence_length, self._packing)
 
     def statistics(self, rows: Rows) -> dict[str, Any]:
-        """How long, learnt and packed the documents are."""
+        """Measures documents: lengths, share trained on, packing."""
         lengths = np.asarray(self._lengths)
         quantiles = np.percentile(lengths, [50, 90, 99, 100], method="lower").tolist()
         is_text = rows.documents > 0

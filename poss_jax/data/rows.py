@@ -16,7 +16,7 @@ class Rows:
 
     Attributes:
       tokens: [rows T] int32.
-      loss_mask: [rows T] bool; True where a token is to be learnt from.
+      loss_mask: [rows T] bool; True where a token is trained on.
       documents: [rows T] int32; which document of its row a token belongs to, counted from 1;
         0: padding at the row's end.
     """
@@ -74,8 +74,8 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     lengths 5 3 2 4, size 7   ->   rows [0 2] [1 3]
 
     Args:
-      lengths: of the documents; none is above `size`.
-      size: of a row.
+      lengths: lengths of the documents; none is above `size`.
+      size: length of a row.
 
     Returns:
       Documents of every row; both in the order of the documents.
@@ -107,7 +107,7 @@ def batch_at(rows: Rows, step: int, batch_size: int, seed: int) -> Rows:
 
 
 def rows_at(num_rows: int, step: int, batch_size: int, seed: int) -> np.ndarray:
-    """Which rows `batch_at` takes."""
+    """Indices of the rows that `batch_at` takes."""
     positions = range(step * batch_size, (step + 1) * batch_size)
     places = (divmod(position, num_rows) for position in positions)
     return np.array([_epoch_order(num_rows, seed, epoch)[i] for epoch, i in places])

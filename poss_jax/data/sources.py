@@ -18,10 +18,10 @@ _NAMED = 3  # of the records that are dropped
 
 @dataclass
 class Tally:
-    """What became of the records of a data set.
+    """Counts of the records of a data set, by what became of them.
 
     Attributes:
-      source: of the records.
+      source: source of the records.
       records: how many were read.
       dropped: reason -> how many could not be used.
       cut: reason -> how many chats are used in part.
@@ -74,7 +74,7 @@ def load_documents(config: DataConfig, width: int | None = None) -> Documents:
 
     Args:
       config: the data.
-      width: of the features that files of features must have; None: any.
+      width: width of the features that files of features must have; None: any.
 
     Raises:
       UserError: nothing to read, too much that cannot be used, or one side of the split is empty.

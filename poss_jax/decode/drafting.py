@@ -29,13 +29,13 @@ from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
 class Level(NamedTuple):
-    """Where the children of a beam will stand.
+    """The place of a beam's children.
 
     Attributes:
       depth: draft position of the children, static.
       position: their position in the text.
       path: tokens of all beam nodes so far.
-      on_path: which of them each child follows.
+      on_path: True where a child follows the token.
     """
 
     depth: int
@@ -156,12 +156,12 @@ def coupled_children(
     noise and are ranked as by `top_children`.
 
     Args:
-      logits: of the draft.
+      logits: logits of the draft.
       level: where the children stand.
       top_k: W.
       sampling: the request's settings.
       text: tokens so far; the path in it is not looked at.
-      noise: for the children of every depth.
+      noise: noise for the children of every depth.
       vocabulary: target id of every logit.
     """
     text = text._replace(path=level.path, on_path=level.on_path)

@@ -1,4 +1,4 @@
-"""What is reported about decoding: acceptance by round and position, and how much text loops."""
+"""Statistics of decoding: acceptance by round and position, and how much text loops."""
 
 from collections.abc import Sequence
 

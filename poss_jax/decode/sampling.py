@@ -1,4 +1,4 @@
-"""What the target's choice is made of: processed scores, and noise that belongs to the request.
+"""The two parts of the target's choice: processed scores, and noise that belongs to the request.
 
 A token is chosen as `argmax(scores + noise)`. The scores are the logits after the processors of
 `transformers`, in its order: logit bias, repetition penalty, temperature, top-k, top-p, min-p. The
@@ -23,10 +23,10 @@ from poss_jax.shapes import Array, Bool, Float, Int
 
 
 class Sampling(struct.PyTreeNode):
-    """How tokens are chosen, per sequence.
+    """Settings by which tokens are chosen, per sequence.
 
     Attributes:
-      seed: of the noise.
+      seed: seed of the noise.
       temperature: 0 is greedy.
       top_k: how many tokens may be chosen; 0 is all.
       top_p: probability mass of the tokens that may be chosen; 1 is all.
@@ -34,7 +34,7 @@ class Sampling(struct.PyTreeNode):
       repetition_penalty: divides positive and multiplies negative logits of tokens in the text; 1
         is none.
       bias_ids: tokens whose logits are shifted; -1 is none.
-      bias: by how much.
+      bias: number added to each of them.
     """
 
     seed: Array  # [B] uint32
@@ -51,7 +51,7 @@ class Text(NamedTuple):
     """Tokens that precede a choice: those of the sequence, and those on a node's own path.
 
     Attributes:
-      tokens: of the sequence.
+      tokens: tokens of the sequence.
       is_token: False for padding.
       path: tokens of all nodes.
       on_path: which of the nodes precede each choice.
@@ -99,13 +99,13 @@ def process_logits(
     What no sequence asks for takes no time: it is skipped by conditions on the settings.
 
     Args:
-      logits: of the next token.
+      logits: logits of the next token.
       sampling: the settings.
       text: what the repetition penalty looks at.
       vocab_size: V of the target.
       vocabulary: target id of every logit, for a draft that has its own; None: all, in order.
-      filter_margin: by how much top-k, top-p and min-p lower a score. A draft lowers it by little,
-        since it does not quite know what the target's filters leave.
+      filter_margin: amount by which top-k, top-p and min-p lower a score. A draft lowers it by
+        little, since it does not quite know what the target's filters leave.
     """
 
     def own(values: Array) -> Array:
@@ -141,7 +141,7 @@ def _where_any(wanted: Array, change: Callable[[Array], Array], scores: Array) -
 
 
 def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "B V"]:
-    """What is added to the logits of every token."""
+    """Sums the biases of every token."""
     batch = len(sampling.bias_ids)
     ids = jnp.where(sampling.bias_ids < 0, vocab_size, sampling.bias_ids)  # beyond: dropped
     bias = jnp.zeros((batch, vocab_size))
@@ -149,7 +149,7 @@ def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "B V"]:
 
 
 def _seen(text: Text, vocab_size: int) -> Bool[Array, "B rows V"]:
-    """Which tokens occur before each choice."""
+    """Marks the tokens that occur before each choice."""
     B, rows = text.on_path.shape[:2]
     sequence = jnp.arange(B)[:, None]
     tokens = jnp.where(text.is_token, text.tokens, vocab_size)

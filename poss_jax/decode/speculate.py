@@ -247,7 +247,7 @@ def _choose_first(config: DecodeConfig, request: Request, logits: Array) -> Int[
 
 
 def prompt_text(request: Request) -> Text:
-    """What precedes the first choice."""
+    """Text before the first choice."""
     B = len(request.tokens)
     return Text(
         tokens=request.tokens,
@@ -258,7 +258,7 @@ def prompt_text(request: Request) -> Text:
 
 
 def text_before(request: Request, output: Output, tree: Tree) -> Text:
-    """What precedes a choice at each node: the prompt, the output, and the path from the root."""
+    """Text before the choice at each node: the prompt, the output, and the path from the root."""
     in_prompt = _are_first(request.tokens, request.lengths)
     in_output = _are_first(output.tokens, output.num_tokens)
     return Text(
@@ -270,7 +270,7 @@ def text_before(request: Request, output: Output, tree: Tree) -> Text:
 
 
 def _are_first(tokens: Int[Array, "B T"], count: Int[Array, " B"]) -> Bool[Array, "B T"]:
-    """Which tokens are among the first `count` of their sequence."""
+    """Marks the first `count` tokens of every sequence."""
     return jnp.arange(tokens.shape[1])[None] < count[:, None]
 
 

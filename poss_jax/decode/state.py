@@ -1,4 +1,4 @@
-"""What decoding reads and writes: the static side, the weights, the request, and the state."""
+"""Inputs and state of decoding: the static side, the weights, the request, and the state."""
 
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class Weights(NamedTuple):
 
 
 class Request(struct.PyTreeNode):
-    """What is asked for, per sequence.
+    """A batch of requests, one per sequence.
 
     Attributes:
       tokens: prompts, padded on the right.
@@ -71,7 +71,7 @@ class Request(struct.PyTreeNode):
 
 
 class DraftState(struct.PyTreeNode):
-    """What the draft carries from round to round.
+    """State that the draft carries from round to round.
 
     Attributes:
       cache: committed (feature, token) pairs; the last one ends in the root.
@@ -83,7 +83,7 @@ class DraftState(struct.PyTreeNode):
 
 
 class Output(struct.PyTreeNode):
-    """What was decoded so far, and how.
+    """Tokens decoded so far, and statistics.
 
     Attributes:
       tokens: chosen tokens; those from `num_tokens` on are not part of the text.

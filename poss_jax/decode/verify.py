@@ -1,4 +1,4 @@
-"""What the target makes of a tree: its choice at every node, and the path that agrees with it.
+"""Acceptance: the target's choice at every node, and the path that agrees with it.
 
 Drafts are a deterministic expansion, so "accept the token the target itself chose, if the tree
 holds it" is the accept/reject scheme of EAGLE-2 with the same acceptance probability, and the

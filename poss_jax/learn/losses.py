@@ -24,7 +24,7 @@ from poss_jax.shapes import Array, Bool, Float, Int
 
 
 class TargetRows(struct.PyTreeNode):
-    """What the draft is to predict at every row.
+    """Targets of the draft's prediction at every row.
 
     Attributes:
       features: the target's next feature.

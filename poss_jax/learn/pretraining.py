@@ -58,6 +58,6 @@ def target_loss(
 
 
 def labels_trained(batch: TrainBatch) -> Bool[Array, "B T"]:
-    """Rows of which the next token is one to be learnt, of the same document."""
+    """Marks rows whose next token is trained on and of the same document."""
     next_mask = jnp.roll(batch.loss_mask, -1, axis=1)
     return next_mask & ~is_last_in(batch.documents) & (batch.documents > 0)

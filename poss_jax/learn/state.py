@@ -1,4 +1,4 @@
-"""What a training step reads and writes, and how the optimizer moves it."""
+"""The training state, and the optimizer that updates it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from poss_jax.shapes import Params
 
 
 class TrainState(struct.PyTreeNode):
-    """What a step reads and writes; layers and specialists are stacked."""
+    """State of a training run; layers and specialists are stacked."""
 
     step: Any  # [] int32; or in its place, as in the others, a shape or a sharding
     params: Params

@@ -1,4 +1,4 @@
-"""How well a model predicts held-out text; everything is a sum, so that batches add up.
+"""Validation on held-out text; everything is a sum, so that batches add up.
 
 A mean of the batches' means would weigh a batch of three trained rows like one of three thousand.
 """
@@ -23,7 +23,7 @@ from poss_jax.shapes import Array, Bool, Float, Params
 
 
 class Predictions(NamedTuple):
-    """What was predicted at every row, to be shown.
+    """Predictions at every row, to be shown.
 
     Attributes:
       tokens: most likely token at every depth.
@@ -57,7 +57,7 @@ class DraftSums(NamedTuple):
 
 
 class TargetSums(NamedTuple):
-    """Sums over the tokens of a batch that are to be learnt."""
+    """Sums over the tokens of a batch that are trained on."""
 
     num_trained: Any  # []
     loss: Any  # []

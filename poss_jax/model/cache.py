@@ -54,7 +54,7 @@ def init_cache(
       num_layers: layers, or specialists.
       size: S, rows per sequence; room for the prompt, the new tokens, and one tree.
       rope_length: how many positions each sequence will hold at most.
-      dtype: of keys and values.
+      dtype: dtype of keys and values.
     """
     shape = (len(rope_length), config.num_kv_heads, size, config.head_dim)
     return KVCache(

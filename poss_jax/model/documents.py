@@ -16,7 +16,7 @@ class TrainBatch(struct.PyTreeNode):
 
     Attributes:
       tokens: the text.
-      loss_mask: True where a token is to be learnt from.
+      loss_mask: True where a token is trained on.
       documents: which document of its row a token belongs to; 0: padding.
       features: the target's features of every token, where they are known already.
     """
@@ -44,7 +44,7 @@ def lengths_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def is_last_in(documents: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Whether a token is its document's last."""
+    """Marks the last token of every document."""
     return positions_in(documents[:, ::-1])[:, ::-1] == 0
 
 

@@ -286,7 +286,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(self.config)
 
     def normed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What the projections read."""
+        """Applies the input norm, where there is one."""
         return self.input_norm(hidden) if self.has_input_norm else hidden
 
     def queries(

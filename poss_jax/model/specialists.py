@@ -1,4 +1,4 @@
-"""What every draft family shares: the seam between a family and its users, lists of specialists."""
+"""The seam between a draft family and its users, and what all families share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ TARGET = {
 
 
 class TargetOutput(struct.PyTreeNode):
-    """What the target says of some tokens.
+    """The target's output for some tokens.
 
     Attributes:
       logits: prefill: of each prompt's last row; else of every row given.
