@@ -110,7 +110,7 @@ def test_sampled_texts_have_the_exact_distribution(name):
 def by_round(config, request, state, *, original):
     """Noise keyed by the round instead of the position."""
     cache = state.target_cache
-    length = request.lengths + jnp.broadcast_to(state.round_index, cache.length.shape)
+    length = request.lengths + state.output.num_rounds
     return original(config, request, state.replace(target_cache=cache.replace(length=length)))
 
 

@@ -163,7 +163,8 @@ def stack_on(mesh: Mesh, layers: list[Params]) -> Params:
             part.delete()
         return stacked
 
-    return jax.tree.map(stack, place_tree(jax.eval_shape(stack_layers, layers), mesh), *layers)
+    shapes = {"layers": jax.eval_shape(stack_layers, layers)}
+    return jax.tree.map(stack, place_tree(shapes, mesh)["layers"], *layers)
 
 
 def _stack(*parts: jax.Array) -> jax.Array:
@@ -183,7 +184,7 @@ def write_together(
     *,
     tokenizer_from: Path,
 ) -> None:
-    """Writes a model whose layers or specialists are stacked; the first process holds the pen.
+    """Writes a model whose layers or specialists are stacked; only process 0 writes.
 
     Raises:
       UserError: what `write_model` refuses.

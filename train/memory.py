@@ -35,14 +35,12 @@ class PlannedStep(NamedTuple):
       step: `(state, *others) -> (state, metrics)`.
       state: parameters and optimizer state.
       others: for a draft's step the frozen target, the batch and the random key.
-      temporaries: a rough count of bytes per device that a step needs meanwhile.
-      hidden: bytes per device of what one layer puts out, which a step holds at the least.
+      hidden: bytes per device of one layer's output, which a step holds at the least.
     """
 
     step: OnMesh
     state: TrainState
     others: tuple[Any, ...]
-    temporaries: int
     hidden: int
 
 
@@ -63,15 +61,7 @@ def plan_draft_step(task: DraftTask, config: TrainConfig, dtype: Any, mesh: Mesh
     step = make_step_on(mesh, make_draft_step(task, optimizer), state)
     rows = _rows_per_device(config, mesh)
     hidden = rows * task.target.hidden_size * jnp.dtype(dtype).itemsize
-    versions = task.draft.trained_depth * hidden
-    passing = _passing(task.target, config, dtype, mesh)
-    return PlannedStep(
-        step,
-        state,
-        (target, _abstract_batch(config, mesh), key),
-        bytes_per_device(state.params) + versions + passing,
-        hidden,
-    )
+    return PlannedStep(step, state, (target, _abstract_batch(config, mesh), key), hidden)
 
 
 def plan_target_step(
@@ -86,11 +76,10 @@ def plan_target_step(
     optimizer = make_optimizer(config.optimizer, 1)
     state = _abstract(mesh, lambda: init_state(init(), optimizer))
     step = make_target_step(llama, optimizer, config.step, dtype)
-    layers = llama.num_layers * _passing(llama, config, dtype, mesh)
     batch = _abstract_batch(config, mesh)
     step = make_step_on(mesh, step, state)
     hidden = _rows_per_device(config, mesh) * llama.hidden_size * jnp.dtype(dtype).itemsize
-    return PlannedStep(step, state, (batch,), 2 * bytes_per_device(state.params) + layers, hidden)
+    return PlannedStep(step, state, (batch,), hidden)
 
 
 def describe_devices(planned: PlannedStep, compile_for: str | None) -> dict[str, Any]:
@@ -131,14 +120,13 @@ def check_memory(planned: PlannedStep) -> None:
 
 
 def _count_memory(planned: PlannedStep) -> dict[str, int]:
-    """Bytes per device, at once: exact for all that is kept, rough for the rest."""
+    """Counts the bytes per device of all that a step keeps."""
     state, *others = planned.state, *planned.others
     optimizer = bytes_per_device(state.opt_state)
     numbers = {"parameters": bytes_per_device(state.params), "optimizer": optimizer}
     if len(others) > 1:
         numbers["target"] = bytes_per_device(others[0])
-    numbers["temporaries_estimated"] = planned.temporaries
-    return numbers | {"total_estimated": sum(numbers.values())}
+    return numbers | {"total_kept": sum(numbers.values())}
 
 
 def compile_memory(planned: PlannedStep) -> dict[str, int]:
@@ -239,18 +227,3 @@ def _rows_per_device(config: TrainConfig, mesh: Mesh) -> int:
     """Positions of text that a device works on at a time."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"] * config.step.accumulation_steps
     return config.batch_size * config.data.sequence_length // parts
-
-
-def _passing(llama: LlamaConfig, config: TrainConfig, dtype: Any, mesh: Mesh) -> int:
-    """Roughly what one layer with its loss holds of activations."""
-    rows, size = _rows_per_device(config, mesh), jnp.dtype(dtype).itemsize
-    tensor, T = mesh.shape["tensor"], config.data.sequence_length
-    D, NH = llama.hidden_size, llama.num_heads * llama.head_dim // tensor
-    wide = 3 * size * llama.intermediate_size // tensor
-    chunk = min(config.step.vocabulary_chunk, T)
-    logits = 12 * rows // T * chunk * llama.vocab_size // tensor
-    gathered = 0
-    if mesh.shape["fsdp"] > 1:  # the head, and a layer at a time
-        per_layer = 2 * llama.hidden_size**2 + 3 * llama.hidden_size * llama.intermediate_size
-        gathered = size * (llama.vocab_size * D + per_layer) // tensor
-    return rows * (8 * D + 6 * size * D + 12 * NH + wide) + logits + gathered

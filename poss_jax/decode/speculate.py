@@ -32,7 +32,6 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
         target_cache=out.cache,
         draft=None,
         root=root,
-        round_index=jnp.zeros((), jnp.int32),
         output=Output(
             tokens=jnp.zeros((B, N + config.max_accepted + 1), jnp.int32).at[:, 0].set(root),
             num_tokens=jnp.ones(B, jnp.int32),
@@ -177,8 +176,7 @@ def commit(
     state = state.replace(
         target_cache=commit_rows(out.cache, path, num_new),
         root=root[:, 0],
-        round_index=state.round_index + 1,
-        output=_write_output(request, state.output, acceptance, state.round_index),
+        output=_write_output(request, state.output, acceptance),
     )
     if config.draft is None or state.draft is None:
         return state
@@ -205,9 +203,7 @@ def run_rounds(
     )
 
 
-def _write_output(
-    request: Request, output: Output, acceptance: Acceptance, round_index: Int[Array, ""]
-) -> Output:
+def _write_output(request: Request, output: Output, acceptance: Acceptance) -> Output:
     """Appends what a round emitted, cut exactly at a stop token or at the limit."""
     # Differs from PosS: there a round is kept whole, so texts run past limit and stop token.
     emitted = acceptance.emitted
@@ -223,7 +219,7 @@ def _write_output(
     def recorded(record: Array, count: Array) -> Array:
         # A round cut short neither accepted nor was refused anything beyond the cut.
         cut = jnp.where(num_written < num_emitted, jnp.minimum(count, num_written), count)
-        return lax.dynamic_update_slice(record, cut[:, None], (jnp.int32(0), round_index))
+        return write_rows(record, cut[:, None], output.num_rounds, axis=1)
 
     return Output(
         tokens=write_rows(output.tokens, emitted, output.num_tokens, axis=1),

@@ -109,14 +109,12 @@ class DecodeState(struct.PyTreeNode):
       target_cache: committed tokens: all but the root.
       draft: None without a draft.
       root: the last chosen token.
-      round_index: rounds run so far.
       output: texts and statistics.
     """
 
     target_cache: KVCache
     draft: DraftState | None
     root: Array  # [B] int32
-    round_index: Array  # [] int32
     output: Output
 
 
