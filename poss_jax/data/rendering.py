@@ -2,7 +2,7 @@
 
 Templates run in another process (`render_worker.py`): they are programs that come with a model, and
 only a process can be ended whatever it does. It starts with the first chat, serves all threads in
-turn, and costs about 0.2 ms per call.
+turn, and costs a fraction of a millisecond per call.
 """
 
 import atexit
