@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, UserError
-from poss_jax.convert.config_json import draft_config_json, target_config_json
-from poss_jax.convert.draft_config import DraftMetadata
-from poss_jax.convert.hf_config import parse_llama_config
+from poss_jax.convert.export import draft_config_json, target_config_json
+from poss_jax.convert.hf import DraftMetadata, parse_llama_config
 
 LLAMA = LlamaConfig(
     vocab_size=16,

@@ -25,7 +25,7 @@ from test_golden import check_rounds
 
 from poss_jax.checkpoint import load_draft, read_record
 from poss_jax.config import UserError
-from poss_jax.convert.published import PUBLISHED
+from poss_jax.convert.plan import PUBLISHED
 
 SPANS = {"eagle": "1", "poss3": "3,3"}
 
@@ -312,12 +312,12 @@ OTHERS = {
     "speculators' EAGLE-3": (
         {},
         {"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]},
-        rf"an EAGLE-3 draft of speculators \(Eagle3DraftModel\); {NOT_YET}",
+        rf"an EAGLE-3 draft of speculators \(eagle3: Eagle3DraftModel\); {NOT_YET}",
     ),
     "another of speculators": (
         {},
         {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]},
-        rf"a dflash draft of speculators \(DFlashDraftModel\); {NOT_YET}",
+        rf"a draft of speculators \(dflash: DFlashDraftModel\); {NOT_YET}",
     ),
     "speculators' EAGLE-1": (
         {"embed_layernorm.weight": (8,)},

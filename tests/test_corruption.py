@@ -27,9 +27,7 @@ from flax.traverse_util import flatten_dict
 from poss_jax.checkpoint import write_sums
 from poss_jax.config import UserError
 from poss_jax.convert.__main__ import cli
-from poss_jax.convert.draft import plan_draft
-from poss_jax.convert.plan import Conversion
-from poss_jax.convert.target import plan_target
+from poss_jax.convert.plan import Conversion, plan_draft, plan_target
 
 NUM_CASES = 40
 INDEX = "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from hub_server import COMMIT, TOKEN, Hub, serve
 
 from poss_jax.checkpoint import read_record
 from poss_jax.config import UserError
-from poss_jax.convert.hub import check_blob
+from poss_jax.convert.source import check_blob
 
 ROOT = Path(__file__).parents[1]
 

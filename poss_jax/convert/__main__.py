@@ -14,25 +14,23 @@ assumed, a table (source key -> our path, shape and type), and as its last line 
 
 import argparse
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from poss_jax.checkpoint import refuse_non_empty, write_model
-from poss_jax.convert.draft import plan_draft
 from poss_jax.convert.export import plan_export, write_export
 from poss_jax.convert.inspection import inspect
-from poss_jax.convert.plan import Conversion
-from poss_jax.convert.specialists import plan_specialists
-from poss_jax.convert.table import format_rows
-from poss_jax.convert.target import plan_target
+from poss_jax.convert.plan import Conversion, Row, plan_draft, plan_specialists, plan_target
 from poss_jax.model.parameters import count_parameters
 from poss_jax.program import Parser, run_program
 from poss_jax.shapes import Params
 
-_OUTPUT = "folder to write; must not exist or be empty"
+_NUMBER = re.compile(r"(?<=[./])\d+(?=[./])|^\d+(?=[./])")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def cli() -> None:
-    """Entry point of `poss-convert`."""
+    """Runs `poss-convert`."""
     run_program(main)
 
 
@@ -62,7 +60,7 @@ def cli() -> None:
 def _inspect(args: argparse.Namespace) -> None:
     found = inspect(args.source, args.revision, verify=args.verify)
     lines = [f"{name:24}{text}" for name, text in found.facts]
-    lines += ["", *format_rows(found.rows), ""] if found.rows else []
+    lines += ["", *_format_rows(found.rows), ""] if found.rows else []
     lines += [f"assumed: {line}" for line in found.assumed]
     lines += [f"needs: {found.needs}"] if found.needs else []
     lines += [f"refused: {found.refused}"] if found.refused else []
@@ -75,11 +73,12 @@ def _target(args: argparse.Namespace) -> None:
 
 
 def _draft(args: argparse.Namespace) -> None:
+    spans, depth = args.positions_per_specialist, args.trained_depth
     conversion = plan_draft(
         args.source,
         args.target,
-        positions_per_specialist=args.positions_per_specialist,
-        trained_depth=args.trained_depth,
+        positions_per_specialist=spans,
+        trained_depth=depth,
         revision=args.revision,
         dtype=args.dtype,
     )
@@ -99,7 +98,7 @@ def _export(args: argparse.Namespace) -> None:
         specialist=args.specialist,
         dtype=args.dtype,
     )
-    print("\n".join(format_rows(export.rows)))
+    print("\n".join(_format_rows(export.rows)))
     arrays = tqdm(export.arrays(), total=len(export.rows), unit="tensor", disable=None)
     write_export(args.output, export, iter(arrays), as_bin=args.bin)
     summary = {"output": str(args.output), "tensors": len(export.rows), "dtype": export.dtype}
@@ -109,7 +108,7 @@ def _export(args: argparse.Namespace) -> None:
 def _write(output: Path, conversion: Conversion) -> None:
     for line in conversion.assumed:
         print(f"assumed: {line}")
-    print("\n".join(format_rows(conversion.rows)))
+    print("\n".join(_format_rows(conversion.rows)))
     record = conversion.record
     with tqdm(total=conversion.num_items, unit="item", disable=None) as progress:
         # Iterating over tqdm itself would keep each item until the next one has been made.
@@ -132,7 +131,137 @@ def _advance(progress: tqdm, item: tuple[str, Params]) -> tuple[str, Params]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Flags
+# The table of what goes where, short enough to read: alike layers share a line
+
+
+def _format_rows(rows: Sequence[Row]) -> list[str]:
+    """Lays rows out in columns: key -> path, shape, type.
+
+    Consecutive layers whose rows differ in their number alone share a line, on which it stands as
+    `{0..31}`.
+    """
+    folded = _fold_rows(rows)
+    key_width = max((len(row.key) for row in folded), default=0)
+    path_width = max((len(row.path) for row in folded), default=0)
+    return [
+        f"{row.key:{key_width}}  "
+        + (f"->  {row.path:{path_width}}  " if path_width else "")  # a refused source has no paths
+        + f"{'x'.join(map(str, row.shape)) or 'scalar'}  {row.dtype}"
+        for row in folded
+    ]
+
+
+def _fold_rows(rows: Iterable[Row]) -> list[Row]:
+    """Joins rows that differ in their layer's number alone, in the order of the first of each."""
+    groups: dict[tuple, list[int]] = {}
+    for row in rows:
+        key, key_index = _split(row.key)
+        path, path_index = _split(row.path)
+        shift = path_index - key_index if path_index >= 0 <= key_index else None
+        # Without a number of its own a row is a group of its own.
+        numbers = groups.setdefault((key, path, shift, row.shape, row.dtype), [])
+        numbers.append(key_index)
+    return [
+        Row(_join(key, first, last), _join(path, first + (shift or 0), last + (shift or 0)), *rest)
+        for (key, path, shift, *rest), numbers in groups.items()
+        for first, last in _runs(numbers)
+    ]
+
+
+def _split(name: str) -> tuple[str, int]:
+    """Cuts the layer's number out of a name; -1 stands for none."""
+    match = _NUMBER.search(name)
+    if match is None:
+        return name, -1
+    return f"{name[: match.start()]}\0{name[match.end() :]}", int(match[0])
+
+
+def _join(name: str, first: int, last: int) -> str:
+    return name.replace("\0", str(first) if first == last else f"{{{first}..{last}}}")
+
+
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Lists first and last of each run of consecutive numbers."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return runs
+
+
+# --------------------------------------------------------------------------------------------------
+# Options, each declared once
+
+
+def _parse_spans(text: str) -> tuple[int, ...]:
+    return tuple(_parse_count(part) for part in text.split(","))
+
+
+def _parse_count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"want counts of at least 1, got {text!r}")
+    return int(text)
+
+
+def _folder(text: str) -> dict[str, Any]:
+    return {"type": Path, "metavar": "DIR", "help": text}
+
+
+def _dtype(*more: str) -> dict[str, Any]:
+    text = "Convert the weights to this type. By default they keep the type they have."
+    choices = ("keep", "float32", "bfloat16", *more)
+    return {"choices": choices, "default": "keep", "help": text}
+
+
+_OUTPUT = _folder("Write to this folder. It is created; if it exists, it must be empty.")
+_MODEL = _folder("Export this model folder.")
+_DRAFT = _folder("Start from this draft, a model folder; usually an EAGLE draft.")
+_TARGET = _folder("Model folder of the target that the draft was trained for. Drafts need it.")
+_SOURCE = {
+    "metavar": "DIR_OR_HUB_ID",
+    "help": "Convert this checkpoint: a folder, or an id on the Hugging Face Hub (owner/name).",
+}
+_REVISION = {
+    "metavar": "REV",
+    "help": "Take this branch, tag or commit on the Hub. The default is its main branch.",
+}
+_SPANS = {
+    "type": _parse_spans,
+    "metavar": "N,N,...",
+    "help": "Number of draft positions that each specialist serves, such as 3,3. It can be left "
+    "out for published checkpoints, our own exports and drafts of a single layer.",
+}
+_NEW_SPANS = _SPANS | {"help": "Number of draft positions that each specialist is to serve: 3,3."}
+_DEPTH = {
+    "type": _parse_count,
+    "metavar": "N",
+    "help": "Number of positions the draft was trained on, such as 3 for HASS. It is recorded and "
+    "changes no output. By default it is the published one, or the sum of the positions per "
+    "specialist.",
+}
+_NEW_DEPTH = _DEPTH | {
+    "help": "Number of positions the draft was trained on. The default is that of the given draft."
+}
+_VERIFY = {
+    "action": "store_true",
+    "help": "Compare the files and weights of a model folder with their checksums.",
+}
+_FORMAT = {
+    "choices": ("hf", "eagle", "poss"),
+    "help": "Layout to write: hf for a target, eagle for a draft of one layer, poss for any draft. "
+    "The default is hf for a target and poss for a draft.",
+}
+_SPECIALIST = {
+    "type": int,
+    "metavar": "S",
+    "help": "Write specialist S of a draft alone, as an eagle draft. The first one is 0.",
+}
+_BIN = {
+    "action": "store_true",
+    "help": "Write pytorch_model.bin instead of model.safetensors. This needs the `torch` extra.",
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -145,183 +274,85 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_inspect(commands)
-    _add_target(commands)
-    _add_draft(commands)
-    _add_specialists(commands)
-    _add_export(commands)
-    return parser
 
+    def add(
+        name: str,
+        run: Callable[[argparse.Namespace], None],
+        text: str,
+        more: str,
+        required: dict[str, dict[str, Any]],
+        optional: dict[str, dict[str, Any]],
+    ) -> None:
+        command = commands.add_parser(name, help=text, description=f"{text} {more}")
+        command.set_defaults(run=run)
+        for flag, options in required.items():
+            is_flag = {"required": True} if flag.startswith("--") else {}
+            command.add_argument(flag, **is_flag, **options)
+        for flag, options in optional.items():
+            command.add_argument(flag, **options)
 
-def _add_inspect(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
+    add(
         "inspect",
-        help="say what a checkpoint or a model folder holds, without converting it",
-        description=(
-            "Say what a folder or Hub id holds: its family, shapes, types, rope and vocabulary, "
-            "what converting it would assume or need, and why it would be refused. Of safetensors "
-            "on the Hub only the headers are fetched; .bin files have none and are downloaded."
-        ),
+        _inspect,
+        "Say what a checkpoint or a model folder holds, without converting it.",
+        "It shows the family, shapes, types, rope and vocabulary, what converting it would assume "
+        "or need, and why it would be refused. Of safetensors on the Hub only the headers are "
+        "fetched; .bin files have none and are downloaded.",
+        {
+            "source": _SOURCE
+            | {"metavar": "SOURCE", "help": "A folder, a model folder or a Hub id."}
+        },
+        {"--revision": _REVISION, "--verify": _VERIFY},
     )
-    command.set_defaults(run=_inspect)
-    command.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="folder of a PyTorch checkpoint, its Hub id (owner/name), or a model folder",
-    )
-    _add_revision(command)
-    command.add_argument(
-        "--verify", action="store_true", help="compare a model folder with its checksums"
-    )
-
-
-def _add_target(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
+    add(
         "target",
-        help="a Llama-family target in Hugging Face's layout",
-        description=(
-            "Convert a Llama-family target: config.json, tokenizer files and weights "
-            "(safetensors, or .bin with the `torch` extra; a single file or shards)."
-        ),
+        _target,
+        "Convert a Llama-family target in Hugging Face's layout.",
+        "Its config.json, tokenizer files and weights are read (safetensors, or .bin with the "
+        "`torch` extra; a single file or shards).",
+        {"--source": _SOURCE, "--output": _OUTPUT},
+        {"--revision": _REVISION, "--dtype": _dtype()},
     )
-    command.set_defaults(run=_target)
-    _add_source(command)
-    _add_folder(command, "--output", _OUTPUT)
-
-
-def _add_draft(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
+    add(
         "draft",
-        help="an EAGLE, EAGLE-2, HASS or PosS draft",
-        description=(
-            "Convert a draft of the EAGLE-2 layout (fc and one decoder layer per specialist, "
-            "without input norm). Head and embedding are the target's and are not stored."
-        ),
+        _draft,
+        "Convert an EAGLE, EAGLE-2, HASS or PosS draft.",
+        "Such a draft has fc and one decoder layer per specialist, without input norm. Head and "
+        "embedding are the target's and are not stored.",
+        {"--source": _SOURCE, "--target": _TARGET, "--output": _OUTPUT},
+        {
+            "--revision": _REVISION,
+            "--dtype": _dtype(),
+            "--positions-per-specialist": _SPANS,
+            "--trained-depth": _DEPTH,
+        },
     )
-    command.set_defaults(run=_draft)
-    _add_source(command)
-    _add_folder(
-        command, "--target", "model folder of the target it was trained for, made by this program"
-    )
-    _add_folder(command, "--output", _OUTPUT)
-    _add_spans(command, required=False)
-
-
-def _add_specialists(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
+    add(
         "init-specialists",
-        help="a PosS start from a trained draft",
-        description=(
-            "Make a draft with more specialists: every missing one is a copy of the last one the "
-            "draft has. Train it to tell them apart."
-        ),
+        _specialists,
+        "Make a start for PosS from a trained draft.",
+        "The new draft has more specialists: every missing one is a copy of the last one the draft "
+        "has. Train it to tell them apart.",
+        {"--draft": _DRAFT, "--output": _OUTPUT, "--positions-per-specialist": _NEW_SPANS},
+        {"--trained-depth": _NEW_DEPTH},
     )
-    command.set_defaults(run=_specialists)
-    _add_folder(
-        command, "--draft", "model folder of the draft to start from, usually an EAGLE draft"
-    )
-    _add_folder(command, "--output", _OUTPUT)
-    _add_spans(command, required=True)
-
-
-def _add_export(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
+    add(
         "export",
-        help="a model folder as a PyTorch checkpoint",
-        description=(
-            "Write a model folder as a PyTorch checkpoint: a target as `transformers` reads it, a "
-            "draft as the original EAGLE and PosS code does (the embedding of its target is part "
-            "of that layout). SHA256SUMS beside the files is checked when they are converted again."
-        ),
+        _export,
+        "Write a model folder as a PyTorch checkpoint.",
+        "A target is written as `transformers` reads it, a draft as the original EAGLE and PosS "
+        "code does (the embedding of its target is part of that layout). SHA256SUMS beside the "
+        "files is checked when they are converted again.",
+        {"--model": _MODEL, "--output": _OUTPUT},
+        {
+            "--format": _FORMAT,
+            "--target": _TARGET,
+            "--specialist": _SPECIALIST,
+            "--bin": _BIN,
+            "--dtype": _dtype("float16"),
+        },
     )
-    command.set_defaults(run=_export)
-    _add_folder(command, "--model", "model folder to export")
-    _add_folder(command, "--output", _OUTPUT)
-    command.add_argument(
-        "--format",
-        choices=("hf", "eagle", "poss"),
-        help="hf: a target; eagle: a draft of one layer; poss: any draft (default: hf or poss)",
-    )
-    _add_folder(command, "--target", "model folder of a draft's target", required=False)
-    command.add_argument(
-        "--specialist",
-        type=int,
-        metavar="S",
-        help="write this one of a draft's specialists (0 is the first) as an eagle draft",
-    )
-    command.add_argument(
-        "--bin",
-        action="store_true",
-        help="write pytorch_model.bin, not model.safetensors; needs the `torch` extra",
-    )
-    _add_dtype(command, "float16")
-
-
-def _add_source(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--source",
-        required=True,
-        metavar="DIR_OR_HUB_ID",
-        help="folder of the PyTorch checkpoint, or its id on the Hugging Face Hub (owner/name)",
-    )
-    _add_revision(command)
-    _add_dtype(command)
-
-
-def _add_revision(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--revision",
-        metavar="REV",
-        help="branch, tag or commit on the Hub (default: its main branch)",
-    )
-
-
-def _add_dtype(command: argparse.ArgumentParser, *more: str) -> None:
-    command.add_argument(
-        "--dtype",
-        choices=("keep", "float32", "bfloat16", *more),
-        default="keep",
-        help="type to store the weights in (default: keep the one they have)",
-    )
-
-
-def _add_folder(
-    command: argparse.ArgumentParser, flag: str, text: str, *, required: bool = True
-) -> None:
-    command.add_argument(flag, required=required, type=Path, metavar="DIR", help=text)
-
-
-def _add_spans(command: argparse.ArgumentParser, *, required: bool) -> None:
-    default, depth = "", "that of the draft"
-    if not required:
-        default = (
-            " (default: known for the published checkpoints on the Hub, 1 for a single layer; "
-            "otherwise it must be given)"
-        )
-        depth = "known for the published ones, 1 for a single layer, otherwise the sum of the above"
-    command.add_argument(
-        "--positions-per-specialist",
-        required=required,
-        type=_parse_spans,
-        metavar="N,N,...",
-        help=f"how many draft positions each specialist serves, such as 3,3{default}",
-    )
-    command.add_argument(
-        "--trained-depth",
-        type=_parse_count,
-        metavar="N",
-        help=f"positions the draft was trained on, such as 3 for HASS (default: {depth})",
-    )
-
-
-def _parse_spans(text: str) -> tuple[int, ...]:
-    return tuple(_parse_count(part) for part in text.split(","))
-
-
-def _parse_count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"want counts of at least 1, got {text!r}")
-    return int(text)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The way out: a model folder of ours as the PyTorch checkpoint it would have come from."""
+"""Export: a model folder of ours as the PyTorch checkpoint it would have come from."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -22,19 +22,24 @@ from poss_jax.checkpoint import (
     whole_folder,
     write_sums,
 )
-from poss_jax.config import DraftConfig, UserError
-from poss_jax.convert.config_json import draft_config_json, target_config_json
-from poss_jax.convert.draft_config import DraftMetadata
+from poss_jax.config import DraftConfig, LlamaConfig, UserError, config_to_dict
+from poss_jax.convert.hf import CONFIG_KEYS, METADATA, ROPE_KEYS, DraftMetadata
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, source_key
 from poss_jax.convert.plan import Row
 from poss_jax.model.parameters import flatten_item, item_shapes
 
-Format = Literal["hf", "eagle", "poss"]
+Form = Literal["hf", "eagle", "poss"]
 ExportDType = Literal["keep", "float32", "bfloat16", "float16"]
 
 MAX_SHARD_BYTES = 5_000_000_000
 
 _TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Export:
 def plan_export(
     model: str | Path,
     *,
-    form: Format | None = None,
+    form: Form | None = None,
     target: str | Path | None = None,
     specialist: int | None = None,
     dtype: ExportDType = "keep",
@@ -150,7 +155,7 @@ def _plan_draft(draft: Model, target: Model, specialist: int | None, dtype: Expo
         origins[f"specialists/{index}"] = (draft, f"specialists/{specialist or index}")
     rows = _rows(origins, dtype)
     fc_dtype = next(row.dtype for row in rows if row.path == FC)
-    rows[0] = replace(rows[0], path=DRAFT_EMBEDDING, dtype=fc_dtype)
+    rows[0] = rows[0]._replace(path=DRAFT_EMBEDDING, dtype=fc_dtype)
     metadata = DraftMetadata(
         positions_per_specialist=config.positions_per_specialist,
         trained_depth=config.trained_depth,
@@ -260,3 +265,110 @@ def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+# --------------------------------------------------------------------------------------------------
+# config.json
+
+
+def target_config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
+    """Describes a target to `transformers` 4 and 5.
+
+    Args:
+      config: shape of the target.
+      dtype: type that its weights are written in.
+
+    Raises:
+      UserError: no family of Hugging Face has these biases and norms.
+    """
+    family = _family(config)
+    values = {"architectures": [_ARCHITECTURES[family]], "model_type": family}
+    values |= _shape(config, dtype) | {"tie_word_embeddings": config.tie_embeddings}
+    if family != "llama":
+        values |= {"use_sliding_window": False}
+    if family != "qwen2":
+        values |= {"attention_bias": config.qkv_bias}
+    return values | ({"mlp_bias": config.mlp_bias} if family == "llama" else {})
+
+
+def draft_config_json(config: DraftConfig, metadata: DraftMetadata, dtype: str) -> dict[str, Any]:
+    """Describes a draft to the original code, and to our own converter.
+
+    Args:
+      config: shape of the draft.
+      metadata: what the layout has no key for.
+      dtype: type that its weights are written in.
+
+    Raises:
+      UserError: the original code has no such layers.
+    """
+    layer = config.layer
+    wrong = [field for field in ("o_bias", "qk_norm", "mlp_bias") if getattr(layer, field)]
+    if layer.num_heads * layer.head_dim != layer.hidden_size:
+        wrong.append(
+            f"{layer.num_heads} heads of {layer.head_dim} for a width of {layer.hidden_size}"
+        )
+    if wrong:
+        raise UserError(
+            f"the original code has no draft layers with {', '.join(wrong)}; such a draft stays "
+            "with poss_jax"
+        )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **_shape(layer, dtype),
+        "num_hidden_layers": 1,  # whatever the number of specialists: so do the published ones
+        "tie_word_embeddings": layer.tie_embeddings,
+        "pad_token_id": 0,
+        "qkv_bias": layer.qkv_bias,
+        "bias": config.fc_bias,
+        METADATA: {k: v for k, v in config_to_dict(metadata).items() if v is not None},
+    }
+
+
+def _family(config: LlamaConfig) -> str:
+    """Finds the family whose own code has these biases and norms."""
+    if config.qk_norm and config.qkv_bias == config.o_bias and not config.mlp_bias:
+        return "qwen3"
+    if not config.qk_norm and config.qkv_bias == config.o_bias:
+        return "llama"
+    if not config.qk_norm and config.qkv_bias and not config.mlp_bias:
+        return "qwen2"
+    raise UserError(
+        f"no family of transformers has qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, "
+        f"qk_norm {config.qk_norm} and mlp_bias {config.mlp_bias} together; such a target stays "
+        "with poss_jax"
+    )
+
+
+def _shape(config: LlamaConfig, dtype: str) -> dict[str, Any]:
+    stop_ids = list(config.eos_token_ids)
+    return {
+        **{key: getattr(config, field) for field, key in CONFIG_KEYS.items()},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        **_rope(config),
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": stop_ids if len(stop_ids) > 1 else next(iter(stop_ids), None),
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+def _rope(config: LlamaConfig) -> dict[str, Any]:
+    """Writes both spellings: rope_theta and rope_scaling (transformers 4), rope_parameters (5)."""
+    rope, scaling = config.rope, {}
+    trained, longest = rope.original_max_position_embeddings, config.max_position_embeddings
+    if rope.type == "dynamic" and trained != longest:  # Hugging Face has one number for both
+        raise UserError(
+            f"rope type dynamic: transformers takes max_position_embeddings ({longest}) for the "
+            f"trained context ({trained}); such a target stays with poss_jax"
+        )
+    if rope.type != "default":
+        keys = ROPE_KEYS[rope.type]
+        scaling = {"rope_type": rope.type} | {key: getattr(rope, key) for key in keys}
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": {"type": rope.type} | scaling if scaling else None,
+        "rope_parameters": {"rope_type": rope.type, "rope_theta": rope.theta} | scaling,
+    }

@@ -1,7 +1,7 @@
 """What a folder or Hub id holds, and what converting it would do, without converting it."""
 
 from collections import Counter
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,10 @@ from poss_jax.checkpoint import (
     read_record,
     verify_model,
 )
-from poss_jax.config import DraftConfig, LlamaConfig, UserError, read_json
-from poss_jax.convert.draft import check_draft
-from poss_jax.convert.draft_config import read_draft_config, read_layer
-from poss_jax.convert.draft_source import recognise_draft
-from poss_jax.convert.hf_config import read_llama_config
-from poss_jax.convert.names import FC_BIAS, plain_name, slots_by_key
-from poss_jax.convert.plan import Row
-from poss_jax.convert.published import PUBLISHED, find_published
-from poss_jax.convert.refusals import model_names, refuse_adapter
-from poss_jax.convert.source import LazyTensor, Source, list_tensors, open_source
-from poss_jax.convert.target import check_target
+from poss_jax.config import DraftConfig, LlamaConfig, UserError
+from poss_jax.convert.formats import Reading, model_names, read_checkpoint
+from poss_jax.convert.plan import PUBLISHED, Row, find_published, place_specialists
+from poss_jax.convert.source import Source, open_source
 from poss_jax.model.parameters import flatten_item, item_shapes
 
 
@@ -88,22 +81,16 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
         return _inspect_model(Path(source), verify=verify)
     if verify:
         raise UserError(
-            f"{source} is no model folder, whose checksums --verify compares; leave it out"
+            f"{source} is not a model folder; leave out --verify, which compares the checksums of "
+            "model folders"
         )
     opened = open_source(source, revision, weights=False)
     found = Inspection(source)
-    tensors: dict[str, LazyTensor] = {}
     try:
-        refuse_adapter(opened.folder)
-        tensors = list_tensors(opened)
-        if _is_draft(tensors):
-            _read_draft(found, opened, tensors)
-        else:
-            _read_target(found, opened, tensors)
+        _describe_reading(found, read_checkpoint(opened))
     except UserError as error:
         found.refused = str(error)
-        _name_config(found, opened)
-        found.rows = [Row(key, "", t.shape, t.dtype) for key, t in tensors.items()]
+        _list_unknown(found, opened)
     _count_weights(found)
     files = [name for name in TOKENIZER_FILES if (opened.folder / name).is_file()]
     found.add("tokenizer files", ", ".join(files) or "none")
@@ -112,12 +99,6 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
     if found.refused is None:
         found.add("convert with", _command(found, revision))
     return found
-
-
-def _is_draft(tensors: Mapping[str, LazyTensor]) -> bool:
-    """Whether the draft command is the one to name it: a fusion layer, or EAGLE-3's names."""
-    signs = ("fc.", "midlayer", "fusion_fc.", "d2t")
-    return any(plain_name(key).startswith(signs) for key in tensors)
 
 
 def _command(found: Inspection, revision: str | None) -> str:
@@ -132,54 +113,43 @@ def _command(found: Inspection, revision: str | None) -> str:
 # PyTorch checkpoints
 
 
-def _read_target(found: Inspection, source: Source, tensors: Mapping[str, LazyTensor]) -> None:
-    config = read_llama_config(source.folder)
-    dropped = check_target(config, tensors, str(source.folder))
-    slots = slots_by_key(item_shapes(config))
-    found.family = "target"
+def _describe_reading(found: Inspection, reading: Reading) -> None:
+    found.family = "target" if isinstance(reading.config, LlamaConfig) else "draft"
+    if isinstance(reading.config, LlamaConfig):
+        found.add("holds", f"a target of {reading.config.num_layers} layers")
+        _describe_layers(found, reading.config)
+    else:
+        _describe_draft(found, reading, reading.config)
+    notes = {key: f"(not stored: {why})" for key, why in reading.dropped.items()}
+    notes |= dict.fromkeys(reading.copies, "(a copy of the target's)")
     found.rows = [
-        Row(key, str(slots.get(key) or f"(not stored: {dropped.get(key)})"), t.shape, t.dtype)
-        for key, t in tensors.items()
+        Row(key, notes.get(key) or str(reading.slots[key]), t.shape, t.dtype)
+        for key, t in reading.source.tensors.items()
     ]
-    found.add("holds", f"a target of {config.num_layers} layers")
-    _describe_layers(found, config)
 
 
-def _read_draft(found: Inspection, source: Source, tensors: Mapping[str, LazyTensor]) -> None:
-    draft = recognise_draft(source, tensors)
-    layer, assumed = read_layer(draft)
-    found.assumed = tuple(assumed)
-    config = DraftConfig(
-        layer=layer,
-        positions_per_specialist=(1,) * draft.num_layers,
-        fc_bias=FC_BIAS in draft.tensors,
-    )
-    slots = check_draft(config, draft)
-    found.family = "draft"
+def _describe_draft(found: Inspection, reading: Reading, config: DraftConfig) -> None:
+    found.assumed = reading.assumed
     try:
-        reading = read_draft_config(draft)
-        found.method, found.assumed = reading.config.method, reading.assumed
-        found.add("holds", _describe_draft(reading.config))
+        placed = place_specialists(reading)
+        assert isinstance(placed.config, DraftConfig)
+        found.method, found.assumed = placed.config.method, placed.assumed
+        found.add("holds", _show_draft(placed.config))
     except UserError as error:
         found.needs = str(error)
-        found.add("holds", f"a PosS draft of {draft.num_layers} specialists")
-    _describe_layers(found, layer)
-    found.rows = [
-        Row(draft.keys[key], str(slots.get(key) or "(a copy of the target's)"), t.shape, t.dtype)
-        for key, t in draft.tensors.items()
-    ]
-    published = find_published(source)
+        found.add("holds", f"a PosS draft of {config.num_specialists} specialists")
+    _describe_layers(found, config.layer)
+    published = find_published(reading.source)
     if published:
         found.add("for the target", PUBLISHED[published[0]].target)
 
 
-def _name_config(found: Inspection, source: Source) -> None:
-    """What config.json calls a model that we do not convert, if there is one that can be read."""
-    try:
-        values = read_json(source.folder / "config.json")
-    except UserError:
-        return
-    found.add("config.json says", ", ".join(model_names(values)) or "no name")
+def _list_unknown(found: Inspection, source: Source) -> None:
+    """Shows the name and the weights of a model that cannot be converted, if they can be read."""
+    with suppress(UserError):
+        found.add("config.json says", ", ".join(model_names(source.values)) or "no name")
+    with suppress(UserError):
+        found.rows = [Row(key, "", t.shape, t.dtype) for key, t in source.tensors.items()]
 
 
 def _count_weights(found: Inspection) -> None:
@@ -200,7 +170,7 @@ def _inspect_model(folder: Path, *, verify: bool) -> Inspection:
     record = verify_model(folder) if verify else read_record(folder)
     found = Inspection(str(folder), record.family, record.method)
     if isinstance(record.config, DraftConfig):
-        found.add("holds", f"a model folder: {_describe_draft(record.config)}")
+        found.add("holds", f"a model folder: {_show_draft(record.config)}")
         _describe_layers(found, record.config.layer)
     else:
         found.add("holds", f"a model folder: a target of {record.config.num_layers} layers")
@@ -237,7 +207,7 @@ def _describe_record(found: Inspection, record: ModelRecord) -> None:
 # Words
 
 
-def _describe_draft(config: DraftConfig) -> str:
+def _show_draft(config: DraftConfig) -> str:
     spans = ",".join(map(str, config.positions_per_specialist))
     number = config.num_specialists
     what = "1 specialist" if number == 1 else f"{number} specialists"

@@ -1,27 +1,39 @@
-"""A conversion that is checked and ready: what goes where, and the stream of items to write."""
+"""A conversion that is checked and ready: the model to write, and the stream of its items."""
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from poss_jax.checkpoint import ModelRecord
-from poss_jax.config import UserError
-from poss_jax.convert.names import Slot
-from poss_jax.convert.source import LazyTensor
+from poss_jax.checkpoint import (
+    ModelRecord,
+    check_fit,
+    describe_item,
+    load_item,
+    new_record,
+    read_record,
+    target_identity,
+)
+from poss_jax.config import DraftConfig, LlamaConfig, UserError, change_config
+from poss_jax.convert.formats import HEAD, Reading, read_checkpoint
+from poss_jax.convert.hf import DraftMetadata
+from poss_jax.convert.names import source_key
+from poss_jax.convert.source import LazyTensor, Source, open_source
+from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.shapes import Params
 
 DType = Literal["keep", "float32", "bfloat16"]
 
 _CASTS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-_READABLE = ("float32", "bfloat16", "float16")
-_MAX_LISTED = 50
+_EMBED = source_key("embed", ("weight",))
+_WORDS = {"embed": "embedding", "head": "head"}
 
 # Values looked at a time, so that no mask as long as an embedding is made.
 _CHUNK = 1 << 22
@@ -29,15 +41,14 @@ _CHUNK = 1 << 22
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table a conversion prints.
+class Row(NamedTuple):
+    """One line of the table that a conversion prints.
 
     Attributes:
       key: name in the source.
-      path: ours, or why the tensor is not stored.
-      shape: in the source and in our format alike.
-      dtype: as stored by us (as in the source for what is not stored).
+      path: our path, or the reason why the tensor is not stored.
+      shape: shape in the source and in our format alike.
+      dtype: type that is stored; that of the source for what is not stored.
     """
 
     key: str
@@ -54,9 +65,9 @@ class Conversion:
       record: the model to be written.
       rows: the table of what goes where.
       items: streams (name, arrays); can be run through once.
-      num_items: how many there are.
+      num_items: number of items.
       tokenizer_from: folder the tokenizer's files are copied from.
-      assumed: what the source does not say and why we take it so, one line each.
+      assumed: what the source does not say and what is assumed for it, one line each.
     """
 
     record: ModelRecord
@@ -72,93 +83,186 @@ class Conversion:
         return "+".join(sorted({row.dtype for row in self.rows if not row.path.startswith("(")}))
 
 
-class Reader:
-    """Reads the tensors of a source as they are to be stored.
-
-    Attributes:
-      tensors: of the source, by key.
-      dtype: what to store.
-    """
-
-    def __init__(self, tensors: Mapping[str, LazyTensor], dtype: DType) -> None:
-        self.tensors = tensors
-        self.dtype: DType = dtype
-
-    def items(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Params]]:
-        """Streams the items whose arrays are given by `slots`, one in memory at a time."""
-        for item, group in groupby(slots.items(), key=lambda pair: pair[1].item):
-            yield item, unflatten_dict({slot.path: self._read(key) for key, slot in group})
-
-    def _read(self, key: str) -> np.ndarray:
-        array, file = self.tensors[key].read(), self.tensors[key].file
-        if self.dtype != "keep":
-            array = array.astype(_CASTS[self.dtype], copy=False)
-        if not is_finite(array):
-            _LOG.warning("%s: %s holds NaN or infinity; it is converted as it is", file, key)
-        return array
-
-    def rows(self, slots: Mapping[str, Slot], dropped: Mapping[str, str]) -> list[Row]:
-        """The table: what is stored, then what is not and why."""
-        stored = [
-            Row(
-                key,
-                str(slot),
-                slot.shape,
-                self.tensors[key].dtype if self.dtype == "keep" else self.dtype,
-            )
-            for key, slot in slots.items()
-        ]
-        return stored + [
-            Row(key, f"(not stored: {why})", self.tensors[key].shape, self.tensors[key].dtype)
-            for key, why in dropped.items()
-        ]
-
-
-def check_keys(
-    origin: str,
-    tensors: Mapping[str, LazyTensor],
-    wanted: Mapping[str, tuple[int, ...]],
-    optional: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Compares the keys of a source with what its config describes.
+def plan_target(source: str, *, revision: str | None = None, dtype: DType = "keep") -> Conversion:
+    """Opens and checks a target; nothing is written yet.
 
     Args:
-      origin: the source, for the message.
-      tensors: what it holds.
-      wanted: shapes of the keys that must be there.
-      optional: shapes of the keys that may be there.
+      source: folder or Hub id.
+      revision: branch, tag or commit on the Hub.
+      dtype: type to store.
 
     Raises:
-      UserError: names every unknown, missing or mis-shaped key.
+      UserError: anything in the source that is unknown or does not fit its config.
     """
-    shapes = {**optional, **wanted}
-    problems = [f"missing {key} {list(wanted[key])}" for key in wanted if key not in tensors]
-    for key, tensor in tensors.items():
-        where = f"in {tensor.file.name}"
-        if key not in shapes:
-            problems.append(f"unknown {key} {list(tensor.shape)} {where}")
-        elif tensor.shape != shapes[key]:
-            problems.append(f"{key} want {list(shapes[key])} got {list(tensor.shape)} {where}")
-        elif tensor.dtype not in _READABLE:
-            problems.append(f"{key} want {' or '.join(_READABLE)} got {tensor.dtype} {where}")
-    if problems:
-        listed = "; ".join(problems[:_MAX_LISTED])
-        more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+    reading = read_checkpoint(open_source(source, revision), "target")
+    config, opened, tensors = reading.config, reading.source, reading.source.tensors
+    assert isinstance(config, LlamaConfig)
+    embedding = tensors[_EMBED].read()
+    head = embedding if config.tie_embeddings else tensors[HEAD].read()
+    if config.tie_embeddings and HEAD in tensors and (embedding != tensors[HEAD].read()).any():
         raise UserError(
-            f"{origin}: the weights do not fit what config.json describes: {listed}{more}; "
-            "give the model's own files"
+            f"{opened.folder}: config.json ties the embeddings, got another {HEAD}; "
+            "set tie_word_embeddings to what the model was trained with"
         )
+    identity = target_identity(opened.name, opened.revision, embedding, head)
+    record = new_record(config, identity, tokenizer_from=opened.folder)
+    return _convert(reading, record, reading.dropped, dtype, opened.folder)
+
+
+def plan_draft(
+    source: str,
+    target: str | Path,
+    *,
+    positions_per_specialist: tuple[int, ...] | None = None,
+    trained_depth: int | None = None,
+    revision: str | None = None,
+    dtype: DType = "keep",
+) -> Conversion:
+    """Opens and checks a draft against its target; nothing is written yet.
+
+    Args:
+      source: folder or Hub id.
+      target: model folder of the converted target.
+      positions_per_specialist: see `DraftConfig`; needed for several specialists unless the source
+        is one we know, or was exported by us.
+      trained_depth: see `DraftConfig`; by default 1 for one specialist, else the sum of the spans.
+      revision: branch, tag or commit on the Hub.
+      dtype: type to store.
+
+    Raises:
+      UserError: anything in the source that is unknown, or that does not fit its config or the
+        target.
+    """
+    target = Path(target)
+    target_record = read_record(target)
+    reading = read_checkpoint(open_source(source, revision), "draft")
+    reading = place_specialists(reading, positions_per_specialist, trained_depth)
+    config = reading.config
+    assert isinstance(config, DraftConfig)
+    check_fit(f"draft {reading.source.folder}", config.layer, target_record)
+    dropped = _compare_copies(reading, target, target_record)
+    vocabulary = reading.metadata.draft_vocabulary if reading.metadata else None
+    record = new_record(
+        config, target_record.target, tokenizer_from=target, draft_vocabulary=vocabulary
+    )
+    conversion = _convert(reading, record, dropped, dtype, target)
+    rope, target_rope = config.layer.rope, target_record.llama.rope
+    if rope == target_rope:
+        return conversion
+    # A draft keeps the rope it was trained with.
+    ours, theirs = (f"rope {r.type} with theta {r.theta:g}" for r in (rope, target_rope))
+    line = f"{ours}, because the draft's config.json says so, although the target has {theirs}"
+    return replace(conversion, assumed=(*conversion.assumed, line))
+
+
+def plan_specialists(
+    draft: str | Path,
+    positions_per_specialist: tuple[int, ...],
+    *,
+    trained_depth: int | None = None,
+) -> Conversion:
+    """Plans a PosS start: every missing specialist is a copy of the last one a trained draft has.
+
+    Args:
+      draft: model folder of the draft to start from.
+      positions_per_specialist: see `DraftConfig`, for the new draft.
+      trained_depth: by default that of the given draft: copying trains nothing.
+
+    Raises:
+      UserError: not a draft, or fewer specialists than it already has.
+    """
+    draft = Path(draft)
+    record = read_record(draft)
+    if not isinstance(record.config, DraftConfig):
+        raise UserError(f"{draft}: want a draft, got a target; give the folder of a draft")
+    have, want = record.config.num_specialists, len(positions_per_specialist)
+    if want < have:
+        raise UserError(
+            f"{draft} has {have} specialists, got {want} positions per specialist; "
+            f"give at least {have} counts"
+        )
+    config = replace(
+        record.config,
+        positions_per_specialist=positions_per_specialist,
+        trained_depth=trained_depth or record.config.trained_depth,
+    )
+    origins = {}  # the existing item that becomes each new one
+    for name in item_shapes(config):
+        group, _, index = name.partition("/")
+        origins[name] = f"{group}/{min(int(index), have - 1)}" if index else name
+    return Conversion(
+        record=new_record(
+            config,
+            record.target,
+            tokenizer_from=draft,
+            draft_vocabulary=record.draft_vocabulary,
+        ),
+        rows=[
+            Row("/".join((origin, *path)), "/".join((name, *path)), array.shape, array.dtype.name)
+            for name, origin in origins.items()
+            for path, array in flatten_item(describe_item(draft, record, origin)).items()
+        ],
+        items=((name, load_item(draft, record, origin)) for name, origin in origins.items()),
+        num_items=len(origins),
+        tokenizer_from=draft,
+    )
+
+
+def _compare_copies(reading: Reading, target: Path, record: ModelRecord) -> dict[str, str]:
+    """Checks that a draft's copies of the target's weights are equal: they are not stored."""
+    for key, item in reading.copies.items():
+        item = "embed" if record.llama.tie_embeddings else item
+        want = np.asarray(load_item(target, record, item)["weight"])
+        if not same_up_to_rounding(reading.source.tensors[key].read(), want):
+            raise UserError(
+                f"{reading.source.folder}: {key} differs from the {_WORDS[item]} of the target "
+                f"{record.target.name}; give the target it was trained for"
+            )
+    return dict.fromkeys(reading.copies, "equals the target's")
+
+
+def _convert(
+    reading: Reading,
+    record: ModelRecord,
+    dropped: Mapping[str, str],
+    dtype: DType,
+    tokenizer_from: Path,
+) -> Conversion:
+    tensors, slots = reading.source.tensors, reading.slots
+    rows = [
+        Row(key, str(slot), slot.shape, tensors[key].dtype if dtype == "keep" else dtype)
+        for key, slot in slots.items()
+    ]
+    rows += [
+        Row(key, f"(not stored: {why})", tensors[key].shape, tensors[key].dtype)
+        for key, why in dropped.items()
+    ]
+    items = (
+        (item, unflatten_dict({slot.path: _read(tensors[key], key, dtype) for key, slot in group}))
+        for item, group in groupby(slots.items(), key=lambda pair: pair[1].item)
+    )
+    num_items = len(item_shapes(reading.config))
+    return Conversion(record, rows, items, num_items, tokenizer_from, reading.assumed)
+
+
+def _read(tensor: LazyTensor, key: str, dtype: DType) -> np.ndarray:
+    array = tensor.read()
+    if dtype != "keep":
+        array = array.astype(_CASTS[dtype], copy=False)
+    if not is_finite(array):
+        _LOG.warning("%s: %s holds NaN or infinity; it is converted as it is", tensor.file, key)
+    return array
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Whether an array holds neither NaN nor infinity."""
+    """Tells whether an array holds neither NaN nor infinity."""
     values = array.reshape(-1)
     starts = range(0, values.size, _CHUNK)
     return all(np.isfinite(values[start : start + _CHUNK]).all() for start in starts)
 
 
 def same_up_to_rounding(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays of one shape hold the same numbers, kept in different types."""
+    """Tells whether two arrays of one shape hold the same numbers, kept in different types."""
     return _rounds_to(a, b) or _rounds_to(b, a)
 
 
@@ -168,3 +272,138 @@ def _rounds_to(wide: np.ndarray, narrow: np.ndarray) -> bool:
     parts = ((wide[i : i + _CHUNK], narrow[i : i + _CHUNK]) for i in starts)
     with np.errstate(over="ignore"):
         return all(np.array_equal(a.astype(b.dtype), b) for a, b in parts)
+
+
+# --------------------------------------------------------------------------------------------------
+# Positions of a draft's specialists, which only our own exports state
+
+
+class Published(NamedTuple):
+    """A draft on the Hub.
+
+    Attributes:
+      target: Hub id of the target it was trained for.
+      positions_per_specialist: see `DraftConfig`.
+      trained_depth: see `DraftConfig`.
+    """
+
+    target: str
+    positions_per_specialist: tuple[int, ...] = (1,)
+    trained_depth: int = 1
+
+
+_LLAMA3 = "meta-llama/Meta-Llama-3-8B-Instruct"
+_LLAMA2 = "meta-llama/Llama-2-13b-chat-hf"
+
+PUBLISHED = {
+    "HINT-lab/PosS1-Llama3-8B-Instruct": Published(_LLAMA3, (1,) * 7, 7),
+    "HINT-lab/PosS2-Llama3-8B-Instruct": Published(_LLAMA3, (2,) * 4, 8),
+    "HINT-lab/PosS3-Llama3-8B-Instruct": Published(_LLAMA3, (3,) * 4, 12),
+    "HINT-lab/PosS1-Llama2-13B-Chat": Published(_LLAMA2, (1,) * 6, 6),
+    "HINT-lab/PosS2-Llama2-13B-Chat": Published(_LLAMA2, (2,) * 3, 6),
+    "HINT-lab/PosS3-Llama2-13B-Chat": Published(_LLAMA2, (3,) * 2, 6),
+    "HINT-lab/HASS-Llama3-8B-Instruct-Reproduce": Published(_LLAMA3, trained_depth=3),
+    "HArmonizedSS/HASS-LLaMA2-Chat-13B": Published(_LLAMA2, trained_depth=3),
+    "HINT-lab/EAGLE-Llama3-8B-Instruct-Reproduce": Published(_LLAMA3),
+    "yuhuili/EAGLE-LLaMA3-Instruct-8B": Published(_LLAMA3),
+    "yuhuili/EAGLE-LLaMA3-Instruct-70B": Published("meta-llama/Meta-Llama-3-70B-Instruct"),
+    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": Published("meta-llama/Llama-3.1-8B-Instruct"),
+    "yuhuili/EAGLE-llama2-chat-7B": Published("meta-llama/Llama-2-7b-chat-hf"),
+    "yuhuili/EAGLE-llama2-chat-13B": Published(_LLAMA2),
+    "yuhuili/EAGLE-llama2-chat-70B": Published("meta-llama/Llama-2-70b-chat-hf"),
+    "yuhuili/EAGLE-Vicuna-7B-v1.3": Published("lmsys/vicuna-7b-v1.3"),
+    "yuhuili/EAGLE-Vicuna-13B-v1.3": Published("lmsys/vicuna-13b-v1.3"),
+    "yuhuili/EAGLE-Vicuna-33B-v1.3": Published("lmsys/vicuna-33b-v1.3"),
+}
+
+# Name that huggingface_hub gives the folder of a repository in its cache.
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+
+
+def find_published(source: Source) -> tuple[str, str] | None:
+    """Finds a published draft by its Hub id, its folder in the Hub's cache, or its folder's name.
+
+    Returns:
+      Hub id (a key of `PUBLISHED`), and what told it; None for anything else.
+    """
+    if source.revision and source.name in PUBLISHED:
+        return source.name, "its id on the Hub"
+    for part in source.folder.absolute().parts:
+        match = _CACHED.fullmatch(part)
+        if match and f"{match[1]}/{match[2]}" in PUBLISHED:
+            return f"{match[1]}/{match[2]}", "its folder in the Hub's cache"
+    for hub_id in PUBLISHED:
+        if Path(hub_id).name == source.name and not source.revision:
+            return hub_id, f"its folder's name {source.name}"
+    return None
+
+
+def place_specialists(
+    reading: Reading,
+    positions_per_specialist: tuple[int, ...] | None = None,
+    trained_depth: int | None = None,
+) -> Reading:
+    """Gives a draft's config its positions per specialist and trained depth.
+
+    Args:
+      reading: a draft as it was read.
+      positions_per_specialist: what the user says; None takes what is known or evident.
+      trained_depth: what the user says; None likewise.
+
+    Returns:
+      The reading with these two, and with what had to be assumed.
+
+    Raises:
+      UserError: the positions are not known, or are those of another number of specialists.
+    """
+    assert isinstance(reading.config, DraftConfig)
+    number, assumed = reading.config.num_specialists, list(reading.assumed)
+    known, because = _known(reading)
+    alone = (1,) if number == 1 else None
+    spans = positions_per_specialist or (known.positions_per_specialist if known else alone)
+    if spans is None or len(spans) != number:
+        got = " and does not say which positions each drafts"
+        if spans is not None:
+            got = f", got {len(spans)} positions per specialist"
+        raise UserError(
+            f"{reading.source.folder} has {number} specialists{got}; give {number} counts, such as "
+            f"--positions-per-specialist {_list((3,) * number)}"
+        )
+    if known and spans != known.positions_per_specialist:
+        assumed.append(f"{_list(spans)} positions per specialist as asked, although {because}")
+        known = None
+    elif isinstance(known, Published):
+        assumed.append(f"{_list(spans)} positions per specialist, because {because}")
+    if trained_depth is None:
+        if known:
+            trained_depth, why = known.trained_depth, because
+        elif number == 1:
+            trained_depth, why = 1, "a single layer does not say; for HASS give --trained-depth 3"
+        else:
+            trained_depth, why = sum(spans), "the positions per specialist add up to it"
+        if not isinstance(known, DraftMetadata):
+            assumed.append(f"trained depth {trained_depth}, because {why}")
+    config = change_config(
+        reading.config,
+        origin=str(reading.source.folder),
+        positions_per_specialist=spans,
+        trained_depth=trained_depth,
+    )
+    return replace(reading, config=config, assumed=tuple(assumed))
+
+
+def _known(reading: Reading) -> tuple[DraftMetadata | Published | None, str]:
+    """Finds what is known without asking the user, and says how."""
+    if reading.metadata is not None:
+        known, says = reading.metadata, "config.json says"
+    elif (found := find_published(reading.source)) is not None:
+        hub_id, told_by = found
+        known, says = PUBLISHED[hub_id], f"{told_by} is that of {hub_id}, published with"
+    else:
+        return None, ""
+    spans = _list(known.positions_per_specialist)
+    return known, f"{says} {spans}, trained depth {known.trained_depth}"
+
+
+def _list(counts: tuple[int, ...]) -> str:
+    return ",".join(map(str, counts))

@@ -1,24 +1,23 @@
-"""A PyTorch checkpoint, in a folder or on the Hub, as a table of tensors read on demand."""
+"""A PyTorch checkpoint, in a folder or on the Hub, as a table of tensors read on demand.
 
+`HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE` and `HF_ENDPOINT` are read by `huggingface_hub` itself. It
+is imported late: that is slow, and folders do not need it.
+"""
+
+import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from poss_jax.checkpoint import (
-    SUMS_FILE,
-    TOKENIZER_FILES,
-    check_file,
-    read_sums,
-    torch_io,
-)
+from poss_jax.checkpoint import SUMS_FILE, TOKENIZER_FILES, check_file, read_sums, torch_io
 from poss_jax.config import UserError, check_own_file, parse_object, read_json
-from poss_jax.convert.hub import check_blob, fetch_headers, fetch_snapshot
 
 # What is fetched from the Hub: configs, tokenizer, and weights (.bin only without safetensors).
 # Weights by their usual names: some repositories hold a second copy under another.
@@ -26,6 +25,8 @@ _SMALL_PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", SUMS_FILE)
 _PATTERNS = (*_SMALL_PATTERNS, "model*.safetensors")
 _BIN_PATTERN = "pytorch_model*.bin"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
 
 # In the order of preference.
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -36,35 +37,57 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a checkpoint came from.
-
-    Attributes:
-      name: Hub id, or the name of the folder.
-      revision: commit on the Hub; None for a folder.
-      folder: where its files are.
-    """
-
-    name: str
-    revision: str | None
-    folder: Path
-
-
-@dataclass(frozen=True)
 class LazyTensor:
     """A tensor of a checkpoint that has not been read yet.
 
     Attributes:
-      file: that holds it.
-      shape: as the file says.
+      file: file that holds it.
+      shape: shape that the file states.
       dtype: NumPy's name, or the file's own for types outside of float32, float16 and bfloat16.
-      read: gives the array.
+      read: returns the array.
     """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint whose small files are at hand.
+
+    Attributes:
+      name: Hub id, or the name of the folder.
+      revision: commit on the Hub; None for a folder.
+      folder: folder of its files.
+      has_weights: whether the weights are at hand too, to be read; otherwise they can be listed.
+    """
+
+    name: str
+    revision: str | None
+    folder: Path
+    has_weights: bool = True
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """Contents of config.json."""
+        return read_json(self.folder / "config.json")
+
+    @cached_property
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Tensors by key; listing them raises what `open_tensors` does.
+
+        Without the weights, only the headers of safetensors files are fetched from the Hub; .bin
+        files have none, so they are downloaded.
+        """
+        if self.has_weights:
+            return open_tensors(self.folder)
+        headers = _fetch_headers(self) if self.revision else None
+        if headers is not None:
+            return headers
+        whole = open_source(self.name, self.revision) if self.revision else self
+        return open_tensors(whole.folder, verify=False)
 
 
 def open_source(source: str, revision: str | None = None, *, weights: bool = True) -> Source:
@@ -76,7 +99,7 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
     Args:
       source: an existing folder, or a Hub id such as `owner/name`.
       revision: branch, tag or commit on the Hub.
-      weights: download them too.
+      weights: whether to download the weights too.
 
     Raises:
       UserError: neither a folder nor a Hub id, a folder with a revision, a model folder, the Hub
@@ -86,27 +109,25 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
     if folder.is_dir():
         _refuse_folder(folder, revision)
         _verify(folder, _SMALL_FILES)
-        return Source(folder.resolve().name, None, folder)
+        return Source(folder.resolve().name, None, folder, weights)
     if folder.is_file():
         raise UserError(f"source {source} is a file; give the folder it is in, with config.json")
     if not _HUB_ID.fullmatch(source) or source.startswith("."):
         raise UserError(f"source {source} does not exist; give a folder or a Hub id (owner/name)")
-    if not weights:
-        snapshot = fetch_snapshot(source, revision, _SMALL_PATTERNS)
-        return Source(source, snapshot.name, snapshot)
-    snapshot = fetch_snapshot(source, revision, _PATTERNS)
-    found = _find_weights(snapshot)
-    if found is None or found.name.startswith(_WEIGHT_FILES[1]):  # its index may be there
-        snapshot = fetch_snapshot(source, revision, (*_PATTERNS, _BIN_PATTERN))
-    _verify(snapshot, _SMALL_FILES)
-    return Source(source, snapshot.name, snapshot)
+    snapshot = _fetch_snapshot(source, revision, _PATTERNS if weights else _SMALL_PATTERNS)
+    if weights:
+        found = _find_weights(snapshot)
+        if found is None or found.name.startswith(_WEIGHT_FILES[1]):  # its index may be there
+            snapshot = _fetch_snapshot(source, revision, (*_PATTERNS, _BIN_PATTERN))
+        _verify(snapshot, _SMALL_FILES)
+    return Source(source, snapshot.name, snapshot, weights)
 
 
 def _refuse_folder(folder: Path, revision: str | None) -> None:
     if revision is not None:
         raise UserError(
-            f"source {folder} is a folder, which has no revision {revision}; leave it out, or give "
-            "a Hub id that is no folder here"
+            f"source {folder} is a folder, which has no revision {revision}; leave the revision "
+            "out, or give a Hub id that does not name a folder here"
         )
     if (folder / "model.json").is_file():
         raise UserError(
@@ -115,32 +136,15 @@ def _refuse_folder(folder: Path, revision: str | None) -> None:
         )
 
 
-def list_tensors(source: Source) -> dict[str, LazyTensor]:
-    """Lists the tensors of a source that was opened without its weights.
-
-    On the Hub only the headers of safetensors files are fetched; .bin files have none, so they are
-    downloaded.
-
-    Raises:
-      UserError: as `open_tensors` and `fetch_headers`.
-    """
-    if source.revision is None:
-        return open_tensors(source.folder, verify=False)
-    headers = fetch_headers(source.name, source.revision)
-    if headers is None:
-        whole = open_source(source.name, source.revision)
-        return open_tensors(whole.folder, verify=False)
-    return {
-        key: LazyTensor(source.folder / file, shape, _DTYPES.get(dtype, dtype), _not_fetched)
-        for key, (file, shape, dtype) in headers.items()
-    }
+# --------------------------------------------------------------------------------------------------
+# Weights
 
 
 def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
     """Lists the tensors of a folder: safetensors or else .bin, a single file or shards.
 
     Args:
-      folder: of the checkpoint.
+      folder: folder of the checkpoint.
       verify: compare them with SHA256SUMS or the Hub's checksums first, where there are any.
 
     Raises:
@@ -185,15 +189,12 @@ def _verify(folder: Path, names: Iterable[str]) -> None:
 
 
 def _find_weights(folder: Path) -> Path | None:
-    for name in _WEIGHT_FILES:
-        for path in (folder / name, folder / f"{name}.index.json"):
-            if path.is_file():
-                return path
-    return None
+    paths = (folder / f"{name}{end}" for name in _WEIGHT_FILES for end in ("", ".index.json"))
+    return next(filter(Path.is_file, paths), None)
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """File of every tensor, as an index says."""
+    """Reads the file name of every tensor."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: want a weight_map of keys and files; fetch the file again")
@@ -223,7 +224,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, LazyTensor]]:
         yield from _read_safetensors(path)
         return
     for key, array in torch_io.read_bin(path).items():
-        yield key, LazyTensor(path, array.shape, array.dtype.name, partial(_same, array))
+        yield key, LazyTensor(path, array.shape, array.dtype.name, partial(np.asarray, array))
 
 
 def _read_safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
@@ -248,9 +249,106 @@ def _map(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarr
     return np.require(array, requirements="A")  # no file has to align its tensors
 
 
+# --------------------------------------------------------------------------------------------------
+# The Hub: every way it fails is one line that helps
+
+
+def _fetch_snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Downloads the files that match, or finds them in the cache.
+
+    Returns:
+      The snapshot's folder in the cache; its name is the commit.
+    """
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                hub_id, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"]
+            )
+        )
+    except Exception as error:  # of several families: the Hub's, the HTTP client's, the system's
+        raise UserError(_explain(hub_id, revision, error)) from error
+
+
+def _fetch_headers(source: Source) -> dict[str, LazyTensor] | None:
+    """Fetches the headers of safetensors files; None without such files, or with HF_HUB_OFFLINE."""
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        found = huggingface_hub.get_safetensors_metadata(source.name, revision=source.revision)
+    except errors.NotASafetensorsRepoError:
+        return None
+    except Exception as error:  # as in _fetch_snapshot
+        raise UserError(_explain(source.name, source.revision, error)) from error
+    return {
+        key: LazyTensor(
+            source.folder / file,
+            tuple(info.shape),
+            _DTYPES.get(info.dtype, info.dtype),
+            _not_fetched,
+        )
+        for file, header in found.files_metadata.items()
+        for key, info in header.tensors.items()
+    }
+
+
 def _not_fetched() -> np.ndarray:
     raise AssertionError("only the header was fetched")
 
 
-def _same(array: np.ndarray) -> np.ndarray:
-    return array
+def check_blob(path: Path) -> None:
+    """Compares a file of the Hub's cache with its checksum; other files pass.
+
+    The cache names a file's contents by what the Hub says: SHA-256 for large files, git's SHA-1 for
+    small ones.
+
+    Raises:
+      UserError: the contents differ.
+    """
+    blob = path.readlink() if path.is_symlink() else Path()
+    if blob.parent.name != "blobs":
+        return
+    if _SHA256.fullmatch(blob.name):
+        check_file(path, blob.name, "the Hub")
+    elif _GIT_SHA1.fullmatch(blob.name):
+        content = path.read_bytes()
+        digest = hashlib.sha1(b"blob %d\0" % len(content), usedforsecurity=False)
+        digest.update(content)
+        if digest.hexdigest() != blob.name:
+            raise UserError(
+                f"{path}: the Hub says git SHA-1 {blob.name}, got {digest.hexdigest()}; the file "
+                "is damaged, delete it from the cache and fetch it again"
+            )
+
+
+def _explain(hub_id: str, revision: str | None, error: Exception) -> str:
+    from huggingface_hub import constants, errors
+
+    shown = hub_id if revision is None else f"{hub_id} at revision {revision}"
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{hub_id} is gated: accept its terms on the model's page, and set HF_TOKEN to a "
+            "token of the same account"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"no folder {hub_id} here, and the Hub shows no such model; check the name, and set "
+            "HF_TOKEN if it is private"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the Hub has no {shown}; give one of its branches, tags or commits"
+    if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        return (
+            f"HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} does not hold all of "
+            f"{shown}; unset it, or fetch the model first"
+        )
+    cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
+    reason = " ".join(str(cause or error).split())[:300] or type(cause or error).__name__
+    return (
+        f"no folder {hub_id} here, and {shown} cannot be fetched from {constants.ENDPOINT} "
+        f"({reason}); check the network, the space left in {constants.HF_HUB_CACHE}, and HF_TOKEN"
+    )

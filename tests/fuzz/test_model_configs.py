@@ -5,15 +5,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from convert_sources import TINY, draft_tensors
+from convert_sources import TINY, draft_tensors, write_source
 from hypothesis import given
 from hypothesis import strategies as st
 
 from poss_jax.config import UserError, build_config, config_to_dict
-from poss_jax.convert.draft_config import METADATA, read_draft_config
-from poss_jax.convert.draft_source import recognise_draft
-from poss_jax.convert.hf_config import parse_llama_config
-from poss_jax.convert.source import LazyTensor, Source
+from poss_jax.convert.formats import read_checkpoint
+from poss_jax.convert.hf import METADATA, parse_llama_config
+from poss_jax.convert.plan import place_specialists
+from poss_jax.convert.source import open_source
 
 ROPE = {
     "type": "llama3",
@@ -33,7 +33,7 @@ OTHERS = """
     num_experts num_local_experts model transformer_layer_config eagle_fc_bias
 """.split()
 KEYS = [*TINY, "model_type", METADATA, *OTHERS]
-DRAFT = {name: array.shape for name, array in draft_tensors(2).items()}
+DRAFT = draft_tensors(2)
 
 numbers = st.one_of(
     st.integers(-2, 9),
@@ -80,14 +80,11 @@ def test_targets(changes: dict[str, Any], generation: dict[str, Any]) -> None:
 @given(changes=configs)
 def test_drafts(changes: dict[str, Any]) -> None:
     changes = {METADATA: {"positions_per_specialist": [1, 2], "trained_depth": 3}} | changes
-    tensors = {
-        name: LazyTensor(Path("x"), shape, "float32", lambda: None)  # type: ignore[arg-type]
-        for name, shape in DRAFT.items()
-    }
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(TINY | changes))
+        source = write_source(Path(folder), DRAFT)
+        (source / "config.json").write_text(json.dumps(TINY | changes))
         try:
-            reading = read_draft_config(recognise_draft(Source("x", None, Path(folder)), tensors))
+            reading = place_specialists(read_checkpoint(open_source(folder), "draft"))
         except UserError as error:
             refused(error)
             return

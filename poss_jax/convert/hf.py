@@ -1,0 +1,397 @@
+"""config.json of Hugging Face and of the original code, read into our configs.
+
+Our own tables of names and defaults read it, so that nothing in it is dropped: the classes of
+`transformers` keep keys they do not know, and take seconds to import.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from poss_jax.config import (
+    LlamaConfig,
+    UserError,
+    build_config,
+    read_json,
+    shorten,
+)
+from poss_jax.config.models import Spans
+from poss_jax.config.numbers import CountOrZero, Depth
+from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
+from poss_jax.convert.source import LazyTensor, Source
+
+# Field of LlamaConfig -> key of config.json; the first five are required.
+CONFIG_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+}
+_REQUIRED = list(CONFIG_KEYS)[:5]
+
+# Keys that must have one value, which is also what Hugging Face takes where they are absent.
+_FIXED = {"hidden_act": "silu", "pretraining_tp": 1, "partial_rotary_factor": 1.0}
+
+# What Hugging Face takes where a family's config.json has no such key.
+_QWEN = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
+}
+
+# Keys that each type of rope has, and must have, by Hugging Face's names.
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading: targets, and the layer of a draft
+
+
+def read_target_config(source: Source) -> LlamaConfig:
+    """Reads config.json, and the stop tokens of generation_config.json.
+
+    Raises:
+      UserError: a missing or malformed file, or a model that cannot be converted.
+    """
+    path = source.folder / "generation_config.json"
+    generation = read_json(path) if path.is_file() else {}
+    return parse_llama_config(source.values, generation, origin=f"{source.folder}/config.json")
+
+
+def parse_llama_config(
+    values: Mapping[str, Any], generation: Mapping[str, Any], *, origin: str
+) -> LlamaConfig:
+    """Translates the contents of config.json.
+
+    Args:
+      values: contents of config.json, written by transformers 4 or 5.
+      generation: contents of generation_config.json; its stop tokens replace those of `values`.
+      origin: source of the values, for messages.
+
+    Raises:
+      UserError: a missing key, or an unsupported value.
+    """
+    family = str(values.get("model_type"))
+    if family not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
+        raise UserError(
+            f"{origin}: model_type: want one of {known}, got {shorten(family)}; models of other "
+            "types cannot be converted"
+        )
+    values = _FAMILIES[family] | dict(values)
+    for key, want in _FIXED.items():
+        got = _get(values, key, want)
+        if got != want:
+            raise UserError(
+                f"{origin}: {key}: want {want!r}, got {shorten(got)}; models with another value "
+                "cannot be converted"
+            )
+    _refuse_sliding_window(values, origin)
+    required = {field: _require(values, CONFIG_KEYS[field], origin) for field in _REQUIRED}
+    return build_config(
+        LlamaConfig,
+        {
+            **required,
+            "num_kv_heads": _get(values, "num_key_value_heads", required["num_heads"]),
+            "head_dim": _head_dim(values, origin),
+            "max_position_embeddings": _count(values, "max_position_embeddings", origin),
+            "rms_norm_eps": _get(values, "rms_norm_eps", 1e-6),
+            "rope": _parse_rope(values, origin),
+            "tie_embeddings": _get(values, "tie_word_embeddings", False),
+            **_biases_and_norms(values),
+            "bos_token_id": values.get("bos_token_id"),
+            "eos_token_ids": _stop_ids(generation) or _stop_ids(values),
+        },
+        origin=origin,
+    )
+
+
+def _biases_and_norms(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tells the families apart; keys that a family's own code does not read do not count."""
+    family = values["model_type"]
+    bias = family in ("llama", "qwen3") and _get(values, "attention_bias", False)
+    return {
+        "qkv_bias": family == "qwen2" or bias,
+        "o_bias": bias,
+        "qk_norm": family == "qwen3",
+        "mlp_bias": family == "llama" and _get(values, "mlp_bias", False),
+    }
+
+
+def _refuse_sliding_window(values: Mapping[str, Any], origin: str) -> None:
+    """Refuses a window that any layer applies to texts as long as the model takes."""
+    layer_types = values.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise UserError(
+            f"{origin}: layer_types: want full_attention alone, got {shorten(layer_types)}; models "
+            "with other layers cannot be converted"
+        )
+    slides = values["model_type"] == "mistral"
+    if values["model_type"] in ("qwen2", "qwen3") and not layer_types:
+        first_layer = _count(values, "max_window_layers", origin)
+        num_layers = _count(values, "num_hidden_layers", origin)
+        slides = bool(values.get("use_sliding_window")) and first_layer < num_layers
+    if not slides or values["sliding_window"] is None:
+        return
+    window = _count(values, "sliding_window", origin)
+    if window < _count(values, "max_position_embeddings", origin):
+        raise UserError(
+            f"{origin}: a sliding window of {window} tokens is active, which is not supported; if "
+            f"your texts have at most {window} tokens, set sliding_window to null, which changes "
+            "nothing for them"
+        )
+
+
+def _count(values: Mapping[str, Any], key: str, origin: str) -> int:
+    """Reads a whole number that is given, or has a default in `_FAMILIES`."""
+    count = _get(values, key, _FAMILIES[values["model_type"]].get(key))
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise UserError(f"{origin}: {key}: want a count, got {shorten(count)}")
+    return count
+
+
+def _head_dim(values: Mapping[str, Any], origin: str) -> Any:
+    if values.get("head_dim") is not None:
+        return values["head_dim"]
+    hidden_size, num_heads = values["hidden_size"], values["num_attention_heads"]
+    if not (isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0):
+        raise UserError(
+            f"{origin}: want counts, got {shorten(hidden_size)} over {shorten(num_heads)} heads"
+        )
+    if hidden_size % num_heads:
+        raise UserError(
+            f"{origin}: hidden_size {hidden_size} is not a multiple of {num_heads} heads; add "
+            "head_dim"
+        )
+    return hidden_size // num_heads
+
+
+def _parse_rope(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    settings = _rope_settings(values, origin)
+    kind = settings.pop("type")
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        known = ", ".join(ROPE_KEYS)
+        raise UserError(
+            f"{origin}: rope type: want one of {known}, got {shorten(kind)}; other types are not "
+            "supported"
+        )
+    unknown = settings.keys() - {"rope_theta", *ROPE_KEYS["llama3"]}
+    missing = [key for key in ROPE_KEYS[kind] if key not in settings]
+    if unknown or missing:
+        listed = [f"unknown {key}" for key in sorted(unknown)] + [f"no {key}" for key in missing]
+        raise UserError(
+            f"{origin}: rope type {kind} with {', '.join(listed)[:200]}; give the model's own "
+            "config.json (other settings are not supported)"
+        )
+    rope = {"type": kind, "theta": settings.get("rope_theta", 10000.0)}
+    rope |= {key: settings[key] for key in ROPE_KEYS[kind]}
+    if kind == "dynamic":  # as transformers: the base grows beyond the model's own context
+        rope["original_max_position_embeddings"] = _count(values, "max_position_embeddings", origin)
+    return rope
+
+
+def _rope_settings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Joins the spellings of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
+    joined: dict[str, Any] = {}
+    top = {"rope_theta": values.get("rope_theta")}
+    for part in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
+        if not isinstance(part, dict):
+            raise UserError(f"{origin}: rope settings: want an object, got {shorten(part)}")
+        for key, value in part.items():
+            name = "type" if key == "rope_type" else key
+            if value is not None and joined.setdefault(name, value) != value:
+                raise UserError(
+                    f"{origin}: rope setting {key[:100]} is given as {shorten(joined[name])} and "
+                    f"as {shorten(value)}; keep the one the model was trained with"
+                )
+    if joined.get("partial_rotary_factor") == 1.0:
+        del joined["partial_rotary_factor"]
+    return {"type": "default"} | joined
+
+
+def _stop_ids(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    ids = values.get("eos_token_id")
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def _require(values: Mapping[str, Any], key: str, origin: str) -> Any:
+    if values.get(key) is None:
+        raise UserError(f"{origin}: {key} is missing; want the model's own config.json")
+    return values[key]
+
+
+def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Like `get`, but an explicit null means the default too, as in Hugging Face's files."""
+    value = values.get(key)
+    return default if value is None else value
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading: drafts, whose weights show some of what config.json leaves out
+
+METADATA = "poss_jax"
+"""Where a config.json that we export holds what its layout has no key for."""
+
+_FIRST = "specialists/0"
+_KEY = source_key(_FIRST, ("attention", "k", "weight"))
+_GATE = source_key(_FIRST, ("mlp", "gate", "weight"))
+
+# Field of LlamaConfig -> the tensor whose presence shows it, and where config.json speaks of it.
+_SHOWN_BY = {
+    "qkv_bias": (source_key(_FIRST, ("attention", "q", "bias")), ("qkv_bias", "attention_bias")),
+    "o_bias": (source_key(_FIRST, ("attention", "o", "bias")), ("attention_bias",)),
+    "qk_norm": (source_key(_FIRST, ("attention", "q_norm", "scale")), ()),
+    "mlp_bias": (source_key(_FIRST, ("mlp", "gate", "bias")), ("mlp_bias",)),
+}
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class DraftMetadata:
+    """Contents of `METADATA` in a config.json that we exported.
+
+    Attributes:
+      positions_per_specialist: see `DraftConfig`.
+      trained_depth: see `DraftConfig`.
+      draft_vocabulary: see `ModelRecord`.
+    """
+
+    positions_per_specialist: Spans
+    trained_depth: Depth
+    draft_vocabulary: tuple[CountOrZero, ...] | None = None
+
+
+@dataclass(frozen=True)
+class DraftFiles:
+    """The files of a draft, with the layouts' different spellings taken away.
+
+    Attributes:
+      origin: folder, for messages.
+      values: contents of config.json, without the wrapper some programs put around it.
+      tensors: weights by their plain EAGLE name (`fc.weight`, `layers.0.mlp.up_proj.weight`).
+      keys: name in the files, by plain name.
+      num_layers: number of specialists.
+    """
+
+    origin: str
+    values: Mapping[str, Any]
+    tensors: Mapping[str, LazyTensor]
+    keys: Mapping[str, str]
+    num_layers: int
+
+    def contradiction(self, said: str, found: str) -> UserError:
+        """Names both sides of a contradiction between config.json and the weights."""
+        return UserError(
+            f"{self.origin}: config.json says {said}, the weights {found}; give the config.json "
+            "that belongs to these weights"
+        )
+
+
+def read_metadata(draft: DraftFiles) -> DraftMetadata | None:
+    """Reads what our own export says beyond the layout; None in the files of others."""
+    values = draft.values.get(METADATA)
+    if values is None:
+        return None
+    origin = f"{draft.origin}/config.json: {METADATA}"
+    if not isinstance(values, Mapping):
+        raise UserError(f"{origin}: want an object, got {shorten(values)}; export the draft again")
+    return build_config(DraftMetadata, values, origin=origin)
+
+
+def read_layer(draft: DraftFiles) -> tuple[LlamaConfig, list[str]]:
+    """Reads the config of a draft's layers.
+
+    Returns:
+      The config, and one line for each thing that had to be assumed.
+
+    Raises:
+      UserError: an unsupported config.json, or one that contradicts the tensors.
+    """
+    said = draft.values.get("num_hidden_layers")
+    # The original writes 1 whatever the number of specialists, other programs the number.
+    if said not in (None, 1, draft.num_layers):
+        found = f"hold {draft.num_layers} (or 1 may stand there)"
+        raise draft.contradiction(f"num_hidden_layers {shorten(said)}", found)
+    # One layer each, whatever it says: specialists are counted by the spans.
+    values: dict[str, Any] = {**draft.values, "num_hidden_layers": 1}
+    values["model_type"] = values.get("model_type") or "llama"
+    layer = parse_llama_config(values, {}, origin=f"{draft.origin}/config.json")
+    _check_widths(draft, layer)
+    assumed: list[str] = []
+    if draft.values.get("model_type") is None:
+        assumed.append("model_type llama, because config.json has none")
+    shown, assumed_biases = _read_biases(draft, layer)
+    rope = [values, values.get("rope_parameters") or {}]
+    if all(part.get("rope_theta") is None for part in rope):
+        assumed.append(f"rope theta {layer.rope.theta:g}, because config.json has none")
+    if values.get("rms_norm_eps") is None:
+        assumed.append(f"rms_norm_eps {layer.rms_norm_eps:g}, because config.json has none")
+    return replace(layer, **shown), [*assumed, *assumed_biases]
+
+
+def _check_widths(draft: DraftFiles, layer: LlamaConfig) -> None:
+    """Compares the widths config.json gives with those of the tensors, by config.json's names."""
+    for field, said, key in (
+        ("hidden_size", layer.hidden_size, FC),
+        ("num_attention_heads times head_dim", layer.num_heads * layer.head_dim, QUERY),
+        ("num_key_value_heads times head_dim", layer.num_kv_heads * layer.head_dim, _KEY),
+        ("intermediate_size", layer.intermediate_size, _GATE),
+        ("vocab_size", layer.vocab_size, DRAFT_EMBEDDING),
+    ):
+        if key in draft.tensors and draft.tensors[key].shape[:1] != (said,):
+            found = f"have {draft.keys[key]} {list(draft.tensors[key].shape)}"
+            raise draft.contradiction(f"{field} {said}", found)
+
+
+def _read_biases(draft: DraftFiles, layer: LlamaConfig) -> tuple[dict[str, bool], list[str]]:
+    """Reads from the tensors which biases and norms there are, and what had to be assumed."""
+    shown, assumed = {}, []
+    for field, (key, spoken_of) in _SHOWN_BY.items():
+        shown[field] = key in draft.tensors
+        name = next((k for k in spoken_of if draft.values.get(k) is not None), None)
+        said = draft.values[name] if name else getattr(layer, field)
+        found = f"hold {'a' if shown[field] else 'no'} {key}"
+        if said == shown[field]:
+            continue
+        if name:
+            raise draft.contradiction(f"{name} {shorten(said)}", found)
+        assumed.append(f"{field} {shown[field]}, because the weights {found}")
+    has_bias, said = FC_BIAS in draft.tensors, draft.values.get("bias")
+    if has_bias != (said in (None, True)):
+        says = "has no key bias, which means true" if said is None else f"says bias {shorten(said)}"
+        assumed.append(
+            f"fc with{'' if has_bias else 'out'} bias, because the weights hold "
+            f"{'a' if has_bias else 'no'} {FC_BIAS}, although config.json {says}"
+        )
+    return shown, assumed
