@@ -22,13 +22,13 @@ from convert_sources import (
     write_shards,
     write_source,
 )
-from poss_jax.convert.published import PUBLISHED
 from safetensors.numpy import load_file
 
 from poss_jax.checkpoint import load_draft, load_target, read_record
 from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, UserError
 from poss_jax.convert.hf import parse_llama_config
 from poss_jax.convert.names import slots_by_key
+from poss_jax.convert.plan import PUBLISHED
 from poss_jax.model.parameters import item_shapes
 
 

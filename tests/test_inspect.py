@@ -127,7 +127,7 @@ def test_an_adapter_folder_and_an_empty_one(tmp_path, capsys):
     assert "a LoRA adapter" in read(capsys)[1]["refused"]
     (tmp_path / "adapter_config.json").unlink()
     show(tmp_path)
-    assert "holds no weights" in read(capsys)[1]["refused"]
+    assert "config.json: No such file" in read(capsys)[1]["refused"]
 
 
 def test_shards(tmp_path, capsys):

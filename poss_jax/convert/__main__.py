@@ -15,9 +15,10 @@ assumed, a table (source key -> our path, shape and type), and as its last line 
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tqdm import tqdm
@@ -192,7 +193,7 @@ def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Options, each declared once
+# Options and commands
 
 
 def _parse_spans(text: str) -> tuple[int, ...]:
@@ -209,58 +210,59 @@ def _folder(text: str) -> dict[str, Any]:
     return {"type": Path, "metavar": "DIR", "help": text}
 
 
-def _dtype(*more: str) -> dict[str, Any]:
-    text = "Convert the weights to this type. By default they keep the type they have."
-    choices = ("keep", "float32", "bfloat16", *more)
-    return {"choices": choices, "default": "keep", "help": text}
+def _switch(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
 
 
-_OUTPUT = _folder("Write to this folder. It is created; if it exists, it must be empty.")
-_MODEL = _folder("Export this model folder.")
-_DRAFT = _folder("Start from this draft, a model folder; usually an EAGLE draft.")
-_TARGET = _folder("Model folder of the target that the draft was trained for. Drafts need it.")
-_SOURCE = {
-    "metavar": "DIR_OR_HUB_ID",
-    "help": "Convert this checkpoint: a folder, or an id on the Hugging Face Hub (owner/name).",
-}
-_REVISION = {
-    "metavar": "REV",
-    "help": "Take this branch, tag or commit on the Hub. The default is its main branch.",
-}
-_SPANS = {
-    "type": _parse_spans,
-    "metavar": "N,N,...",
-    "help": "Number of draft positions that each specialist serves, such as 3,3. It can be left "
-    "out for published checkpoints, our own exports and drafts of a single layer.",
-}
-_NEW_SPANS = _SPANS | {"help": "Number of draft positions that each specialist is to serve: 3,3."}
-_DEPTH = {
-    "type": _parse_count,
-    "metavar": "N",
-    "help": "Number of positions the draft was trained on, such as 3 for HASS. It is recorded and "
-    "changes no output. By default it is the published one, or the sum of the positions per "
-    "specialist.",
-}
-_NEW_DEPTH = _DEPTH | {
-    "help": "Number of positions the draft was trained on. The default is that of the given draft."
-}
-_VERIFY = {
-    "action": "store_true",
-    "help": "Compare the files and weights of a model folder with their checksums.",
-}
-_FORMAT = {
-    "choices": ("hf", "eagle", "poss"),
-    "help": "Layout to write: hf for a target, eagle for a draft of one layer, poss for any draft. "
-    "The default is hf for a target and poss for a draft.",
-}
-_SPECIALIST = {
-    "type": int,
-    "metavar": "S",
-    "help": "Write specialist S of a draft alone, as an eagle draft. The first one is 0.",
-}
-_BIN = {
-    "action": "store_true",
-    "help": "Write pytorch_model.bin instead of model.safetensors. This needs the `torch` extra.",
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "source": {
+        "metavar": "SOURCE",
+        "help": "A folder of a PyTorch checkpoint, its Hub id (owner/name), or a model folder.",
+    },
+    "--source": {
+        "metavar": "DIR_OR_HUB_ID",
+        "help": "Convert this checkpoint: a folder, or an id on the Hugging Face Hub (owner/name).",
+    },
+    "--output": _folder("Write to this folder. It is created; if it exists, it must be empty."),
+    "--model": _folder("Export this model folder."),
+    "--draft": _folder("Start from this draft, a model folder; usually an EAGLE draft."),
+    "--target": _folder("Model folder of the target that the draft was trained for."),
+    "--revision": {
+        "metavar": "REV",
+        "help": "Take this branch, tag or commit on the Hub. The default is its main branch.",
+    },
+    "--verify": _switch("Compare the files and weights of a model folder with their checksums."),
+    "--positions-per-specialist": {
+        "type": _parse_spans,
+        "metavar": "N,N,...",
+        "help": "Number of draft positions that each specialist serves, such as 3,3. The draft "
+        "command knows it for published checkpoints, our own exports and drafts of one layer.",
+    },
+    "--trained-depth": {
+        "type": _parse_count,
+        "metavar": "N",
+        "help": "Number of positions the draft was trained on, such as 3 for HASS. It is recorded "
+        "and changes no output. By default it is the published one, that of the draft to start "
+        "from, or the sum of the positions per specialist.",
+    },
+    "--format": {
+        "choices": ("hf", "eagle", "poss"),
+        "help": "Layout to write: hf for a target, eagle for a draft of one layer, poss for any "
+        "draft. The default is hf for a target and poss for a draft.",
+    },
+    "--specialist": {
+        "type": int,
+        "metavar": "S",
+        "help": "Write specialist S of a draft alone, as an eagle draft. The first one is 0.",
+    },
+    "--bin": _switch(
+        "Write pytorch_model.bin instead of model.safetensors. This needs the `torch` extra."
+    ),
+    "--dtype": {
+        "choices": ("keep", "float32", "bfloat16"),
+        "default": "keep",
+        "help": "Convert the weights to this type. By default they keep the type they have.",
+    },
 }
 
 
@@ -276,81 +278,70 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(
-        name: str,
         run: Callable[[argparse.Namespace], None],
+        name: str,
         text: str,
         more: str,
-        required: dict[str, dict[str, Any]],
-        optional: dict[str, dict[str, Any]],
+        *,
+        required: str,
+        optional: str,
+        changes: Mapping[str, dict[str, Any]] = MappingProxyType({}),
     ) -> None:
         command = commands.add_parser(name, help=text, description=f"{text} {more}")
         command.set_defaults(run=run)
-        for flag, options in required.items():
-            is_flag = {"required": True} if flag.startswith("--") else {}
-            command.add_argument(flag, **is_flag, **options)
-        for flag, options in optional.items():
-            command.add_argument(flag, **options)
+        for flag in required.split():
+            must = {"required": True} if flag.startswith("--") else {}
+            command.add_argument(flag, **_OPTIONS[flag], **must)
+        for flag in optional.split():
+            command.add_argument(flag, **(_OPTIONS[flag] | changes.get(flag, {})))
 
     add(
-        "inspect",
         _inspect,
+        "inspect",
         "Say what a checkpoint or a model folder holds, without converting it.",
         "It shows the family, shapes, types, rope and vocabulary, what converting it would assume "
         "or need, and why it would be refused. Of safetensors on the Hub only the headers are "
         "fetched; .bin files have none and are downloaded.",
-        {
-            "source": _SOURCE
-            | {"metavar": "SOURCE", "help": "A folder, a model folder or a Hub id."}
-        },
-        {"--revision": _REVISION, "--verify": _VERIFY},
+        required="source",
+        optional="--revision --verify",
     )
     add(
-        "target",
         _target,
+        "target",
         "Convert a Llama-family target in Hugging Face's layout.",
         "Its config.json, tokenizer files and weights are read (safetensors, or .bin with the "
         "`torch` extra; a single file or shards).",
-        {"--source": _SOURCE, "--output": _OUTPUT},
-        {"--revision": _REVISION, "--dtype": _dtype()},
+        required="--source --output",
+        optional="--revision --dtype",
     )
     add(
-        "draft",
         _draft,
+        "draft",
         "Convert an EAGLE, EAGLE-2, HASS or PosS draft.",
         "Such a draft has fc and one decoder layer per specialist, without input norm. Head and "
         "embedding are the target's and are not stored.",
-        {"--source": _SOURCE, "--target": _TARGET, "--output": _OUTPUT},
-        {
-            "--revision": _REVISION,
-            "--dtype": _dtype(),
-            "--positions-per-specialist": _SPANS,
-            "--trained-depth": _DEPTH,
-        },
+        required="--source --target --output",
+        optional="--revision --dtype --positions-per-specialist --trained-depth",
     )
     add(
-        "init-specialists",
         _specialists,
+        "init-specialists",
         "Make a start for PosS from a trained draft.",
         "The new draft has more specialists: every missing one is a copy of the last one the draft "
         "has. Train it to tell them apart.",
-        {"--draft": _DRAFT, "--output": _OUTPUT, "--positions-per-specialist": _NEW_SPANS},
-        {"--trained-depth": _NEW_DEPTH},
+        required="--draft --output --positions-per-specialist",
+        optional="--trained-depth",
     )
     add(
-        "export",
         _export,
+        "export",
         "Write a model folder as a PyTorch checkpoint.",
         "A target is written as `transformers` reads it, a draft as the original EAGLE and PosS "
-        "code does (the embedding of its target is part of that layout). SHA256SUMS beside the "
-        "files is checked when they are converted again.",
-        {"--model": _MODEL, "--output": _OUTPUT},
-        {
-            "--format": _FORMAT,
-            "--target": _TARGET,
-            "--specialist": _SPECIALIST,
-            "--bin": _BIN,
-            "--dtype": _dtype("float16"),
-        },
+        "code does; the embedding of its target is part of that layout, so --target is needed. "
+        "SHA256SUMS beside the files is checked when they are converted again.",
+        required="--model --output",
+        optional="--format --target --specialist --bin --dtype",
+        changes={"--dtype": {"choices": ("keep", "float32", "bfloat16", "float16")}},
     )
     return parser
 

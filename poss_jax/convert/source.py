@@ -126,8 +126,8 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
 def _refuse_folder(folder: Path, revision: str | None) -> None:
     if revision is not None:
         raise UserError(
-            f"source {folder} is a folder, which has no revision {revision}; leave the revision "
-            "out, or give a Hub id that does not name a folder here"
+            f"source {folder} is a folder, which has no revision {revision}; leave it out, or give "
+            "a Hub id that does not name a folder here"
         )
     if (folder / "model.json").is_file():
         raise UserError(
