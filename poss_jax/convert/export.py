@@ -35,16 +35,10 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 _TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
 
 @dataclass(frozen=True)
 class Model:
-    """A model folder and what its model.json says."""
+    """A model folder and its record."""
 
     folder: Path
     record: ModelRecord
@@ -56,7 +50,7 @@ class Export:
 
     Attributes:
       config: contents of config.json.
-      origins: where each exported item comes from: model, and name of the item there.
+      origins: model that each exported item comes from, and the item's name there.
       rows: the table: our path -> key, with the shape and type that are written.
       tokenizer_from: folder whose tokenizer files are copied; None copies none.
     """
@@ -94,11 +88,10 @@ def plan_export(
 
     Args:
       model: model folder.
-      form: hf (a target), eagle (a draft of one layer) or poss (any draft); None takes what the
-        model is.
+      form: hf (a target), eagle (a draft of one layer) or poss (any draft); by default hf or poss.
       target: model folder of a draft's target.
-      specialist: which one of several to write as an eagle draft.
-      dtype: to write; by default what is stored.
+      specialist: number of the one specialist to write, as an eagle draft.
+      dtype: type to write; by default what is stored.
 
     Raises:
       UserError: options that do not go together, a damaged folder, another target than the draft
@@ -130,7 +123,7 @@ def plan_export(
 
 
 def _plan_target(target: Model, dtype: ExportDType) -> Export:
-    """A target in the layout of `transformers`."""
+    """Plans a target in the layout of `transformers`."""
     origins = {name: (target, name) for name in item_shapes(target.record.config)}
     rows = _rows(origins, dtype)
     config = target_config_json(target.record.llama, rows[0].dtype)
@@ -138,10 +131,7 @@ def _plan_target(target: Model, dtype: ExportDType) -> Export:
 
 
 def _plan_draft(draft: Model, target: Model, specialist: int | None, dtype: ExportDType) -> Export:
-    """A draft in the layout of EAGLE and PosS, which holds the target's embedding too.
-
-    The embedding is written in the type that the draft's fc has.
-    """
+    """Plans a draft in the layout of EAGLE and PosS; the target's embedding takes fc's type."""
     made_for, given = draft.record.target, target.record.target
     if target.record.family != "target" or not made_for.same_weights(given):
         raise UserError(
@@ -177,8 +167,7 @@ def write_export(
     Args:
       folder: must not exist, or be empty.
       export: what to write.
-      arrays: `export.arrays()`, perhaps with a progress bar around it; a shard at a time is in
-        memory.
+      arrays: `export.arrays()`, or a progress bar around it; a shard at a time is in memory.
       as_bin: write PyTorch's own format instead of safetensors; needs torch.
       max_shard_bytes: larger models are cut into files of at most this size, with an index.
 
@@ -207,7 +196,7 @@ def write_export(
 
 
 def _cut(config: DraftConfig, specialist: int | None) -> DraftConfig:
-    """The config of one specialist alone; of all of them without a choice."""
+    """Returns the config of one specialist alone; without a choice, of all of them."""
     if specialist is None:
         return config
     if not 0 <= specialist < config.num_specialists:
@@ -241,7 +230,7 @@ def _num_bytes(row: Row) -> int:
 
 
 def _shards(rows: list[Row], max_bytes: int) -> list[list[Row]]:
-    """Cuts the rows, in order, into parts of at most so many bytes (or of a single row)."""
+    """Cuts the rows, in order, into parts of at most `max_bytes` (or of a single row)."""
     shards: list[list[Row]] = []
     size = max_bytes
     for row in rows:
@@ -282,7 +271,7 @@ def target_config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
       UserError: no family of Hugging Face has these biases and norms.
     """
     family = _family(config)
-    values = {"architectures": [_ARCHITECTURES[family]], "model_type": family}
+    values = {"architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family}
     values |= _shape(config, dtype) | {"tie_word_embeddings": config.tie_embeddings}
     if family != "llama":
         values |= {"use_sliding_window": False}

@@ -359,15 +359,6 @@ FORMATS = (
         why_not=_NOT_YET,
     ),
     Format(
-        "a mixture of experts",
-        in_config=(
-            _name(r"moe|mixtral|llama4|deepseek_v|dbrx"),
-            _setting("num_experts", "num_local_experts", "n_routed_experts"),
-        ),
-        in_weights=(_key(r"\.(experts|block_sparse_moe)\."),),
-        why_not="only dense models can be converted",
-    ),
-    Format(
         "quantised weights",
         in_config=(_quantisation,),
         in_weights=(
@@ -378,6 +369,15 @@ FORMATS = (
             _type(r"[UIF][48](_.*)?|u?int8|float8.*"),
         ),
         why_not="convert the model it was quantised from",
+    ),
+    Format(
+        "a mixture of experts",
+        in_config=(
+            _name(r"moe|mixtral|llama4|deepseek_v|dbrx"),
+            _setting("num_experts", "num_local_experts", "n_routed_experts"),
+        ),
+        in_weights=(_key(r"\.(experts|block_sparse_moe)\."),),
+        why_not="only dense models can be converted",
     ),
     Format(
         "an EAGLE-1 draft of speculators with layers of its own",

@@ -46,31 +46,18 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 _FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    "llama": _LLAMA,
+    "mistral": _LLAMA | _MISTRAL,
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": 128},
 }
 
 # Keys that each type of rope has, and must have, by Hugging Face's names.
-ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_KEYS = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "llama3": _LLAMA3}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,7 +192,7 @@ def _parse_rope(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
             f"{origin}: rope type: want one of {known}, got {shorten(kind)}; other types are not "
             "supported"
         )
-    unknown = settings.keys() - {"rope_theta", *ROPE_KEYS["llama3"]}
+    unknown = settings.keys() - {"rope_theta", *_LLAMA3}
     missing = [key for key in ROPE_KEYS[kind] if key not in settings]
     if unknown or missing:
         listed = [f"unknown {key}" for key in sorted(unknown)] + [f"no {key}" for key in missing]

@@ -1,4 +1,4 @@
-"""What a folder or Hub id holds, and what converting it would do, without converting it."""
+"""Inspection: what a folder or Hub id holds, and what converting it would do."""
 
 from collections import Counter
 from contextlib import suppress
@@ -24,17 +24,17 @@ from poss_jax.model.parameters import flatten_item, item_shapes
 
 @dataclass
 class Inspection:
-    """What was found.
+    """The findings about a source.
 
     Attributes:
       source: folder or Hub id, as given.
-      family: target or draft; None for what we cannot name or convert.
-      method: of a draft, as far as its files tell.
+      family: target or draft; None for what cannot be converted.
+      method: method of a draft, as far as its files tell.
       facts: (name, text), in the order to show them.
-      rows: the weights, and where they would go: nowhere for what we do not know.
-      assumed: as in `Conversion`.
+      rows: the weights, and where they would go; nowhere for what cannot be converted.
+      assumed: see `Conversion`.
       needs: what the user would have to say for it to be converted.
-      refused: why it cannot be converted.
+      refused: reason why it cannot be converted.
     """
 
     source: str
@@ -48,7 +48,7 @@ class Inspection:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The findings for programs, without the facts."""
         return {
             "source": self.source,
             "family": self.family,
@@ -70,12 +70,12 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
 
     Args:
       source: folder or Hub id.
-      revision: on the Hub.
+      revision: branch, tag or commit on the Hub.
       verify: compare a model folder with its checksums.
 
     Raises:
-      UserError: there is nothing to look at, or a checksum differs. What could not be converted
-        raises nothing: that is what was to be found out.
+      UserError: the source does not exist, or a checksum differs. A checkpoint that cannot be
+        converted raises nothing: that is a finding.
     """
     if revision is None and (Path(source) / "model.json").is_file():
         return _inspect_model(Path(source), verify=verify)

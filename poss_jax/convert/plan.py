@@ -65,7 +65,6 @@ class Conversion:
       record: the model to be written.
       rows: the table of what goes where.
       items: streams (name, arrays); can be run through once.
-      num_items: number of items.
       tokenizer_from: folder the tokenizer's files are copied from.
       assumed: what the source does not say and what is assumed for it, one line each.
     """
@@ -73,9 +72,13 @@ class Conversion:
     record: ModelRecord
     rows: list[Row]
     items: Iterator[tuple[str, Params]]
-    num_items: int
     tokenizer_from: Path
     assumed: tuple[str, ...] = ()
+
+    @property
+    def num_items(self) -> int:
+        """Number of items."""
+        return len(item_shapes(self.record.config))
 
     @property
     def dtype(self) -> str:
@@ -85,11 +88,6 @@ class Conversion:
 
 def plan_target(source: str, *, revision: str | None = None, dtype: DType = "keep") -> Conversion:
     """Opens and checks a target; nothing is written yet.
-
-    Args:
-      source: folder or Hub id.
-      revision: branch, tag or commit on the Hub.
-      dtype: type to store.
 
     Raises:
       UserError: anything in the source that is unknown or does not fit its config.
@@ -123,9 +121,8 @@ def plan_draft(
     Args:
       source: folder or Hub id.
       target: model folder of the converted target.
-      positions_per_specialist: see `DraftConfig`; needed for several specialists unless the source
-        is one we know, or was exported by us.
-      trained_depth: see `DraftConfig`; by default 1 for one specialist, else the sum of the spans.
+      positions_per_specialist: see `place_specialists`.
+      trained_depth: see `place_specialists`.
       revision: branch, tag or commit on the Hub.
       dtype: type to store.
 
@@ -203,7 +200,6 @@ def plan_specialists(
             for path, array in flatten_item(describe_item(draft, record, origin)).items()
         ],
         items=((name, load_item(draft, record, origin)) for name, origin in origins.items()),
-        num_items=len(origins),
         tokenizer_from=draft,
     )
 
@@ -241,8 +237,7 @@ def _convert(
         (item, unflatten_dict({slot.path: _read(tensors[key], key, dtype) for key, slot in group}))
         for item, group in groupby(slots.items(), key=lambda pair: pair[1].item)
     )
-    num_items = len(item_shapes(reading.config))
-    return Conversion(record, rows, items, num_items, tokenizer_from, reading.assumed)
+    return Conversion(record, rows, items, tokenizer_from, reading.assumed)
 
 
 def _read(tensor: LazyTensor, key: str, dtype: DType) -> np.ndarray:
@@ -347,11 +342,9 @@ def place_specialists(
 
     Args:
       reading: a draft as it was read.
-      positions_per_specialist: what the user says; None takes what is known or evident.
-      trained_depth: what the user says; None likewise.
-
-    Returns:
-      The reading with these two, and with what had to be assumed.
+      positions_per_specialist: what the user says; None takes what an export of ours says, what is
+        known of a published draft, or 1 for a single specialist.
+      trained_depth: what the user says; None takes what is known, or the sum of the spans.
 
     Raises:
       UserError: the positions are not known, or are those of another number of specialists.

@@ -254,11 +254,7 @@ def _map(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarr
 
 
 def _fetch_snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Downloads the files that match, or finds them in the cache.
-
-    Returns:
-      The snapshot's folder in the cache; its name is the commit.
-    """
+    """Downloads the files that match; the folder is that of the cache, named by the commit."""
     import huggingface_hub
 
     try:
