@@ -25,14 +25,14 @@ def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
 
     Args:
       path: a file written by `torch.save`.
-      check: whether checksums are compared; without, no more is read than what is used.
+      check: compare the checksums; otherwise no more is read than what is used.
 
     Returns:
       Arrays by name; bfloat16 as `ml_dtypes.bfloat16`.
 
     Raises:
-      UserError: torch is not installed; the file is damaged, wants to run code, or holds something
-        else than named tensors.
+      UserError: torch is not installed; the file is damaged, needs to run code, or holds something
+        other than named tensors.
     """
     path = Path(path)
     torch = _import_torch(str(path))
@@ -60,8 +60,8 @@ def write_bin(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes a state dict that `torch.load(weights_only=True)` reads.
 
     Args:
-      path: of the file.
-      arrays: by name; of NumPy's types that PyTorch has, or `ml_dtypes.bfloat16`.
+      path: path of the file.
+      arrays: arrays by name; NumPy's types that PyTorch has, or `ml_dtypes.bfloat16`.
 
     Raises:
       UserError: torch is not installed, or the file cannot be written.
@@ -85,7 +85,7 @@ def _to_torch(torch: Any, array: np.ndarray) -> Any:
 
 
 def _is_zip(path: Path) -> bool:
-    """Whether the file begins as the zip format does, which torch decides by too."""
+    """Tells whether the file begins as the zip format does, which torch decides by too."""
     with path.open("rb") as file:
         return file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
 

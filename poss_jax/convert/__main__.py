@@ -289,11 +289,11 @@ def _parser() -> argparse.ArgumentParser:
     ) -> None:
         command = commands.add_parser(name, help=text, description=f"{text} {more}")
         command.set_defaults(run=run)
-        for flag in required.split():
-            must = {"required": True} if flag.startswith("--") else {}
-            command.add_argument(flag, **_OPTIONS[flag], **must)
-        for flag in optional.split():
-            command.add_argument(flag, **(_OPTIONS[flag] | changes.get(flag, {})))
+        for flag in f"{required} {optional}".split():
+            options = _OPTIONS[flag] | changes.get(flag, {})
+            if flag.startswith("--"):
+                options |= {"required": flag in required.split()}
+            command.add_argument(flag, **options)
 
     add(
         _inspect,
