@@ -6,14 +6,15 @@ for inspecting alike; no weight is read.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config, cut, shorten
 from poss_jax.convert.hf import (
-    DraftFiles,
     DraftMetadata,
+    contradiction,
+    count_layers,
     read_layer,
     read_metadata,
     read_target_config,
@@ -25,7 +26,6 @@ from poss_jax.convert.names import (
     FC_BIAS,
     QUERY,
     Slot,
-    plain_name,
     slots_by_key,
     source_key,
 )
@@ -41,7 +41,6 @@ HEAD = source_key("head", ("weight",))
 # Copies of the target's weights that some layouts of drafts hold: key -> item of the target.
 _COPIES = {DRAFT_EMBEDDING: "embed", DRAFT_HEAD: "head"}
 
-_LAYER = re.compile(r"(?:mid)?layers\.(\d+)\.")
 _READABLE = ("float32", "bfloat16", "float16")
 _MAX_LISTED = 50
 
@@ -130,15 +129,6 @@ def recognise(source: Source, family: Family | None = None) -> Format:
 # Signs
 
 
-def unwrap(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Takes the draft's own config out of the wrapper that vLLM or speculators put around it."""
-    if values.get("model_type") == "eagle" and isinstance(values.get("model"), dict):
-        return values["model"] | {"bias": bool(values.get("eagle_fc_bias", False))}
-    if isinstance(values.get("transformer_layer_config"), dict):
-        return values["transformer_layer_config"] | {"bias": bool(values.get("fusion_bias", False))}
-    return values
-
-
 def model_names(values: Mapping[str, Any]) -> list[str]:
     """Lists what config.json calls the model: its classes, then its type."""
     classes = values.get("architectures")
@@ -149,14 +139,14 @@ def model_names(values: Mapping[str, Any]) -> list[str]:
 def _name(pattern: str) -> Sign:
     """Finds a name of the model that holds the pattern."""
     find = re.compile(pattern, re.IGNORECASE).search
-    return lambda source: next(filter(find, model_names(unwrap(source.values))), None)
+    return lambda source: next(filter(find, model_names(source.settings)), None)
 
 
 def _setting(*keys: str) -> Sign:
     """Finds a key of config.json with a value other than null, false and 0."""
 
     def sign(source: Source) -> str | None:
-        values = unwrap(source.values)
+        values = source.settings
         return next((f"{key} {shorten(values[key])}" for key in keys if values.get(key)), None)
 
     return sign
@@ -167,9 +157,9 @@ def _key(pattern: str, *, in_drafts: bool = False) -> Sign:
     find, is_fusion = re.compile(pattern).search, re.compile(r"(fusion_)?fc\.").match
 
     def sign(source: Source) -> str | None:
-        if in_drafts and not any(map(is_fusion, _plain_shapes(source))):
+        if in_drafts and not any(map(is_fusion, source.keys)):
             return None
-        return next((key for key in source.tensors if find(plain_name(key))), None)
+        return next((key for name, key in source.keys.items() if find(name)), None)
 
     return sign
 
@@ -193,7 +183,7 @@ def _class_of_speculators(pattern: str) -> Sign:
     find = re.compile(pattern, re.IGNORECASE).search
 
     def sign(source: Source) -> str | None:
-        for values in (source.values, unwrap(source.values)):
+        for values in (source.values, source.settings):
             kind = values.get("speculators_model_type")
             shown = ": ".join([str(kind), *model_names(values)[:1]])
             if kind not in (None, "eagle") and find(shown):
@@ -204,7 +194,7 @@ def _class_of_speculators(pattern: str) -> Sign:
 
 
 def _quantisation(source: Source) -> str | None:
-    values = unwrap(source.values)
+    values = source.settings
     settings = values.get("quantization_config") or values.get("compression_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     return f"quantization_config with quant_method {shorten(method)}" if settings else None
@@ -212,7 +202,7 @@ def _quantisation(source: Source) -> str | None:
 
 def _eagle3(source: Source) -> str | None:
     """Tells EAGLE-3 by its names, or by twice or three times the width."""
-    shapes = _plain_shapes(source)
+    shapes = source.shapes
     fc_shape = shapes.get(FC, ())
     wide = (
         f"{key} {list(shapes[key])}"
@@ -224,28 +214,19 @@ def _eagle3(source: Source) -> str | None:
 
 
 def _poss_on_eagle3(source: Source) -> str | None:
-    shapes = _plain_shapes(source)
-    return _eagle3(source) if FC in shapes and _num_layers(shapes) > 1 else None
+    return _eagle3(source) if FC in source.shapes and count_layers(source) > 1 else None
 
 
 def _eagle3_config(source: Source) -> str | None:
     """Tells EAGLE-3 by its config.json, unless the weights have EAGLE-2's layout."""
-    is_eagle2 = {FC, QUERY} <= _plain_shapes(source).keys()
+    is_eagle2 = {FC, QUERY} <= source.keys.keys()
     return None if is_eagle2 else _EAGLE3_NAME(source)
 
 
 def _whole_target(source: Source) -> str | None:
-    names = _plain_shapes(source).keys()
+    names = source.keys.keys()
     is_whole = {"embed_tokens.weight", "norm.weight"} <= names and FC not in names
     return f"norm.weight, and no {FC}" if is_whole else None
-
-
-def _plain_shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    return {plain_name(key): tensor.shape for key, tensor in source.tensors.items()}
-
-
-def _num_layers(names: Iterable[str]) -> int:
-    return len({match[1] for match in map(_LAYER.match, names) if match})
 
 
 _EAGLE3_NAME = _name(r"eagle3")
@@ -270,38 +251,26 @@ def _read_target(source: Source) -> Reading:
 
 def _read_draft(source: Source) -> Reading:
     """Reads an EAGLE, EAGLE-2, HASS or PosS draft, with or without a wrapper and prefixes."""
-    draft = _open_draft(source)
-    layer, assumed = read_layer(draft)
-    values = {"layer": layer, "fc_bias": FC_BIAS in draft.tensors}
-    values |= {"positions_per_specialist": (1,) * draft.num_layers}
-    config = build_config(DraftConfig, values, origin=draft.origin)
+    origin, name = str(source.folder), _EAGLE3_NAME(source)
+    if name is not None:
+        layout = f"have EAGLE-2's layout ({QUERY} {list(source.shapes[QUERY])})"
+        raise contradiction(source, f"EAGLE-3 ({name})", layout)
+    layer, assumed = read_layer(source)
+    values = {"layer": layer, "fc_bias": FC_BIAS in source.keys}
+    values |= {"positions_per_specialist": (1,) * count_layers(source)}
+    config = build_config(DraftConfig, values, origin=origin)
     slots = slots_by_key(item_shapes(config))
     copies = dict.fromkeys(_COPIES, (layer.vocab_size, layer.hidden_size))
-    _check_keys(draft.origin, draft.tensors, slots, copies)
+    plain = {name: source.tensors[key] for name, key in source.keys.items()}
+    _check_keys(origin, plain, slots, copies)
     return Reading(
         source,
         config,
-        slots={draft.keys[key]: slot for key, slot in slots.items()},
-        copies={draft.keys[key]: item for key, item in _COPIES.items() if key in draft.keys},
+        slots={source.keys[name]: slot for name, slot in slots.items()},
+        copies={source.keys[name]: item for name, item in _COPIES.items() if name in source.keys},
         assumed=tuple(assumed),
-        metadata=read_metadata(draft),
+        metadata=read_metadata(source),
     )
-
-
-def _open_draft(source: Source) -> DraftFiles:
-    origin, keys = str(source.folder), {}
-    for key in source.tensors:
-        name = plain_name(key)
-        if keys.setdefault(name, key) != key:
-            raise UserError(f"{origin}: holds both {keys[name]} and {key}; remove the wrong one")
-    tensors = {name: source.tensors[key] for name, key in keys.items()}
-    # At least one layer, so that a draft without any is told what is missing.
-    draft = DraftFiles(origin, unwrap(source.values), tensors, keys, max(1, _num_layers(keys)))
-    name = _EAGLE3_NAME(source)
-    if name is not None:
-        found = f"have EAGLE-2's layout ({QUERY} {list(tensors[QUERY].shape)})"
-        raise draft.contradiction(f"EAGLE-3 ({name})", found)
-    return draft
 
 
 def _check_keys(

@@ -4,12 +4,13 @@ Our own tables of names and defaults read it, so that nothing in it is dropped: 
 `transformers` keep keys they do not know, and take seconds to import.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ConfigDict
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.dataclasses import dataclass
 
 from poss_jax.config import (
     LlamaConfig,
@@ -21,7 +22,7 @@ from poss_jax.config import (
 from poss_jax.config.models import Spans
 from poss_jax.config.numbers import CountOrZero, Depth
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
-from poss_jax.convert.source import LazyTensor, Source
+from poss_jax.convert.source import Source
 
 # Field of LlamaConfig -> key of config.json; the first five are required.
 CONFIG_KEYS = {
@@ -251,6 +252,7 @@ def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
 METADATA = "poss_jax"
 """Where a config.json that we export holds what its layout has no key for."""
 
+_LAYER = re.compile(r"(?:mid)?layers\.(\d+)\.")
 _FIRST = "specialists/0"
 _KEY = source_key(_FIRST, ("attention", "k", "weight"))
 _GATE = source_key(_FIRST, ("mlp", "gate", "weight"))
@@ -264,7 +266,7 @@ _SHOWN_BY = {
 }
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class DraftMetadata:
     """Contents of `METADATA` in a config.json that we exported.
 
@@ -279,44 +281,31 @@ class DraftMetadata:
     draft_vocabulary: tuple[CountOrZero, ...] | None = None
 
 
-@dataclass(frozen=True)
-class DraftFiles:
-    """The files of a draft, with the layouts' different spellings taken away.
-
-    Attributes:
-      origin: folder, for messages.
-      values: contents of config.json, without the wrapper some programs put around it.
-      tensors: weights by their plain EAGLE name (`fc.weight`, `layers.0.mlp.up_proj.weight`).
-      keys: name in the files, by plain name.
-      num_layers: number of specialists.
-    """
-
-    origin: str
-    values: Mapping[str, Any]
-    tensors: Mapping[str, LazyTensor]
-    keys: Mapping[str, str]
-    num_layers: int
-
-    def contradiction(self, said: str, found: str) -> UserError:
-        """Names both sides of a contradiction between config.json and the weights."""
-        return UserError(
-            f"{self.origin}: config.json says {said}, the weights {found}; give the config.json "
-            "that belongs to these weights"
-        )
+def contradiction(source: Source, said: str, found: str) -> UserError:
+    """Names both sides where config.json and the weights of a draft contradict each other."""
+    return UserError(
+        f"{source.folder}: config.json says {said}, the weights {found}; give the config.json "
+        "that belongs to these weights"
+    )
 
 
-def read_metadata(draft: DraftFiles) -> DraftMetadata | None:
+def count_layers(source: Source) -> int:
+    """Counts the layers of a draft; at least 1, so that one without any is told what is missing."""
+    return max(1, len({match[1] for match in map(_LAYER.match, source.keys) if match}))
+
+
+def read_metadata(source: Source) -> DraftMetadata | None:
     """Reads what our own export says beyond the layout; None in the files of others."""
-    values = draft.values.get(METADATA)
+    values = source.settings.get(METADATA)
     if values is None:
         return None
-    origin = f"{draft.origin}/config.json: {METADATA}"
+    origin = f"{source.folder}/config.json: {METADATA}"
     if not isinstance(values, Mapping):
         raise UserError(f"{origin}: want an object, got {shorten(values)}; export the draft again")
     return build_config(DraftMetadata, values, origin=origin)
 
 
-def read_layer(draft: DraftFiles) -> tuple[LlamaConfig, list[str]]:
+def read_layer(source: Source) -> tuple[LlamaConfig, list[str]]:
     """Reads the config of a draft's layers.
 
     Returns:
@@ -325,20 +314,20 @@ def read_layer(draft: DraftFiles) -> tuple[LlamaConfig, list[str]]:
     Raises:
       UserError: an unsupported config.json, or one that contradicts the tensors.
     """
-    said = draft.values.get("num_hidden_layers")
+    said, num_layers = source.settings.get("num_hidden_layers"), count_layers(source)
     # The original writes 1 whatever the number of specialists, other programs the number.
-    if said not in (None, 1, draft.num_layers):
-        found = f"hold {draft.num_layers} (or 1 may stand there)"
-        raise draft.contradiction(f"num_hidden_layers {shorten(said)}", found)
+    if said not in (None, 1, num_layers):
+        found = f"hold {num_layers} (or 1 may stand there)"
+        raise contradiction(source, f"num_hidden_layers {shorten(said)}", found)
     # One layer each, whatever it says: specialists are counted by the spans.
-    values: dict[str, Any] = {**draft.values, "num_hidden_layers": 1}
+    values: dict[str, Any] = {**source.settings, "num_hidden_layers": 1}
     values["model_type"] = values.get("model_type") or "llama"
-    layer = parse_llama_config(values, {}, origin=f"{draft.origin}/config.json")
-    _check_widths(draft, layer)
+    layer = parse_llama_config(values, {}, origin=f"{source.folder}/config.json")
+    _check_widths(source, layer)
     assumed: list[str] = []
-    if draft.values.get("model_type") is None:
+    if source.settings.get("model_type") is None:
         assumed.append("model_type llama, because config.json has none")
-    shown, assumed_biases = _read_biases(draft, layer)
+    shown, assumed_biases = _read_biases(source, layer)
     rope = [values, values.get("rope_parameters") or {}]
     if all(part.get("rope_theta") is None for part in rope):
         assumed.append(f"rope theta {layer.rope.theta:g}, because config.json has none")
@@ -347,7 +336,7 @@ def read_layer(draft: DraftFiles) -> tuple[LlamaConfig, list[str]]:
     return replace(layer, **shown), [*assumed, *assumed_biases]
 
 
-def _check_widths(draft: DraftFiles, layer: LlamaConfig) -> None:
+def _check_widths(source: Source, layer: LlamaConfig) -> None:
     """Compares the widths config.json gives with those of the tensors, by config.json's names."""
     for field, said, key in (
         ("hidden_size", layer.hidden_size, FC),
@@ -356,25 +345,25 @@ def _check_widths(draft: DraftFiles, layer: LlamaConfig) -> None:
         ("intermediate_size", layer.intermediate_size, _GATE),
         ("vocab_size", layer.vocab_size, DRAFT_EMBEDDING),
     ):
-        if key in draft.tensors and draft.tensors[key].shape[:1] != (said,):
-            found = f"have {draft.keys[key]} {list(draft.tensors[key].shape)}"
-            raise draft.contradiction(f"{field} {said}", found)
+        if source.shapes.get(key, (said,))[:1] != (said,):
+            found = f"have {source.keys[key]} {list(source.shapes[key])}"
+            raise contradiction(source, f"{field} {said}", found)
 
 
-def _read_biases(draft: DraftFiles, layer: LlamaConfig) -> tuple[dict[str, bool], list[str]]:
+def _read_biases(source: Source, layer: LlamaConfig) -> tuple[dict[str, bool], list[str]]:
     """Reads from the tensors which biases and norms there are, and what had to be assumed."""
     shown, assumed = {}, []
     for field, (key, spoken_of) in _SHOWN_BY.items():
-        shown[field] = key in draft.tensors
-        name = next((k for k in spoken_of if draft.values.get(k) is not None), None)
-        said = draft.values[name] if name else getattr(layer, field)
+        shown[field] = key in source.keys
+        name = next((k for k in spoken_of if source.settings.get(k) is not None), None)
+        said = source.settings[name] if name else getattr(layer, field)
         found = f"hold {'a' if shown[field] else 'no'} {key}"
         if said == shown[field]:
             continue
         if name:
-            raise draft.contradiction(f"{name} {shorten(said)}", found)
+            raise contradiction(source, f"{name} {shorten(said)}", found)
         assumed.append(f"{field} {shown[field]}, because the weights {found}")
-    has_bias, said = FC_BIAS in draft.tensors, draft.values.get("bias")
+    has_bias, said = FC_BIAS in source.keys, source.settings.get("bias")
     if has_bias != (said in (None, True)):
         says = "has no key bias, which means true" if said is None else f"says bias {shorten(said)}"
         assumed.append(

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from poss_jax.checkpoint import SUMS_FILE, TOKENIZER_FILES, check_file, read_sums, torch_io
 from poss_jax.config import UserError, check_own_file, parse_object, read_json
+from poss_jax.convert.names import plain_name
 
 # What is fetched from the Hub: configs, tokenizer, and weights (.bin only without safetensors).
 # Weights by their usual names: some repositories hold a second copy under another.
@@ -75,6 +76,16 @@ class Source:
         return read_json(self.folder / "config.json")
 
     @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Contents of config.json without the wrapper that vLLM or speculators put around it."""
+        values = self.values
+        if values.get("model_type") == "eagle" and isinstance(values.get("model"), dict):
+            return values["model"] | {"bias": bool(values.get("eagle_fc_bias", False))}
+        if isinstance(inner := values.get("transformer_layer_config"), dict):
+            return inner | {"bias": bool(values.get("fusion_bias", False))}
+        return values
+
+    @cached_property
     def tensors(self) -> dict[str, LazyTensor]:
         """Tensors by key; listing them raises what `open_tensors` does.
 
@@ -88,6 +99,23 @@ class Source:
             return headers
         whole = open_source(self.name, self.revision) if self.revision else self
         return open_tensors(whole.folder, verify=False)
+
+    @cached_property
+    def keys(self) -> dict[str, str]:
+        """Keys by their plain name, without the prefix `model.` that some programs put there."""
+        keys: dict[str, str] = {}
+        for key in self.tensors:
+            name = plain_name(key)
+            if keys.setdefault(name, key) != key:
+                raise UserError(
+                    f"{self.folder}: holds both {keys[name]} and {key}; remove the wrong one"
+                )
+        return keys
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors by their plain name."""
+        return {name: self.tensors[key].shape for name, key in self.keys.items()}
 
 
 def open_source(source: str, revision: str | None = None, *, weights: bool = True) -> Source:
