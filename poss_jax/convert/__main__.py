@@ -15,8 +15,9 @@ assumed, a table (source key -> our path, shape and type), and as its last line 
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
       UserError: wrong arguments, or anything in the source that cannot be converted.
     """
-    args = _parser().parse_args(arguments)
-    if "output" in args:  # before anything large is read
-        refuse_non_empty(args.output)
-    args.run(args)
+    options = vars(_parser().parse_args(arguments))
+    if "output" in options:  # before anything large is read
+        refuse_non_empty(options["output"])
+    options.pop("run")(**options)
 
 
 def cli() -> None:
@@ -58,8 +59,8 @@ def cli() -> None:
 # Commands
 
 
-def _inspect(args: argparse.Namespace) -> None:
-    found = inspect(args.source, args.revision, verify=args.verify)
+def _inspect(source: str, **options: Any) -> None:
+    found = inspect(source, **options)
     lines = [f"{name:24}{text}" for name, text in found.facts]
     lines += ["", *_format_rows(found.rows), ""] if found.rows else []
     lines += [f"assumed: {line}" for line in found.assumed]
@@ -69,40 +70,24 @@ def _inspect(args: argparse.Namespace) -> None:
     print(json.dumps(found.summary))
 
 
-def _target(args: argparse.Namespace) -> None:
-    _write(args.output, plan_target(args.source, revision=args.revision, dtype=args.dtype))
+def _target(source: str, output: Path, **options: Any) -> None:
+    _write(output, plan_target(source, **options))
 
 
-def _draft(args: argparse.Namespace) -> None:
-    spans, depth = args.positions_per_specialist, args.trained_depth
-    conversion = plan_draft(
-        args.source,
-        args.target,
-        positions_per_specialist=spans,
-        trained_depth=depth,
-        revision=args.revision,
-        dtype=args.dtype,
-    )
-    _write(args.output, conversion)
+def _draft(source: str, target: Path, output: Path, **options: Any) -> None:
+    _write(output, plan_draft(source, target, **options))
 
 
-def _specialists(args: argparse.Namespace) -> None:
-    spans, depth = args.positions_per_specialist, args.trained_depth
-    _write(args.output, plan_specialists(args.draft, spans, trained_depth=depth))
+def _specialists(draft: Path, output: Path, **options: Any) -> None:
+    _write(output, plan_specialists(draft, **options))
 
 
-def _export(args: argparse.Namespace) -> None:
-    export = plan_export(
-        args.model,
-        form=args.format,
-        target=args.target,
-        specialist=args.specialist,
-        dtype=args.dtype,
-    )
+def _export(model: Path, output: Path, *, as_bin: bool, **options: Any) -> None:
+    export = plan_export(model, **options)
     print("\n".join(_format_rows(export.rows)))
     arrays = tqdm(export.arrays(), total=len(export.rows), unit="tensor", disable=None)
-    write_export(args.output, export, iter(arrays), as_bin=args.bin)
-    summary = {"output": str(args.output), "tensors": len(export.rows), "dtype": export.dtype}
+    write_export(output, export, iter(arrays), as_bin=as_bin)
+    summary = {"output": str(output), "tensors": len(export.rows), "dtype": export.dtype}
     print(json.dumps(summary))
 
 
@@ -181,15 +166,11 @@ def _join(name: str, first: int, last: int) -> str:
     return name.replace("\0", str(first) if first == last else f"{{{first}..{last}}}")
 
 
-def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Lists first and last of each run of consecutive numbers."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1] = runs[-1][0], number
-        else:
-            runs.append((number, number))
-    return runs
+def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Gives first and last of each run of consecutive numbers."""
+    for _, pairs in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        yield run[0], run[-1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -210,8 +191,8 @@ def _folder(text: str) -> dict[str, Any]:
     return {"type": Path, "metavar": "DIR", "help": text}
 
 
-def _switch(text: str) -> dict[str, Any]:
-    return {"action": "store_true", "help": text}
+def _switch(text: str, **more: Any) -> dict[str, Any]:
+    return {"action": "store_true", "help": text, **more}
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -246,6 +227,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "from, or the sum of the positions per specialist.",
     },
     "--format": {
+        "dest": "form",
         "choices": ("hf", "eagle", "poss"),
         "help": "Layout to write: hf for a target, eagle for a draft of one layer, poss for any "
         "draft. The default is hf for a target and poss for a draft.",
@@ -256,7 +238,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "Write specialist S of a draft alone, as an eagle draft. The first one is 0.",
     },
     "--bin": _switch(
-        "Write pytorch_model.bin instead of model.safetensors. This needs the `torch` extra."
+        "Write pytorch_model.bin instead of model.safetensors. This needs the `torch` extra.",
+        dest="as_bin",
     ),
     "--dtype": {
         "choices": ("keep", "float32", "bfloat16"),
@@ -275,10 +258,10 @@ def _parser() -> argparse.ArgumentParser:
             "nothing is written."
         ),
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(
-        run: Callable[[argparse.Namespace], None],
+        run: Callable[..., None],
         name: str,
         text: str,
         more: str,
