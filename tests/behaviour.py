@@ -18,7 +18,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,15 +43,16 @@ from poss_jax.model.target import encode, stack_layers
 
 Dump = Iterator[tuple[str, Any]]  # name, array or text
 
-DRAFTS = {  # ten steps of 64 tokens
-    "poss3": {"step": {"vocabulary_chunk": 5, "attention_block": 7}},
-    "poss3_shared": {"step": {"accumulation_steps": 2}},
+TEN_STEPS = programs.DRAFT | {
+    "num_tokens": 640,
+    "objective": {"feature_noise": 0.2, "depth_weights": [1, 0.9, 0.8, 0.7, 0.6, 0.5]},
 }
-for name, values in DRAFTS.items():
-    values |= programs.DRAFT | {"num_tokens": 640, "step": values["step"]}
-    values |= {"objective": {"feature_noise": 0.2, "depth_weights": [1, 0.9, 0.8, 0.7, 0.6, 0.5]}}
-    kv = "shared" if name == "poss3_shared" else "per_specialist"
-    values |= {"specialists": {"positions_per_specialist": [3, 3], "depth": 6, "kv": kv}}
+POSS3 = {"positions_per_specialist": [3, 3], "depth": 6}
+CHUNKS = {"vocabulary_chunk": 5, "attention_block": 7}
+DRAFTS = {
+    "poss3": {"specialists": POSS3, "step": CHUNKS},
+    "poss3_shared": {"specialists": POSS3 | {"kv": "shared"}, "step": {"accumulation_steps": 2}},
+}
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260], "\u4e2d"]
 SAMPLED = SamplingConfig(temperature=1.1, top_p=0.95, repetition_penalty=1.1, seed=5)
 SMALL = TreeConfig(depth=5, top_k=3, total_tokens=9)
@@ -77,7 +77,6 @@ def recorded(model: golden.Golden) -> Dump:
     cases = golden.read_json(f"generate_{model.method}")
     prompts = [(case["prompt"], test_golden.NO_STOP) for case in cases["cases"]]
     yield from under("generate", texts(test_golden.generate(model, "", prompts)))
-    yield from under("generate_small", texts(test_golden.generate(model, "_small", prompts)))
     ends = [jax.numpy.asarray([case["eos_token_id"]], np.int32) for case in cases["eos_cases"]]
     prompts = [(case["prompt"], end) for case, end in zip(cases["eos_cases"], ends, strict=True)]
     yield from under("generate_eos", texts(test_golden.generate(model, "", prompts)))
@@ -114,7 +113,7 @@ def tiny_models(folder: Path) -> Dump:
     """Training by the program, and generations of what it trained."""
     with programs.tiny_runs(SimpleNamespace(getbasetemp=lambda: folder)) as runs:
         for name, values in DRAFTS.items():
-            config = programs.config_file(runs, folder / name, values)
+            config = programs.config_file(runs, folder / name, TEN_STEPS | values)
             programs.train_main(["--config", config])
     target = runs.root / "target" / "model"
     trained = {name: runs.root / name for name in ("target", "eagle", "poss2")}
@@ -157,18 +156,18 @@ def conversions(folder: Path) -> Dump:
         yield from under(f"{name}/target", parameters(here / "target"))
         yield from under(f"{name}/draft", parameters(here / "draft", here / "target"))
         for path in sorted(here.rglob("*")):
-            if path.is_file() and "weights" not in path.parts:  # Orbax draws names of its files
+            # Orbax draws the names of its files, and a model folder's SHA256SUMS lists them.
+            lists_drawn = path.name == "SHA256SUMS" and (path.parent / "weights").is_dir()
+            if path.is_file() and "weights" not in path.parts and not lists_drawn:
                 yield f"{name}/{path.relative_to(here)}", content(path)
 
 
 def content(path: Path) -> str:
-    """A file's SHA-256, or its text without what depends on time and place."""
-    if path.name == "model.json":
-        record = json.loads(path.read_text())
-        return json.dumps({key: record[key] for key in record if key != "provenance"}, indent=1)
-    if path.name == "SHA256SUMS" and "model.json" in path.read_text():
-        return "sums of a model folder"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    """A file's SHA-256, or the text of a model.json without what depends on time and place."""
+    if path.name != "model.json":
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    record = json.loads(path.read_text())
+    return json.dumps({key: record[key] for key in record if key != "provenance"}, indent=1)
 
 
 def parameters(folder: Path, target: Path | None = None) -> Dump:
@@ -198,14 +197,13 @@ def everything(folder: Path) -> Dump:
 
 
 def dump(path: str) -> None:
-    found, start = {}, time.monotonic()
+    found = {}
     quiet = contextlib.redirect_stdout(io.StringIO())
     with tempfile.TemporaryDirectory() as folder, quiet:
         for name, value in everything(Path(folder)):
             array = np.asarray(value)
             is_narrow = array.dtype == jax.numpy.bfloat16  # which a .npz file does not know
             found[name] = array.view(np.uint16) if is_narrow else array
-            print(f"{time.monotonic() - start:6.1f} s  {name}", file=sys.stderr)
     np.savez_compressed(path, **found)
     print(json.dumps({"output": path, "names": len(found)}))
 
@@ -215,18 +213,15 @@ def difference(a: np.ndarray | None, b: np.ndarray | None) -> str:
     if a is None or b is None:
         return "only in the " + ("second" if a is None else "first")
     if a.dtype.kind == b.dtype.kind == "U":
-        start = next((n for n, (x, y) in enumerate(zip(str(a), str(b), strict=False)) if x != y), 0)
-        return "" if a == b else f"{str(a)[start:][:60]!r} against {str(b)[start:][:60]!r}"
+        return "" if a == b else f"{str(a)[:80]!r} against {str(b)[:80]!r}"
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"{a.dtype} {a.shape} against {b.dtype} {b.shape}"
-    if a.tobytes() == b.tobytes():
-        return ""
-    return f"largest difference {np.abs(a.astype(float) - b.astype(float)).max():.3g}"
+    size = np.abs(a.astype(float) - b.astype(float)).max()
+    return "" if a.tobytes() == b.tobytes() else f"largest difference {size:.3g}"
 
 
 def compare(first: str, second: str) -> None:
-    with np.load(first) as a, np.load(second) as b:
-        one, two = dict(a), dict(b)
+    one, two = dict(np.load(first)), dict(np.load(second))
     found = {name: difference(one.get(name), two.get(name)) for name in sorted({*one, *two})}
     different = [f"{name}: {words}" for name, words in found.items() if words]
     print(*different, json.dumps({"names": len(found), "different": len(different)}), sep="\n")
