@@ -18,10 +18,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from infer.lossless import check_lossless, format_check
-from infer.measure import Decoder, Run, measure_phases, measure_steps, time_prompts
-from infer.prompts import next_prompt
-from infer.report import build_report, format_report, write_report
 from poss_jax.checkpoint import load_draft, load_target, provenance, refuse_non_empty
 from poss_jax.config import (
     BenchConfig,
@@ -50,6 +46,11 @@ from poss_jax.program.options import (
     read_sampling,
     read_tree,
 )
+
+from .lossless import check_lossless, format_check
+from .measure import Decoder, Run, measure_phases, measure_steps, time_prompts
+from .prompts import next_prompt
+from .report import build_report, format_report, write_report
 
 AUTOREGRESSIVE = "autoregressive"
 _OPTIONS = (

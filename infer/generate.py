@@ -25,8 +25,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from infer.prompts import next_prompt, num_turns, read_settings
-from infer.screen import Screen
 from poss_jax.config import SamplingConfig, UserError, config_to_dict
 from poss_jax.data import PROMPT_KEYS, read_prompts
 from poss_jax.decode.metrics import mean_acceptance_length
@@ -38,6 +36,9 @@ from poss_jax.program.options import (
     load_engine,
     read_sampling,
 )
+
+from .prompts import next_prompt, num_turns, read_settings
+from .screen import Screen
 
 _LOG = logging.getLogger(__name__)
 

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from infer.measure import Decoder
 from poss_jax.config import SamplingConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import Text, draw_noise, process_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.verify import accept
 from poss_jax.engine import Engine, Generation
+
+from .measure import Decoder
 
 TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)  # low: certain tokens, ties
 FILTERS = ({}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1})

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from infer.measure import Run
 from poss_jax.config import SamplingConfig, config_to_dict
 from poss_jax.decode.metrics import (
     distinct_ngram_share,
@@ -14,6 +13,8 @@ from poss_jax.decode.metrics import (
     pooled_acceptance_length,
     positionwise_acceptance,
 )
+
+from .measure import Run
 
 LOOPING_BELOW = 0.5
 

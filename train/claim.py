@@ -15,7 +15,8 @@ import yaml
 
 from poss_jax.checkpoint import provenance, sole_writer
 from poss_jax.config import TrainConfig, UserError, config_to_dict, parse_yaml, shorten
-from train.devices import ask_first, meet
+
+from .devices import ask_first, meet
 
 # What a run may be continued with other values of: none changes what it learns but by rounding.
 _FREE_KEYS = {

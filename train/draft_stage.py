@@ -35,15 +35,16 @@ from poss_jax.model.parameters import place_weights
 from poss_jax.model.specialists import extend_specialists, has_shared_keys_values, share_keys_values
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Array, Params
-from train.devices import (
+
+from .devices import (
     compile_on,
     make_on,
     make_step_on,
     write_together,
 )
-from train.features import fill_cache, find_features, is_complete, load_layers, make_encode
-from train.memory import PlannedStep, plan_draft_step
-from train.preparation import compute_dtype, prepare_rows
+from .features import fill_cache, find_features, is_complete, load_layers, make_encode
+from .memory import PlannedStep, plan_draft_step
+from .preparation import compute_dtype, prepare_rows
 
 
 class DraftStage:

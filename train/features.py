@@ -21,7 +21,8 @@ from poss_jax.model.documents import TrainBatch
 from poss_jax.model.parameters import place_weights
 from poss_jax.model.target import encode
 from poss_jax.shapes import Array, Params
-from train.devices import ask_first, compile_on, is_first_process, meet, put_batch, stack_on
+
+from .devices import ask_first, compile_on, is_first_process, meet, put_batch, stack_on
 
 EncodeFunction = Callable[[TrainBatch], Array]
 

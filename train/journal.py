@@ -11,10 +11,11 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax.config import TrainConfig
-from train.devices import is_first_process
-from train.divergence import LossWatch, check_finite
-from train.loggers import open_loggers, scalars
-from train.run_folder import RunFolder
+
+from .devices import is_first_process
+from .divergence import LossWatch, check_finite
+from .loggers import open_loggers, scalars
+from .run_folder import RunFolder
 
 
 class Journal:

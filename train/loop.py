@@ -10,14 +10,15 @@ from poss_jax import data
 from poss_jax.config import TrainConfig, UserError
 from poss_jax.learn.state import TrainState
 from poss_jax.model.documents import TrainBatch
-from train.devices import put_batch
-from train.divergence import Diverged
-from train.journal import Journal
-from train.preemption import preemption_notice
-from train.profile import Profiler
-from train.run_folder import RunFolder
-from train.samples import format_samples
-from train.stages import Stage
+
+from .devices import put_batch
+from .divergence import Diverged
+from .journal import Journal
+from .preemption import preemption_notice
+from .profile import Profiler
+from .run_folder import RunFolder
+from .samples import format_samples
+from .stages import Stage
 
 StepFunction = Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
 

@@ -23,14 +23,15 @@ from poss_jax.config import TrainConfig, UserError, load_config
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
 from poss_jax.program import Parser, run_program
-from train.claim import claim_together, hold_together
-from train.describe import describe_data, describe_sample
-from train.devices import is_first_process, make_on, start_processes
-from train.loggers import check_loggers
-from train.loop import run_steps
-from train.memory import check_memory, describe_devices
-from train.run_folder import RunFolder, is_damaged
-from train.stages import Stage, open_stage
+
+from .claim import claim_together, hold_together
+from .describe import describe_data, describe_sample
+from .devices import is_first_process, make_on, start_processes
+from .loggers import check_loggers
+from .loop import run_steps
+from .memory import check_memory, describe_devices
+from .run_folder import RunFolder, is_damaged
+from .stages import Stage, open_stage
 
 
 def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:

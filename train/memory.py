@@ -25,7 +25,8 @@ from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import place_tree
 from poss_jax.model.sharding import make_mesh, place_batch, replicate
 from poss_jax.model.target import init_target, stack_layers
-from train.devices import OnMesh, make_step_on
+
+from .devices import OnMesh, make_step_on
 
 
 class PlannedStep(NamedTuple):

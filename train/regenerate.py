@@ -34,7 +34,8 @@ from poss_jax.program.options import (
     load_engine,
     read_sampling,
 )
-from train.answers import (
+
+from .answers import (
     AnswerFiles,
     AnswerSettings,
     answer_files,

@@ -21,7 +21,8 @@ from tqdm import tqdm
 from poss_jax.checkpoint import failed_write, find_damage, list_files, write_sums
 from poss_jax.config import TrainConfig, UserError
 from poss_jax.learn.state import TrainState
-from train.devices import ask_first, is_first_process
+
+from .devices import ask_first, is_first_process
 
 # Of a checkpoint; written last, and not needed to read it.
 _WITHOUT_SUMS = {"_CHECKPOINT_METADATA", "commit_success.txt"}

@@ -6,7 +6,8 @@ import numpy as np
 
 from poss_jax.data import Rows
 from poss_jax.learn.validation import Predictions
-from train.stages import Stage
+
+from .stages import Stage
 
 _TOKENS_BEFORE = 16
 _PLACES = 4  # of each text

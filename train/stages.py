@@ -16,9 +16,10 @@ from poss_jax.learn.validation import (
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.sharding import check_batch_size
 from poss_jax.shapes import Array, Params
-from train.draft_stage import DraftStage
-from train.memory import PlannedStep, mesh_for
-from train.target_stage import TargetStage
+
+from .draft_stage import DraftStage
+from .memory import PlannedStep, mesh_for
+from .target_stage import TargetStage
 
 
 class Stage(Protocol):

@@ -26,7 +26,8 @@ from poss_jax.learn.validation import (
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.target import init_target, stack_layers
 from poss_jax.shapes import Array, Params
-from train.devices import (
+
+from .devices import (
     compile_on,
     is_first_process,
     make_on,
@@ -34,8 +35,8 @@ from train.devices import (
     meet,
     write_together,
 )
-from train.memory import PlannedStep, plan_target_step
-from train.preparation import compute_dtype, prepare_rows
+from .memory import PlannedStep, plan_target_step
+from .preparation import compute_dtype, prepare_rows
 
 _TOKENIZER = "tokenizer"  # subfolder of a target's run
 
