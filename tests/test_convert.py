@@ -29,7 +29,6 @@ from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, UserError
 from poss_jax.convert.hf import parse_llama_config
 from poss_jax.convert.names import slots_by_key
 from poss_jax.convert.plan import PUBLISHED
-from poss_jax.model.parameters import item_shapes
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +154,7 @@ def test_biases_and_explicit_head_dim(tmp_path):
     config = parse_llama_config(
         TINY | {"attention_bias": True, "mlp_bias": True, "head_dim": 6}, {}, origin="config"
     )
-    tensors = draw({k: slot.shape for k, slot in slots_by_key(item_shapes(config)).items()})
+    tensors = draw({k: slot.shape for k, slot in slots_by_key(config).items()})
     assert tensors["model.layers.0.self_attn.q_proj.bias"].shape == (12,)
     assert tensors["model.layers.1.mlp.down_proj.bias"].shape == (8,)
     folder = write_source(
@@ -245,7 +244,7 @@ def test_embedding_of_another_target(tmp_path, tiny):
 @pytest.mark.parametrize("config", [{"hidden_size": 16, "head_dim": 4}, {"vocab_size": 32}])
 def test_draft_that_does_not_fit_the_target(tmp_path, tiny, config):
     layer = parse_llama_config(TINY | config, {}, origin="config")
-    shapes = {k: s.shape for k, s in slots_by_key(item_shapes(DraftConfig(layer=layer))).items()}
+    shapes = {k: s.shape for k, s in slots_by_key(DraftConfig(layer=layer)).items()}
     source = write_source(tmp_path / "source", draw(shapes), **config)
     with pytest.raises(UserError, match="does not fit the target source"):
         run("draft", source=source, target=tiny / "target", output=tmp_path / "out")

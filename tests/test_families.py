@@ -16,6 +16,7 @@ from models import random_draft, random_target, random_tokens, stacked, tiny_lla
 
 from poss_jax.checkpoint import TargetIdentity, load_draft, new_record, read_record, write_model
 from poss_jax.config import DraftConfig, MeshConfig, ObjectiveConfig, TreeConfig, UserError
+from poss_jax.convert.names import slots_by_key
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.learn.state import init_state
@@ -24,7 +25,7 @@ from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import FAMILIES, family_of, init_draft
 from poss_jax.model.families.eagle import EAGLE
 from poss_jax.model.layers import norm_row
-from poss_jax.model.parameters import item_shapes, partition, split_items, table_of, torch_name
+from poss_jax.model.parameters import item_shapes, partition, split_items
 from poss_jax.model.sharding import make_mesh
 from poss_jax.model.specialists import attach
 
@@ -55,7 +56,7 @@ def test_an_unknown_family_is_named():
 def test_items_shapes_names_and_shardings_follow():
     assert item_shapes(CONFIG)["gain"] == {"scale": (D,)}
     assert "gain" not in item_shapes(DraftConfig(layer=LLAMA))
-    assert torch_name(table_of(CONFIG), "gain", ("scale",)) == "output_gain.weight"
+    assert str(slots_by_key(CONFIG)["output_gain.weight"]) == "gain/scale"
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     assert partition("opt_state/0/mu/gain/scale", (D,), mesh) == P(None)
 

@@ -24,9 +24,9 @@ from poss_jax.checkpoint import (
 )
 from poss_jax.config import DraftConfig, LlamaConfig, UserError, config_to_dict
 from poss_jax.convert.hf import CONFIG_KEYS, METADATA, ROPE_KEYS, DraftMetadata
-from poss_jax.convert.names import DRAFT_EMBEDDING, FC, source_key
+from poss_jax.convert.names import DRAFT_EMBEDDING, FC
 from poss_jax.convert.plan import Row
-from poss_jax.model.parameters import flatten_item, item_shapes
+from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
 
 Form = Literal["hf", "eagle", "poss"]
 ExportDType = Literal["keep", "float32", "bfloat16", "float16"]
@@ -213,7 +213,14 @@ def _rows(origins: dict[str, tuple[Model, str]], dtype: ExportDType) -> list[Row
         stored = flatten_item(describe_item(model.folder, model.record, item))
         for path, shape in flatten_item(item_shapes(model.record.config)[item]).items():
             written = np.dtype(stored[path].dtype).name if dtype == "keep" else dtype
-            rows.append(Row("/".join((item, *path)), source_key(name, path), shape, written))
+            rows.append(
+                Row(
+                    "/".join((item, *path)),
+                    torch_name(table_of(model.record.config), name, path),
+                    shape,
+                    written,
+                )
+            )
     return rows
 
 

@@ -30,7 +30,6 @@ from poss_jax.convert.names import (
     source_key,
 )
 from poss_jax.convert.source import LazyTensor, Source
-from poss_jax.model.parameters import item_shapes
 
 Family = Literal["target", "draft"]
 Sign = Callable[[Source], str | None]
@@ -238,7 +237,7 @@ _EAGLE3_NAME = _name(r"eagle3")
 def _read_target(source: Source) -> Reading:
     """Reads a target of the Llama family in Hugging Face's layout."""
     config = read_target_config(source)
-    slots = slots_by_key(item_shapes(config))
+    slots = slots_by_key(config)
     buffers = [key for key in source.tensors if key.endswith("self_attn.rotary_emb.inv_freq")]
     dropped = dict.fromkeys(buffers, "follows from the config")  # old checkpoints hold them
     optional: dict[str, tuple[int, ...]] = dict.fromkeys(buffers, (config.head_dim // 2,))
@@ -259,7 +258,7 @@ def _read_draft(source: Source) -> Reading:
     values = {"layer": layer, "fc_bias": FC_BIAS in source.keys}
     values |= {"positions_per_specialist": (1,) * count_layers(source)}
     config = build_config(DraftConfig, values, origin=origin)
-    slots = slots_by_key(item_shapes(config))
+    slots = slots_by_key(config)
     copies = dict.fromkeys(_COPIES, (layer.vocab_size, layer.hidden_size))
     plain = {name: source.tensors[key] for name, key in source.keys.items()}
     _check_keys(origin, plain, slots, copies)

@@ -3,10 +3,10 @@
 import re
 from dataclasses import dataclass
 
+from poss_jax.config import DraftConfig, LlamaConfig
 from poss_jax.model.families.eagle import EAGLE
-from poss_jax.model.parameters import flatten_item, torch_name
+from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
 from poss_jax.model.target import TARGET
-from poss_jax.shapes import Params
 
 _PREFIX = re.compile(r"^(model\.)+")
 
@@ -36,22 +36,18 @@ class Slot:
 
 
 def source_key(item: str, path: tuple[str, ...]) -> str:
-    """Names one of our arrays as PyTorch checkpoints do."""
+    """Names an array of a target, or of a draft of EAGLE's family, as PyTorch checkpoints do."""
     return torch_name({**TARGET, **EAGLE.parameters}, item, path)
 
 
-def slots_by_key(shapes: dict[str, Params]) -> dict[str, Slot]:
-    """Finds the place of every PyTorch key of a model.
-
-    Args:
-      shapes: items of the model, as `item_shapes` gives them.
-    """
-    slots = [
-        Slot(item, path, shape)
-        for item, tree in shapes.items()
+def slots_by_key(config: LlamaConfig | DraftConfig) -> dict[str, Slot]:
+    """Finds the place of every PyTorch key of a model."""
+    table = table_of(config)
+    return {
+        torch_name(table, item, path): Slot(item, path, shape)
+        for item, tree in item_shapes(config).items()
         for path, shape in flatten_item(tree).items()
-    ]
-    return {source_key(slot.item, slot.path): slot for slot in slots}
+    }
 
 
 def plain_name(key: str) -> str:
