@@ -21,11 +21,11 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from infer.bench import load_decoders, read_bench_prompts
+from infer.bench import first_prompts, load_decoders, read_questions
 from poss_jax.checkpoint import provenance, refuse_non_empty
 from poss_jax.config import BenchConfig, TreeConfig, UserError, build_config, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
-from poss_jax.engine import Engine, Generation, generate_jit
+from poss_jax.engine import Engine, Generation, PreparedPrompt, generate_jit
 from poss_jax.program import Parser, run_program
 from poss_jax.program.options import at_least, check_writable
 
@@ -42,14 +42,14 @@ def measure(
 ) -> dict[str, Any]:
     """Times every batch size with every tree (None: without a draft)."""
     _, decoder = load_decoders(config)
-    prompts = read_bench_prompts(config, decoder.engine)
+    prompts = first_prompts(read_questions(config, decoder.engine))
     cells = list(product(batch_sizes, trees))
     engines = {name: decoder.engine.with_tree({1: tree}) for name, tree in trees.items()}
     passes: dict[tuple[int, str], list[Pass]] = {cell: [] for cell in cells}
     # The first pass compiles, and is not counted.
     for _ in tqdm(range(1 + config.repeats), desc="batches", unit="pass"):
         for size, name in cells:
-            done = time_batches(engines[name], prompts, config.max_new_tokens, size)
+            done = time_batches(engines[name], prompts, size)
             passes[size, name].append(done)
     return {
         "trees": {name: tree and config_to_dict(tree) for name, tree in trees.items()},
@@ -62,14 +62,13 @@ def measure(
     }
 
 
-def time_batches(
-    engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int, batch_size: int
-) -> Pass:
+def time_batches(engine: Engine, prompts: Sequence[PreparedPrompt], batch_size: int) -> Pass:
     """Decodes all prompts; times prefill and all rounds up to the finished outputs."""
-    config, answers, seconds = engine.decode_config(max_new_tokens, batch_size), [], 0.0
+    answers, seconds = [], 0.0
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
-        request = jax.block_until_ready(engine.request(batch, max_new_tokens, batch_size))
+        config, request = engine.request(batch, batch_size=batch_size)
+        request = jax.block_until_ready(request)
         started = time.perf_counter()
         state = jax.block_until_ready(generate_jit(engine.weights, config, request))
         seconds += time.perf_counter() - started

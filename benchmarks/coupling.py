@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from infer.bench import load_decoders, read_bench_prompts, read_drafts
+from infer.bench import first_prompts, load_decoders, read_drafts, read_questions
 from infer.report import LOOPING_BELOW
 from poss_jax.checkpoint import provenance
 from poss_jax.config import BenchConfig, SamplingConfig, TreeConfig, UserError
 from poss_jax.decode.metrics import distinct_ngram_share
-from poss_jax.engine import Engine, Generation
+from poss_jax.engine import Engine, Generation, PreparedPrompt
 from poss_jax.program import Parser, run_program
 from poss_jax.program.options import at_least
 
@@ -50,7 +50,7 @@ NUM_RESAMPLES = 2000
 def measure(config: BenchConfig, num_seeds: int, batch_size: int) -> dict[str, Any]:
     """Decodes everything with both kinds of drafting."""
     baseline, *decoders = load_decoders(config)
-    prompts = read_bench_prompts(config, baseline.engine)
+    prompts = first_prompts(read_questions(config, baseline.engine))
     jobs = list(product(SETTINGS, range(num_seeds), range(len(prompts))))
     total = len(jobs) * len(decoders) * len(TREES) * 2
     rows = []
@@ -59,8 +59,12 @@ def measure(config: BenchConfig, num_seeds: int, batch_size: int) -> dict[str, A
             answers = [
                 _decode(
                     decoder.engine.with_tree(tree, is_coupled=is_coupled),
-                    [(prompts[prompt], SETTINGS[name], seed) for name, seed, prompt in jobs],
-                    config.max_new_tokens,
+                    [
+                        prompts[prompt]._replace(
+                            sampling=SamplingConfig(seed=seed, **SETTINGS[name])
+                        )
+                        for name, seed, prompt in jobs
+                    ],
                     batch_size,
                     progress,
                 )
@@ -79,21 +83,12 @@ def measure(config: BenchConfig, num_seeds: int, batch_size: int) -> dict[str, A
 
 
 def _decode(
-    engine: Engine,
-    jobs: Sequence[tuple[list[int], dict[str, float], int]],
-    max_new_tokens: int,
-    batch_size: int,
-    progress: tqdm,
+    engine: Engine, jobs: Sequence[PreparedPrompt], batch_size: int, progress: tqdm
 ) -> list[Generation]:
     answers: list[Generation] = []
     for first in range(0, len(jobs), batch_size):
         batch = jobs[first : first + batch_size]
-        answers += engine.generate(
-            [prompt for prompt, _, _ in batch],
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            sampling=[SamplingConfig(seed=seed, **given) for _, given, seed in batch],
-        )
+        answers += engine.decode(batch, batch_size=batch_size)
         progress.update(len(batch))
     return answers
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint import load_draft, load_target, provenance, refuse_non_empty
+from poss_jax.checkpoint import provenance, refuse_non_empty
 from poss_jax.config import (
     BenchConfig,
     DataConfig,
@@ -28,14 +28,16 @@ from poss_jax.config import (
     config_to_dict,
     load_config,
 )
-from poss_jax.data import (
-    load_documents,
-    load_tokenizer,
-    plain_texts,
-    prompts_from_documents,
+from poss_jax.data import load_documents, plain_texts, prompts_from_documents
+from poss_jax.engine import (
+    PROMPT_KEYS,
+    Dialogue,
+    Engine,
+    PreparedPrompt,
+    check_dialogues,
+    read_dialogues,
     read_prompts,
 )
-from poss_jax.engine import Engine, Prompt, default_dtype
 from poss_jax.program import Parser, run_program
 from poss_jax.program.options import (
     add_mismatch_option,
@@ -48,8 +50,7 @@ from poss_jax.program.options import (
 )
 
 from .lossless import check_lossless, format_check
-from .measure import Decoder, Run, measure_phases, measure_steps, time_prompts
-from .prompts import next_prompt
+from .measure import Decoder, Run, measure_phases, measure_steps, time_questions
 from .report import build_report, format_report, write_report
 
 AUTOREGRESSIVE = "autoregressive"
@@ -69,25 +70,22 @@ def bench(config: BenchConfig) -> dict[str, Any]:
       UserError: bad input.
     """
     decoders = load_decoders(config)
-    baseline = decoders[0].engine
-    prompts = read_bench_prompts(config, baseline)
+    questions = read_questions(config, decoders[0].engine)
+    first = first_prompts(questions)[0]
     runs: dict[str, list[Run]] = {decoder.name: [] for decoder in decoders}
     for decoder in decoders:
-        decoder.compile(prompts, config.max_new_tokens)
-    total = config.repeats * len(decoders) * len(prompts)
+        decoder.compile(questions)
+    total = config.repeats * len(decoders) * len(questions)
     with tqdm(total=total, desc="bench", unit="prompt") as progress:
         for _ in range(config.repeats):
             for decoder in decoders:
-                run = time_prompts(decoder, prompts, config.max_new_tokens, progress)
-                runs[decoder.name].append(run)
+                runs[decoder.name].append(time_questions(decoder, questions, progress))
     report = build_report(config.max_new_tokens, AUTOREGRESSIVE, runs)
     for decoder in decoders:
         entry = report["methods"][decoder.name]
         entry["compile_seconds"] = decoder.compile_seconds
-        entry["phase_milliseconds"] = measure_phases(decoder, prompts[0], config.max_new_tokens)
-    report["autoregressive_step_milliseconds"] = measure_steps(
-        baseline, prompts[0], config.max_new_tokens
-    )
+        entry["phase_milliseconds"] = measure_phases(decoder.engine, first)
+    report["autoregressive_step_milliseconds"] = measure_steps(decoders[0].engine, first)
     return report | {"config": config_to_dict(config), "provenance": provenance()}
 
 
@@ -95,43 +93,41 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
     """Loads the target once, and one engine per draft beside the autoregressive one."""
     if AUTOREGRESSIVE in config.drafts:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
-    dtype = default_dtype()
-    target = load_target(config.target, dtype)
-    tokenizer = load_tokenizer(Path(config.target)) if target[0].tokenizer_sha256 else None
-    baseline = Engine(target, tokenizer=tokenizer)
-    decoders = [Decoder(AUTOREGRESSIVE, baseline, config.sampling)]
-    for name, folder in config.drafts.items():
-        draft = load_draft(
-            folder,
-            dtype,
-            target=target[0],
-            allow_target_mismatch=config.allow_target_mismatch,
-        )
-        engine = Engine(
-            target,
-            draft,
-            tokenizer=tokenizer,
-            tree=config.tree,
-            is_coupled=config.is_coupled,
-        )
-        decoders.append(Decoder(name, engine, config.sampling))
-    return decoders
+    baseline = Engine.load(config.target, tree=config.tree, is_coupled=config.is_coupled)
+    mismatch = config.allow_target_mismatch
+    return [
+        Decoder(AUTOREGRESSIVE, baseline),
+        *(
+            Decoder(name, baseline.load_draft(folder, allow_target_mismatch=mismatch))
+            for name, folder in config.drafts.items()
+        ),
+    ]
 
 
-def read_bench_prompts(config: BenchConfig, engine: Engine) -> list[list[int]]:
-    """Token ids of the prompts: of a file, or cut from held-out modules of the standard library.
+def read_questions(config: BenchConfig, engine: Engine) -> list[Dialogue]:
+    """Reads prompts and conversations from a file, or cuts prompts from the standard library.
+
+    Every question has a seed of its own, derived from the run's seed and its index.
 
     Raises:
       UserError: too few prompts, or one that the engine refuses.
     """
     if config.prompts == "stdlib":
-        prompts = _cut_stdlib_prompts(config, engine)
+        records = [{"prompt_ids": ids} for ids in _cut_stdlib_prompts(config, engine)]
     else:
-        prompts = _read_prompt_file(config)
-    return [engine.prepare(prompt, config.max_new_tokens) for prompt in prompts]
+        records = read_prompts(Path(config.prompts))[: config.num_prompts]
+    records = [{key: record[key] for key in PROMPT_KEYS if key in record} for record in records]
+    questions = read_dialogues(records, config.sampling, config.max_new_tokens)
+    check_dialogues(engine, questions)
+    return questions
 
 
-def _cut_stdlib_prompts(config: BenchConfig, engine: Engine) -> Sequence[Prompt]:
+def first_prompts(questions: Sequence[Dialogue]) -> list[PreparedPrompt]:
+    """Prompts of the first turns of questions that are checked."""
+    return [question.prompt for question in questions if question.prompt is not None]
+
+
+def _cut_stdlib_prompts(config: BenchConfig, engine: Engine) -> list[list[int]]:
     if engine.tokenizer is None:
         raise UserError("prompts stdlib: this target has no tokenizer; give a file of prompt_ids")
     return prompts_from_documents(
@@ -140,12 +136,6 @@ def _cut_stdlib_prompts(config: BenchConfig, engine: Engine) -> Sequence[Prompt]
         num_prompts=config.num_prompts,
         prompt_tokens=config.prompt_tokens,
     )
-
-
-def _read_prompt_file(config: BenchConfig) -> Sequence[Prompt]:
-    """The first prompts of a file; of a conversation, its first turn."""
-    records = read_prompts(Path(config.prompts))[: config.num_prompts]
-    return [next_prompt(record, []) for record in records]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -170,8 +160,8 @@ def _check_lossless(config: BenchConfig) -> None:
     if not config.drafts:
         raise UserError("--check-lossless: want at least one draft; give --draft NAME=DIR")
     decoders = load_decoders(config)
-    prompts = read_bench_prompts(config, decoders[0].engine)
-    report = check_lossless(decoders, prompts, config.max_new_tokens)
+    prompts = first_prompts(read_questions(config, decoders[0].engine))
+    report = check_lossless(decoders, prompts)
     print(format_check(report))
     print(json.dumps(report | {"config": config_to_dict(config), "provenance": provenance()}))
     if report["failures"]:

@@ -17,19 +17,31 @@ messages, each answered in turn: one line per answer, numbered by `turn`). Its `
 import argparse
 import json
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.config import SamplingConfig, UserError, config_to_dict
-from poss_jax.data import PROMPT_KEYS, read_prompts
+from poss_jax.config import UserError, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
-from poss_jax.engine import Engine, Generation, check_bias
-from poss_jax.program import Parser, run_program
+from poss_jax.engine import (
+    PROMPT_KEYS,
+    Chunk,
+    Dialogue,
+    Engine,
+    Generation,
+    PreparedPrompt,
+    answer_all,
+    check_dialogues,
+    read_dialogues,
+    read_prompts,
+)
+from poss_jax.program import Parser, run_program, text_marks
 from poss_jax.program.options import (
     add_decoding_options,
     check_writable,
@@ -37,120 +49,84 @@ from poss_jax.program.options import (
     read_sampling,
 )
 
-from .prompts import next_prompt, num_turns, read_settings
-from .screen import Screen
-
 _LOG = logging.getLogger(__name__)
 
-Decode = Callable[[Sequence[list[int]], Sequence[SamplingConfig]], list[Generation]]
-"""(token ids of prompts, their settings) -> their answers."""
+Answers = dict[tuple[int, int], Generation]
+"""(index of the record, index of the turn) -> answer."""
 
 
-def answer_records(
-    engine: Engine,
-    records: Sequence[dict[str, Any]],
-    settings: Sequence[SamplingConfig],
-    decode: Decode,
-    *,
-    max_new_tokens: int,
-    batch_size: int,
+class Screen:
+    """Writes chunks to standard output, each at once.
+
+    Accepted drafts are green on a terminal (or with FORCE_COLOR), and in brackets elsewhere (or
+    with NO_COLOR).
+    """
+
+    def __init__(self, *, shows_drafts: bool) -> None:
+        self._marks = text_marks() if shows_drafts else ("", "")
+        self._is_in_line = False
+        if shows_drafts:
+            sys.stderr.write("accepted drafts look {}like this{}\n".format(*self._marks))
+
+    def show(self, chunk: Chunk) -> None:
+        """Writes the text that a round added."""
+        before, after = self._marks
+        parts = []
+        for is_drafted, pieces in groupby(chunk.pieces, lambda piece: piece.is_drafted):
+            text = "".join(piece.text for piece in pieces)
+            parts.append(f"{before}{text}{after}" if is_drafted else text)
+        self._is_in_line = True
+        sys.stdout.write("".join(parts))
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        """Begins a new line, if an answer was begun."""
+        if self._is_in_line:
+            sys.stdout.write("\n")
+            self._is_in_line = False
+
+
+def answer_dialogues(
+    engine: Engine, dialogues: Sequence[Dialogue], args: argparse.Namespace, screen: Screen
 ) -> Iterator[tuple[int, int, Generation]]:
-    """Answers every turn of every record, once all records are checked.
+    """Answers every turn of every dialogue, once all of them are checked.
 
     A conversation that its own answers make too long ends early, and the log says so.
 
-    Args:
-      engine: prepares prompts.
-      records: lines of a prompt file.
-      settings: how the tokens of each record are chosen.
-      decode: answers a batch.
-      max_new_tokens: most new tokens of each answer.
-      batch_size: prompts decoded together.
-
     Yields:
-      Index of the record, index of the turn, and the answer; all first turns come first.
+      Index of the dialogue, index of the turn, and the answer.
     """
-    _check_records(engine, records, settings, max_new_tokens)
-    texts: list[list[str]] = [[] for _ in records]
-    for turn in range(max(map(num_turns, records))):
-        waiting = list(_prepare_turn(engine, records, texts, turn, max_new_tokens))
-        for first in range(0, len(waiting), batch_size):
-            batch, prompts = zip(*waiting[first : first + batch_size], strict=True)
-            answers = decode(prompts, [settings[i] for i in batch])
-            for i, answer in zip(batch, answers, strict=True):
-                texts[i].append(answer.text or "")
-                yield i, turn, answer
+    check_dialogues(engine, dialogues)
+    engine.check_stop(args.stop, args.max_new_tokens)
+
+    def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
+        if args.stream:
+            return [_stream(engine, prompt, args.stop, screen) for prompt in prompts]
+        return engine.decode(prompts, batch_size=args.batch_size, stop=args.stop)
+
+    for i, answer in answer_all(engine, dialogues, decode, batch_size=args.batch_size):
+        yield i, dialogues[i].num_answered - 1, answer
+    for number, dialogue in enumerate(dialogues, start=1):
+        if dialogue.ended:
+            turn = dialogue.num_answered + 1
+            _LOG.warning("prompt %d ends before turn %d: %s", number, turn, dialogue.ended)
 
 
-def decode_batch(engine: Engine, args: argparse.Namespace) -> Decode:
-    """Decodes without showing anything until all prompts of a batch are answered."""
-
-    def decode(
-        prompts: Sequence[list[int]], settings: Sequence[SamplingConfig]
-    ) -> list[Generation]:
-        return engine.generate(
-            prompts,
-            max_new_tokens=args.max_new_tokens,
-            batch_size=args.batch_size,
-            sampling=settings,
-            stop=args.stop,
-        )
-
-    return decode
-
-
-def decode_on_screen(engine: Engine, args: argparse.Namespace, screen: Screen) -> Decode:
-    """Decodes one prompt after the other, and shows every round as it lands."""
-
-    def decode(
-        prompts: Sequence[list[int]], settings: Sequence[SamplingConfig]
-    ) -> list[Generation]:
-        answers = []
-        for prompt, sampling in zip(prompts, settings, strict=True):
-            for chunk in engine.stream(
-                prompt, max_new_tokens=args.max_new_tokens, sampling=sampling, stop=args.stop
-            ):
-                screen.show(chunk)
-                answers += [chunk.answer] if chunk.answer else []
-            screen.end_line()
-        return answers
-
-    return decode
-
-
-def _prepare_turn(
-    engine: Engine,
-    records: Sequence[dict[str, Any]],
-    texts: Sequence[Sequence[str]],
-    turn: int,
-    max_new_tokens: int,
-) -> Iterator[tuple[int, list[int]]]:
-    """Prompts of the conversations that have this turn and room for it."""
-    for i, record in enumerate(records):
-        if turn < num_turns(record) and len(texts[i]) == turn:
-            try:
-                yield i, engine.prepare(next_prompt(record, texts[i]), max_new_tokens)
-            except UserError as error:
-                _LOG.warning("prompt %d ends before turn %d: %s", i + 1, turn + 1, error)
-
-
-def _check_records(
-    engine: Engine,
-    records: Sequence[dict[str, Any]],
-    settings: Sequence[SamplingConfig],
-    max_new_tokens: int,
-) -> None:
-    """Refuses what is sure to fail; before a last turn, answers are as short as can be."""
-    for number, (record, sampling) in enumerate(zip(records, settings, strict=True), start=1):
-        try:
-            engine.prepare(next_prompt(record, [""] * (num_turns(record) - 1)), max_new_tokens)
-            check_bias([sampling], engine.target_config.vocab_size)
-        except UserError as error:
-            raise UserError(f"prompt {number} of {len(records)}: {error}") from error
+def _stream(
+    engine: Engine, prompt: PreparedPrompt, stop: Sequence[str], screen: Screen
+) -> Generation:
+    """Decodes one prompt and shows every round as it lands."""
+    answer = None
+    for chunk in engine.decode_rounds(prompt, stop=stop):
+        screen.show(chunk)
+        answer = chunk.answer
+    screen.end_line()
+    assert answer is not None, "the last chunk holds the answer"
+    return answer
 
 
 def answer_line(
-    record: dict[str, Any], sampling: SamplingConfig, turn: int, answer: Generation
+    record: dict[str, Any], dialogue: Dialogue, turn: int, answer: Generation
 ) -> dict[str, Any]:
     """One line of the output file."""
     kept = {key: value for key, value in record.items() if key not in PROMPT_KEYS}
@@ -162,7 +138,7 @@ def answer_line(
         "accepted_per_round": answer.accepted_per_round,
         "mean_acceptance_length": answer.mean_acceptance_length,
         "stop_reason": answer.stop_reason,
-        "sampling": config_to_dict(sampling),
+        "sampling": config_to_dict(dialogue.sampling),
     }
 
 
@@ -170,21 +146,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, decodes, prints."""
     args = _read_arguments(arguments)
     records = read_prompts(args.prompts) if args.prompts else [{"prompt": args.prompt}]
-    settings = read_settings(records, read_sampling(args))
+    dialogues = read_dialogues(records, read_sampling(args), args.max_new_tokens)
     engine = _load_engine(args)
     screen = Screen(shows_drafts=args.show_drafts)
     started, interruption = time.monotonic(), None
-    answers = answer_records(
-        engine,
-        records,
-        settings,
-        decode_on_screen(engine, args, screen) if args.stream else decode_batch(engine, args),
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-    )
-    total = sum(map(num_turns, records))
+    total = sum(len(dialogue.left) for dialogue in dialogues)
+    answers = answer_dialogues(engine, dialogues, args, screen)
     bar = tqdm(answers, total=total, unit="answer", disable=total == 1 or args.stream)
-    with _kept_answers(args.output, records, settings) as given:
+    with _kept_answers(args.output, records, dialogues) as given:
         try:
             for index, turn, answer in bar:
                 given[index, turn] = answer
@@ -206,16 +175,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _kept_answers(
-    path: Path | None, records: Sequence[dict[str, Any]], settings: Sequence[SamplingConfig]
-) -> Iterator[dict[tuple[int, int], Generation]]:
-    """Answers by record and turn, written to the file whatever ends the block."""
-    given: dict[tuple[int, int], Generation] = {}
+    path: Path | None, records: Sequence[dict[str, Any]], dialogues: Sequence[Dialogue]
+) -> Iterator[Answers]:
+    """Collects answers, and writes them to the file however the block ends."""
+    given: Answers = {}
     try:
         yield given
     finally:
         if path is not None and given:
-            keys = sorted(given)
-            lines = [answer_line(records[i], settings[i], turn, given[i, turn]) for i, turn in keys]
+            lines = [
+                answer_line(records[i], dialogues[i], turn, given[i, turn])
+                for i, turn in sorted(given)
+            ]
             _write_lines(path, lines)
 
 

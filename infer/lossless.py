@@ -22,7 +22,7 @@ from poss_jax.decode import speculate
 from poss_jax.decode.sampling import Text, draw_noise, process_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.verify import accept
-from poss_jax.engine import Engine, Generation
+from poss_jax.engine import Engine, Generation, PreparedPrompt
 
 from .measure import Decoder
 
@@ -49,42 +49,30 @@ class Setting:
         return f"{self.draft}, tree {tree}, batch {self.batch_size}{coupling}"
 
 
-@dataclass(frozen=True)
-class Job:
-    """One prompt and how its tokens are chosen."""
-
-    prompt: list[int]
-    sampling: SamplingConfig
-
-
 def check_lossless(
-    decoders: Sequence[Decoder], prompts: Sequence[list[int]], max_new_tokens: int
+    decoders: Sequence[Decoder], prompts: Sequence[PreparedPrompt]
 ) -> dict[str, Any]:
     """Compares every draft, several trees and batch sizes with autoregressive decoding.
 
     Args:
-      decoders: the autoregressive one first.
-      prompts: token ids.
-      max_new_tokens: limit of every answer.
+      decoders: ways to decode, the autoregressive one first.
+      prompts: prepared prompts; their settings are replaced.
 
     Returns:
-      A JSON-compatible report; `failures` is empty where decoding is lossless.
+      A JSON-compatible report; `failures` is empty if decoding is lossless.
     """
     jobs = list(draw_jobs(prompts))
     settings = [setting for decoder in decoders[1:] for setting in list_settings(decoder)]
     total = len(jobs) * (1 + len(settings))
     with tqdm(total=total, desc="check lossless", unit="answer") as progress:
-        expected = _decode(decoders[0].engine, jobs, max_new_tokens, 1, progress)
+        expected = _decode(decoders[0].engine, jobs, 1, progress)
         rows = []
         for setting in settings:
-            engine, size = setting.engine, setting.batch_size
-            answers = _decode(engine, jobs, max_new_tokens, size, progress)
-            rows.append(
-                _compare(setting, decoders[0].engine, jobs, expected, answers, max_new_tokens)
-            )
+            answers = _decode(setting.engine, jobs, setting.batch_size, progress)
+            rows.append(_compare(setting, decoders[0].engine, jobs, expected, answers))
     return {
         "answers": len(jobs),
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": prompts[0].max_new_tokens,
         "temperatures": TEMPERATURES,
         "filters": FILTERS,
         "largest_rounding": max(row["rounding"] for row in rows),
@@ -94,10 +82,11 @@ def check_lossless(
     }
 
 
-def draw_jobs(prompts: Sequence[list[int]]) -> Iterator[Job]:
+def draw_jobs(prompts: Sequence[PreparedPrompt]) -> Iterator[PreparedPrompt]:
     """Every prompt at every temperature, with and without filters, each with its own seed."""
     for index, (prompt, temperature, filters) in enumerate(product(prompts, TEMPERATURES, FILTERS)):
-        yield Job(prompt, SamplingConfig(temperature=temperature, seed=index, **filters))
+        sampling = SamplingConfig(temperature=temperature, seed=index, **filters)
+        yield prompt._replace(sampling=sampling)
 
 
 def list_settings(decoder: Decoder) -> Iterator[Setting]:
@@ -113,17 +102,12 @@ def list_settings(decoder: Decoder) -> Iterator[Setting]:
 
 
 def _decode(
-    engine: Engine, jobs: Sequence[Job], max_new_tokens: int, batch_size: int, progress: tqdm
+    engine: Engine, jobs: Sequence[PreparedPrompt], batch_size: int, progress: tqdm
 ) -> list[Generation]:
     answers: list[Generation] = []
     for first in range(0, len(jobs), batch_size):
         batch = jobs[first : first + batch_size]
-        answers += engine.generate(
-            [job.prompt for job in batch],
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            sampling=[job.sampling for job in batch],
-        )
+        answers += engine.decode(batch, batch_size=batch_size)
         progress.update(len(batch))
     return answers
 
@@ -131,10 +115,9 @@ def _decode(
 def _compare(
     setting: Setting,
     baseline: Engine,
-    jobs: Sequence[Job],
+    jobs: Sequence[PreparedPrompt],
     expected: Sequence[Generation],
     answers: Sequence[Generation],
-    max_new_tokens: int,
 ) -> dict[str, Any]:
     """One row of the report; the first answer, and all that differ, are replayed."""
     outputs = [(a.output_ids, b.output_ids) for a, b in zip(expected, answers, strict=True)]
@@ -144,8 +127,8 @@ def _compare(
         first = index - index % setting.batch_size
         batch = jobs[first : first + setting.batch_size]
         at = _first_difference(*outputs[index])
-        alone = _replay(baseline, [jobs[index]], 0, max_new_tokens, at)
-        together = _replay(setting.engine, batch, index - first, max_new_tokens, at)
+        alone = _replay(baseline, [jobs[index]], 0, at)
+        together = _replay(setting.engine, batch, index - first, at)
         rounding, temperature = _rounding(alone, together), jobs[index].sampling.temperature
         roundings.append(rounding * (temperature or 1))
         if index in different:
@@ -232,17 +215,9 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)) - 1)
 
 
-def _replay(
-    engine: Engine, batch: Sequence[Job], row: int, max_new_tokens: int, last: int
-) -> list[Scores]:
+def _replay(engine: Engine, batch: Sequence[PreparedPrompt], row: int, last: int) -> list[Scores]:
     """Decodes a batch anew, from the host, and keeps what tokens 0 to `last` were chosen by."""
-    request = engine.request(
-        [job.prompt for job in batch],
-        max_new_tokens,
-        batch_size=len(batch),
-        sampling=[job.sampling for job in batch],
-    )
-    config = engine.decode_config(max_new_tokens, len(batch))
+    config, request = engine.request(batch, batch_size=len(batch))
     state, seen = _start(engine.weights, config, request)
     scores = [Scores(*(np.array(part[row, 0]) for part in seen))]
     while len(scores) <= last:

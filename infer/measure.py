@@ -1,7 +1,8 @@
 """Timing for the benchmark: whole prompts, the phases of a round, and a bare decode step."""
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,15 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from poss_jax.config import SamplingConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Tree, root_tree
 from poss_jax.decode.verify import accept, choose
-from poss_jax.engine import Engine, Generation, generate_jit, prompt_seed
+from poss_jax.engine import (
+    Dialogue,
+    Engine,
+    Generation,
+    PreparedPrompt,
+    answer_all,
+    generate_jit,
+    join_answers,
+)
 from poss_jax.model import target
 
 _PHASE_CALLS = 20
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -27,72 +36,95 @@ class Decoder:
     """A way to decode, and its row in the table.
 
     Attributes:
-      name: in the table.
-      engine: decodes.
-      sampling: how tokens are chosen; every prompt has its own seed.
-      compile_seconds: what compiling took.
+      name: name in the table.
+      engine: the engine that decodes.
+      compile_seconds: seconds that compiling took.
     """
 
     name: str
     engine: Engine
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     compile_seconds: float = 0.0
 
-    def request(self, ids: list[int], index: int, max_new_tokens: int) -> Request:
-        """One prompt, alone in its batch; its seed follows from its index."""
-        sampling = replace(self.sampling, seed=prompt_seed(self.sampling.seed, index))
-        return self.engine.request([ids], max_new_tokens, batch_size=1, sampling=[sampling])
+    def compile(self, questions: Sequence[Dialogue]) -> None:
+        """Decodes prompts of every shape, so that later calls compile nothing.
 
-    def compile(self, prompts: list[list[int]], max_new_tokens: int) -> None:
-        """Runs one prompt of every shape, so that later calls compile nothing."""
+        A question of one turn is skipped if one of its shape was decoded already. The shapes of a
+        conversation follow from its answers, so it is played as a whole.
+        """
         started = time.monotonic()
-        requests = [self.request(ids, i, max_new_tokens) for i, ids in enumerate(prompts)]
-        for request in {request.tokens.shape: request for request in requests}.values():
-            config = self.engine.decode_config(max_new_tokens)
-            jax.block_until_ready(generate_jit(self.engine.weights, config, request))
+        shapes = set()
+        for question in questions:
+            shape = None
+            if question.prompt is not None and len(question.left) == 1:
+                shape = self.engine.request([question.prompt])[1].tokens.shape
+            if shape is None or shape not in shapes:
+                play(self.engine, question)
+                shapes.add(shape)
         self.compile_seconds = time.monotonic() - started
 
 
 @dataclass
 class Run:
-    """One pass over all prompts."""
+    """One pass over all questions: the answer to each, and the seconds it took.
+
+    The answers to the turns of a conversation are added up.
+    """
 
     answers: list[Generation] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
 
-def time_prompts(
-    decoder: Decoder, prompts: list[list[int]], max_new_tokens: int, progress: tqdm
-) -> Run:
-    """Decodes every prompt alone; times prefill and all rounds up to the finished output.
+def play(engine: Engine, question: Dialogue) -> tuple[list[Generation], float]:
+    """Answers every turn of a question, alone in its batch.
 
     Args:
-      decoder: compiled already.
-      prompts: token ids.
-      max_new_tokens: most new tokens of each.
-      progress: advanced by one per prompt.
+      engine: the engine that decodes.
+      question: is left as it is.
+
+    Returns:
+      The answers, and the seconds of prefill and all rounds up to each finished output.
     """
-    engine, run = decoder.engine, Run()
-    config = engine.decode_config(max_new_tokens)
-    for index, ids in enumerate(prompts):
-        request = jax.block_until_ready(decoder.request(ids, index, max_new_tokens))
+    dialogue, seconds = replace(question), [0.0]
+
+    def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
+        config, request = engine.request(prompts)
+        request = jax.block_until_ready(request)
         started = time.perf_counter()
         state = jax.block_until_ready(generate_jit(engine.weights, config, request))
-        run.seconds.append(time.perf_counter() - started)
-        run.answers += engine.read([ids], state.output)
+        seconds[0] += time.perf_counter() - started
+        return engine.read(prompts, state.output)
+
+    answers = [answer for _, answer in answer_all(engine, [dialogue], decode, batch_size=1)]
+    if dialogue.ended:
+        turn = dialogue.num_answered + 1
+        _LOG.warning("a question ends before turn %d: %s", turn, dialogue.ended)
+    return answers, seconds[0]
+
+
+def time_questions(decoder: Decoder, questions: Sequence[Dialogue], progress: tqdm) -> Run:
+    """Answers every question; times prefill and all rounds up to the finished outputs.
+
+    Args:
+      decoder: a decoder that is compiled already.
+      questions: dialogues that are checked; they are left as they are.
+      progress: bar that is advanced by one per question.
+    """
+    run = Run()
+    for question in questions:
+        answers, seconds = play(decoder.engine, question)
+        run.answers.append(join_answers(answers))
+        run.seconds.append(seconds)
         progress.update()
     return run
 
 
-def measure_phases(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> dict[str, float]:
+def measure_phases(engine: Engine, prompt: PreparedPrompt) -> dict[str, float]:
     """Times draft, verify and commit as programs of their own, on the state after the prompt.
 
     Returns:
       Median milliseconds of each; their sum is more than a round, which is one program.
     """
-    engine = decoder.engine
-    config = engine.decode_config(max_new_tokens)
-    request = decoder.request(prompt, 0, max_new_tokens)
+    config, request = engine.request([prompt])
     start = jax.jit(speculate.start, static_argnums=1)
     state = start(engine.weights, config, request)
     # A sequence that is done is computed like any other, but its caches do not grow.
@@ -114,7 +146,7 @@ def measure_phases(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> 
     return {name: 1000 * seconds for name, seconds in phases.items()}
 
 
-def measure_steps(engine: Engine, prompt: list[int], max_new_tokens: int) -> dict[str, float]:
+def measure_steps(engine: Engine, prompt: PreparedPrompt) -> dict[str, float]:
     """Times the autoregressive loop against plain decode steps, interleaved, without the prompt.
 
     The plain program takes a step and the argmax, and knows nothing of trees, rounds or stop
@@ -123,9 +155,9 @@ def measure_steps(engine: Engine, prompt: list[int], max_new_tokens: int) -> dic
     Returns:
       Median milliseconds per token of `plain` and `loop`, and of their ratio `loop_to_plain`.
     """
-    config = engine.decode_config(max_new_tokens)
-    num_steps = config.max_new_tokens - 1  # the bucket's, so that there are some
-    request = engine.request([prompt], config.max_new_tokens, batch_size=1)
+    size = engine.decode_config(prompt.max_new_tokens).max_new_tokens  # so that there are steps
+    num_steps = size - 1
+    config, request = engine.request([PreparedPrompt(prompt.ids, size)])
     request = request.replace(stop_ids=jnp.full_like(request.stop_ids, -1))
     state = jax.jit(speculate.start, static_argnums=1)(engine.weights, config, request)
     loop = jax.jit(speculate.run_rounds, static_argnums=1)

@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Runs, copy_model, refusal, tiny_runs, write_config, write_lines
+from programs import (
+    Runs,
+    copy_model,
+    generate,
+    refusal,
+    tiny_runs,
+    write_config,
+    write_lines,
+)
 
 from infer import bench as program
-from infer.bench import load_decoders, main, read_bench_prompts
-from infer.measure import Run
+from infer.bench import first_prompts, load_decoders, main, read_questions
+from infer.measure import Run, play
 from infer.report import build_report, format_report
-from poss_jax.config import CPU_TREE, BenchConfig, TreeConfig, UserError
-from poss_jax.engine import Engine, Generation
+from poss_jax.config import CPU_TREE, BenchConfig, SamplingConfig, TreeConfig, UserError
+from poss_jax.engine import Engine, Generation, read_dialogues
 
 N = 12
 TREE = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()  # compiled by other tests, too
@@ -241,6 +249,40 @@ def test_flags_win_over_the_config(
     assert by_flags.allow_target_mismatch and not overridden.allow_target_mismatch
 
 
+def test_all_turns_of_a_question_are_played_and_added_up(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = {"question_id": 81, "category": "writing", "turns": ["def area_7", "heig"]}
+    prompts = write_lines(tmp_path / "questions.jsonl", question, {"prompt": "def area_7"})
+    models = runs.model("target"), runs.model("poss2")
+    options = ["--prompts", prompts, *TREE, "--max-new-tokens", str(N)]
+    main(["--target", models[0], "--draft", f"PosS-2={models[1]}", *options, "--repeats", "1"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["prompts"] == 2
+    assert [method["all"]["equal_outputs"] for method in report["methods"].values()] == [2, 2]
+    # The same conversation as the generation program holds, whose statistics are per turn.
+    lines = generate(*models, tmp_path, *options)
+    assert [line["turn"] for line in lines] == [0, 1, 0]
+    first, second, other = (line["accepted_per_round"] for line in lines)
+    lengths = [1 + sum(rounds) / len(rounds) for rounds in ([*first, *second], other)]
+    found = report["methods"]["PosS-2"]["all"]["acceptance_length"]
+    assert found == pytest.approx(sum(lengths) / 2)
+
+
+def test_a_conversation_that_grows_too_long_ends_early(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine.load(runs.model("target"))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}] * 2
+    engine.max_length = len(engine.encode(messages[:-1])) + N
+    (question,) = read_dialogues([{"turns": ["a", "a"]}], SamplingConfig(), N)
+    question.check(engine)
+    answers, seconds = play(engine, question)
+    assert len(answers) == 1 and seconds > 0
+    assert "a question ends before turn 2: prompt of" in caplog.text
+    assert len(question.left) == 2 and question.num_answered == 0  # as it was
+
+
 def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) -> None:
     other = {"name": "another", "head_sha256": "0" * 64}
     target = copy_model(runs.model("target"), tmp_path / "model", target=other)
@@ -253,7 +295,7 @@ def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) ->
 def test_stdlib_prompts_are_cut_to_length(runs: Runs) -> None:
     engine = Engine.load(runs.model("target"))
     config = BenchConfig(target="", num_prompts=3, prompt_tokens=10)
-    prompts = read_bench_prompts(config, engine)
+    prompts = [one.ids for one in first_prompts(read_questions(config, engine))]
     assert [(len(ids), ids[0]) for ids in prompts] == [(10, 0)] * 3
     assert len({tuple(ids) for ids in prompts}) == 3
 

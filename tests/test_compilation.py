@@ -18,11 +18,10 @@ def engine() -> Engine:
     target = random_target(llama)
     weights = target["embed"]["weight"], target["head"]["weight"]
     identity = target_identity("tiny", None, *weights)
-    return Engine(
-        (new_record(llama, identity, tokenizer_from=None), target),
-        (new_record(config, identity, tokenizer_from=None), random_draft(config)),
-        tree=TreeConfig(depth=3, top_k=2, total_tokens=8),
-    )
+    tree = TreeConfig(depth=3, top_k=2, total_tokens=8)
+    engine = Engine(new_record(llama, identity, tokenizer_from=None), target, tree=tree)
+    draft = new_record(config, identity, tokenizer_from=None)
+    return engine.with_draft(draft, random_draft(config))
 
 
 @pytest.fixture

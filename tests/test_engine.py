@@ -18,8 +18,8 @@ from poss_jax.checkpoint import load_target, read_record
 from poss_jax.config import CPU_TREE
 from poss_jax.decode import speculate
 from poss_jax.engine import fit_tree, generate_jit, prompt_seed
-from poss_jax.engine.memory import device_memory, least_bytes
-from poss_jax.engine.settings import sampling_per_prompt
+from poss_jax.engine.device import device_memory, least_bytes
+from poss_jax.engine.prompts import sampling_per_prompt
 
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
 N = 24
@@ -116,8 +116,8 @@ def test_stops_at_the_first_stop_token(runs: Runs, answers: list[Generation]) ->
 def test_stop_ids_are_those_of_config_and_tokenizer(runs: Runs, tmp_path: Path) -> None:
     folder = copy_model(runs.model("target"), tmp_path / "model", config={"eos_token_ids": [9, 5]})
     assert Engine.load(folder).stop_ids == [1, 5, 9]
-    assert Engine(load_target(folder)).stop_ids == [5, 9]
-    assert Engine(load_target(runs.model("target"))).stop_ids == []
+    assert Engine(*load_target(folder)).stop_ids == [5, 9]
+    assert Engine(*load_target(runs.model("target"))).stop_ids == []
 
 
 def test_dtype_of_weights_can_be_chosen(runs: Runs) -> None:
@@ -193,7 +193,7 @@ def test_prompts_that_are_refused(plain: Engine, prompt: Any, error: str) -> Non
 
 
 def test_longest_prompt_is_taken(plain: Engine) -> None:
-    assert len(plain.prepare([7] * 232, 24)) == 232
+    assert len(plain.prepare([7] * 232, 24).ids) == 232
 
 
 def test_text_with_a_token_that_the_target_does_not_embed(runs: Runs) -> None:
@@ -220,7 +220,7 @@ def test_calls_that_are_refused(
 
 def test_max_length_can_be_set(runs: Runs) -> None:
     short = Engine.load(runs.model("target"), max_length=30)
-    assert len(short.prepare([7] * 6, 24)) == 6
+    assert len(short.prepare([7] * 6, 24).ids) == 6
     with pytest.raises(UserError, match=r"do not fit a length of 30; .* or raise max_length"):
         short.prepare([7] * 7, 24)
 
@@ -259,9 +259,9 @@ def test_sampled_answers_need_no_draft(small: Engine, plain: Engine) -> None:
 
 
 def test_rows_stop_at_limits_of_their_own(small: Engine) -> None:
-    prompts = [small.encode(prompt) for prompt in MIXED[:3]]
-    request = small.request(prompts, N, 3, SETTINGS[:3])
-    config = small.decode_config(N, 3)
+    pairs = zip(MIXED[:3], SETTINGS[:3], strict=True)
+    prompts = [small.prepare(prompt, N, settings) for prompt, settings in pairs]
+    config, request = small.request(prompts, batch_size=3)
     whole = small.read(prompts, generate_jit(small.weights, config, request).output)
     limits = [N, 1, 7]
     shorter = request.replace(limits=jnp.asarray(limits, jnp.int32))
@@ -357,8 +357,7 @@ def test_trees_of_too_many_candidates_are_refused() -> None:
 
 
 def test_the_least_memory_is_less_than_what_is_held(engine: Engine) -> None:
-    config = engine.decode_config(N, 3)
-    request = engine.request([[1, 2, 3]], N, 3)
+    config, request = engine.request([engine.prepare([1, 2, 3], N)], batch_size=3)
     counted = least_bytes(engine.weights, config, batch_size=3, prompt_size=32)
     state = jax.jit(speculate.start, static_argnums=1)(engine.weights, config, request)
     held = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves((engine.weights, request, state))}
@@ -375,11 +374,11 @@ def test_what_cannot_fit_is_refused_before_it_is_tried(
         UserError, match="batch_size 10000000, prompts of up to 32 tokens and 32 ne"
     ):
         plain.generate(PROMPTS, **call)
-    monkeypatch.setattr("poss_jax.engine.memory.device_memory", lambda: 1000)
+    monkeypatch.setattr("poss_jax.engine.device.device_memory", lambda: 1000)
     with pytest.raises(UserError, match=r"at least 0\.0 GiB, the device has 0\.0 GiB; lower batch"):
         plain.stream("def", max_new_tokens=N)
-    monkeypatch.setattr("poss_jax.engine.memory.device_memory", lambda: None)
-    plain.request([[1]], N, 1)
+    monkeypatch.setattr("poss_jax.engine.device.device_memory", lambda: None)
+    plain.request([plain.prepare([1], N)])
 
 
 def test_memory_of_this_device() -> None:

@@ -20,11 +20,10 @@ from programs import (
 )
 
 from infer.generate import main
-from infer.prompts import next_prompt, num_turns
 from poss_jax.checkpoint import read_record
-from poss_jax.config import config_to_dict
+from poss_jax.config import SamplingConfig, config_to_dict
 from poss_jax.data import load_tokenizer
-from poss_jax.engine import Engine
+from poss_jax.engine import Dialogue, Engine, Generation, PreparedPrompt, read_dialogues
 
 RECORDS = [
     {"prompt": "def area_7", "question_id": 81},
@@ -152,7 +151,8 @@ def test_a_conversation_its_answers_make_too_long_ends_early(
     target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine.load(target)
-    room = len(engine.encode(next_prompt({"turns": ["a", "b"]}, [""]))) + NUM_NEW
+    messages = [*users("a"), {"role": "assistant", "content": ""}, *users("b")]
+    room = len(engine.encode(messages)) + NUM_NEW
     records = write_lines(tmp_path / "prompts", {"turns": ["a", "b"]}, {"prompt": "def"})
     lines = generate(target, None, tmp_path, "--prompts", records, "--max-length", str(room))
     assert [line["turn"] for line in lines] == [0, 0]
@@ -171,6 +171,25 @@ def test_output_goes_into_a_new_folder_and_is_named(
     assert list(path.parent.iterdir()) == [path]
 
 
+def users(*turns: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": turn} for turn in turns]
+
+
+def dialogue(record: dict[str, Any]) -> Dialogue:
+    (found,) = read_dialogues([record], SamplingConfig(), 5)
+    return found
+
+
+class Echo(Engine):
+    """An engine that prepares prompts by doing nothing to them."""
+
+    def __init__(self) -> None:
+        pass
+
+    def prepare(self, prompt: Any, max_new_tokens: int, sampling: SamplingConfig) -> Any:
+        return PreparedPrompt(prompt, max_new_tokens, sampling)
+
+
 @pytest.mark.parametrize(
     ("record", "answers", "expected"),
     [
@@ -182,14 +201,34 @@ def test_output_goes_into_a_new_folder_and_is_named(
     ],
 )
 def test_next_prompt(record: dict[str, Any], answers: list[str], expected: Any) -> None:
-    prompt = next_prompt(record, answers)
+    found = dialogue(record)
+    for text in answers:
+        assert found.ask(Echo())
+        found.take(Generation([], [], text, [], [], "stop"))
+    assert found.ask(Echo()) and found.prompt is not None
+    prompt: Any = found.prompt.ids
     if isinstance(prompt, list) and isinstance(prompt[0], dict):
         prompt = [(message["role"], message["content"]) for message in prompt]
     assert prompt == expected
 
 
 def test_number_of_turns() -> None:
-    assert [num_turns(record) for record in RECORDS] == [1, 3, 1, 1]
+    assert [len(dialogue(record).left) for record in RECORDS] == [1, 3, 1, 1]
+
+
+def test_a_prompt_is_tokenised_once_for_every_answer(
+    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, encoded = Engine.encode, []
+
+    def remember(self: Engine, prompt: Any) -> list[int]:
+        encoded.append(prompt)
+        return encode(self, prompt)
+
+    monkeypatch.setattr(Engine, "encode", remember)
+    lines = generate(target, None, tmp_path, "--prompts", prompts)
+    probe = 1  # whether the conversation's last turn can fit is asked before all answers
+    assert len(encoded) == len(lines) + probe
 
 
 # --------------------------------------------------------------------------------------------------
@@ -297,7 +336,7 @@ def test_empty_prompt_is_refused_but_blanks_are_tokens(
 def test_bad_line_is_found_before_anything_is_decoded(
     runs: Runs, tmp_path: Path, bad: Any, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "generate", None)
+    monkeypatch.setattr(Engine, "decode", None)
     good = {"prompt": "def"}
     prompts = write_lines(tmp_path / "prompts.jsonl", good, good, bad, good)
     output = str(tmp_path / "answers.jsonl")
@@ -341,7 +380,7 @@ def test_interrupted_run_keeps_the_answers_that_are_finished(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    interrupt(monkeypatch, "generate", 3)
+    interrupt(monkeypatch, "decode", 3)
     output = tmp_path / "answers.jsonl"
     arguments = ["--target", target, "--prompts", prompts, "--output", str(output)]
     with pytest.raises(KeyboardInterrupt):
@@ -359,7 +398,7 @@ def test_interrupted_before_the_first_answer_leaves_no_file(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    interrupt(monkeypatch, "generate", 1)
+    interrupt(monkeypatch, "decode", 1)
     with pytest.raises(KeyboardInterrupt):
         generate(target, None, tmp_path, "--prompts", prompts)
     assert list(tmp_path.iterdir()) == []

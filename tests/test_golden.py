@@ -16,7 +16,7 @@ from poss_jax.decode import drafting, speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import select
 from poss_jax.decode.verify import accept, choose
-from poss_jax.engine import Engine
+from poss_jax.engine import Engine, PreparedPrompt
 from poss_jax.learn.losses import describe_targets
 from poss_jax.learn.recursion import DraftInputs
 from poss_jax.learn.step import DraftData, DraftTask, draft_gradients
@@ -137,15 +137,15 @@ def pad_prompts(prompts: list[list[int]], *, limit: int, stop_ids=NO_STOP) -> Re
 
 def generate(golden: Golden, suffix: str, prompts: list) -> list:
     """Continues (prompt, stop ids) one by one, through the engine's own compiled program."""
-    target, draft = (golden.target_record, golden.target), (golden.draft_record, golden.draft)
-    engine = Engine(target, draft, tree=TREES[suffix])
+    engine = Engine(golden.target_record, golden.target, tree=TREES[suffix])
+    engine = engine.with_draft(golden.draft_record, golden.draft)
     run = jax.jit(speculate.generate, static_argnums=1)
     answers = []
     for prompt, stop_ids in prompts:
         request = pad_prompts([prompt], limit=96, stop_ids=stop_ids)
         engine.stop_ids = stop_ids.tolist()
         state = run(engine.weights, engine.decode_config(96), request)
-        answers += engine.read([prompt], state.output)
+        answers += engine.read([PreparedPrompt(prompt, 96)], state.output)
     return answers
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from programs import Runs, refusal, summary, tiny_runs, write_lines
 from poss_jax import Generation, SamplingConfig, UserError, data
 from poss_jax.config import DataConfig
 from poss_jax.data import Broken
-from train import answers, regenerate
+from poss_jax.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
+from train import regenerate
 from train.answers import AnswerFiles, AnswerSettings, Question, answer_window
 from train.regenerate import main
 
@@ -64,7 +67,7 @@ def test_records_that_ask_nothing(record: dict[str, Any], reason: str) -> None:
 # Dialogues
 
 
-class Scripted:
+class Scripted(Engine):
     """An engine that says of which messages it is asked; prompts are their texts."""
 
     max_length = 100
@@ -73,16 +76,20 @@ class Scripted:
         self.batches: list[list[str]] = []
         self.seeds: list[int] = []
 
-    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+    def prepare(
+        self, messages: list[dict[str, str]], max_new_tokens: int, sampling: SamplingConfig
+    ) -> PreparedPrompt:
         text = "|".join(message["content"] for message in messages)
         if "refused" in text:
             raise UserError("messages: refused")
-        return list(text.encode())
+        if len(text) + max_new_tokens > self.max_length:
+            raise PromptTooLong("prompt of so many tokens")
+        return PreparedPrompt(list(text.encode()), max_new_tokens, sampling)
 
-    def generate(self, prompts: list[list[int]], **settings: Any) -> list[Generation]:
-        texts = [bytes(prompt).decode() for prompt in prompts]
+    def decode(self, prompts: list[PreparedPrompt], **settings: Any) -> list[Generation]:
+        texts = [bytes(prompt.ids).decode() for prompt in prompts]
         self.batches.append(texts)
-        self.seeds += [one.seed for one in settings["sampling"]]
+        self.seeds += [prompt.sampling.seed for prompt in prompts]
         return [self.answer(text) for text in texts]
 
     def answer(self, text: str) -> Generation:
@@ -100,7 +107,7 @@ def ask(engine: Any, *chats: Any, **changes: Any) -> list[dict[str, Any]]:
         Question(n, f"file:{n}", {"id": str(n)}, chat if isinstance(chat, Broken) else users(*chat))
         for n, chat in enumerate(chats)
     ]
-    return answer_window(engine, questions, answers.replace(SETTINGS, **changes))
+    return answer_window(engine, questions, replace(SETTINGS, **changes))
 
 
 def test_turns_are_answered_in_turn_and_batched_by_length() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from programs import Runs, copy_model, refusal, tiny_runs, write_lines
 
-from infer.generate import main
-from infer.screen import Screen
+from infer.generate import Screen, main
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.program import BRACKETS, COLOUR, text_marks
 

@@ -1,7 +1,7 @@
 """Chats that a target answers itself, and the files that they are kept in.
 
 Chats are answered in windows: always the same ones together, and a window is written at once. So an
-interrupted run goes on as if it had never stopped.
+interrupted run resumes as if it had never stopped.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ from tqdm import tqdm
 
 from poss_jax.config import DataConfig, SamplingConfig, UserError
 from poss_jax.data import Broken, read_questions, read_records, special_pattern
-from poss_jax.engine import Engine, Generation, prompt_seed
+from poss_jax.engine import (
+    Dialogue,
+    Engine,
+    Generation,
+    PreparedPrompt,
+    answer_all,
+    with_seed,
+)
 
 _ID_KEYS = ("id", "prompt_id", "question_id", "conversation_id")
 
@@ -27,13 +34,13 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """What one record asks.
+    """The questions of one record.
 
     Attributes:
-      index: of the record in the source.
-      where: the record lies.
-      ids: names that the record has.
-      messages: perhaps a system message, then users' turns; or why there are none.
+      index: index of the record in the source.
+      where: file and line of the record.
+      ids: names of the record.
+      messages: a system message, if there is one, then the user's turns; or why there are none.
     """
 
     index: int
@@ -44,14 +51,15 @@ class Question:
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How chats are answered.
+    """Settings of all answers.
 
     Attributes:
-      sampling: of the first chat; the others have seeds derived from its seed and their index.
+      sampling: how tokens are chosen; the first chat has its seed, the others seeds derived from it
+        and their index.
       max_new_tokens: most tokens of an answer.
-      batch_size: chats answered together.
+      batch_size: number of chats answered together.
       stop: strings that end an answer.
-      keeps_unfinished: whether answers that reach the limit are kept.
+      keeps_unfinished: keep answers that reach the limit.
     """
 
     sampling: SamplingConfig
@@ -59,25 +67,6 @@ class AnswerSettings:
     batch_size: int
     stop: Sequence[str] = ()
     keeps_unfinished: bool = False
-
-
-@dataclass
-class _Dialogue:
-    """A chat under way.
-
-    Attributes:
-      question: what it asks.
-      messages: asked and answered so far.
-      left: users' turns that are not answered.
-      ended: why it ended before all were answered; "" if it did not.
-      prompt: token ids of the turn to answer now.
-    """
-
-    question: Question
-    messages: list[dict[str, str]] = field(default_factory=list)
-    left: list[dict[str, str]] = field(default_factory=list)
-    ended: str = ""
-    prompt: list[int] = field(default_factory=list)
 
 
 def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
@@ -114,73 +103,51 @@ def answer_window(
 ) -> list[Line]:
     """Lets the target answer every turn of some chats, its own answers before the next turn.
 
-    A chat ends early where its next answer does not fit, is empty, or is not finished.
+    A chat ends early if its next answer does not fit, is empty, or is not finished.
 
     Returns:
-      For every question a line of the output (`messages`) or of what failed (`reason`).
+      For every question a line of the output (`messages`) or of the failures (`reason`).
     """
-    dialogues = [_begin(question) for question in questions]
-    while waiting := [one for one in dialogues if _asks(one, engine, settings.max_new_tokens)]:
-        waiting.sort(key=lambda one: len(one.prompt))  # prompts of a batch are padded to one length
-        for first in range(0, len(waiting), settings.batch_size):
-            batch = waiting[first : first + settings.batch_size]
-            answers = engine.generate(
-                [one.prompt for one in batch],
-                max_new_tokens=settings.max_new_tokens,
-                batch_size=settings.batch_size,
-                sampling=[_sampling(settings, one.question) for one in batch],
-                stop=settings.stop,
-            )
-            for one, answer in zip(batch, answers, strict=True):
-                _take(one, answer, settings)
-    return [_line(one) for one in dialogues]
+
+    def refuse(answer: Generation) -> str:
+        if answer.stop_reason == "length" and not settings.keeps_unfinished:
+            return f"an answer not finished after {settings.max_new_tokens} tokens"
+        return "" if (answer.text or "").strip() else "an empty answer"
+
+    def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
+        return engine.decode(prompts, batch_size=settings.batch_size, stop=settings.stop)
+
+    dialogues = [_open(question, settings) for question in questions]
+    answers = answer_all(
+        engine, dialogues, decode, batch_size=settings.batch_size, refuse=refuse, by_length=True
+    )
+    for _ in answers:
+        pass
+    return [
+        _line(question, dialogue, engine.max_length)
+        for question, dialogue in zip(questions, dialogues, strict=True)
+    ]
 
 
-def _begin(question: Question) -> _Dialogue:
+def _open(question: Question, settings: AnswerSettings) -> Dialogue:
+    sampling = with_seed(settings.sampling, question.index)
     if isinstance(question.messages, Broken):
-        return _Dialogue(question, ended=question.messages.reason)
+        return Dialogue([], settings.max_new_tokens, sampling, ended=question.messages.reason)
     count = sum(message["role"] == "system" for message in question.messages)
-    return _Dialogue(question, question.messages[:count], question.messages[count:])
+    system, turns = question.messages[:count], question.messages[count:]
+    return Dialogue(turns, settings.max_new_tokens, sampling, messages=system)
 
 
-def _asks(dialogue: _Dialogue, engine: Engine, max_new_tokens: int) -> bool:
-    """Whether a chat has a turn to answer; makes its prompt."""
-    if dialogue.ended or not dialogue.left:
-        return False
-    try:
-        dialogue.prompt = engine.encode([*dialogue.messages, dialogue.left[0]])
-    except UserError as error:
-        dialogue.ended = str(error)
-    if len(dialogue.prompt) + max_new_tokens > engine.max_length:
-        dialogue.ended = f"prompt and answer longer than {engine.max_length} tokens"
-    return not dialogue.ended
-
-
-def _sampling(settings: AnswerSettings, question: Question) -> SamplingConfig:
-    seed = prompt_seed(settings.sampling.seed, question.index)
-    return replace(settings.sampling, seed=seed)
-
-
-def _take(dialogue: _Dialogue, answer: Generation, settings: AnswerSettings) -> None:
-    text = answer.text or ""
-    if answer.stop_reason == "length" and not settings.keeps_unfinished:
-        dialogue.ended = f"an answer not finished after {settings.max_new_tokens} tokens"
-    elif not text.strip():
-        dialogue.ended = "an empty answer"
-    else:
-        answered = {"role": "assistant", "content": text}
-        dialogue.messages = [*dialogue.messages, dialogue.left.pop(0), answered]
-
-
-def _line(dialogue: _Dialogue) -> Line:
-    question = dialogue.question
+def _line(question: Question, dialogue: Dialogue, max_length: int) -> Line:
+    ended = dialogue.ended
+    if dialogue.is_too_long:
+        ended = f"prompt and answer longer than {max_length} tokens"
     line = {"index": question.index, **question.ids}
-    if any(message["role"] == "assistant" for message in dialogue.messages):
-        early = {"ended_early": dialogue.ended} if dialogue.ended else {}
+    if dialogue.num_answered:
+        early = {"ended_early": ended} if ended else {}
         return line | early | {"messages": dialogue.messages}
-    broken = question.messages if isinstance(question.messages, Broken) else None
-    asked = {} if broken else {"messages": question.messages}
-    return line | {"where": question.where, "reason": dialogue.ended, **asked}
+    asked = {} if isinstance(question.messages, Broken) else {"messages": question.messages}
+    return line | {"where": question.where, "reason": ended, **asked}
 
 
 def answer_files(output: Path) -> tuple[Path, Path, Path]:

@@ -63,8 +63,9 @@ def _regenerate(
 ) -> dict[str, Any]:
     """Answers what is not answered yet; returns the summary."""
     engine = load_engine(args)
-    check_bias([settings.sampling], engine.target_config.vocab_size)
+    check_bias(settings.sampling, engine.target_config.vocab_size)
     _set_template(engine, source)
+    engine.check_stop(settings.stop, settings.max_new_tokens)
     questions = list_questions(source, engine.tokenizer)
     window = _BATCHES_PER_WINDOW * settings.batch_size
     made_from = {

@@ -30,7 +30,7 @@ from poss_jax.data.feature_cache import LOCK, FeatureCache, open_cache
 from poss_jax.data.feature_files import FeatureFiles
 from poss_jax.data.features import FeatureSource, LazyFeatures, RowsWithFeatures, join_features
 from poss_jax.data.prepared import Prepared, make_prepared, prepare
-from poss_jax.data.prompts import PROMPT_KEYS, prompts_from_documents, read_prompts
+from poss_jax.data.prompts import prompts_from_documents
 from poss_jax.data.records import Broken, read_records
 from poss_jax.data.rendering import RenderError, render_chats
 from poss_jax.data.rows import Rows, batch_at, make_rows, rows_at
@@ -47,7 +47,6 @@ from poss_jax.data.tokenizer import (
 __all__ = [
     "CHAT_TEMPLATE",
     "LOCK",
-    "PROMPT_KEYS",
     "Broken",
     "Chat",
     "ChatTemplate",
@@ -75,7 +74,6 @@ __all__ = [
     "plain_texts",
     "prepare",
     "prompts_from_documents",
-    "read_prompts",
     "read_questions",
     "read_records",
     "render_chats",

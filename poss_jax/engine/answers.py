@@ -1,14 +1,21 @@
-"""What comes out of the engine."""
+"""Answers: Generation and Chunk, read from a finished batch or round by round from the host."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.engine.text import Piece
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.engine.text import Piece, TextStream
 
 StopReason = Literal["stop", "length"]
+
+_start = jax.jit(speculate.start, static_argnums=1)
+_run_round = jax.jit(speculate.run_round, static_argnums=1, donate_argnums=3)
 
 
 @dataclass(frozen=True)
@@ -17,10 +24,10 @@ class Generation:
 
     Attributes:
       prompt_ids: tokens that were continued.
-      output_ids: new tokens, with the stop token, or those of the stop string, if there was one.
+      output_ids: new tokens, those of a stop token or stop string included.
       text: the new tokens as text, without stop token or stop string; None without a tokenizer.
       accepted_per_round: accepted drafted tokens of every round, bonus token not counted.
-      offered_per_round: deepest position the tree offered on the accepted path, per round.
+      offered_per_round: deepest position that the tree offered on the accepted path, per round.
       stop_reason: `stop` (a stop token or stop string) or `length` (the limit).
     """
 
@@ -39,13 +46,13 @@ class Generation:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round added to an answer.
+    """The part of an answer that one round added.
 
     Attributes:
-      pieces: text that may be shown now, by token; text that is not decided yet comes later.
+      pieces: text that may be shown now, by token; undecided text comes with a later chunk.
       output_ids: tokens of this round.
-      is_drafted: which of them the draft proposed; the others are the target's own.
-      answer: the whole answer, in the last chunk alone.
+      is_drafted: True for tokens that the draft proposed; the others are the target's own.
+      answer: the whole answer; only the last chunk has it.
     """
 
     pieces: list[Piece]
@@ -62,12 +69,12 @@ class Chunk:
 def read_answer(
     prompt: list[int], output: dict[str, np.ndarray], row: int, stop_ids: Sequence[int]
 ) -> Generation:
-    """One sequence of a batch, without its text.
+    """Reads one sequence of a batch, without its text.
 
     Args:
-      prompt: token ids.
+      prompt: token ids of the prompt.
       output: fields of `speculate.Output`, on the host.
-      row: of the sequence.
+      row: index of the sequence.
       stop_ids: tokens that end a text.
     """
     tokens = output["tokens"][row, : output["num_tokens"][row]].tolist()
@@ -79,4 +86,106 @@ def read_answer(
         accepted_per_round=output["num_accepted"][row, rounds].tolist(),
         offered_per_round=output["num_offered"][row, rounds].tolist(),
         stop_reason="stop" if tokens[-1] in stop_ids else "length",
+    )
+
+
+def run_live(
+    weights: Weights, config: DecodeConfig, request: Request, answers: Sequence["LiveAnswer"]
+) -> Iterator[list[Chunk]]:
+    """Decodes a batch round by round, until all answers have ended.
+
+    Args:
+      weights: parameters of target and draft.
+      config: static settings of decoding.
+      request: the batch; sequences beyond `answers` are padding.
+      answers: one per sequence; they take in the rounds.
+
+    Yields:
+      A chunk per answer and round; it is empty if the answer has ended before.
+    """
+    state = _start(weights, config, request)
+    while True:
+        output = jax.device_get(vars(state.output))
+        yield [answer.land(output) for answer in answers]
+        if all(answer.is_ended for answer in answers):
+            return
+        is_done = output["is_done"].copy()
+        is_done[: len(answers)] = [answer.is_ended for answer in answers]
+        state = state.replace(output=state.output.replace(is_done=jnp.asarray(is_done)))
+        state = _run_round(weights, config, request, state)
+
+
+class LiveAnswer:
+    """One sequence of a batch, which grows as its rounds land on the host.
+
+    Attributes:
+      is_ended: True after a stop token, a stop string or the limit.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        row: int,
+        *,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        stop: Sequence[str] = (),
+    ) -> None:
+        self._prompt, self._row, self._stop_ids = prompt, row, stop_ids
+        self._stream = None if tokenizer is None else TextStream(tokenizer, stop)
+        self._text = ""
+        self._num_landed = 0
+        self.is_ended = False
+
+    def land(self, output: dict[str, np.ndarray]) -> Chunk:
+        """Takes in the output of the batch after one more round."""
+        if self.is_ended:
+            return Chunk([], [], [])
+        answer = read_answer(self._prompt, output, self._row, self._stop_ids)
+        accepted = answer.accepted_per_round
+        tokens = answer.output_ids[self._num_landed :]
+        is_drafted = [i < accepted[-1] if accepted else False for i in range(len(tokens))]
+        is_done = bool(output["is_done"][self._row])
+        pieces, num_kept = self._push(tokens, is_drafted, is_last=is_done)
+        self._num_landed += num_kept
+        self._text += "".join(piece.text for piece in pieces)
+        chunk = Chunk(pieces, tokens[:num_kept], is_drafted[:num_kept])
+        is_stopped = self._stream is not None and self._stream.is_stopped
+        self.is_ended = is_stopped or is_done
+        if not self.is_ended:
+            return chunk
+        if is_stopped:
+            answer = _stop_after(answer, num_kept, num_beyond=len(tokens) - num_kept)
+        return replace(chunk, answer=replace(answer, text=self._text if self._stream else None))
+
+    def _push(
+        self, tokens: list[int], is_drafted: list[bool], *, is_last: bool
+    ) -> tuple[list[Piece], int]:
+        """Text of a round's tokens, and the number of tokens up to a stop string."""
+        if self._stream is None:
+            return [], len(tokens)
+        pieces: list[Piece] = []
+        for count, (token, drafted) in enumerate(zip(tokens, is_drafted, strict=True), start=1):
+            if token not in self._stop_ids:
+                pieces += self._stream.push(token, is_drafted=drafted)
+            if self._stream.is_stopped:
+                return pieces, count
+        return pieces + (self._stream.finish() if is_last else []), len(tokens)
+
+
+def _stop_after(answer: Generation, num_kept: int, *, num_beyond: int) -> Generation:
+    """Cuts an answer in whose last round a stop string ended, with `num_beyond` tokens after it."""
+    if not num_beyond:
+        return replace(answer, stop_reason="stop")
+
+    def cut(counts: list[int]) -> list[int]:
+        # As at a stop token: nothing beyond was accepted or refused.
+        return [*counts[:-1], min(counts[-1], num_kept)]
+
+    return replace(
+        answer,
+        output_ids=answer.output_ids[:-num_beyond],
+        accepted_per_round=cut(answer.accepted_per_round),
+        offered_per_round=cut(answer.offered_per_round),
+        stop_reason="stop",
     )

@@ -1,4 +1,4 @@
-"""The engine: a target, perhaps a draft, and what turns prompts into answers with them.
+"""The engine: a target, optionally a draft, and the calls that answer prompts with them.
 
 engine = poss_jax.Engine.load("models/llama", draft="models/poss3")
 for answer in engine.generate(["def fibonacci("], max_new_tokens=64):
@@ -21,22 +21,26 @@ import numpy as np
 
 from poss_jax.checkpoint import ModelRecord, load_draft, load_target
 from poss_jax.config import DraftConfig, SamplingConfig, TreeConfig, UserError
-from poss_jax.data import load_tokenizer
+from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
-from poss_jax.engine.answers import Chunk, Generation, read_answer
-from poss_jax.engine.live import LiveAnswer, run_live
-from poss_jax.engine.memory import check_memory
-from poss_jax.engine.prompts import Prompt, encode_prompt
-from poss_jax.engine.settings import (
+from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, read_answer, run_live
+from poss_jax.engine.device import (
     Trees,
-    check_bias,
+    check_memory,
     default_dtype,
     default_tree,
     fit_tree,
+    tree_for,
+)
+from poss_jax.engine.prompts import (
+    PreparedPrompt,
+    Prompt,
+    PromptTooLong,
+    check_bias,
+    encode_prompt,
     sampling_arrays,
     sampling_per_prompt,
-    tree_for,
 )
 from poss_jax.engine.text import check_stop
 from poss_jax.model.specialists import attach
@@ -50,40 +54,46 @@ generate_jit = jax.jit(speculate.generate, static_argnums=1)
 class Engine:
     """Decodes prompts with a target, speculatively if it holds a draft.
 
+    A prompt passes three calls: `prepare` tokenises and checks it, `request` lays a batch of them
+    into arrays, `decode` runs the batch. `generate` and `stream` do all three.
+
     Attributes:
       target_config: shape of the target.
       draft_config: shape of the draft; None decodes autoregressively.
       weights: parameters of both, on the device.
       trees: size of the draft tree per batch size, clamped to what can be drafted.
-      is_coupled: whether the draft looks at the noise that the target samples with.
-      tokenizer: of the target; None where the model folder has none (token ids still work).
+      is_coupled: True if the draft uses the noise that the target samples with.
+      tokenizer: the target's tokenizer; None if the model folder has none (token ids still work).
       stop_ids: tokens that end a text.
       max_length: most tokens of prompt and answer together.
     """
 
     def __init__(
         self,
-        target: tuple[ModelRecord, Any],
-        draft: tuple[ModelRecord, Any] | None = None,
+        record: ModelRecord,
+        params: Params,
         *,
         tokenizer: Any = None,
         tree: TreeConfig | Trees | None = None,
         max_length: int | None = None,
         is_coupled: bool = True,
     ) -> None:
-        record, params = target
+        """Holds a target; `with_draft` adds a draft.
+
+        Args:
+          record: record of the target.
+          params: parameters of the target.
+          tokenizer: the target's tokenizer; None accepts token ids only.
+          tree: as in `load`.
+          max_length: as in `load`.
+          is_coupled: as in `load`.
+        """
+        self._record = record
         self.target_config = record.llama
         self.draft_config: DraftConfig | None = None
+        self.weights = Weights(params, {})
+        self.trees = _fit_trees(tree or default_tree(), {})
         self.is_coupled = is_coupled
-        draft_params: Params = {}
-        if draft is not None:
-            draft_record, draft_params = draft
-            self.draft_config = draft_record.draft
-            vocabulary = draft_record.draft_vocabulary
-            ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
-            draft_params = attach(draft_params, params, ids)
-        self.weights = Weights(params, draft_params)
-        self.trees = _fit_trees(tree or default_tree(), draft_params)
         self.tokenizer = tokenizer
         self.stop_ids = _stop_ids(self.target_config.eos_token_ids, tokenizer)
         self.max_length = max_length or self.target_config.max_position_embeddings
@@ -107,40 +117,66 @@ class Engine:
           draft: folder of a draft made for it; None decodes autoregressively.
           tree: size of the draft tree, or one per batch size (None there: no draft); None: 6/10/60
             on accelerators, 4/4/16 on CPU.
-          dtype: of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
+          dtype: dtype of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
           max_length: most tokens of prompt and answer; None: what the target was made for.
-          is_coupled: let the draft look at the noise that the target samples with; the output is
-            the same, the acceptance length is not.
+          is_coupled: let the draft use the noise that the target samples with; the output is the
+            same, the acceptance length is not.
           allow_target_mismatch: use a draft made for other weights of the same shape.
 
         Raises:
           UserError: a folder is missing or broken, or the draft does not fit the target.
         """
-        dtype = dtype or default_dtype()
-        loaded = load_target(target, dtype)
-        drafted = None
-        if draft is not None:
-            drafted = load_draft(
-                draft, dtype, target=loaded[0], allow_target_mismatch=allow_target_mismatch
-            )
-        has_tokenizer = loaded[0].tokenizer_sha256 is not None
-        tokenizer = load_tokenizer(Path(target)) if has_tokenizer else None
-        return cls(
-            loaded,
-            drafted,
+        record, params = load_target(target, dtype or default_dtype())
+        tokenizer = load_tokenizer(Path(target)) if record.tokenizer_sha256 is not None else None
+        engine = cls(
+            record,
+            params,
             tokenizer=tokenizer,
             tree=tree,
             max_length=max_length,
             is_coupled=is_coupled,
         )
+        if draft is None:
+            return engine
+        return engine.load_draft(draft, dtype=dtype, allow_target_mismatch=allow_target_mismatch)
+
+    def load_draft(
+        self, draft: str | Path, *, dtype: Any = None, allow_target_mismatch: bool = False
+    ) -> "Engine":
+        """Returns an engine of the same target with the draft of a model folder (see `load`)."""
+        record, params = load_draft(
+            draft,
+            dtype or default_dtype(),
+            target=self._record,
+            allow_target_mismatch=allow_target_mismatch,
+        )
+        return self.with_draft(record, params)
+
+    def with_draft(self, record: ModelRecord, params: Params) -> "Engine":
+        """Returns an engine of the same target with a draft; shares the target's weights.
+
+        Args:
+          record: record of the draft.
+          params: parameters of the draft.
+        """
+        other = copy(self)
+        other.draft_config = record.draft
+        vocabulary = record.draft_vocabulary
+        ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
+        target = self.weights.target
+        other.weights = Weights(target, attach(params, target, ids))
+        return other.with_tree(self.trees)
 
     def with_tree(self, tree: TreeConfig | Trees, *, is_coupled: bool | None = None) -> "Engine":
-        """The same models with another tree, and perhaps other coupling; shares the weights."""
+        """Returns an engine of the same models with another tree, or other coupling, or both."""
         other = copy(self)
         other.trees = _fit_trees(tree, self.weights.draft)
         if is_coupled is not None:
             other.is_coupled = is_coupled
         return other
+
+    # ----------------------------------------------------------------------------------------------
+    # From prompts to answers
 
     def generate(
         self,
@@ -156,7 +192,7 @@ class Engine:
         Args:
           prompts: texts, token ids or chat messages.
           max_new_tokens: most new tokens of each.
-          batch_size: prompts decoded together.
+          batch_size: number of prompts decoded together.
           sampling: how tokens are chosen, for all prompts (the first then has its seed, the others
             seeds derived from it and their index) or one per prompt; None is greedy.
           stop: strings that end a text; they are not part of it.
@@ -169,26 +205,13 @@ class Engine:
             raise UserError("prompts: want a list, got one text; put it into a list")
         if batch_size < 1:
             raise UserError(f"batch_size: want at least 1, got {batch_size}")
-        encoded = [self.prepare(prompt, max_new_tokens) for prompt in prompts]
         settings = sampling_per_prompt(sampling, len(prompts))
-        check_bias(settings, self.target_config.vocab_size)
-        check_stop(stop, self.tokenizer, self.stop_ids, max_new_tokens)
-        config = self.decode_config(max_new_tokens, batch_size)
-        answers: list[Generation] = []
-        for first in range(0, len(encoded), batch_size):
-            batch = slice(first, first + batch_size)
-            request = self.request(
-                encoded[batch], max_new_tokens, batch_size=batch_size, sampling=settings[batch]
-            )
-            if stop:
-                live = self._live_answers(encoded[batch], stop)
-                rounds = list(run_live(self.weights, config, request, live))
-                ended = [chunk.answer for chunks in zip(*rounds, strict=True) for chunk in chunks]
-                answers += [answer for answer in ended if answer is not None]
-            else:
-                state = generate_jit(self.weights, config, request)
-                answers += self.read(encoded[batch], state.output)
-        return answers
+        prepared = [
+            self.prepare(prompt, max_new_tokens, one)
+            for prompt, one in zip(prompts, settings, strict=True)
+        ]
+        self.check_stop(stop, max_new_tokens)
+        return self.decode(prepared, batch_size=batch_size, stop=stop)
 
     def stream(
         self,
@@ -212,37 +235,83 @@ class Engine:
         Raises:
           UserError: as `generate`.
         """
-        ids = self.prepare(prompt, max_new_tokens)
-        settings = [sampling or SamplingConfig()]
-        check_stop(stop, self.tokenizer, self.stop_ids, max_new_tokens)
-        config = self.decode_config(max_new_tokens)
-        request = self.request([ids], max_new_tokens, batch_size=1, sampling=settings)
-        rounds = run_live(self.weights, config, request, self._live_answers([ids], stop))
-        return (chunks[0] for chunks in rounds)
+        prepared = self.prepare(prompt, max_new_tokens, sampling)
+        self.check_stop(stop, max_new_tokens)
+        return self.decode_rounds(prepared, stop=stop)
 
-    def prepare(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
-        """Turns a prompt into token ids that leave room for an answer.
+    def prepare(
+        self, prompt: Prompt, max_new_tokens: int, sampling: SamplingConfig | None = None
+    ) -> PreparedPrompt:
+        """Tokenises a prompt and checks it, its settings and its limit.
+
+        Args:
+          prompt: text, token ids or chat messages.
+          max_new_tokens: most new tokens.
+          sampling: how tokens are chosen; None is greedy.
 
         Raises:
-          UserError: what `encode` refuses, or prompt and answer are longer than `max_length`.
+          UserError: what `encode_prompt` refuses, a biased token outside the vocabulary, or
+            (`PromptTooLong`) prompt and answer longer than `max_length`.
         """
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens: want at least 1, got {max_new_tokens}")
+        sampling = sampling or SamplingConfig()
         ids = self.encode(prompt)
         if len(ids) + max_new_tokens > self.max_length:
-            raise UserError(
+            raise PromptTooLong(
                 f"prompt of {len(ids)} tokens and {max_new_tokens} new ones do not fit a length "
                 f"of {self.max_length}; shorten the prompt, lower max_new_tokens, or raise "
                 "max_length"
             )
-        return ids
+        check_bias(sampling, self.target_config.vocab_size)
+        return PreparedPrompt(ids, max_new_tokens, sampling)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Turns a prompt into token ids (see `encode_prompt`)."""
         return encode_prompt(prompt, self.tokenizer, self.target_config.vocab_size)
 
+    def check_stop(self, stop: Sequence[str], max_new_tokens: int) -> None:
+        """Refuses stop strings that no answer can hold (see `text.check_stop`)."""
+        check_stop(stop, self.tokenizer, self.stop_ids, max_new_tokens)
+
+    # ----------------------------------------------------------------------------------------------
+    # Decoding prepared prompts
+
+    def decode(
+        self, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1, stop: Sequence[str] = ()
+    ) -> list[Generation]:
+        """Answers prepared prompts, on the device, or round by round where stop strings need it.
+
+        Args:
+          prompts: made by `prepare`.
+          batch_size: number of prompts decoded together.
+          stop: strings that `check_stop` accepts.
+
+        Raises:
+          UserError: more than the memory can hold.
+        """
+        answers: list[Generation] = []
+        for first in range(0, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            config, request = self.request(batch, batch_size=batch_size)
+            if stop:
+                live = [self._live_answer(prompt, row, stop) for row, prompt in enumerate(batch)]
+                rounds = list(run_live(self.weights, config, request, live))
+                ended = [chunk.answer for chunks in zip(*rounds, strict=True) for chunk in chunks]
+                answers += [answer for answer in ended if answer is not None]
+            else:
+                state = generate_jit(self.weights, config, request)
+                answers += self.read(batch, state.output)
+        return answers
+
+    def decode_rounds(self, prompt: PreparedPrompt, *, stop: Sequence[str] = ()) -> Iterator[Chunk]:
+        """Answers one prepared prompt round by round; yields what `stream` yields."""
+        config, request = self.request([prompt])
+        live = [self._live_answer(prompt, 0, stop)]
+        return (chunks[0] for chunks in run_live(self.weights, config, request, live))
+
     def decode_config(self, max_new_tokens: int, batch_size: int = 1) -> DecodeConfig:
-        """Static side of a call; limits share it in steps of a bucket, and so share a program."""
+        """Static settings of a call; limits are rounded up to a bucket, to share programs."""
         steps = -(-max_new_tokens // _SMALLEST_BUCKET)
         tree = tree_for(self.trees, batch_size)
         return DecodeConfig(
@@ -254,60 +323,56 @@ class Engine:
         )
 
     def request(
-        self,
-        prompts: Sequence[list[int]],
-        max_new_tokens: int,
-        batch_size: int,
-        sampling: Sequence[SamplingConfig] = (),
-    ) -> Request:
-        """Pads prompts to a bucketed length, and the batch with prompts that end at once.
+        self, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1
+    ) -> tuple[DecodeConfig, Request]:
+        """Lays prompts into arrays, padded to a bucketed length.
 
         Args:
-          prompts: token ids.
-          max_new_tokens: most new tokens of each.
-          batch_size: number of sequences.
-          sampling: settings of every prompt; empty is greedy.
+          prompts: prepared prompts, at most `batch_size`.
+          batch_size: number of sequences; those beyond the prompts end at once.
+
+        Returns:
+          The static settings of the call, and the batch.
 
         Raises:
           UserError: more than the memory can hold.
         """
-        size = _bucket(max(len(ids) for ids in prompts))
-        config = self.decode_config(max_new_tokens, batch_size)
+        size = _bucket(max(len(prompt.ids) for prompt in prompts))
+        config = self.decode_config(max(one.max_new_tokens for one in prompts), batch_size)
         check_memory(self.weights, config, batch_size=batch_size, prompt_size=size)
-        missing = batch_size - len(prompts)
-        rows = [*prompts, *[prompts[0]] * missing]
+        padding = PreparedPrompt(prompts[0].ids, 1)
+        rows = [*prompts, *[padding] * (batch_size - len(prompts))]
         tokens = np.zeros((batch_size, size), np.int32)
-        for row, ids in zip(tokens, rows, strict=True):
-            row[: len(ids)] = ids
-        limits = [max_new_tokens] * len(prompts) + [1] * missing
-        settings = [*sampling, *[SamplingConfig()] * (batch_size - len(sampling))]
-        return Request(
+        for row, prompt in zip(tokens, rows, strict=True):
+            row[: len(prompt.ids)] = prompt.ids
+        request = Request(
             tokens=jnp.asarray(tokens),
-            lengths=jnp.asarray([len(ids) for ids in rows], jnp.int32),
-            limits=jnp.asarray(limits, jnp.int32),
+            lengths=jnp.asarray([len(prompt.ids) for prompt in rows], jnp.int32),
+            limits=jnp.asarray([prompt.max_new_tokens for prompt in rows], jnp.int32),
             stop_ids=jnp.asarray(self.stop_ids or [-1], jnp.int32),
-            sampling=sampling_arrays(settings, self.target_config.vocab_size),
+            sampling=sampling_arrays([prompt.sampling for prompt in rows]),
         )
+        return config, request
 
-    def read(self, prompts: Sequence[list[int]], output: Output) -> list[Generation]:
+    def read(self, prompts: Sequence[PreparedPrompt], output: Output) -> list[Generation]:
         """Brings finished texts to the host."""
         host = jax.device_get(vars(output))
-        answers = [read_answer(ids, host, row, self.stop_ids) for row, ids in enumerate(prompts)]
+        answers = [
+            read_answer(prompt.ids, host, row, self.stop_ids) for row, prompt in enumerate(prompts)
+        ]
         if self.tokenizer is None:
             return answers
-        return [replace(answer, text=self._decode(answer.output_ids)) for answer in answers]
+        return [replace(answer, text=self._text(answer.output_ids)) for answer in answers]
 
-    def _decode(self, ids: list[int]) -> str:
+    def _text(self, ids: list[int]) -> str:
         """Text of an answer, without its stop token."""
         shown = ids[:-1] if ids[-1] in self.stop_ids else ids
         return self.tokenizer.decode(shown, skip_special_tokens=True)
 
-    def _live_answers(self, prompts: Sequence[list[int]], stop: Sequence[str]) -> list[LiveAnswer]:
-        """What the sequences of a batch become when it is decoded from the host."""
-        return [
-            LiveAnswer(ids, row, tokenizer=self.tokenizer, stop_ids=self.stop_ids, stop=stop)
-            for row, ids in enumerate(prompts)
-        ]
+    def _live_answer(self, prompt: PreparedPrompt, row: int, stop: Sequence[str]) -> LiveAnswer:
+        return LiveAnswer(
+            prompt.ids, row, tokenizer=self.tokenizer, stop_ids=self.stop_ids, stop=stop
+        )
 
 
 def _fit_trees(tree: TreeConfig | Trees, draft: Params) -> Trees:

@@ -1,23 +1,51 @@
-"""Prompts of every kind -> token ids."""
+"""Prompts of every kind -> token ids that fit, with their settings; several of them -> arrays.
 
+A prompt is tokenised and checked once: whatever takes a `PreparedPrompt` trusts it.
+"""
+
+import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from poss_jax.config import UserError, lone_surrogates
-from poss_jax.data import RenderError, call_tokenizer, render_chats
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from poss_jax.config import SamplingConfig, UserError, lone_surrogates
+from poss_jax.data.rendering import RenderError, render_chats
+from poss_jax.data.tokenizer import call_tokenizer
+from poss_jax.decode.sampling import Sampling
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """Text, token ids, or chat messages ({"role", "content"})."""
+
+
+class PreparedPrompt(NamedTuple):
+    """A prompt that is ready to be decoded; `Engine.prepare` makes and checks it.
+
+    Attributes:
+      ids: token ids, at least one, all in the target's vocabulary.
+      max_new_tokens: most new tokens; they fit behind the prompt.
+      sampling: how tokens are chosen; its biased tokens are in the vocabulary.
+    """
+
+    ids: list[int]
+    max_new_tokens: int
+    sampling: SamplingConfig = SamplingConfig()  # greedy
+
+
+class PromptTooLong(UserError):
+    """The prompt and its answer are longer than the engine's `max_length`."""
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
     """Turns a prompt into token ids; a BOS that it begins with is not doubled.
 
     Args:
-      prompt: of any kind.
-      tokenizer: of the target; None leaves token ids alone.
-      vocab_size: of the target.
+      prompt: a prompt of any kind.
+      tokenizer: the target's tokenizer; None accepts token ids only.
+      vocab_size: size of the target's vocabulary.
 
     Raises:
       UserError: the prompt is empty, holds ids outside the vocabulary or text that is not UTF-8, or
@@ -31,6 +59,74 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
         text = _apply_chat_template(prompt, tokenizer)
         return _check_range(_tokenise(text, tokenizer), vocab_size)
     return _check_range(list(map(_token_id, prompt)), vocab_size)
+
+
+def check_bias(sampling: SamplingConfig, vocab_size: int) -> None:
+    """Raises UserError if a biased token is not in the vocabulary."""
+    for token in sampling.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise UserError(f"logit_bias: want token ids of 0 to {vocab_size - 1}, got {token}")
+
+
+def sampling_per_prompt(
+    sampling: SamplingConfig | Sequence[SamplingConfig] | None, num_prompts: int
+) -> list[SamplingConfig]:
+    """Gives every prompt its settings; prompts that share them get different seeds.
+
+    Raises:
+      UserError: a list of another length than the prompts.
+    """
+    if sampling is None or isinstance(sampling, SamplingConfig):
+        shared = sampling or SamplingConfig()
+        return [with_seed(shared, index) for index in range(num_prompts)]
+    if len(sampling) != num_prompts:
+        raise UserError(
+            f"sampling: want one for all or one per prompt ({num_prompts}), got {len(sampling)}"
+        )
+    return list(sampling)
+
+
+def with_seed(sampling: SamplingConfig, index: int) -> SamplingConfig:
+    """Gives a prompt of a run its own seed (see `prompt_seed`)."""
+    return dataclasses.replace(sampling, seed=prompt_seed(sampling.seed, index))
+
+
+def prompt_seed(seed: int, index: int) -> int:
+    """Seed of a prompt within a run: the run's own for the first, others derived from it."""
+    if index == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
+
+
+def sampling_arrays(settings: Sequence[SamplingConfig]) -> Sampling | None:
+    """Turns the settings of a batch into arrays; None if every token is the argmax of the logits.
+
+    Args:
+      settings: one per sequence; their biases are checked already.
+    """
+    if all(one.is_plain for one in settings):
+        return None
+    most = max(len(one.logit_bias) for one in settings)
+    width = 1 << (most - 1).bit_length() if most else 0  # few shapes to compile
+    ids = np.full((len(settings), width), -1, np.int32)
+    bias = np.zeros((len(settings), width), np.float32)
+    for row, one in enumerate(settings):
+        ids[row, : len(one.logit_bias)] = list(one.logit_bias)
+        bias[row, : len(one.logit_bias)] = list(one.logit_bias.values())
+
+    def column(name: str, dtype: Any) -> jax.Array:
+        return jnp.asarray([getattr(one, name) for one in settings], dtype)
+
+    return Sampling(
+        seed=column("seed", jnp.uint32),
+        temperature=column("temperature", jnp.float32),
+        top_k=column("top_k", jnp.int32),
+        top_p=column("top_p", jnp.float32),
+        min_p=column("min_p", jnp.float32),
+        repetition_penalty=column("repetition_penalty", jnp.float32),
+        bias_ids=jnp.asarray(ids),
+        bias=jnp.asarray(bias),
+    )
 
 
 def _token_id(token: Any) -> int:

@@ -1,0 +1,128 @@
+"""Defaults and limits of the device: its dtype, draft trees per batch size, memory."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from poss_jax.config import ACCELERATOR_TREE, CPU_TREE, LlamaConfig, TreeConfig, UserError
+from poss_jax.decode.state import DecodeConfig, Weights
+
+Trees = Mapping[int, TreeConfig | None]
+"""Batch size -> tree for that many prompts and more; None decodes them without a draft."""
+
+_SLOW_DEPTH = 16
+"""Every drafted position is compiled by itself. A tiny draft took 12, 14, 26, 55 and 64 s at depths
+4, 8, 16, 32 and 64 on two busy CPU cores; `tests/test_compilation.py` measures it again."""
+
+_LOG = logging.getLogger(__package__)
+
+
+def default_dtype() -> Any:
+    """Returns float32 on CPU, where bfloat16 is many times slower, and bfloat16 elsewhere."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def default_tree() -> TreeConfig:
+    """The tree that suits this kind of device."""
+    return CPU_TREE if jax.default_backend() == "cpu" else ACCELERATOR_TREE
+
+
+def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
+    """Clamps a tree to what can be drafted; logs that it did, or that compiling takes long.
+
+    Raises:
+      UserError: more candidates than can be counted on the device.
+    """
+    fitted = dataclasses.replace(tree, top_k=min(tree.top_k, draft_vocab_size))
+    fitted = dataclasses.replace(fitted, total_tokens=fitted.num_nodes)
+    if fitted != tree:
+        _LOG.warning(
+            "tree %d/%d/%d (depth/top_k/total_tokens) asks for more than can be drafted; using "
+            "%d/%d/%d",
+            *dataclasses.astuple(tree),
+            *dataclasses.astuple(fitted),
+        )
+    if fitted.num_candidates >= 2**31:
+        raise UserError(
+            f"tree of depth {tree.depth} and top_k {tree.top_k}: want fewer than 2**31 candidates, "
+            f"got {fitted.num_candidates:,}; lower top_k or depth"
+        )
+    if fitted.depth > _SLOW_DEPTH:
+        _LOG.warning(
+            "a tree of depth %d may take minutes to compile, once per shape, since every drafted "
+            "position is compiled by itself; lower depth to start sooner",
+            fitted.depth,
+        )
+    return fitted
+
+
+def tree_for(trees: Trees, batch_size: int) -> TreeConfig | None:
+    """The tree of the largest batch size that is not above the given one; else of the smallest."""
+    below = [size for size in trees if size <= batch_size]
+    return trees[max(below) if below else min(trees)]
+
+
+def device_memory() -> int | None:
+    """Bytes that this process may use on its device; None if that is unknown."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_memory(
+    weights: Weights, config: DecodeConfig, *, batch_size: int, prompt_size: int
+) -> None:
+    """Refuses a batch that cannot fit.
+
+    Args:
+      weights: parameters of target and draft.
+      config: static settings of decoding.
+      batch_size: number of sequences.
+      prompt_size: length that the prompts are padded to.
+
+    Raises:
+      UserError: the weights, the caches and one round's logits alone exceed the memory.
+    """
+    needed = least_bytes(weights, config, batch_size=batch_size, prompt_size=prompt_size)
+    available = device_memory()
+    if available is not None and needed > available:
+        raise UserError(
+            f"batch_size {batch_size}, prompts of up to {prompt_size} tokens and "
+            f"{config.max_new_tokens} new ones need at least {_gib(needed)}, the device has "
+            f"{_gib(available)}; lower batch_size, max_new_tokens or the tree, or shorten the "
+            "prompts"
+        )
+
+
+def least_bytes(
+    weights: Weights, config: DecodeConfig, *, batch_size: int, prompt_size: int
+) -> int:
+    """Counts the bytes held at once: weights, caches, the output, the logits of a round."""
+    size = weights.target["embed"]["weight"].dtype.itemsize
+    arrays = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(weights)}  # some are shared
+    target, num_nodes = config.target, config.tree.num_nodes if config.draft else 1
+    rows = config.target_cache_size(prompt_size)
+    each = 4 * prompt_size + 12 * config.max_new_tokens
+    each += size * (target.num_layers * rows * _pair(target) + num_nodes * target.vocab_size)
+    if config.draft is not None:
+        rows = config.draft_cache_size(prompt_size)
+        each += size * config.draft.num_streams * rows * _pair(config.draft.layer)
+        each += 8 * config.tree.num_candidates
+    return sum(arrays.values()) + batch_size * each
+
+
+def _pair(config: LlamaConfig) -> int:
+    """Numbers in the key and the value of one position in one layer."""
+    return 2 * config.num_kv_heads * config.head_dim
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:,.1f} GiB"

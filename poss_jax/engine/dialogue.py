@@ -1,0 +1,234 @@
+"""Prompt files, and conversations whose every turn the target answers.
+
+A record of a prompt file becomes a `Dialogue`; `answer_all` plays many of them, in batches:
+
+    turns [a, b]  ->  user a, assistant x  ->  user a, assistant x, user b, assistant y
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from poss_jax.config import SamplingConfig, UserError, build_config, shorten
+from poss_jax.data.files import json_lines
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt, Prompt, PromptTooLong, with_seed
+
+PROMPT_KEYS = {
+    "prompt": "a string",
+    "prompt_ids": "a list of token ids",
+    "messages": "a list of {role, content}",
+    "turns": "a list of strings",
+}
+
+Message = dict[str, str]
+Decode = Callable[[Sequence[PreparedPrompt]], list[Generation]]
+"""Answers prepared prompts, at most a batch of them."""
+
+
+@dataclass
+class Dialogue:
+    """A conversation under way: the target answers its turns, and each answer joins it.
+
+    Attributes:
+      left: turns that are not answered yet: a user's message each, or the one prompt of a record
+        that is no conversation.
+      max_new_tokens: most new tokens of each answer.
+      sampling: how tokens are chosen. The answers share its seed: they stand at different positions
+        of the text, so their draws differ.
+      messages: turns that are answered, and their answers; at first, perhaps a system message.
+      num_answered: number of answers so far.
+      prompt: the next prompt, once it is prepared.
+      ended: reason why the conversation ended before its last turn; "" if it did not.
+      is_too_long: True if that reason is that the next prompt does not fit.
+    """
+
+    left: Sequence[Prompt | Message]
+    max_new_tokens: int
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    messages: Sequence[Message] = ()
+    num_answered: int = 0
+    prompt: PreparedPrompt | None = None
+    ended: str = ""
+    is_too_long: bool = False
+
+    def check(self, engine: Engine) -> None:
+        """Prepares the first prompt, and refuses a last one that cannot fit.
+
+        Raises:
+          UserError: what `Engine.prepare` refuses, even if all answers before it are empty.
+        """
+        self.prompt = self._prepare(engine, self.messages, self.left[0])
+        *before, last = self.left
+        if before:
+            empty = {"role": "assistant", "content": ""}
+            asked = [message for turn in before for message in (turn, empty)]
+            self._prepare(engine, [*self.messages, *asked], last)  # type: ignore[list-item]
+
+    def ask(self, engine: Engine) -> bool:
+        """Prepares the next prompt; False if all turns are answered or the conversation ended."""
+        if self.left and self.prompt is None and not self.ended:
+            try:
+                self.prompt = self._prepare(engine, self.messages, self.left[0])
+            except UserError as error:
+                self.ended, self.is_too_long = str(error), isinstance(error, PromptTooLong)
+        return self.prompt is not None
+
+    def take(self, answer: Generation) -> None:
+        """Lets the answer to the next prompt join the conversation."""
+        turn, self.left = self.left[0], self.left[1:]
+        if isinstance(turn, dict):
+            answered = {"role": "assistant", "content": answer.text or ""}
+            self.messages = [*self.messages, turn, answered]
+        self.num_answered, self.prompt = self.num_answered + 1, None
+
+    def end(self, reason: str) -> None:
+        """Ends the conversation before the next turn."""
+        self.ended, self.prompt = reason, None
+
+    def _prepare(
+        self, engine: Engine, messages: Sequence[Message], turn: Prompt | Message
+    ) -> PreparedPrompt:
+        prompt = [*messages, turn] if isinstance(turn, dict) else turn
+        return engine.prepare(prompt, self.max_new_tokens, self.sampling)
+
+
+def answer_all(
+    engine: Engine,
+    dialogues: Sequence[Dialogue],
+    decode: Decode,
+    *,
+    batch_size: int,
+    refuse: Callable[[Generation], str] = lambda answer: "",
+    by_length: bool = False,
+) -> Iterator[tuple[int, Generation]]:
+    """Lets the target answer every turn of every dialogue; all first turns come first.
+
+    A dialogue ends early if its next prompt is refused (see `Dialogue.ended`).
+
+    Args:
+      engine: prepares prompts.
+      dialogues: conversations; they take in their answers.
+      decode: answers a batch.
+      batch_size: number of prompts decoded together.
+      refuse: reason why a dialogue ends at an answer and does not keep it; "" keeps it.
+      by_length: batch prompts of similar length, which are padded less.
+
+    Yields:
+      Index of the dialogue, and an answer that it kept.
+    """
+    while waiting := [i for i, dialogue in enumerate(dialogues) if dialogue.ask(engine)]:
+        prompts = {i: prompt for i in waiting if (prompt := dialogues[i].prompt)}
+        if by_length:
+            waiting.sort(key=lambda i: len(prompts[i].ids))
+        for first in range(0, len(waiting), batch_size):
+            batch = waiting[first : first + batch_size]
+            for i, answer in zip(batch, decode([prompts[i] for i in batch]), strict=True):
+                if reason := refuse(answer):
+                    dialogues[i].end(reason)
+                    continue
+                dialogues[i].take(answer)
+                yield i, answer
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Reads a JSONL prompt file; each line holds exactly one of `PROMPT_KEYS`.
+
+    Other keys (such as question_id) are kept.
+
+    Raises:
+      UserError: missing file or no lines, bad JSON, no prompt, an empty one, or a wrong type.
+    """
+    records = []
+    for where, record in json_lines(path):
+        keys = [key for key in PROMPT_KEYS if key in record]
+        if len(keys) != 1 or not _is_prompt(keys[0], record[keys[0]]):
+            known = ", ".join(f"{key} ({kind})" for key, kind in PROMPT_KEYS.items())
+            got = json.dumps({key: record[key] for key in keys} or list(record))
+            raise UserError(f"{where}: want exactly one of {known}, not empty; got {got[:80]}")
+        records.append(record)
+    if not records:
+        raise UserError(f"{path}: want one JSON object per line, got no lines; add prompts")
+    return records
+
+
+def read_dialogues(
+    records: Sequence[dict[str, Any]], sampling: SamplingConfig, max_new_tokens: int
+) -> list[Dialogue]:
+    """Turns records of a prompt file into dialogues.
+
+    A record's own `sampling` wins over the run's. Without a seed of its own, a record gets one from
+    the run's seed and its place.
+
+    Args:
+      records: lines of a prompt file (see `read_prompts`).
+      sampling: how the run chooses tokens.
+      max_new_tokens: most new tokens of each answer.
+
+    Raises:
+      UserError: invalid settings.
+    """
+    dialogues = []
+    for index, record in enumerate(records):
+        where = f"prompt {index + 1} of {len(records)}: sampling"
+        own = record.get("sampling", {})
+        if not isinstance(own, dict):
+            raise UserError(
+                f"{where}: want settings such as {{'temperature': 1}}, got {shorten(own)}"
+            )
+        values = asdict(with_seed(sampling, index)) | own
+        settings = build_config(SamplingConfig, values, origin=where)
+        dialogues.append(Dialogue(_turns(record), max_new_tokens, settings))
+    return dialogues
+
+
+def check_dialogues(engine: Engine, dialogues: Sequence[Dialogue]) -> None:
+    """Refuses dialogues that are sure to fail, before anything is decoded.
+
+    Raises:
+      UserError: see `Dialogue.check`; the message names the prompt.
+    """
+    for number, dialogue in enumerate(dialogues, start=1):
+        try:
+            dialogue.check(engine)
+        except UserError as error:
+            raise UserError(f"prompt {number} of {len(dialogues)}: {error}") from error
+
+
+def join_answers(answers: Sequence[Generation]) -> Generation:
+    """Adds up the answers of one dialogue: their tokens and rounds, one after the other."""
+    if len(answers) == 1:
+        return answers[0]
+    return replace(
+        answers[-1],
+        prompt_ids=answers[0].prompt_ids,
+        output_ids=[token for answer in answers for token in answer.output_ids],
+        text=None,
+        accepted_per_round=[n for answer in answers for n in answer.accepted_per_round],
+        offered_per_round=[n for answer in answers for n in answer.offered_per_round],
+    )
+
+
+def _turns(record: dict[str, Any]) -> list[Prompt | Message]:
+    if "turns" in record:
+        return [{"role": "user", "content": text} for text in record["turns"]]
+    return [next(record[key] for key in PROMPT_KEYS if key in record)]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_message(value: Any) -> bool:
+    fields = value if isinstance(value, dict) else {}
+    return _is_text(fields.get("role")) and isinstance(fields.get("content"), str)
+
+
+def _is_prompt(key: str, value: Any) -> bool:
+    if key == "prompt":
+        return _is_text(value)
+    checks = {"prompt_ids": lambda item: type(item) is int, "messages": _is_message}
+    return isinstance(value, list) and value != [] and all(map(checks.get(key, _is_text), value))
