@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from infer.bench import first_prompts, load_decoders, read_drafts, read_questions
+from infer.bench import first_prompts, load_decoders, read_questions
 from infer.report import LOOPING_BELOW
 from poss_jax.checkpoint import provenance
 from poss_jax.config import BenchConfig, SamplingConfig, TreeConfig, UserError
 from poss_jax.decode.metrics import distinct_ngram_share
 from poss_jax.engine import Engine, Generation, PreparedPrompt
 from poss_jax.program import Parser, run_program
-from poss_jax.program.options import at_least
+from poss_jax.program.options import at_least, read_pairs
 
 DEMO = Path("runs/demo")
 DEMO_DRAFTS = {"EAGLE-2": "eagle_continued", "HASS": "hass", "PosS-3": "poss3"}
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     demo = {name: str(DEMO / folder / "model") for name, folder in DEMO_DRAFTS.items()}
     config = BenchConfig(
         target=args.target,
-        drafts=read_drafts(args.draft) if args.draft else demo,
+        drafts=read_pairs("--draft", args.draft, "NAME=DIR") if args.draft else demo,
         prompts=args.prompts,
         num_prompts=args.num_prompts,
         prompt_tokens=48,

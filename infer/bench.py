@@ -12,22 +12,13 @@ as one JSON object; --output keeps report.json, report.md and a plot.
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from poss_jax.checkpoint import provenance, refuse_non_empty
-from poss_jax.config import (
-    BenchConfig,
-    DataConfig,
-    UserError,
-    build_config,
-    change_config,
-    config_to_dict,
-    load_config,
-)
+from poss_jax.config import BenchConfig, DataConfig, UserError, config_to_dict
 from poss_jax.data import load_documents, plain_texts, prompts_from_documents
 from poss_jax.engine import (
     PROMPT_KEYS,
@@ -38,26 +29,14 @@ from poss_jax.engine import (
     read_dialogues,
     read_prompts,
 )
-from poss_jax.program import Parser, run_program
-from poss_jax.program.options import (
-    add_mismatch_option,
-    add_sampling_options,
-    add_tree_options,
-    at_least,
-    check_writable,
-    read_sampling,
-    read_tree,
-)
+from poss_jax.program import run_program
+from poss_jax.program.options import check_writable, read_arguments
 
 from .lossless import check_lossless, format_check
 from .measure import Decoder, Run, measure_phases, measure_steps, time_questions
 from .report import build_report, format_report, write_report
 
 AUTOREGRESSIVE = "autoregressive"
-_OPTIONS = (
-    *("target", "prompts", "num_prompts", "max_new_tokens", "repeats", "output"),
-    "allow_target_mismatch",
-)
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
@@ -140,8 +119,9 @@ def _cut_stdlib_prompts(config: BenchConfig, engine: Engine) -> list[list[int]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
-    args = _parser().parse_intermixed_args(arguments)
-    config = _read_config(args)
+    config, args = read_arguments(
+        BenchConfig, arguments, prog="infer.bench", doc=__doc__, add_actions=_add_actions
+    )
     if args.check_lossless:
         _check_lossless(config)
         return
@@ -174,67 +154,16 @@ def _check_output(folder: Path, *, overwrite: bool) -> None:
     check_writable(folder)
 
 
-def _read_config(args: argparse.Namespace) -> BenchConfig:
-    given = {name: getattr(args, name) for name in _OPTIONS}
-    given = {name: value for name, value in given.items() if value is not None}
-    if args.draft:
-        given["drafts"] = read_drafts(args.draft)
-    if args.config is not None:
-        config = load_config(BenchConfig, args.config, args.overrides)
-        config = change_config(config, origin="options", **given)
-    elif args.target is None or args.overrides:
-        raise UserError("want --config FILE (and section.key=value) or --target DIR; see --help")
-    else:
-        config = build_config(BenchConfig, given, origin="options")
-    return replace(
-        config,
-        tree=read_tree(args, config.tree),
-        sampling=read_sampling(args, config.sampling),
-        is_coupled=config.is_coupled and not args.no_coupling,
-    )
-
-
-def read_drafts(texts: Sequence[str]) -> dict[str, str]:
-    """Reads NAME=DIR arguments."""
-    drafts: dict[str, str] = {}
-    for text in texts:
-        name, _, folder = text.partition("=")
-        if not (name and folder):
-            raise UserError(f"--draft {text!r}: want NAME=DIR")
-        if name in drafts:
-            raise UserError(f"--draft {text!r}: {name} is named already; give it another name")
-        drafts[name] = folder
-    return drafts
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="infer.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file (a BenchConfig)")
-    parser.add_argument("--target", metavar="DIR", help="model folder of the target")
-    parser.add_argument(
-        "--draft", action="append", metavar="NAME=DIR", help="a draft and its name; may be repeated"
-    )
-    parser.add_argument("--prompts", metavar="FILE", help=".jsonl file of prompts, or `stdlib`")
-    parser.add_argument("--num-prompts", type=at_least(1), metavar="N", help="how many of them")
-    parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help="of each answer")
-    parser.add_argument("--repeats", type=at_least(1), metavar="N", help="timed passes")
-    parser.add_argument("--output", metavar="DIR", help="folder for the report")
+def _add_actions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check-lossless",
         action="store_true",
-        help="compare outputs instead of speed: every draft, several trees and batch sizes,\n"
-        "greedy and sampled; exit code 1 if a difference is more than rounding",
+        help="Compare outputs instead of speed: every draft, several trees and batch sizes, greedy "
+        "and sampled; the exit code is 1 if a difference is more than rounding.",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a report that is there")
-    add_tree_options(parser)
-    add_sampling_options(parser)
-    add_mismatch_option(parser)
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="change a key of the config"
+        "--overwrite", action="store_true", help="Replace a report that is there already."
     )
-    return parser
 
 
 def cli() -> None:

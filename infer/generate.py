@@ -14,7 +14,6 @@ messages, each answered in turn: one line per answer, numbered by `turn`). Its `
 {"temperature": 1, "seed": 7}) wins over the options. Its other keys are passed on.
 """
 
-import argparse
 import json
 import logging
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.config import UserError, config_to_dict
+from poss_jax.config import GenerateConfig, UserError, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.engine import (
     PROMPT_KEYS,
@@ -41,13 +40,8 @@ from poss_jax.engine import (
     read_dialogues,
     read_prompts,
 )
-from poss_jax.program import Parser, run_program, text_marks
-from poss_jax.program.options import (
-    add_decoding_options,
-    check_writable,
-    load_engine,
-    read_sampling,
-)
+from poss_jax.program import run_program, text_marks
+from poss_jax.program.options import check_writable, load_engine, read_arguments
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,7 +81,7 @@ class Screen:
 
 
 def answer_dialogues(
-    engine: Engine, dialogues: Sequence[Dialogue], args: argparse.Namespace, screen: Screen
+    engine: Engine, dialogues: Sequence[Dialogue], config: GenerateConfig, screen: Screen
 ) -> Iterator[tuple[int, int, Generation]]:
     """Answers every turn of every dialogue, once all of them are checked.
 
@@ -97,14 +91,14 @@ def answer_dialogues(
       Index of the dialogue, index of the turn, and the answer.
     """
     check_dialogues(engine, dialogues)
-    engine.check_stop(args.stop, args.max_new_tokens)
+    engine.check_stop(config.stop, config.max_new_tokens)
 
     def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
-        if args.stream:
-            return [_stream(engine, prompt, args.stop, screen) for prompt in prompts]
-        return engine.decode(prompts, batch_size=args.batch_size, stop=args.stop)
+        if config.stream:
+            return [_stream(engine, prompt, config.stop, screen) for prompt in prompts]
+        return engine.decode(prompts, batch_size=config.batch_size, stop=config.stop)
 
-    for i, answer in answer_all(engine, dialogues, decode, batch_size=args.batch_size):
+    for i, answer in answer_all(engine, dialogues, decode, batch_size=config.batch_size):
         yield i, dialogues[i].num_answered - 1, answer
     for number, dialogue in enumerate(dialogues, start=1):
         if dialogue.ended:
@@ -144,20 +138,25 @@ def answer_line(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, decodes, prints."""
-    args = _read_arguments(arguments)
-    records = read_prompts(args.prompts) if args.prompts else [{"prompt": args.prompt}]
-    dialogues = read_dialogues(records, read_sampling(args), args.max_new_tokens)
-    engine = _load_engine(args)
-    screen = Screen(shows_drafts=args.show_drafts)
+    config, _ = read_arguments(GenerateConfig, arguments, prog="infer.generate", doc=__doc__)
+    output = None if config.output is None else Path(config.output)
+    if output is not None:
+        _check_output(output)
+    records = [{"prompt": config.prompt}]
+    if config.prompts is not None:
+        records = read_prompts(Path(config.prompts))
+    dialogues = read_dialogues(records, config.sampling, config.max_new_tokens)
+    engine = _load_engine(config)
+    screen = Screen(shows_drafts=config.show_drafts)
     started, interruption = time.monotonic(), None
     total = sum(len(dialogue.left) for dialogue in dialogues)
-    answers = answer_dialogues(engine, dialogues, args, screen)
-    bar = tqdm(answers, total=total, unit="answer", disable=total == 1 or args.stream)
-    with _kept_answers(args.output, records, dialogues) as given:
+    answers = answer_dialogues(engine, dialogues, config, screen)
+    bar = tqdm(answers, total=total, unit="answer", disable=total == 1 or config.stream)
+    with _kept_answers(output, records, dialogues) as given:
         try:
             for index, turn, answer in bar:
                 given[index, turn] = answer
-                if args.output is None and not args.stream:
+                if output is None and not config.stream:
                     print(answer.output_ids if answer.text is None else answer.text)
         except KeyboardInterrupt as error:
             interruption = error
@@ -165,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bar.close()
     summary = _summarise(list(given.values())) | {
         "seconds_with_compilation": round(time.monotonic() - started, 3),
-        "output": str(args.output) if args.output is not None and given else None,
+        "output": str(output) if output is not None and given else None,
         "interrupted": interruption is not None,
     }
     print(json.dumps(summary))
@@ -200,21 +199,9 @@ def _summarise(answers: Sequence[Generation]) -> dict[str, Any]:
     }
 
 
-def _read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses, and refuses options that do not go together."""
-    args = _parser().parse_args(arguments)
-    if args.show_drafts and not args.stream:
-        raise UserError("--show-drafts marks text as it is streamed; add --stream")
-    if args.stream and args.batch_size > 1:
-        raise UserError("--stream shows one answer after the other; leave out --batch-size")
-    if args.output is not None:
-        _check_output(args.output)
-    return args
-
-
-def _load_engine(args: argparse.Namespace) -> Engine:
-    engine = load_engine(args)
-    if args.stream and engine.tokenizer is None:
+def _load_engine(config: GenerateConfig) -> Engine:
+    engine = load_engine(config)
+    if config.stream and engine.tokenizer is None:
         raise UserError("--stream shows text, but this target has no tokenizer; leave it out")
     return engine
 
@@ -235,26 +222,6 @@ def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise UserError(f"output {path}: {error.strerror}; choose another place") from error
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="infer.generate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="a text to continue")
-    source.add_argument("--prompts", metavar="FILE", type=Path, help="a .jsonl file of prompts")
-    add_decoding_options(parser, max_new_tokens=256, batch_size=1)
-    parser.add_argument(
-        "--stream", action="store_true", help="print text as it comes, one answer after the other"
-    )
-    parser.add_argument(
-        "--show-drafts",
-        action="store_true",
-        help="mark what the draft proposed: green, or in brackets where there is no colour",
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="answers as .jsonl")
-    return parser
 
 
 def cli() -> None:

@@ -1,6 +1,5 @@
 """The benchmark of batch sizes: made-up passes worked out by hand, and the program as a whole."""
 
-import argparse
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -63,11 +62,8 @@ def test_the_fastest_trees_can_be_used(
     assert report["different_outputs"] == 0
     best = {size: entry["best"] for size, entry in report["batch_sizes"].items()}
     tree = TreeConfig(depth=3, top_k=2, total_tokens=6)
-    options = argparse.Namespace(
-        trees=output / "trees.yaml", tree_depth=None, tree_top_k=None, tree_total_tokens=None
-    )
     expected = {int(size): tree if name == "3/2/6" else None for size, name in best.items()}
-    assert read_trees(options) == expected
+    assert read_trees(output / "trees.yaml") == expected
     assert table.count("**") == 2 * len(best)
     has_plot = importlib.util.find_spec("matplotlib") is not None
     assert (output / "batches.png").exists() == has_plot

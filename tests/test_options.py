@@ -1,35 +1,95 @@
-"""Options that several programs share: sampling settings and trees."""
+"""Command lines: keys of a config as options, sampling settings, trees."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from programs import refusal
 
-from poss_jax import SamplingConfig, TreeConfig
-from poss_jax.config import CPU_TREE
-from poss_jax.engine import Trees
-from poss_jax.program import Parser
-from poss_jax.program.options import (
-    add_sampling_options,
-    add_tree_options,
-    add_trees_option,
-    read_sampling,
-    read_trees,
+from poss_jax import SamplingConfig, TreeConfig, config
+from poss_jax.config import CPU_TREE, GenerateConfig, list_keys
+from poss_jax.program.options import list_options, read_arguments, read_trees
+
+KINDS = [
+    config.GenerateConfig,
+    config.RegenerateConfig,
+    config.BenchConfig,
+    config.TrainConfig,
+]
+
+
+def read(arguments: list[str]) -> GenerateConfig:
+    needed = ["--target", "t", "--prompt", "p"]
+    found, _ = read_arguments(GenerateConfig, [*needed, *arguments], prog="test", doc=None)
+    return found
+
+
+def sampling(arguments: list[str]) -> SamplingConfig:
+    return read(arguments).sampling
+
+
+def tree(arguments: list[str]) -> TreeConfig | None:
+    return read(arguments).tree
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys as options
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_key_has_a_help_text_that_is_a_sentence(kind: Any) -> None:
+    for key, about in list_keys(kind).items():
+        text = about.help
+        assert len(text.split()) > 2 and text.endswith("."), f"{key}: {text}"
+        assert text[0].isupper() or text[0] == "`", f"{key}: {text}"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_options_have_different_names(kind: Any) -> None:
+    flags = [option.flag for option in list_options(kind)]
+    assert len(set(flags)) == len(flags)
+    assert not {"--config", "--overwrite", "--dry-run", "--check-lossless"} & set(flags)
+
+
+def test_options_win_over_overrides_and_overrides_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("target: t\nprompts: p\nbatch_size: 2\nmax_length: 3\nmax_new_tokens: 4\n")
+    words = ["--batch-size=7", "batch_size=6", "max_length=5", "sampling.top_p=0.5", "--config"]
+    found, _ = read_arguments(GenerateConfig, [*words, str(path)], prog="test", doc=None)
+    assert (found.batch_size, found.max_length, found.max_new_tokens) == (7, 5, 4)
+    assert (found.target, found.sampling.top_p) == ("t", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("--temprature 1", "unknown option --temprature; did you mean --temperature?"),
+        ("--temprature=1", "unknown option --temprature; did you mean --temperature?"),
+        ("sampling.temprature=1", "options: unknown key 'sampling.temprature'; did you mean 'samp"),
+        ("word", "override 'word': want section.key=value"),
+        ("--config nowhere", "config nowhere: No such file"),
+        ("sampling.top_k=-1", "options: sampling.top_k: Input should be greater than or equal to"),
+        ("--max-length 0", "--max-length: Input should be greater than 0, got '0'"),
+        ("--prompts x", "want either a text (prompt) or a file of prompts (prompts)"),
+    ],
 )
+def test_command_lines_that_are_refused(arguments: str, error: str) -> None:
+    assert error in refusal(read, *arguments.split())
 
 
-def sampling(arguments: list[str], settings: SamplingConfig | None = None) -> SamplingConfig:
-    parser = Parser()
-    add_sampling_options(parser)
-    return read_sampling(parser.parse_args(arguments), settings)
+def test_a_missing_key_names_its_option() -> None:
+    with pytest.raises(config.UserError, match="want --target DIR, or the key target in the file"):
+        read_arguments(GenerateConfig, ["--prompt=x"], prog="test", doc=None)
 
 
-def trees(arguments: list[str]) -> TreeConfig | Trees | None:
-    parser = Parser()
-    add_tree_options(parser)
-    add_trees_option(parser)
-    return read_trees(parser.parse_args(arguments))
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_arguments(config.TrainConfig, ["--help"], prog="test", doc="The description.")
+    printed = capsys.readouterr().out
+    for key, about in list_keys(config.TrainConfig).items():
+        name = key if "." in key else f"--{key.replace('_', '-')}"
+        assert about.is_section or f" {name} " in printed.replace("\n", " "), key
 
 
 # --------------------------------------------------------------------------------------------------
@@ -53,10 +113,11 @@ def test_sampling_options_are_the_fields_of_the_settings() -> None:
 
 def test_what_is_not_given_is_left_as_it_is() -> None:
     assert sampling([]) == SamplingConfig()
+    words = ["sampling={temperature: 1, top_p: 0.5, logit_bias: {1: 1}, seed: 9}"]
     settings = SamplingConfig(temperature=1, top_p=0.5, logit_bias={1: 1}, seed=9)
-    assert sampling([], settings) == settings
+    assert sampling(words) == settings
     changed = SamplingConfig(temperature=0.5, top_p=0.5, logit_bias={2: 1}, seed=9)
-    assert sampling(["--temperature", "0.5", "--logit-bias", "2=1"], settings) == changed
+    assert sampling([*words, "--temperature", "0.5", "--logit-bias", "2=1"]) == changed
 
 
 def test_filters_without_temperature_are_said_to_do_nothing(
@@ -72,31 +133,31 @@ def test_filters_without_temperature_are_said_to_do_nothing(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("--temperature hot", "argument --temperature: invalid float value: 'hot'; see --help"),
-        ("--temperature -1", "sampling: temperature: Input should be greater than or equal to 0"),
-        ("--temperature nan", "sampling: temperature: Input should be a finite number"),
-        ("--top-p 0", "sampling: top_p: Input should be greater than 0, got 0.0"),
-        ("--top-p nan", "sampling: top_p: Input should be "),
-        ("--min-p 1.5", "sampling: min_p: Input should be less than or equal to 1, got 1.5"),
-        ("--repetition-penalty 0", "sampling: repetition_penalty: Input should be greater than 0"),
-        ("--top-k -2", "argument --top-k: want a number, at least 0, got '-2'"),
-        ("--seed 4294967296", "sampling: seed: Input should be less than 4294967296"),
-        ("--logit-bias 5", "--logit-bias '5': want ID=VALUE, such as 42=-1.5"),
-        ("--logit-bias =1", "--logit-bias '=1': want a token id that is not named already"),
-        ("--logit-bias a=1", "--logit-bias 'a=1': want a token id"),
+        ("--temperature hot", "--temperature: Input should be a valid number, unable to parse"),
+        ("--temperature -1", "--temperature: Input should be greater than or equal to 0, got '-1'"),
+        ("--temperature nan", "--temperature: Input should be a finite number"),
+        ("--top-p 0", "--top-p: Input should be greater than 0, got '0'"),
+        ("--top-p nan", "--top-p: Input should be "),
+        ("--min-p 1.5", "--min-p: Input should be less than or equal to 1, got '1.5'"),
+        ("--repetition-penalty 0", "--repetition-penalty: Input should be greater than 0"),
+        ("--top-k -2", "--top-k: Input should be greater than or equal to 0, got '-2'"),
+        ("--seed 4294967296", "--seed: Input should be less than 4294967296"),
+        ("--logit-bias 5", "--logit-bias '5': want ID=VALUE"),
+        ("--logit-bias =1", "--logit-bias '=1': want ID=VALUE"),
+        ("--logit-bias a=1", "--logit-bias: a.[key]: Input should be a valid integer"),
         ("--logit-bias -1=1", "argument --logit-bias: expected one argument"),
-        ("--logit-bias 5=inf", "sampling: logit_bias.5: Input should be a finite number, got inf"),
-        ("--top-k 3000000000", "--top-k: want a number, at most 2147483647, got '3000000000'"),
-        ("--top-k " + "9" * 5000, "--top-k: want a number, at most 2147483647, got '99999"),
-        ("--seed " + "9" * 5000, "--seed: want a number, at most 1000000000000000000, got '999"),
-        ("--temperature 1e999", "sampling: temperature: Input should be "),
-        ("--temperature 1e-30", "sampling: temperature: want no number closer to 0 than 1e-20"),
-        ("--repetition-penalty 1e-9", "sampling: repetition_penalty: want no number closer to 0"),
-        (f"--logit-bias {'9' * 5000}=1", "[key]: Input should be less than 2147483648"),
+        ("--logit-bias 5=inf", "--logit-bias: 5: Input should be a finite number, got 'inf'"),
+        ("--top-k 3000000000", "--top-k: Input should be less than 2147483648, got '3000000000'"),
+        ("--top-k " + "9" * 5000, "--top-k: Unable to parse input string as an integer, exceeded"),
+        ("--seed " + "9" * 5000, "--seed: Unable to parse input string as an integer, exceeded"),
+        ("--temperature 1e999", "--temperature: Input should be "),
+        ("--temperature 1e-30", "--temperature: want no number closer to 0 than 1e-20"),
+        ("--repetition-penalty 1e-9", "--repetition-penalty: want no number closer to 0"),
+        (f"--logit-bias {'9' * 5000}=1", "Unable to parse input string as an integer, exceeded"),
         ("--logit-bias 3000000000=1", "[key]: Input should be less than 2147483648"),
-        ("--logit-bias 5=1e40", "sampling: logit_bias.5: Input should be less than or equal to"),
+        ("--logit-bias 5=1e40", "--logit-bias: 5: Input should be less than or equal to"),
         (f"--logit-bias {'9' * 5000}", "--logit-bias '999999999999...9999999999999': want ID=VAL"),
-        ("--logit-bias 5=1 --logit-bias 5=2", "'5=2': want a token id that is not named already"),
+        ("--logit-bias 5=1 --logit-bias 5=2", "'5=2': 5 is named already; name another"),
     ],
 )
 def test_settings_that_are_refused(arguments: str, error: str) -> None:
@@ -124,7 +185,8 @@ def test_trees_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "trees.yaml"
     path.write_text("1: {depth: 2, top_k: 2, total_tokens: 5}\n4: {total_tokens: 8}\n16: null\n")
     default = {"depth": CPU_TREE.depth, "top_k": CPU_TREE.top_k}
-    assert trees(["--trees", str(path)]) == {
+    assert read(["--trees", str(path)]).trees == str(path)
+    assert read_trees(path) == {
         1: TreeConfig(depth=2, top_k=2, total_tokens=5),
         4: TreeConfig(**default, total_tokens=8),
         16: None,
@@ -132,8 +194,8 @@ def test_trees_of_a_file(tmp_path: Path) -> None:
 
 
 def test_one_tree_for_all() -> None:
-    assert trees([]) is None
-    assert trees(["--tree-depth", "2", "--tree-top-k", "3", "--tree-total-tokens", "9"]) == (
+    assert tree([]) is None
+    assert tree(["--tree-depth", "2", "--tree-top-k", "3", "--tree-total-tokens", "9"]) == (
         TreeConfig(depth=2, top_k=3, total_tokens=9)
     )
 
@@ -161,23 +223,24 @@ def test_one_tree_for_all() -> None:
 )
 def test_trees_that_are_refused(tmp_path: Path, text: str, error: str) -> None:
     (tmp_path / "trees").write_text(text)
-    message = refusal(trees, "--trees", str(tmp_path / "trees"))
+    message = refusal(lambda words: read_trees(Path(words[0])), str(tmp_path / "trees"))
     assert error in message and len(message) < 500
 
 
 @pytest.mark.parametrize(
     ("option", "error"),
     [
-        ("--tree-depth=1001", "tree: depth: Input should be less than or equal to 1000, got 1001"),
-        ("--tree-top-k=2147483648", "--tree-top-k: want a number, at most 2147483647"),
-        ("--tree-total-tokens=" + "9" * 5000, "want a number, at most 2147483647, got '9999"),
+        ("--tree-depth=1001", "--tree-depth: Input should be less than or equal to 1000, got"),
+        ("--tree-top-k=2147483648", "--tree-top-k: Input should be less than 2147483648"),
+        ("--tree-total-tokens=" + "9" * 5000, "--tree-total-tokens: Unable to parse input string"),
     ],
     ids=["depth", "top_k", "total_tokens"],
 )
 def test_trees_out_of_bounds(option: str, error: str) -> None:
-    assert error in refusal(trees, option)
+    assert error in refusal(tree, option)
 
 
 def test_a_file_of_trees_stands_alone() -> None:
-    error = refusal(trees, "--trees", "any", "--tree-depth", "2")
-    assert error == "--trees: want it alone, got --tree-* options too; leave out one of them"
+    error = refusal(tree, "--trees", "any", "--tree-depth", "2")
+    assert error == "--trees: want it alone, got a tree, too; leave out one of them"
+    assert tree(["--tree-depth", "2"]) == TreeConfig(depth=2, top_k=4, total_tokens=16)

@@ -19,10 +19,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.config import TrainConfig, UserError, load_config
+from poss_jax.config import TrainConfig, UserError
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
-from poss_jax.program import Parser, run_program
+from poss_jax.program import run_program
+from poss_jax.program.options import read_arguments
 
 from .claim import claim_together, hold_together
 from .describe import describe_data, describe_sample
@@ -126,25 +127,9 @@ def describe(config: TrainConfig, compile_for: str | None = None) -> dict[str, A
 
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, trains (or describes), prints one JSON line."""
-    parser = Parser(
-        prog="train.main", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    config, args = read_arguments(
+        TrainConfig, arguments, prog="train.main", doc=__doc__, add_actions=_add_actions
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
-    parser.add_argument("--dry-run", action="store_true", help="show what would run, and stop")
-    parser.add_argument(
-        "--compile-for",
-        metavar="DEVICES",
-        help="with --dry-run: compile the step and show its memory, for this machine (here) or a\n"
-        "TPU slice such as v5p:2x2x1 (needs libtpu, no TPU)",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="start anew where the folder holds a run"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="change a key of the config"
-    )
-    args = parser.parse_intermixed_args(arguments)
-    config = load_config(TrainConfig, args.config, args.overrides)
     if args.compile_for and not args.dry_run:
         raise UserError("--compile-for describes a run; give --dry-run, too")
     start_processes()
@@ -154,6 +139,21 @@ def main(arguments: list[str] | None = None) -> None:
         results = train(config, overwrite=args.overwrite)
     if is_first_process():
         print(json.dumps(results))
+
+
+def _add_actions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dry-run", action="store_true", help="Show what would be trained, and write nothing."
+    )
+    parser.add_argument(
+        "--compile-for",
+        metavar="DEVICES",
+        help="With --dry-run: compile the step and show its memory, for this machine (here) or a "
+        "TPU slice such as v5p:2x2x1 (needs libtpu, but no TPU).",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Start anew if the output folder holds a run."
+    )
 
 
 def cli() -> None:

@@ -22,18 +22,12 @@ from typing import Any
 from tqdm import tqdm
 
 from poss_jax.checkpoint import read_record, sole_writer
-from poss_jax.config import DataConfig, UserError, build_config, config_to_dict
+from poss_jax.config import DataConfig, RegenerateConfig, UserError, config_to_dict
 from poss_jax.data import ChatTemplate
 from poss_jax.data.files import matching_files
 from poss_jax.engine import Engine, check_bias
-from poss_jax.program import Parser, run_program
-from poss_jax.program.options import (
-    add_decoding_options,
-    at_least,
-    check_writable,
-    load_engine,
-    read_sampling,
-)
+from poss_jax.program import run_program
+from poss_jax.program.options import check_writable, load_engine, read_arguments
 
 from .answers import (
     AnswerFiles,
@@ -45,38 +39,50 @@ from .answers import (
 )
 
 _BATCHES_PER_WINDOW = 4
+_DATA_OPTIONS = ("source", "subset", "split", "template", "system_prompt", "max_documents")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, answers, prints one JSON line."""
-    args = _parser().parse_args(arguments)
-    check_writable(args.output)
-    settings = _read_settings(args)
-    source = _read_source(args)
-    _check_apart(source.source, args.output)
-    with sole_writer(args.output):
-        print(json.dumps(_regenerate(args, source, settings)))
+    config, args = read_arguments(
+        RegenerateConfig,
+        arguments,
+        prog="train.regenerate",
+        doc=__doc__,
+        also=[f"data.{name}" for name in _DATA_OPTIONS],
+        add_actions=_add_actions,
+    )
+    output = Path(config.output)
+    check_writable(output)
+    _check_apart(config.data.source, output)
+    with sole_writer(output):
+        print(json.dumps(_regenerate(config, output, overwrite=args.overwrite)))
 
 
-def _regenerate(
-    args: argparse.Namespace, source: DataConfig, settings: AnswerSettings
-) -> dict[str, Any]:
-    """Answers what is not answered yet; returns the summary."""
-    engine = load_engine(args)
+def _regenerate(config: RegenerateConfig, output: Path, *, overwrite: bool) -> dict[str, Any]:
+    """Answers the questions that are not answered yet; returns the summary."""
+    settings = AnswerSettings(
+        sampling=config.sampling,
+        max_new_tokens=config.max_new_tokens,
+        batch_size=config.batch_size,
+        stop=config.stop,
+        keeps_unfinished=config.keeps_unfinished,
+    )
+    engine = load_engine(config)
     check_bias(settings.sampling, engine.target_config.vocab_size)
-    _set_template(engine, source)
+    _set_template(engine, config.data)
     engine.check_stop(settings.stop, settings.max_new_tokens)
-    questions = list_questions(source, engine.tokenizer)
+    questions = list_questions(config.data, engine.tokenizer)
     window = _BATCHES_PER_WINDOW * settings.batch_size
     made_from = {
-        "target": asdict(read_record(Path(args.target)).target),
-        "data": config_to_dict(source),
+        "target": asdict(read_record(Path(config.target)).target),
+        "data": config_to_dict(config.data),
         "questions": len(questions),
         "questions_sha256": hash_questions(questions),
         **asdict(settings),
         "max_length": engine.max_length,
     }
-    files = AnswerFiles(args.output, made_from, window, overwrite=args.overwrite)
+    files = AnswerFiles(output, made_from, window, overwrite=overwrite)
     started, before = time.monotonic(), files.num_done
     with tqdm(total=len(questions), initial=before, desc="answer", unit="chat") as progress:
         for first in range(before, len(questions), window):
@@ -106,23 +112,6 @@ def _check_apart(source: str, output: Path) -> None:
                 )
 
 
-def _read_source(args: argparse.Namespace) -> DataConfig:
-    names = ("source", "subset", "split", "template", "system_prompt", "max_documents")
-    given = {name: getattr(args, name) for name in names}
-    given = {name: value for name, value in given.items() if value is not None}
-    return build_config(DataConfig, given, origin="arguments")
-
-
-def _read_settings(args: argparse.Namespace) -> AnswerSettings:
-    return AnswerSettings(
-        sampling=read_sampling(args),
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-        stop=tuple(args.stop),
-        keeps_unfinished=args.keep_unfinished,
-    )
-
-
 def _set_template(engine: Engine, source: DataConfig) -> None:
     """Lets the engine ask with the template that the answers will be learnt with."""
     if engine.tokenizer is None:
@@ -132,34 +121,10 @@ def _set_template(engine: Engine, source: DataConfig) -> None:
         engine.tokenizer.chat_template = template.text
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="train.regenerate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    source = "what is asked: as data.source, or a .jsonl file of prompts"
-    parser.add_argument("--source", required=True, metavar="DATA", help=source)
-    parser.add_argument("--subset", metavar="NAME", help="configuration of a Hub data set")
-    parser.add_argument("--split", metavar="NAME", help="split of a Hub data set (default: train)")
+def _add_actions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--max-documents", type=at_least(1), metavar="N", help="read at most so many records"
+        "--overwrite", action="store_true", help="Start from the beginning if the output exists."
     )
-    parser.add_argument(
-        "--template", metavar="NAME", help="as data.template (default: the tokenizer's own)"
-    )
-    parser.add_argument("--system-prompt", metavar="TEXT", help="for chats that have none")
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="chats as .jsonl"
-    )
-    parser.add_argument(
-        "--keep-unfinished",
-        action="store_true",
-        help="keep answers that reach --max-new-tokens (default: the chat ends before)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="start anew")
-    add_decoding_options(parser, max_new_tokens=1024, batch_size=8)
-    return parser
 
 
 def cli() -> None:

@@ -2,14 +2,17 @@
 
 import dataclasses
 import difflib
+import inspect
 import json
 import os
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pydantic
+from pydantic_core import PydanticUndefined
 
 from poss_jax.config.yaml_text import LARGEST_TEXT, parse_yaml
 
@@ -24,13 +27,54 @@ class UserError(Exception):
     """Bad input: programs print its one line (wanted, got, what to do) and exit with code 2."""
 
 
-def build_config(kind: type[ConfigT], values: Mapping[str, Any], *, origin: str) -> ConfigT:
+class Key(NamedTuple):
+    """One key of a config.
+
+    Attributes:
+      annotation: its type.
+      default: its default; None if it has none or a whole section as default.
+      is_required: True if it must be given.
+      help: the line about it in its class's docstring.
+      is_section: True for a section, whose own keys follow it.
+    """
+
+    annotation: Any
+    default: Any
+    is_required: bool
+    help: str
+    is_section: bool
+
+
+def list_keys(kind: Any, prefix: str = "") -> dict[str, Key]:
+    """Lists the keys of a config dataclass by dotted name, sections before their own keys."""
+    keys: dict[str, Key] = {}
+    help_of = _attribute_lines(kind)
+    for name, field in kind.__pydantic_fields__.items():
+        parts = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        sections = [part for part in parts if hasattr(part, "__pydantic_fields__")]
+        required, default = field.is_required(), field.default
+        default = None if required or default is PydanticUndefined else default
+        text = help_of.get(name, "")
+        keys[prefix + name] = Key(field.annotation, default, required, text, bool(sections))
+        for section in sections:
+            keys |= list_keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def build_config(
+    kind: type[ConfigT],
+    values: Mapping[str, Any],
+    *,
+    origin: str,
+    given_as: Mapping[str, str] | None = None,
+) -> ConfigT:
     """Builds a config dataclass from plain values, refusing anything it does not know.
 
     Args:
       kind: the dataclass.
       values: nested mapping, as YAML gives it.
-      origin: what the values came from, for messages.
+      origin: source of the values, for messages.
+      given_as: dotted key -> the option it was given as, for messages.
 
     Raises:
       UserError: unknown key (with the nearest known name), missing key, or wrong value.
@@ -38,7 +82,12 @@ def build_config(kind: type[ConfigT], values: Mapping[str, Any], *, origin: str)
     try:
         return pydantic.TypeAdapter(kind).validate_python(dict(values))
     except pydantic.ValidationError as error:
-        raise UserError(f"{origin}: {_explain(kind, error.errors())}") from error
+        message = _explain(kind, error.errors())
+        for key, option in (given_as or {}).items():
+            rest = message.removeprefix(key)
+            if rest != message and rest[0] in ":.":
+                raise UserError(f"{option}: {rest.lstrip(':.').lstrip()}") from error
+        raise UserError(f"{origin}: {message}") from error
 
 
 def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
@@ -50,10 +99,15 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
     Raises:
       UserError: missing or malformed file, malformed override, or what `build_config` refuses.
     """
-    values = read_yaml(Path(path))
+    return build_config(kind, read_values(path, overrides), origin=str(path))
+
+
+def read_values(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Reads the values of a YAML file (None: no file) and of overrides, which win."""
+    values = {} if path is None else read_yaml(Path(path))
     for override in overrides:
         _merge(values, _read_override(override))
-    return build_config(kind, values, origin=str(path))
+    return values
 
 
 def read_yaml(path: Path, derived: tuple[Path, ...] = ()) -> dict[Any, Any]:
@@ -147,7 +201,7 @@ def _explain(kind: Any, errors: Sequence[Any]) -> str:
     where = cut(".".join(str(part) for part in error["loc"]))
     match error["type"]:
         case "unexpected_keyword_argument":
-            near = difflib.get_close_matches(where, _known_keys(kind), n=1, cutoff=0.0)
+            near = difflib.get_close_matches(where, list_keys(kind), n=1, cutoff=0.0)
             return f"unknown key {where!r}; did you mean {near[0]!r}?"
         case "missing":
             return f"missing key {where!r}"
@@ -159,11 +213,11 @@ def _explain(kind: Any, errors: Sequence[Any]) -> str:
     return f"{where}: {error['msg']}, got {shorten(error['input'])}"
 
 
-def _known_keys(kind: Any, prefix: str = "") -> list[str]:
-    keys = []
-    for name, field in kind.__pydantic_fields__.items():
-        keys.append(prefix + name)
-        for part in getattr(field.annotation, "__args__", (field.annotation,)):
-            if hasattr(part, "__pydantic_fields__"):
-                keys += _known_keys(part, f"{prefix}{name}.")
-    return keys
+def _attribute_lines(kind: Any) -> dict[str, str]:
+    """Reads the `Attributes:` of a class's docstring, and those of the classes it extends."""
+    lines: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
+        for name, text in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.M):
+            lines[name] = " ".join(text.split())
+    return lines

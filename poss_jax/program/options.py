@@ -1,163 +1,176 @@
-"""Options that several programs have, and what they check."""
+"""Command lines of programs: `--config FILE`, `section.key=value`, and options that name keys.
+
+A program's settings are one config dataclass. Its keys are declared there, with their help; here
+they become options: `max_new_tokens` is `--max-new-tokens`, `sampling.top_k` is `--top-k`,
+`tree.depth` is `--tree-depth`. An option wins over `section.key=value`, which wins over the file.
+"""
 
 import argparse
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from poss_jax.config import (
-    SamplingConfig,
+    AnswerConfig,
+    Key,
     TreeConfig,
     UserError,
     build_config,
+    list_keys,
+    read_values,
     read_yaml,
     shorten,
 )
 from poss_jax.engine import Engine, Trees, default_tree
+from poss_jax.program.running import Parser
 
 _LOG = logging.getLogger(__name__)
 
-_SAMPLING_OPTIONS = {
-    "temperature": "divides the scores; 0 is greedy (the default)",
-    "top_p": "only the likeliest tokens that together have this probability",
-    "min_p": "only tokens at least this likely, relative to the likeliest",
-    "repetition_penalty": "lowers the scores of tokens that are in the text already, if above 1",
+ConfigT = TypeVar("ConfigT")
+
+_MOST = 2**31 - 1  # numbers become int32 on the device
+_NAMES = {"drafts": "draft", "is_coupled": "no-coupling", "keeps_unfinished": "keep-unfinished"}
+_METAVARS = {
+    **dict.fromkeys(["target", "draft", "init_draft"], "DIR"),
+    **dict.fromkeys(["prompts", "trees"], "FILE"),
+    **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE", "stop": "TEXT", "prompt": "TEXT"},
+    **{"output": "PATH", "data.source": "DATA", "data.system_prompt": "TEXT"},
 }
 
 
-_MOST = 2**31 - 1  # numbers become int32 on the device
-_ANY_SEED = 10**18  # its bound is that of SamplingConfig
+class Option(NamedTuple):
+    """An option that names a key.
+
+    Attributes:
+      flag: such as `--tree-depth`.
+      key: such as `tree.depth`.
+      about: the key's declaration.
+    """
+
+    flag: str
+    key: str
+    about: Key
 
 
-def at_least(least: int, most: int = _MOST) -> Callable[[str], int]:
-    """Type of an option: a whole number within bounds."""
+def list_options(kind: Any, also: Sequence[str] = ()) -> list[Option]:
+    """Lists the options of a config dataclass: of its own keys, of `sampling`, `tree` and `also`.
 
-    def parse(text: str) -> int:
-        number = _whole_number(text)
-        if number is None or not least <= number <= most:
-            wanted = f"at least {least}" if number is None or number < least else f"at most {most}"
-            raise argparse.ArgumentTypeError(f"want a number, {wanted}, got {shorten(text)}")
-        return number
-
-    return parse
-
-
-def _whole_number(text: str) -> int | None:
-    """The number that a text of digits says; beyond 20 digits, one that is too large as well."""
-    return int(text.lstrip("0")[:20] or "0") if text.isdecimal() else None
+    Args:
+      kind: the dataclass.
+      also: keys of other sections that get an option.
+    """
+    options = []
+    for key, about in list_keys(kind).items():
+        section, _, name = key.rpartition(".")
+        if not about.is_section and (section in ("", "sampling", "tree") or key in also):
+            name = f"tree_{name}" if section == "tree" else name
+            options.append(Option(f"--{_NAMES.get(key, name).replace('_', '-')}", key, about))
+    return options
 
 
-def add_decoding_options(
-    parser: argparse.ArgumentParser, *, max_new_tokens: int, batch_size: int
-) -> None:
-    """Adds the models, how answers are decoded, and where they end; numbers are defaults."""
-    parser.add_argument("--target", required=True, metavar="DIR", help="model folder of the target")
-    parser.add_argument(
-        "--draft", metavar="DIR", help="model folder of a draft (default: autoregressive)"
+def read_arguments(
+    kind: type[ConfigT],
+    arguments: Sequence[str] | None,
+    *,
+    prog: str,
+    doc: str | None,
+    also: Sequence[str] = (),
+    add_actions: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> tuple[ConfigT, argparse.Namespace]:
+    """Reads a program's command line.
+
+    Args:
+      kind: the dataclass of its settings.
+      arguments: words of the command line; None: those of the process.
+      prog: name of the program.
+      doc: description, for --help.
+      also: see `list_options`.
+      add_actions: adds options that are not settings, such as --overwrite.
+
+    Returns:
+      The settings, and what the actions were given.
+
+    Raises:
+      UserError: an unknown option (with the nearest one), a missing key, or a wrong value.
+    """
+    options = list_options(kind, also)
+    parser = make_parser(kind, options, prog=prog, doc=doc)
+    add_actions(parser)
+    args = parser.parse_intermixed_args(arguments)
+    values = read_values(args.config, args.overrides)
+    given = {one: getattr(args, one.key) for one in options if getattr(args, one.key) is not None}
+    for option, value in given.items():
+        _set(values, option, value)
+    for option in options:
+        if option.about.is_required and option.key not in values:
+            raise UserError(
+                f"want {option.flag} {_metavar(option)}, or the key {option.key} in the file that "
+                "--config names; see --help"
+            )
+    config = build_config(
+        kind,
+        values,
+        origin=args.config or "options",
+        given_as={option.key: option.flag for option in given},
     )
-    for name, default, text in (
-        ("--max-new-tokens", max_new_tokens, "limit"),
-        ("--batch-size", batch_size, "decoded together"),
-    ):
-        text = f"{text} (default: {default})"
-        parser.add_argument(name, type=at_least(1), default=default, metavar="N", help=text)
-    parser.add_argument(
-        "--max-length",
-        type=at_least(1),
-        metavar="N",
-        help="most tokens of prompt and answer (default: what the target was made for)",
-    )
-    add_sampling_options(parser)
-    add_tree_options(parser)
-    add_trees_option(parser)
-    add_mismatch_option(parser)
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="ends an answer, and is not part of it; may be repeated",
-    )
+    _warn_of_idle(config, given)
+    return config, args
 
 
-def load_engine(args: argparse.Namespace) -> Engine:
-    """Loads the models that `add_decoding_options` names.
+def make_parser(
+    kind: Any, options: Sequence[Option], *, prog: str, doc: str | None
+) -> argparse.ArgumentParser:
+    """Makes the parser of a program; its help lists the keys without an option, too."""
+    others = {option.key for option in options}
+    lines = [
+        f"  {key:36}{about.help.partition('; ')[0].rstrip('.')}"
+        for key, about in list_keys(kind).items()
+        if not about.is_section and key not in others
+    ]
+    parser = Parser(
+        prog=prog,
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(["further keys:", *lines]) if lines else None,
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="Set a key of the config."
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
+    for option in options:
+        _add(parser, option)
+    return parser
+
+
+def load_engine(config: AnswerConfig) -> Engine:
+    """Loads the models of a config.
 
     Raises:
       UserError: what `Engine.load` or `read_trees` refuses.
     """
     return Engine.load(
-        args.target,
-        args.draft,
-        tree=read_trees(args),
-        max_length=args.max_length,
-        is_coupled=not args.no_coupling,
-        allow_target_mismatch=bool(args.allow_target_mismatch),
+        config.target,
+        config.draft,
+        tree=config.tree if config.trees is None else read_trees(Path(config.trees)),
+        max_length=config.max_length,
+        is_coupled=config.is_coupled,
+        allow_target_mismatch=config.allow_target_mismatch,
     )
 
 
-def add_tree_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the three numbers of a draft tree."""
-    parser.add_argument("--tree-depth", type=at_least(1), metavar="N", help="drafted positions")
-    parser.add_argument(
-        "--tree-top-k", type=at_least(1), metavar="N", help="beam width of the tree"
-    )
-    parser.add_argument(
-        "--tree-total-tokens",
-        type=at_least(2),
-        metavar="N",
-        help="nodes verified, root included (default tree: 6/10/60, on CPU 4/4/16)",
-    )
-
-
-def add_mismatch_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the permission to use a draft of another target."""
-    parser.add_argument(
-        "--allow-target-mismatch",
-        action="store_true",
-        default=None,
-        help="use a draft that was made for other weights of the same shape",
-    )
-
-
-def read_tree(args: argparse.Namespace, tree: TreeConfig | None = None) -> TreeConfig | None:
-    """The tree asked for: the options, the rest from `tree` (None: the device's default)."""
-    given = {
-        "depth": args.tree_depth,
-        "top_k": args.tree_top_k,
-        "total_tokens": args.tree_total_tokens,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    values = asdict(tree or default_tree()) | given
-    return build_config(TreeConfig, values, origin="tree") if given else tree
-
-
-def add_trees_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the file of trees per batch size."""
-    parser.add_argument(
-        "--trees",
-        metavar="FILE",
-        type=Path,
-        help="YAML file: batch size -> {depth, top_k, total_tokens}, or null for no draft",
-    )
-
-
-def read_trees(args: argparse.Namespace) -> TreeConfig | Trees | None:
-    """The trees asked for: of the file, or the one tree of the options.
+def read_trees(path: Path) -> Trees:
+    """Reads a YAML file of trees by batch size.
 
     Raises:
-      UserError: both are given, or what the file holds are no trees.
+      UserError: it cannot be read, or holds something else.
     """
-    tree = read_tree(args)
-    if args.trees is None:
-        return tree
-    if tree is not None:
-        raise UserError("--trees: want it alone, got --tree-* options too; leave out one of them")
     trees: dict[int, TreeConfig | None] = {}
-    for size, values in read_yaml(args.trees).items():
-        where = f"{args.trees}: {str(size)[:40]}"
+    for size, values in read_yaml(path).items():
+        where = f"{path}: {str(size)[:40]}"
         if type(size) is not int or not 1 <= size <= _MOST:
             raise UserError(f"{where}: want a batch size, a whole number from 1 on")
         if not isinstance(values, dict | None):
@@ -169,70 +182,100 @@ def read_trees(args: argparse.Namespace) -> TreeConfig | Trees | None:
             values = asdict(default_tree()) | values
             trees[size] = build_config(TreeConfig, values, origin=where)
     if not trees:
-        raise UserError(f"{args.trees}: want batch sizes and their trees, got none")
+        raise UserError(f"{path}: want batch sizes and their trees, got none")
     return trees
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Adds how tokens are chosen (fields of `SamplingConfig`)."""
-    for name, text in _SAMPLING_OPTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=text)
-    parser.add_argument(
-        "--top-k", type=at_least(0), metavar="N", help="only the N likeliest tokens"
-    )
-    parser.add_argument(
-        "--logit-bias",
-        action="append",
-        metavar="ID=VALUE",
-        help="added to the logit of a token; may be repeated",
-    )
-    parser.add_argument(
-        "--seed", type=at_least(0, _ANY_SEED), metavar="N", help="of every draw (default: 0)"
-    )
-    parser.add_argument(
-        "--no-coupling",
-        action="store_true",
-        help="drafts do not look at the sampler's noise: the same text, more slowly",
-    )
-
-
-def read_sampling(
-    args: argparse.Namespace, sampling: SamplingConfig | None = None
-) -> SamplingConfig:
-    """The settings asked for: the options, the rest from `sampling` (None: the defaults).
+def read_pairs(flag: str, texts: Sequence[str], wanted: str) -> dict[str, str]:
+    """Reads NAME=VALUE arguments.
 
     Raises:
-      UserError: a value that is out of bounds.
+      UserError: one is something else, or names a name again.
     """
-    given = {name: getattr(args, name) for name in (*_SAMPLING_OPTIONS, "top_k", "seed")}
-    given = {name: value for name, value in given.items() if value is not None}
-    if args.logit_bias is not None:
-        given["logit_bias"] = _read_bias(args.logit_bias)
-    values = asdict(sampling or SamplingConfig()) | given
-    settings = build_config(SamplingConfig, values, origin="sampling")
-    idle = [name for name in ("top_k", "top_p", "min_p") if name in given]
-    if idle and settings.temperature == 0:
-        _LOG.warning("at temperature 0, %s changes nothing; give --temperature", idle[0])
-    return settings
-
-
-def _read_bias(texts: Sequence[str]) -> dict[int, float]:
-    bias: dict[int, float] = {}
+    pairs: dict[str, str] = {}
     for text in texts:
         name, _, value = text.partition("=")
-        where, token = f"--logit-bias {shorten(text)}", _whole_number(name)
-        try:
-            number = float(value)
-        except ValueError as error:
-            raise UserError(f"{where}: want ID=VALUE, such as 42=-1.5") from error
-        if token is None or token in bias:
-            raise UserError(f"{where}: want a token id that is not named already")
-        bias[token] = number
-    return bias
+        if not (name and value):
+            raise UserError(f"{flag} {shorten(text)}: want {wanted}")
+        if name in pairs:
+            raise UserError(f"{flag} {shorten(text)}: {name} is named already; name another")
+        pairs[name] = value
+    return pairs
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Makes the type of an option that is a whole number with a lower bound."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= _MOST:
+            got = shorten(text)
+            raise argparse.ArgumentTypeError(f"want a number, at least {least}, got {got}")
+        return int(text)
+
+    return parse
 
 
 def check_writable(path: Path) -> None:
-    """Raises UserError where no output can be made, before any work is spent on it."""
+    """Raises UserError if no output can be made at a path, before any work is spent on it."""
     place = next(parent for parent in path.absolute().parents if parent.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
-        raise UserError(f"output {path}: {place} is no writable folder; choose another place")
+        raise UserError(f"output {path}: {place} is not a writable folder; choose another place")
+
+
+def _add(parser: argparse.ArgumentParser, option: Option) -> None:
+    """Adds one option; its text is checked when the config is built."""
+    default, kind = option.about.default, _kind(option)
+    text = option.about.help
+    if kind is bool:
+        if default:
+            text = f"Do not: {text[0].lower()}{text[1:]}"
+        action: dict[str, Any] = {"action": "store_const", "const": not default}
+    else:
+        action = {"metavar": _metavar(option)}
+        if kind in (dict, tuple):
+            action["action"] = "append"
+            text += " The option may be repeated."
+        elif default is not None:
+            text += f" (default: {default})"
+    parser.add_argument(option.flag, dest=option.key, help=text.replace("%", "%%"), **action)
+
+
+def _kind(option: Option) -> type:
+    """Type of an option's values: bool, dict, tuple, or str for all that is one text."""
+    parts = str(option.about.annotation)
+    if option.about.annotation is bool:
+        return bool
+    return dict if parts.startswith("dict") else tuple if parts.startswith("tuple") else str
+
+
+def _metavar(option: Option) -> str:
+    found = _METAVARS.get(option.key)
+    if found is None:
+        text = str(option.about.annotation)
+        choices = re.findall(r"'([^']+)'", text) if "Literal" in text else []
+        is_name = option.about.annotation is str or "str" in text
+        found = "|".join(choices) or ("NAME" if is_name else "X" if "float" in text else "N")
+    return found
+
+
+def _set(values: dict[str, Any], option: Option, value: Any) -> None:
+    """Sets the key of an option in nested values; a tree begins as the device's default."""
+    if _kind(option) is dict:
+        value = read_pairs(option.flag, value, _metavar(option))
+    *sections, name = option.key.split(".")
+    for section in sections:
+        inner = values.get(section)
+        if not isinstance(inner, dict):
+            inner = asdict(default_tree()) if section == "tree" else {}
+        values[section] = inner
+        values = inner
+    values[name] = value
+
+
+def _warn_of_idle(config: Any, given: dict[Option, Any]) -> None:
+    """Says that options change nothing at temperature 0."""
+    sampling = getattr(config, "sampling", None)
+    idle = [one.key.rpartition(".")[2] for one in given if one.key.startswith("sampling.")]
+    idle = [name for name in ("top_k", "top_p", "min_p") if name in idle]
+    if idle and sampling is not None and sampling.temperature == 0:
+        _LOG.warning("at temperature 0, %s changes nothing; give --temperature", idle[0])

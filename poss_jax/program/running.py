@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import difflib
 import errno
 import io
 import logging
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 import jax
 
 import poss_jax
-from poss_jax.config import UserError, lone_surrogates, shorten
+from poss_jax.config import UserError, cut, lone_surrogates, shorten
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
 BRACKETS = (
@@ -50,7 +51,12 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raises instead of printing the usage."""
+        """Raises instead of printing the usage; names the option nearest to an unknown one."""
+        unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
+        if message.startswith("unrecognized") and unknown[0].startswith("--"):
+            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.0)
+            raise UserError(f"unknown option {cut(unknown[0])}; did you mean {near[0]}?")
         raise UserError(f"{' '.join(message.splitlines())}; see --help")
 
 

@@ -8,17 +8,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.generate import _parser as generate_parser
 from poss_jax.config import (
     BenchConfig,
-    SamplingConfig,
+    GenerateConfig,
     TrainConfig,
-    TreeConfig,
     UserError,
+    build_config,
     config_to_dict,
     load_config,
 )
-from poss_jax.program.options import read_sampling, read_trees
+from poss_jax.program.options import read_arguments
 
 RUN = {"stage": "draft", "output": "runs/x", "target": "models/t", "num_tokens": 5000}
 KINDS = {TrainConfig: RUN, BenchConfig: {"target": "models/t"}}
@@ -119,12 +118,13 @@ def test_texts(parts: list[str]) -> None:
 @given(words=st.lists(st.sampled_from(OPTIONS) | texts | numbers.map(str), max_size=6))
 def test_options(words: list[str]) -> None:
     try:
-        args = generate_parser().parse_args(["--target", "x", "--prompt=x", *words])
-        sampling, trees = read_sampling(args), read_trees(args)
+        words = ["--target", "x", "--prompt=x", *words]
+        config, _ = read_arguments(GenerateConfig, words, prog="x", doc=None)
     except UserError as error:
         assert len(str(error).splitlines()) == 1, str(error)
         return
     except SystemExit as ended:  # --help
         assert ended.code == 0
         return
-    assert isinstance(sampling, SamplingConfig) and isinstance(trees, TreeConfig | None)
+    assert isinstance(config, GenerateConfig)
+    assert build_config(GenerateConfig, config_to_dict(config), origin="again") == config

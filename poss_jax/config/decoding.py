@@ -1,0 +1,169 @@
+"""Settings of the programs that decode: generate, regenerate, bench."""
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from poss_jax.config.models import STRICT, TreeConfig
+from poss_jax.config.numbers import (
+    Bias,
+    Count,
+    CountOrZero,
+    Penalty,
+    Probability,
+    Seed,
+    Temperature,
+    TokenId,
+)
+from poss_jax.config.training import DataConfig
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SamplingConfig:
+    """How the target chooses tokens; names, meaning and order of application as in `transformers`.
+
+    Attributes:
+      temperature: Divide the scores by this number; 0 is greedy, and then top_k, top_p and min_p
+        change nothing.
+      top_k: Sample from the top_k most likely tokens; 0 allows all.
+      top_p: Sample from the most likely tokens that together have this probability; 1 allows all.
+      min_p: Sample from tokens at least this likely, relative to the most likely one; 0 allows all.
+      repetition_penalty: Divide positive and multiply negative scores of tokens that are in the
+        text already, prompt included; 1 changes nothing.
+      logit_bias: Add a value to the logit of a token, such as 42=-1.5.
+      seed: Seed of all draws; the first prompt has it, the others have seeds derived from it and
+        their index.
+    """
+
+    temperature: Temperature = 0.0
+    top_k: CountOrZero = 0
+    top_p: Probability = Field(default=1.0, gt=0)
+    min_p: Probability = 0.0
+    repetition_penalty: Penalty = 1.0
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
+    seed: Seed = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """True if tokens are the argmax of the unchanged logits."""
+        return self.temperature == 0 and self.repetition_penalty == 1 and not self.logit_bias
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DecodingConfig:
+    """Settings that all programs share which decode.
+
+    Attributes:
+      target: Model folder of the target.
+      max_new_tokens: Most new tokens of an answer.
+      sampling: How tokens are chosen.
+      tree: Size of the draft tree; null takes the default of the device (depth 6, top_k 10 and
+        total_tokens 60 on accelerators, 4, 4 and 16 on CPU).
+      is_coupled: Let drafts use the noise that the target samples with: the same text, in fewer
+        rounds.
+      allow_target_mismatch: Use a draft that was made for other weights of the same shape.
+    """
+
+    target: str
+    max_new_tokens: Count = 256
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    tree: TreeConfig | None = None
+    is_coupled: bool = True
+    allow_target_mismatch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AnswerConfig(DecodingConfig):
+    """Settings of programs that answer prompts with one engine.
+
+    Attributes:
+      draft: Model folder of a draft made for the target; without one, decoding is autoregressive.
+      batch_size: Number of prompts decoded together.
+      max_length: Most tokens of prompt and answer together; null takes the target's own limit.
+      trees: YAML file of draft trees by batch size (docs/generate.md, "Trees by batch size").
+      stop: Text that ends an answer and is not part of it.
+    """
+
+    draft: str | None = None
+    batch_size: Count = 1
+    max_length: Count | None = None
+    trees: str | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.trees is not None and self.tree is not None:
+            raise ValueError("trees: want it alone, got a tree, too; leave out one of them")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GenerateConfig(AnswerConfig):
+    """One run of `infer.generate`.
+
+    Attributes:
+      prompt: Text to continue.
+      prompts: JSONL file of prompts; each line has one of prompt, prompt_ids, messages or turns.
+      stream: Print text while it is decoded, one answer after the other.
+      show_drafts: Mark the text that the draft proposed, with stream: in green, or in brackets
+        without colours.
+      output: JSONL file to write the answers to; it must not exist yet.
+    """
+
+    prompt: str | None = None
+    prompts: str | None = None
+    stream: bool = False
+    show_drafts: bool = False
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.prompt is None) == (self.prompts is None):
+            raise ValueError("want either a text (prompt) or a file of prompts (prompts)")
+        if self.show_drafts and not self.stream:
+            raise ValueError("show_drafts marks text as it is streamed; set stream, too")
+        if self.stream and self.batch_size > 1:
+            raise ValueError("stream shows one answer after the other; leave out batch_size")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RegenerateConfig(AnswerConfig):
+    """One run of `train.regenerate`.
+
+    Attributes:
+      data: The questions; of its keys, those about rows and training have no effect here.
+      output: JSONL file of chats to write; failures go into a file beside it.
+      keeps_unfinished: Keep answers that reach max_new_tokens; otherwise their chat ends before
+        them.
+    """
+
+    output: str
+    data: DataConfig = Field(default_factory=DataConfig)
+    max_new_tokens: Count = 1024
+    batch_size: Count = 8
+    keeps_unfinished: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data.source == "stdlib":
+            raise ValueError("data.source: want chats or questions, got stdlib, which holds none")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BenchConfig(DecodingConfig):
+    """One benchmark: every draft against autoregressive decoding over the same prompts.
+
+    Attributes:
+      drafts: Drafts to compare: a name for the table, and the model folder.
+      prompts: JSONL file of prompts or questions, or `stdlib` (held-out modules of Python's
+        standard library).
+      num_prompts: Number of prompts to use; of a file, at most.
+      prompt_tokens: Length of a `stdlib` prompt in tokens.
+      repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
+      output: Folder to write the report to; it must be new or empty.
+    """
+
+    drafts: dict[str, str] = Field(default_factory=dict)
+    prompts: str = "stdlib"
+    num_prompts: Count = 16
+    prompt_tokens: Count = 64
+    max_new_tokens: Count = 128
+    repeats: Count = 3
+    output: str | None = None

@@ -1,0 +1,327 @@
+"""Settings of training runs."""
+
+import math
+from typing import Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from poss_jax.config.models import STRICT, LlamaConfig, Spans
+from poss_jax.config.numbers import (
+    Count,
+    CountOrZero,
+    Decay,
+    Depth,
+    Devices,
+    Fraction,
+    NumEpochs,
+    NumTokens,
+    Positive,
+    PositiveOrZero,
+    Seed,
+    Weight,
+)
+from poss_jax.config.reading import UserError, change_config
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig:
+    """Source of texts or chats, the tokens to train on, and the layout of rows.
+
+    Attributes:
+      source: `stdlib` (sources of Python's standard library), a .txt, .json or .jsonl file or glob,
+        .ckpt files of tokens and features (stage draft), or the id of a data set on the Hub.
+      subset: Configuration of the Hub data set.
+      split: Split of the Hub data set.
+      format: Format of the records: `chat` (messages, conversations), `pairs` (question and answer,
+        instruction and output), `text`, `rendered` (chats that a template has written into `text`),
+        `tokens` (input_ids, loss_mask), or `auto`, which looks at the first record.
+      template: Chat template: null takes the tokenizer's own; or llama2, llama3, or the path of a
+        .jinja file.
+      system_prompt: System message for chats that have none.
+      train_on: Train on the assistant's turns of a chat, or on `all` turns.
+      packing: `stream` (texts one after the other, cut into rows), `documents` (several whole chats
+        per row, which do not see each other) or `none` (one per row); null takes stream for texts
+        and documents otherwise.
+      sequence_length: Number of tokens per row; longer documents are cut, if packing is not stream.
+      validation_fraction: Share of documents held out for validation.
+      max_documents: Most documents to read; null reads all.
+      max_dropped: Share of unusable records above which the run is refused.
+    """
+
+    source: str = "stdlib"
+    subset: str | None = None
+    split: str = "train"
+    format: Literal["auto", "chat", "pairs", "text", "rendered", "tokens"] = "auto"
+    template: str | None = None
+    system_prompt: str | None = None
+    train_on: Literal["assistant", "all"] = "assistant"
+    packing: Literal["stream", "documents", "none"] | None = None
+    sequence_length: Count = Field(default=256, gt=1)
+    validation_fraction: Fraction = Field(default=0.05, gt=0)
+    max_documents: Count | None = None
+    max_dropped: Fraction = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ObjectiveConfig:
+    """Weights of the draft's loss, and noise on its input; the defaults are the reference's.
+
+    Attributes:
+      feature_weight: Weight of the SmoothL1 loss between predicted and true feature.
+      probability_weight: Weight of the cross-entropy against the target's distribution.
+      top_k_weight: Weight of the cross-entropy over the top_k most likely tokens; 0 leaves it out.
+      top_k: Number of tokens in that cross-entropy.
+      depth_weights: Weight of each depth's loss, one per depth; empty gives all 1.
+      feature_noise: Half-width of the uniform noise on input features for a document of 512 tokens
+        (it is divided by length / 512).
+    """
+
+    feature_weight: Weight = 1.0
+    probability_weight: Weight = 0.1
+    top_k_weight: Weight = 1.0
+    top_k: Count = 10
+    depth_weights: tuple[Weight, ...] = ()
+    feature_noise: PositiveOrZero = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StepConfig:
+    """Sizes of the parts of a step, to fit the memory; results are the same up to rounding.
+
+    Attributes:
+      vocabulary_chunk: Number of positions of a sequence whose logits are in memory at a time.
+      attention_block: Number of positions whose attention scores are in memory at a time (squared).
+      accumulation_steps: Number of parts of a batch, computed one after the other.
+    """
+
+    vocabulary_chunk: Count = 128
+    attention_block: Count = 256
+    accumulation_steps: Count = 1
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerConfig:
+    """AdamW with linear warm-up and linear decay to zero; the defaults are the reference's.
+
+    Attributes:
+      learning_rate: Peak learning rate.
+      warmup_fraction: Share of the steps in which the learning rate rises.
+      b1: Decay of the mean of gradients.
+      b2: Decay of the mean of squared gradients.
+      eps: Number added to the denominator of an update.
+      weight_decay: Decay of the weights.
+      clip_value: Largest absolute value of a gradient's element; null does not clip.
+    """
+
+    learning_rate: Positive = 3e-5
+    warmup_fraction: Fraction = 0.01
+    b1: Decay = 0.9
+    b2: Decay = 0.95
+    eps: Positive = 1e-8
+    weight_decay: PositiveOrZero = 0.01
+    clip_value: Positive | None = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SpecialistsConfig:
+    """The draft to train; its spans and depth are the method (see `DraftConfig`).
+
+    Attributes:
+      positions_per_specialist: Number of positions that each specialist serves, such as [3, 3].
+      depth: Number of positions that training drafts.
+      fc_bias: Give the projection of the draft's input a bias.
+      kv: `per_specialist`, or `shared`: all specialists share their key and value projections.
+      num_frozen: Number of specialists, from the first, that are not trained, nor is fc then.
+    """
+
+    positions_per_specialist: Spans = (1,)
+    depth: Depth = 1
+    fc_bias: bool = False
+    kv: Literal["per_specialist", "shared"] = "per_specialist"
+    num_frozen: CountOrZero = 0
+
+    def __post_init__(self) -> None:
+        num_specialists = len(self.positions_per_specialist)
+        if self.num_frozen >= num_specialists:
+            raise ValueError(
+                f"num_frozen {self.num_frozen} leaves none of {num_specialists} to be trained"
+            )
+        if self.num_frozen and self.kv == "shared":
+            raise ValueError("num_frozen wants kv per_specialist: shared ones cannot stay and move")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MeshConfig:
+    """Grid of devices; at most one axis is -1 and takes the remaining devices.
+
+    Attributes:
+      data: Number of groups of devices that split the batch; each has a whole copy of the models.
+      fsdp: Number of devices of a group that split the batch, the weights and the optimizer state.
+      tensor: Number of devices that split the width of every layer.
+    """
+
+    data: Devices = -1
+    fsdp: Devices = 1
+    tensor: Devices = 1
+
+    def __post_init__(self) -> None:
+        sizes = (self.data, self.fsdp, self.tensor)
+        if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+            raise ValueError(f"want counts of devices, one of them perhaps -1, got {self.name}")
+
+    @property
+    def name(self) -> str:
+        """Sizes of the axes as text."""
+        return f"data={self.data} fsdp={self.fsdp} tensor={self.tensor}"
+
+    def sizes(self, num_devices: int) -> tuple[int, int, int]:
+        """Sizes of data, fsdp and tensor on this number of devices; 1, 1, 1 is always one device.
+
+        Raises:
+          UserError: they do not multiply to the number of devices.
+        """
+        sizes = (self.data, self.fsdp, self.tensor)
+        given = math.prod(size for size in sizes if size != -1)
+        data, fsdp, tensor = (num_devices // given if size == -1 else size for size in sizes)
+        if data * fsdp * tensor not in (num_devices, 1):
+            raise UserError(
+                f"mesh {self.name} does not fit {num_devices} devices; want sizes whose product "
+                f"is {num_devices}, or one of them -1 to take what the others leave"
+            )
+        return data, fsdp, tensor
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class FeaturesConfig:
+    """Source of the target's features.
+
+    Attributes:
+      cache: Folder to keep the features of all rows in, or to read them from; null runs the target
+        in every step.
+      shard_gib: Size of the files of a new cache, in GiB.
+    """
+
+    cache: str | None = None
+    shard_gib: Positive = Field(default=1.0, ge=2**-20, le=2**20)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ProfileConfig:
+    """Steps that JAX's profiler records.
+
+    Attributes:
+      start: First step to record; a run's first step is 1.
+      steps: Number of steps to record.
+    """
+
+    start: Count = 10
+    steps: Count = 3
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainConfig:
+    """One training run.
+
+    Attributes:
+      stage: `target` trains a language model, `draft` the specialists of a frozen target.
+      output: Folder of the run; the trained model is its subfolder `model`.
+      model: Shape of the language model (stage target).
+      target: Model folder of the frozen target (stage draft).
+      init_draft: Model folder of a draft to start from (stage draft); null starts from scratch.
+      allow_target_mismatch: Start from a draft that was made for other weights of the same shape.
+      specialists: The draft to train (stage draft).
+      data: Source of texts or chats, and the layout of rows.
+      objective: Weights of the draft's loss (stage draft).
+      step: Sizes of the parts of a step, to fit the memory.
+      optimizer: Learning rate and the like.
+      mesh: Grid of devices.
+      features: Source of the target's features (stage draft).
+      dtype: Dtype of all computation; null takes float32 on CPU and bfloat16 elsewhere. Parameters
+        and optimizer stay in float32.
+      num_tokens: Length of the run in tokens; give this or num_epochs.
+      num_epochs: Length of the run in passes over the training rows.
+      batch_size: Number of rows per step.
+      seed: Seed of initial parameters, order of rows and noise.
+      checkpoint_every: Steps between checkpoints; every validation saves one, too.
+      validate_every: Steps between validations; the run also ends with one.
+      validation_batches: Number of held-out batches per validation.
+      validation_depth: Depths that a draft is validated at; null takes those it is trained at. The
+        last specialist serves those beyond.
+      log_every: Steps between lines of metrics.
+      num_samples: Number of held-out texts shown with the model's predictions at a validation.
+      keep_checkpoints: Number of newest checkpoints to keep, beside the best one: that with the
+        longest simulated acceptance length (stage target: the lowest validation loss).
+      export: Checkpoint that `model` is made of.
+      explosion_factor: Stop the run if the loss is this many times its running mean, and 1 above
+        it; null stops only if it is not finite.
+      loggers: Programs to send metrics to, beside the file metrics.jsonl.
+      profile: Steps to record into the run's subfolder `profile`; null records none.
+    """
+
+    stage: Literal["target", "draft"]
+    output: str
+    model: LlamaConfig | None = None
+    target: str | None = None
+    init_draft: str | None = None
+    allow_target_mismatch: bool = False
+    specialists: SpecialistsConfig = Field(default_factory=SpecialistsConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    step: StepConfig = Field(default_factory=StepConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    features: FeaturesConfig = Field(default_factory=FeaturesConfig)
+    dtype: Literal["float32", "bfloat16"] | None = None
+    num_tokens: NumTokens | None = None
+    num_epochs: NumEpochs | None = None
+    batch_size: Count = 8
+    seed: Seed = 0
+    checkpoint_every: Count = 500
+    validate_every: Count = 500
+    validation_batches: Count = 4
+    validation_depth: Depth | None = None
+    log_every: Count = 10
+    num_samples: CountOrZero = 4
+    keep_checkpoints: Count = 2
+    export: Literal["best", "last"] = "best"
+    explosion_factor: Positive | None = Field(default=5.0, gt=1)
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    profile: ProfileConfig | None = None
+
+    def __post_init__(self) -> None:
+        needed = {"target": "model", "draft": "target"}[self.stage]
+        if getattr(self, needed) is None:
+            raise ValueError(f"stage {self.stage} needs the key {needed!r}")
+        if self.stage == "target" and self.features.cache is not None:
+            raise ValueError("features.cache is for stage draft; a target makes its own")
+        if self.batch_size % self.step.accumulation_steps:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide into step.accumulation_steps "
+                f"{self.step.accumulation_steps}"
+            )
+        if self.specialists.num_frozen and self.init_draft is None:
+            raise ValueError("specialists.num_frozen wants init_draft: what stays must be trained")
+        if len(self.objective.depth_weights) not in (0, self.specialists.depth):
+            raise ValueError(
+                f"objective.depth_weights wants specialists.depth = {self.specialists.depth} "
+                f"numbers, got {len(self.objective.depth_weights)}"
+            )
+        if (self.num_tokens is None) == (self.num_epochs is None):
+            raise ValueError("want either num_tokens or num_epochs; set the other to null")
+        if self.num_tokens is not None and self.num_steps >= 2**31:
+            raise ValueError(f"num_tokens {self.num_tokens} are {self.num_steps} steps; lower it")
+
+    def with_budget(self, num_rows: int) -> "TrainConfig":
+        """Returns the same run with its length in tokens, given the number of training rows."""
+        if self.num_epochs is None:
+            return self
+        num_tokens = math.ceil(self.num_epochs * num_rows * self.data.sequence_length)
+        origin = f"num_epochs {self.num_epochs:g}"
+        return change_config(self, origin=origin, num_tokens=num_tokens, num_epochs=None)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps that take `num_tokens`."""
+        assert self.num_tokens is not None, "see with_budget"
+        return math.ceil(self.num_tokens / (self.batch_size * self.data.sequence_length))
