@@ -58,8 +58,8 @@ class DecodingConfig:
       sampling: How tokens are chosen.
       tree: Size of the draft tree; null takes the default of the device (depth 6, top_k 10 and
         total_tokens 60 on accelerators, 4, 4 and 16 on CPU).
-      is_coupled: Let drafts use the noise that the target samples with: the same text, in fewer
-        rounds.
+      is_coupled: Let drafts use the noise that the target samples with, which saves rounds and
+        changes no text.
       allow_target_mismatch: Use a draft that was made for other weights of the same shape.
     """
 

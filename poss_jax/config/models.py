@@ -24,13 +24,13 @@ class RopeConfig:
     """Rotary position embedding; `type` is the name Hugging Face configs use.
 
     Attributes:
-      type: default, linear (positions divided by `factor`), dynamic (base grows with the length of
-        the sequence), or llama3 (low frequencies divided by `factor`, smoothly).
-      theta: base of the geometric series of frequencies.
-      factor: by how much the trained context is stretched.
-      low_freq_factor: llama3 only.
-      high_freq_factor: llama3 only.
-      original_max_position_embeddings: trained context, in tokens (dynamic and llama3).
+      type: `default`, `linear` (positions divided by the factor), `dynamic` (the base grows with
+        the sequence's length), or `llama3` (low frequencies divided by the factor, smoothly).
+      theta: Base of the geometric series of frequencies.
+      factor: Ratio of the stretched context to the trained one.
+      low_freq_factor: Ratio of trained context to wavelength below which llama3 divides.
+      high_freq_factor: Ratio of trained context to wavelength above which llama3 does not divide.
+      original_max_position_embeddings: Trained context in tokens (dynamic and llama3).
     """
 
     type: Literal["default", "linear", "dynamic", "llama3"] = "default"
@@ -51,10 +51,23 @@ class LlamaConfig:
     """Shape of a Llama-family transformer.
 
     Attributes:
-      qkv_bias: whether the query, key and value projections have a bias (Qwen2).
-      o_bias: whether the attention's output projection has one.
-      qk_norm: whether each head of queries and keys is normed before it is rotated (Qwen3).
-      eos_token_ids: tokens that end a text.
+      vocab_size: Number of tokens in the vocabulary.
+      hidden_size: Width of the residual stream.
+      intermediate_size: Width of the MLP.
+      num_layers: Number of decoder layers.
+      num_heads: Number of query heads.
+      num_kv_heads: Number of key and value heads.
+      head_dim: Width of a head.
+      max_position_embeddings: Most tokens of a sequence.
+      rms_norm_eps: Number added under the root of a norm.
+      rope: Rotary position embedding.
+      tie_embeddings: Use the embedding as head, too.
+      qkv_bias: Give the query, key and value projections a bias (Qwen2).
+      o_bias: Give the attention's output projection a bias.
+      qk_norm: Norm each head of queries and keys before it is rotated (Qwen3).
+      mlp_bias: Give the projections of the MLP a bias.
+      bos_token_id: Token that begins a text.
+      eos_token_ids: Tokens that end a text.
     """
 
     vocab_size: Count
@@ -146,9 +159,9 @@ class TreeConfig:
     """Size of the draft tree; every count is plain (`total_tokens` includes the root).
 
     Attributes:
-      depth: number of drafted positions.
-      top_k: children per node, and nodes of a level that go on (the beam).
-      total_tokens: nodes verified in one target pass, root included.
+      depth: Number of drafted positions.
+      top_k: Number of children per node, and of nodes per level that get children (the beam).
+      total_tokens: Number of nodes verified in one target pass, root included.
     """
 
     depth: Depth = 6

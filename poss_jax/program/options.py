@@ -127,7 +127,7 @@ def make_parser(
     """Makes the parser of a program; its help lists the keys without an option, too."""
     others = {option.key for option in options}
     lines = [
-        f"  {key:36}{about.help.partition('; ')[0].rstrip('.')}"
+        f"  {key:37} {about.help.partition('; ')[0].rstrip('.')}"
         for key, about in list_keys(kind).items()
         if not about.is_section and key not in others
     ]
@@ -228,13 +228,15 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
     text = option.about.help
     if kind is bool:
         if default:
-            text = f"Do not: {text[0].lower()}{text[1:]}"
+            text = f"Do not {text[0].lower()}{text[1:]}"
         action: dict[str, Any] = {"action": "store_const", "const": not default}
     else:
         action = {"metavar": _metavar(option)}
         if kind in (dict, tuple):
             action["action"] = "append"
             text += " The option may be repeated."
+        elif option.key.startswith("tree."):
+            text += " (default: the device's)"
         elif default is not None:
             text += f" (default: {default})"
     parser.add_argument(option.flag, dest=option.key, help=text.replace("%", "%%"), **action)
