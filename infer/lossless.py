@@ -1,4 +1,4 @@
-"""Is it lossless? Speculative and autoregressive outputs of the same seeds, compared by token.
+"""Checks losslessness: compares speculative and autoregressive outputs of the same seeds.
 
 A first difference is a failure, unless rounding explains it: unless the two best scores, or a token
 and the boundary of a filter, were nearer to each other than the scores of the two forwards are. A
@@ -156,12 +156,12 @@ def _find_overlong(setting: Setting, answers: Sequence[Generation]) -> list[dict
 
 
 class Scores(NamedTuple):
-    """What a token was chosen by: the argmax of `filtered + noise`.
+    """Scores that chose a token: it is the argmax of `filtered + noise`.
 
     Attributes:
-      plain: before top-k, top-p and min-p.
-      filtered: after them.
-      noise: of the position.
+      plain: scores before top-k, top-p and min-p.
+      filtered: scores after them.
+      noise: noise of the position.
     """
 
     plain: Any  # [V]
@@ -176,12 +176,12 @@ def examine(
     rounding: float,
     temperature: float = 1.0,
 ) -> dict[str, Any]:
-    """Whether rounding explains that two forwards chose different tokens.
+    """Examines whether rounding explains that two forwards chose different tokens.
 
     Args:
-      expected: of the autoregressive forward.
-      got: of the speculative one.
-      tokens: what either chose.
+      expected: scores of the autoregressive forward.
+      got: scores of the speculative forward.
+      tokens: the tokens that they chose.
       rounding: the largest difference that was measured between their scores.
       temperature: temperature that the logits were divided by.
     """
@@ -216,7 +216,7 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _replay(engine: Engine, batch: Sequence[PreparedPrompt], row: int, last: int) -> list[Scores]:
-    """Decodes a batch anew, from the host, and keeps what tokens 0 to `last` were chosen by."""
+    """Decodes a batch once more, from the host, and keeps the scores of tokens 0 to `last`."""
     config, request = engine.request(batch, batch_size=len(batch))
     state, seen = _start(engine.weights, config, request)
     scores = [Scores(*(np.array(part[row, 0]) for part in seen))]
@@ -259,7 +259,7 @@ def _run_round(
 def _scores(
     request: Request, text: Text, logits: jax.Array, first: jax.Array, depths: jax.Array
 ) -> Scores:
-    """What the tokens after some nodes are chosen by, worked out anew."""
+    """Computes the scores of the tokens after some nodes once more."""
     wide, sampling = logits.astype(jnp.float32), request.sampling
     if sampling is None:
         return Scores(wide, wide, jnp.zeros_like(wide))

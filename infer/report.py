@@ -77,7 +77,7 @@ def _speed(run: Run, prompts: list[int]) -> float:
 
 
 def _count_equal(passes: list[Run], baseline: list[Run], prompts: list[int]) -> int:
-    """How many outputs are the baseline's, token for token, in every pass."""
+    """Number of outputs that equal the baseline's, token for token, in every pass."""
     expected = baseline[0].answers
     return sum(
         all(run.answers[i].output_ids == expected[i].output_ids for run in passes) for i in prompts
@@ -100,7 +100,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def _describe_sampling(config: dict[str, Any] | None) -> list[str]:
-    """How tokens were chosen, where it was not by the argmax alone."""
+    """Line about sampling; empty if tokens are the argmax of the logits."""
     defaults = config_to_dict(SamplingConfig())
     given = {} if config is None else config["sampling"]
     changed = [f"{key} {value}" for key, value in given.items() if value != defaults[key]]

@@ -179,7 +179,7 @@ class AnswerFiles:
           output: where chats go.
           made_from: what decides them; the files must have been made from the same.
           window: questions that are answered together.
-          overwrite: start anew.
+          overwrite: start from the beginning.
 
         Raises:
           UserError: the files are something else, or were made otherwise.

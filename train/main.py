@@ -152,7 +152,9 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         "TPU slice such as v5p:2x2x1 (needs libtpu, but no TPU).",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="Start anew if the output folder holds a run."
+        "--overwrite",
+        action="store_true",
+        help="Start from the beginning if the output folder holds a run.",
     )
 
 

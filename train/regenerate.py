@@ -2,8 +2,8 @@ r"""Lets a target answer the questions of a data set itself.
 
 A draft learns best from the target's own words. Needs a model folder and a data set of chats or
 questions; writes chats that `data.source` reads, and beside them what could not be answered
-(NAME.failed.jsonl). A draft makes it faster and changes nothing else. Run again to go on where it
-stopped.
+(NAME.failed.jsonl). A draft makes it faster and changes nothing else. Run the command again to
+resume it.
 
     python -m train.regenerate --target models/llama --draft models/poss3 --source sharegpt.json \
         --output sharegpt_llama.jsonl --batch-size 16
@@ -113,7 +113,7 @@ def _check_apart(source: str, output: Path) -> None:
 
 
 def _set_template(engine: Engine, source: DataConfig) -> None:
-    """Lets the engine ask with the template that the answers will be learnt with."""
+    """Lets the engine ask with the template that training will use for the answers."""
     if engine.tokenizer is None:
         raise UserError("this target has no tokenizer to ask with; copy its files there")
     template = ChatTemplate(engine.tokenizer, source.template)

@@ -19,7 +19,7 @@ from poss_jax.config.training import DataConfig
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SamplingConfig:
-    """How the target chooses tokens; names, meaning and order of application as in `transformers`.
+    """Sampling settings; names, meaning and order of application are those of `transformers`.
 
     Attributes:
       temperature: Divide the scores by this number; 0 is greedy, and then top_k, top_p and min_p

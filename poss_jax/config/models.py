@@ -170,12 +170,12 @@ class TreeConfig:
 
     @property
     def num_candidates(self) -> int:
-        """How many nodes are drafted before selection."""
+        """Number of nodes drafted before selection."""
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     @property
     def num_nodes(self) -> int:
-        """Nodes really verified: `total_tokens`, or all that can be drafted where that is less."""
+        """Number of nodes verified: `total_tokens`, or all that can be drafted if that is less."""
         return min(self.total_tokens, self.num_candidates + 1)
 
     @property

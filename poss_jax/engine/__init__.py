@@ -1,4 +1,4 @@
-"""What users of the library hold: a loaded target, optionally a draft; `generate` and `stream`.
+"""The engine of the library's users: a target, optionally a draft; `generate` and `stream`.
 
 engine.py     Engine: loading, preparing prompts, decoding on the device or round by round
 prompts.py    text, token ids or chat messages -> PreparedPrompt; settings of a batch as arrays

@@ -34,12 +34,12 @@ class Dialogue:
     """A conversation under way: the target answers its turns, and each answer joins it.
 
     Attributes:
-      left: turns that are not answered yet: a user's message each, or the one prompt of a record
-        that is no conversation.
+      left: turns that are not answered yet: a user's message each; or, outside of conversations,
+        the one prompt of a record.
       max_new_tokens: most new tokens of each answer.
       sampling: how tokens are chosen. The answers share its seed: they stand at different positions
         of the text, so their draws differ.
-      messages: turns that are answered, and their answers; at first, perhaps a system message.
+      messages: turns that are answered, and their answers; a system message may come first.
       num_answered: number of answers so far.
       prompt: the next prompt, once it is prepared.
       ended: reason why the conversation ended before its last turn; "" if it did not.

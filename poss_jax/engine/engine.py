@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.checkpoint import ModelRecord, load_draft, load_target
+from poss_jax.checkpoint.folder import load_draft, load_target
+from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config import DraftConfig, SamplingConfig, TreeConfig, UserError
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.decode import speculate

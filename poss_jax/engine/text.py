@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from poss_jax.config import UserError, lone_surrogates, shorten
-from poss_jax.data import call_tokenizer
+from poss_jax.data.tokenizer import call_tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -83,7 +83,7 @@ class TextStream:
 class _Decoder:
     """Decodes token by token; all that it gives out is the text of all tokens, decoded at once.
 
-    Bytes that are no character are decoded as U+FFFD, and so is an unfinished character: the last
+    Bytes outside of characters are decoded as U+FFFD, and so is an unfinished character: the last
     U+FFFD is undecided. Tokens that each are a byte (`<0xE4>`) are worse, and undecided up to the
     next token of another kind: one byte that fits nowhere spoils the run of them.
     """
@@ -159,8 +159,8 @@ def check_stop(
         for token, added in tokenizer.added_tokens_decoder.items():
             if added.special and added.content in string and token not in stop_ids:
                 _LOG.warning(
-                    "stop %s does not end an answer at the special token %s, which is no part of "
-                    "its text",
+                    "stop %s does not end an answer at the special token %s, which does not belong "
+                    "to its text",
                     shorten(string),
                     added.content,
                 )

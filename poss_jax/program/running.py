@@ -1,4 +1,4 @@
-"""What every program does around its own work: one-line errors, exit codes, compilation cache."""
+"""The frame of every program: one-line errors, exit codes, compilation cache."""
 
 import argparse
 import atexit
@@ -89,7 +89,7 @@ def run_program(main: Callable[[], None]) -> None:
 
 
 def text_marks() -> tuple[str, str]:
-    """What is written before and after a marked text: a colour on terminals, else brackets."""
+    """Marks before and after a text: a colour on terminals, else brackets."""
     is_wanted = os.environ.get("FORCE_COLOR") or sys.stdout.isatty()
     return COLOUR if is_wanted and not os.environ.get("NO_COLOR") else BRACKETS
 
@@ -158,7 +158,7 @@ def _keep_compiled() -> None:
         cache = Path.home() / ".cache" / "poss_jax" / "xla"
     except RuntimeError:  # a container may know neither HOME nor the user
         _LOG.warning(
-            "there is no home folder, so that compiled programs are not kept; set HOME or "
+            "the home folder is unknown, so compiled programs are not kept; set HOME or "
             "JAX_COMPILATION_CACHE_DIR"
         )
         return
@@ -205,7 +205,7 @@ def _leave(code: int) -> NoReturn:
     """Exits without closing the interpreter.
 
     Closing it crashes in jaxlib after an interrupted compilation, and after a failed write it may
-    wait for ever for Orbax, or let asyncio report what was reported already.
+    wait forever for Orbax, or let asyncio report what was reported already.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
