@@ -14,10 +14,14 @@ import pytest
 
 from poss_jax import config as configs
 from poss_jax.config import (
+    AnswerConfig,
     BenchConfig,
+    DecodingConfig,
     DraftConfig,
+    GenerateConfig,
     LlamaConfig,
     OptimizerConfig,
+    RegenerateConfig,
     RopeConfig,
     SamplingConfig,
     SpecialistsConfig,
@@ -298,6 +302,10 @@ NEEDED = {
     DraftConfig: {"layer": LAYER},
     TrainConfig: DRAFT_RUN,
     BenchConfig: {"target": "t"},
+    DecodingConfig: {"target": "t"},
+    AnswerConfig: {"target": "t"},
+    GenerateConfig: {"target": "t", "prompt": "p"},
+    RegenerateConfig: {"target": "t", "output": "o", "data": {"source": "s"}},
 }
 
 

@@ -86,7 +86,7 @@ def test_module_keeps_the_rules(path: Path):
     [
         ("poss_jax/model/cache.py", "from poss_jax.decode.tree import expand"),
         ("poss_jax/learn/step.py", "from poss_jax.decode import drafting"),
-        ("poss_jax/config/runs.py", "import poss_jax.model.layers"),
+        ("poss_jax/config/training.py", "import poss_jax.model.layers"),
         ("poss_jax/data/rows.py", "from poss_jax.model.layers import linear"),
         ("poss_jax/model/cache.py", "import poss_jax; f = poss_jax.Engine"),
         ("poss_jax/decode/speculate.py", "from poss_jax import checkpoint"),

@@ -273,5 +273,6 @@ def test_stop_strings_that_name_a_special_token_are_warned_of(caplog):
     check_stop(["</s>"], BYTE_LEVEL, [], 20)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "stop '</s>' does not end an answer at the special token </s>, which does not belong to its text"
+        "stop '</s>' does not end an answer at the special token </s>, which does not belong to "
+        "its text"
     )
