@@ -156,9 +156,9 @@ def _key(pattern: str, *, in_drafts: bool = False) -> Sign:
     find, is_fusion = re.compile(pattern).search, re.compile(r"(fusion_)?fc\.").match
 
     def sign(source: Source) -> str | None:
-        if in_drafts and not any(map(is_fusion, source.keys)):
+        if in_drafts and not any(map(is_fusion, source.names)):
             return None
-        return next((key for name, key in source.keys.items() if find(name)), None)
+        return next((key for name, key in source.names.items() if find(name)), None)
 
     return sign
 
@@ -218,12 +218,12 @@ def _poss_on_eagle3(source: Source) -> str | None:
 
 def _eagle3_config(source: Source) -> str | None:
     """Tells EAGLE-3 by its config.json, unless the weights have EAGLE-2's layout."""
-    is_eagle2 = {FC, QUERY} <= source.keys.keys()
+    is_eagle2 = {FC, QUERY} <= source.names.keys()
     return None if is_eagle2 else _EAGLE3_NAME(source)
 
 
 def _whole_target(source: Source) -> str | None:
-    names = source.keys.keys()
+    names = source.names.keys()
     is_whole = {"embed_tokens.weight", "norm.weight"} <= names and FC not in names
     return f"norm.weight, and no {FC}" if is_whole else None
 
@@ -255,18 +255,18 @@ def _read_draft(source: Source) -> Reading:
         layout = f"have EAGLE-2's layout ({QUERY} {list(source.shapes[QUERY])})"
         raise contradiction(source, f"EAGLE-3 ({name})", layout)
     layer, assumed = read_layer(source)
-    values = {"layer": layer, "fc_bias": FC_BIAS in source.keys}
+    values = {"layer": layer, "fc_bias": FC_BIAS in source.names}
     values |= {"positions_per_specialist": (1,) * count_layers(source)}
     config = build_config(DraftConfig, values, origin=origin)
     slots = slots_by_key(config)
     copies = dict.fromkeys(_COPIES, (layer.vocab_size, layer.hidden_size))
-    plain = {name: source.tensors[key] for name, key in source.keys.items()}
+    plain = {name: source.tensors[key] for name, key in source.names.items()}
     _check_keys(origin, plain, slots, copies)
     return Reading(
         source,
         config,
-        slots={source.keys[name]: slot for name, slot in slots.items()},
-        copies={source.keys[name]: item for name, item in _COPIES.items() if name in source.keys},
+        slots={source.names[name]: slot for name, slot in slots.items()},
+        copies={source.names[name]: item for name, item in _COPIES.items() if name in source.names},
         assumed=tuple(assumed),
         metadata=read_metadata(source),
     )

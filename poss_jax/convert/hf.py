@@ -290,8 +290,8 @@ def contradiction(source: Source, said: str, found: str) -> UserError:
 
 
 def count_layers(source: Source) -> int:
-    """Counts the layers of a draft; at least 1, so that one without any is told what is missing."""
-    return max(1, len({match[1] for match in map(_LAYER.match, source.keys) if match}))
+    """Counts the layers of a draft, at least 1: the keys of a missing layer are to be listed."""
+    return max(1, len({match[1] for match in map(_LAYER.match, source.names) if match}))
 
 
 def read_metadata(source: Source) -> DraftMetadata | None:
@@ -346,7 +346,7 @@ def _check_widths(source: Source, layer: LlamaConfig) -> None:
         ("vocab_size", layer.vocab_size, DRAFT_EMBEDDING),
     ):
         if source.shapes.get(key, (said,))[:1] != (said,):
-            found = f"have {source.keys[key]} {list(source.shapes[key])}"
+            found = f"have {source.names[key]} {list(source.shapes[key])}"
             raise contradiction(source, f"{field} {said}", found)
 
 
@@ -354,7 +354,7 @@ def _read_biases(source: Source, layer: LlamaConfig) -> tuple[dict[str, bool], l
     """Reads from the tensors which biases and norms there are, and what had to be assumed."""
     shown, assumed = {}, []
     for field, (key, spoken_of) in _SHOWN_BY.items():
-        shown[field] = key in source.keys
+        shown[field] = key in source.names
         name = next((k for k in spoken_of if source.settings.get(k) is not None), None)
         said = source.settings[name] if name else getattr(layer, field)
         found = f"hold {'a' if shown[field] else 'no'} {key}"
@@ -363,7 +363,7 @@ def _read_biases(source: Source, layer: LlamaConfig) -> tuple[dict[str, bool], l
         if name:
             raise contradiction(source, f"{name} {shorten(said)}", found)
         assumed.append(f"{field} {shown[field]}, because the weights {found}")
-    has_bias, said = FC_BIAS in source.keys, source.settings.get("bias")
+    has_bias, said = FC_BIAS in source.names, source.settings.get("bias")
     if has_bias != (said in (None, True)):
         says = "has no key bias, which means true" if said is None else f"says bias {shorten(said)}"
         assumed.append(

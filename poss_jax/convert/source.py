@@ -101,21 +101,21 @@ class Source:
         return open_tensors(whole.folder, verify=False)
 
     @cached_property
-    def keys(self) -> dict[str, str]:
+    def names(self) -> dict[str, str]:
         """Keys by their plain name, without the prefix `model.` that some programs put there."""
-        keys: dict[str, str] = {}
+        names: dict[str, str] = {}
         for key in self.tensors:
             name = plain_name(key)
-            if keys.setdefault(name, key) != key:
+            if names.setdefault(name, key) != key:
                 raise UserError(
-                    f"{self.folder}: holds both {keys[name]} and {key}; remove the wrong one"
+                    f"{self.folder}: holds both {names[name]} and {key}; remove the wrong one"
                 )
-        return keys
+        return names
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors by their plain name."""
-        return {name: self.tensors[key].shape for name, key in self.keys.items()}
+        return {name: self.tensors[key].shape for name, key in self.names.items()}
 
 
 def open_source(source: str, revision: str | None = None, *, weights: bool = True) -> Source:
