@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from golden import METHODS, TREES, Golden, load_golden, read_json, read_npz
 from models import predict_depths
+from plain_step import PlainBatch, plain_gradients
 
-from benchmarks.plain_step import PlainBatch, plain_gradients
 from poss_jax.config import ObjectiveConfig, StepConfig
 from poss_jax.convert.names import source_key
 from poss_jax.decode import drafting, speculate
@@ -226,8 +226,8 @@ def test_gradients(trained, golden):
     assert_recorded_gradients(golden, trained[2], trained[3])
 
 
-def test_the_plain_step_of_the_benchmark(golden, task, batch, trained):
-    """What the step is timed against computes the same."""
+def test_the_plain_step(golden, task, batch, trained):
+    """The oracle of tests/test_train_step.py computes the same."""
     draft = golden.draft | {"specialists": stack_layers(golden.draft["specialists"])}
     inputs = PlainBatch(
         batch.inputs.features, batch.inputs.embedded, batch.targets.features, batch.loss_mask

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
+from plain_step import PlainBatch, plain_gradients
 
-from benchmarks.plain_step import PlainBatch, plain_gradients
 from poss_jax.config import (
     DraftConfig,
     ObjectiveConfig,

@@ -1,4 +1,4 @@
-"""The recursive training step as its definition reads: what the real one is measured against.
+"""The recursive training step as its definition reads: the oracle of the real one.
 
 One product over all T x T scores per version, whole logits, nothing cut in chunks, nothing computed
 twice, no documents: rows are texts of one length. Tested with the same recorded numbers.
