@@ -216,8 +216,9 @@ def difference(a: np.ndarray | None, b: np.ndarray | None) -> str:
         return "" if a == b else f"{str(a)[:80]!r} against {str(b)[:80]!r}"
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"{a.dtype} {a.shape} against {b.dtype} {b.shape}"
-    size = np.abs(a.astype(float) - b.astype(float)).max()
-    return "" if a.tobytes() == b.tobytes() else f"largest difference {size:.3g}"
+    if a.tobytes() == b.tobytes():
+        return ""
+    return f"largest difference {np.abs(a.astype(float) - b.astype(float)).max():.3g}"
 
 
 def compare(first: str, second: str) -> None:
