@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT")
 
+_INDENT = 6 * " "
 _MOST = 2**31 - 1  # numbers become int32 on the device
 _NAMES = {"drafts": "draft", "is_coupled": "no-coupling", "keeps_unfinished": "keep-unfinished"}
 _METAVARS = {
@@ -127,7 +129,7 @@ def make_parser(
     """Makes the parser of a program; its help lists the keys without an option, too."""
     others = {option.key for option in options}
     lines = [
-        f"  {key:37} {about.help.partition('; ')[0].rstrip('.')}"
+        f"  {key}\n{textwrap.indent(textwrap.fill(about.help, 72), _INDENT)}"
         for key, about in list_keys(kind).items()
         if not about.is_section and key not in others
     ]
