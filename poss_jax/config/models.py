@@ -6,6 +6,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config.numbers import (
+    AtLeastTwo,
     Count,
     Depth,
     Fraction,
@@ -166,7 +167,7 @@ class TreeConfig:
 
     depth: Depth = 6
     top_k: Count = 10
-    total_tokens: Count = Field(default=60, gt=1)
+    total_tokens: AtLeastTwo = 60
 
     @property
     def num_candidates(self) -> int:
