@@ -196,6 +196,10 @@ def test_round_trip_of_every_field():
         ({"model": {}}, "missing key 'model.vocab_size'"),
         ({"data": None}, "data: want a mapping of keys, got None"),
         ({"batch_size": 0}, "batch_size: Input should be greater than 0, got 0"),
+        (
+            {"data": {"sequence_length": 1}},
+            r"data\.sequence_length: Input should be greater than 1",
+        ),
         ({"num_tokens": 5}, "want either num_tokens or num_epochs; set the other to null"),
         ({"num_epochs": None}, "want either num_tokens or num_epochs; set the other to null"),
         ({"stage": "both"}, "stage: Input should be 'target' or 'draft', got 'both'"),

@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from poss_jax.config.models import STRICT, LlamaConfig, Spans
 from poss_jax.config.numbers import (
+    AtLeastTwo,
     Count,
     CountOrZero,
     Decay,
@@ -57,7 +58,7 @@ class DataConfig:
     system_prompt: str | None = None
     train_on: Literal["assistant", "all"] = "assistant"
     packing: Literal["stream", "documents", "none"] | None = None
-    sequence_length: Count = Field(default=256, gt=1)
+    sequence_length: AtLeastTwo = 256
     validation_fraction: Fraction = Field(default=0.05, gt=0)
     max_documents: Count | None = None
     max_dropped: Fraction = 0.5
