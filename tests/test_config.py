@@ -198,7 +198,7 @@ def test_round_trip_of_every_field():
         ({"batch_size": 0}, "batch_size: Input should be greater than 0, got 0"),
         (
             {"data": {"sequence_length": 1}},
-            r"data\.sequence_length: Input should be greater than 1",
+            "data.sequence_length: Input should be greater than 1, got 1",
         ),
         ({"num_tokens": 5}, "want either num_tokens or num_epochs; set the other to null"),
         ({"num_epochs": None}, "want either num_tokens or num_epochs; set the other to null"),
