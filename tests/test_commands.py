@@ -1,0 +1,203 @@
+"""Every command and Python block of README.md, docs/ and CONTRIBUTING.md runs, on tiny models.
+
+They run in a folder where tiny models bear the names of the real ones: published checkpoints are
+exports of the tiny models, so that the converter finds them under their Hub ids.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from convert_sources import run
+from programs import Runs, tiny_runs, write_lines
+
+from poss_jax.convert.plan import PUBLISHED
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+NOT_RUN = {  # beginning of a command -> why only its options are checked
+    "pip install ": "needs a network; tests/test_wheel.py installs",
+    "bash .ci/run": "this test is part of it",
+    "make ": "runs the tests, or for minutes",
+    "python -m train.main --config configs/tiny/": "make smoke runs it",
+    "python -m infer.bench --config configs/tiny/": "make smoke runs it",
+    "python -m infer.bench --config configs/demo/": "needs the models of make demo",
+    "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
+    "python benchmarks/coupling.py ": "compiles many trees, which takes minutes",
+    "python -m train.plot runs/demo/": "needs the runs of make demo; another command plots",
+}
+SMALLER = {  # program -> arguments that are added
+    "train.main": "data.sequence_length=32 data.template=null batch_size=1 num_epochs=null "
+    "num_tokens=64 mesh.data=1 specialists.positions_per_specialist=[1,1] specialists.depth=2",
+    "infer.generate": "--max-new-tokens 6",
+    "infer.bench": "--max-new-tokens 6 --num-prompts 2 --repeats 1 --tree-depth 1 --tree-top-k 2 "
+    "--tree-total-tokens 3",
+    "train.regenerate": "--max-new-tokens 6",
+}
+INSTEAD = {  # words of a command -> what stands for them
+    "draft --source DIR_OR_HUB_ID": "draft --source yuhuili/EAGLE-llama2-chat-7B",
+    "data.source=regenerated.jsonl": "data.source=sharegpt.json",  # short answers are left out
+}
+CHATS = [
+    {"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": f"def f_{n}"}]}
+    for n in range(40)
+]
+TREES = (
+    "1: {depth: 4, top_k: 2, total_tokens: 8}\n4: {depth: 2, top_k: 1, total_tokens: 3}\n16: null"
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def published(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exports of the tiny models under their Hub ids; the folder `poss3` is a model folder."""
+    folder = tmp_path_factory.mktemp("published")
+    target = runs.model("target")
+    run("export", model=target, output=folder / "target")
+    for hub_id, draft in PUBLISHED.items():
+        count = len(draft.positions_per_specialist)
+        if not (folder / f"drafts/{count}").exists():
+            spans = ",".join(map(str, draft.positions_per_specialist))
+            start = {"draft": runs.model("eagle"), "positions_per_specialist": spans}
+            run("init-specialists", **start, output=folder / f"models/{count}")
+            model = folder / f"models/{count}"
+            run("export", model=model, target=target, output=folder / f"drafts/{count}")
+        link(folder / hub_id, folder / f"drafts/{count}")
+        link(folder / draft.target, folder / "target")
+    return folder
+
+
+@pytest.fixture
+def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that commands run in."""
+    for name in ("configs", "tests", "benchmarks"):
+        link(tmp_path / name, ROOT / name)
+    for owner in published.iterdir():
+        if owner.name not in ("drafts", "models", "target"):
+            link(tmp_path / owner.name, owner)
+    link(tmp_path / "DIR_OR_HUB_ID", published / "target")
+    link(tmp_path / "my" / "poss", published / "drafts" / "2")
+    for name in ("models/target", "models/llama3", "models/llama3-8b", "TARGET"):
+        link(tmp_path / name, Path(runs.model("target")))
+    for name in ("models/eagle", "models/eagle-llama3-8b"):
+        link(tmp_path / name, Path(runs.model("eagle")))
+    for name in ("models/poss3", "models/draft", "DRAFT"):
+        link(tmp_path / name, published / "models" / "4")
+    for name in ("eagle", "poss3"):
+        link(tmp_path / "runs" / name, Path(runs.model("poss2")).parent)
+    write_lines(tmp_path / "questions.jsonl", *({"prompt": f"def area_{n}"} for n in range(3)))
+    (tmp_path / "sharegpt.json").write_text(json.dumps(CHATS))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "sharegpt.json").write_text(json.dumps(CHATS))  # as the recipes name it
+    (tmp_path / "trees.yaml").write_text(TREES)
+    (tmp_path / "run.yaml").write_text(
+        "stage: draft\noutput: runs/new\ntarget: models/target\nnum_tokens: 64\n"
+        "data: {source: sharegpt.json, sequence_length: 32}"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def link(path: Path, target: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.symlink_to(target)
+
+
+def blocks(page: str) -> list[str]:
+    """Indented blocks of a page, with joined continuation lines."""
+    text = (ROOT / page).read_text()
+    found = re.findall(r"(?:(?<=\n\n)|^)((?: {4}.*\n(?:\n(?= {4}))*)+)", text)
+    return [re.sub(r" *\\\n *", " ", re.sub(r"^ {4}", "", block, flags=re.M)) for block in found]
+
+
+COMMAND = re.compile(r"^(?:(?:python|pip|make|bash|poss-\w+) |[A-Z_]+=\S+ ).*$", re.M)
+
+
+def commands(page: str) -> list[str]:
+    return [line for block in blocks(page) for line in COMMAND.findall(block)]
+
+
+def codes(page: str) -> list[str]:
+    found = [COMMAND.sub("", block) for block in blocks(page)]
+    return [code for code in found if re.match("import |from ", code)]
+
+
+class Parsed(Exception):
+    """The options of a command that is not run are right."""
+
+
+def execute(line: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a command in this process, or checks its options."""
+    for words, other in INSTEAD.items():
+        line = line.replace(words, other)
+    words = shlex.split(line, comments=True)
+    words = words[next(n for n, word in enumerate(words) if "=" not in word) :]
+    is_run = not line.startswith(tuple(NOT_RUN))
+    match words:
+        case ["make", name, *_]:
+            assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.M)
+        case ["pip" | "bash", *arguments]:
+            assert arguments[0] == "install" or (ROOT / arguments[0]).is_file()
+        case ["python", "-m", program, *arguments] | ["python", program, *arguments]:
+            name = program.removesuffix(".py").replace("/", ".")
+            name = "poss_jax.convert.__main__" if name == "poss_jax.convert" else name
+            main = importlib.import_module(name).main
+            if is_run:
+                main(arguments + shlex.split(SMALLER.get(program, "")))
+                return
+            with monkeypatch.context() as patch, pytest.raises(Parsed):
+                for name in ("parse_args", "parse_intermixed_args"):
+                    parse = getattr(argparse.ArgumentParser, name)
+                    patch.setattr(argparse.ArgumentParser, name, only(parse))
+                main(arguments)
+        case _:
+            pytest.fail(f"nobody knows how to run {line!r}")
+
+
+def only(parse: Callable) -> Callable:
+    """A parser's method that ends the program once the options are read."""
+
+    def parse_only(*args, **kwargs):
+        parse(*args, **kwargs)
+        raise Parsed
+
+    return parse_only
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_a_page(page: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in commands(page):
+        output = re.search(r"--output (\S+)", line)
+        if output and (world / output[1]).is_symlink():
+            (world / output[1]).unlink()  # the command makes what its successors use
+        try:
+            execute(line, world, monkeypatch)
+        except BaseException as error:
+            error.add_note(f"{page}: {line}")
+            raise
+
+
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [(page, code) for page in PAGES for code in codes(page)],
+)
+def test_python_of_a_page(page: str, code: str, world: Path) -> None:
+    exec(re.sub(r"max_new_tokens=\d+", "max_new_tokens=6", code), {})
+
+
+def test_commands_are_found() -> None:
+    found = [line for page in PAGES for line in commands(page)]
+    assert len(found) > 40 and "make test" in {" ".join(line.split()[:2]) for line in found}
+    for start in NOT_RUN:
+        assert any(line.startswith(start) for line in found), f"nothing begins with {start!r}"
