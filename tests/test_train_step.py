@@ -193,10 +193,10 @@ def test_step_equals_a_plain_one(target, draft, step):
 def test_packed_documents_equal_rows_of_their_own(target, draft):
     """Positions, kept row 0, diagonals, zero target, noise and loss are those of each document."""
     lengths, task = (
-        [4, 4, 3],
+        [5, 4, 2],
         TASK._replace(objective=dataclasses.replace(OBJECTIVE, feature_noise=0)),
     )
-    documents = np.array([[1] * 4 + [2] * 4 + [3] * 3 + [0]])
+    documents = np.array([[1] * 5 + [2] * 4 + [3] * 2 + [0]])
     packed = TrainBatch(TOKENS[:1], MASK[:1], jnp.asarray(documents, jnp.int32))
     data = prepare(target, task, packed)
     gradients, losses = jax.jit(draft_gradients, static_argnums=2)(
@@ -229,16 +229,17 @@ def test_noise_is_as_wide_as_the_document_is_short(target):
 
 
 def test_depths_can_be_weighted(target, draft):
-    objective = dataclasses.replace(OBJECTIVE, depth_weights=(0.25, 0.5))
-    one, two = (TASK._replace(draft=with_depth(depth)) for depth in (1, 2))
+    task = TASK._replace(objective=dataclasses.replace(OBJECTIVE, depth_weights=(1.0, 0.0, 0.5)))
     data = prepare(target, TASK, BATCH)
     run = jax.jit(draft_gradients, static_argnums=2)
     head = target["head"]["weight"]
-    gradients, losses = run(draft, head, two._replace(objective=objective), data)
-    of_two, whole = run(draft, head, two, data)
+    gradients, losses = run(draft, head, task, data)
+    _, whole = run(draft, head, TASK, data)
     np.testing.assert_allclose(losses.total, whole.total, rtol=1e-6)  # reported without weights
-    of_one, _ = run(draft, head, one, data)
-    want = jax.tree.map(lambda a, b: 0.25 * a + 0.5 * (b - a), of_one, of_two)
+    first, _ = run(draft, head, TASK._replace(draft=with_depth(1)), data)
+    two, _ = run(draft, head, TASK._replace(draft=with_depth(2)), data)
+    three, _ = run(draft, head, TASK, data)
+    want = jax.tree.map(lambda a, b, c: a + 0.5 * (c - b), first, two, three)
     assert_near(gradients, want, 2e-5)
 
 
