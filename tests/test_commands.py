@@ -20,6 +20,7 @@ from poss_jax.convert.plan import PUBLISHED
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+LONG = {"docs/generate.md", "docs/training.md"}  # they compile for half a minute each
 NOT_RUN = {  # beginning of a command -> why only its options are checked
     "pip install ": "needs a network; tests/test_wheel.py installs",
     "bash .ci/run": "this test is part of it",
@@ -175,7 +176,9 @@ def only(parse: Callable) -> Callable:
     return parse_only
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow if p in LONG else ()) for p in PAGES]
+)
 def test_commands_of_a_page(page: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for line in commands(page):
         output = re.search(r"--output (\S+)", line)
