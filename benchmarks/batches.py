@@ -99,7 +99,7 @@ def summarise(passes: dict[str, list[Pass]]) -> dict[str, Any]:
 
 
 def count_different(passes: dict[tuple[int, str], list[Pass]]) -> int:
-    """How many outputs are not the first pass's, over all batch sizes, trees and repeats."""
+    """Counts outputs that are not the first pass's, over all batch sizes, trees and repeats."""
     texts = [
         [answer.output_ids for answer in answers] for run in passes.values() for answers, _ in run
     ]

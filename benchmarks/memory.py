@@ -80,7 +80,7 @@ def measure(recipe: str, slice_name: str, overrides: list[str]) -> dict[str, Any
 
 
 def task_of(config: TrainConfig, target: LlamaConfig) -> DraftTask:
-    """What `train.main` would train for such a target."""
+    """Describes the run of `train.main` for such a target."""
     draft = DraftConfig(
         layer=replace(target, num_layers=1),
         positions_per_specialist=config.specialists.positions_per_specialist,

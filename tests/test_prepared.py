@@ -130,7 +130,7 @@ WRITTEN = [{"text": f"<s>### user\nHi {n}\n### assistant\nHello.</s>\n"} for n i
         ([*TOKENS, {"input_ids": [320], "loss_mask": [1]}], {}, "token ids of 0 to 319, got 320"),
         ([*TOKENS, {"input_ids": [-1], "loss_mask": [1]}], {}, "of 0 to 319, got -1; tokenise wit"),
         ([*TOKENS, {"input_ids": [2**40], "loss_mask": [1]}], {}, "got 1099511627776"),
-        (ONES, {}, "want some of the tokens to be learnt, not all; got 100%"),
+        (ONES, {}, "want to train on some of the tokens, not all; got 100%"),
         (ZEROS, {}, "40 of 40 records cannot be used .*nothing to learn in the first 64 tokens"),
         ([UNANSWERED] * 9 + CHATS[:8], {}, "nothing to learn in the first 64 tokens 9; first "),
         (CHATS, {"template": "vicuna"}, "data.template 'vicuna': want null"),

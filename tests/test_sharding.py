@@ -56,8 +56,8 @@ def test_a_grid_that_does_not_fit_is_refused(sizes):
 @pytest.mark.parametrize(
     ("sizes", "error"),
     [
-        ({"fsdp": -1}, "mesh: want counts of devices, one of them perhaps -1"),
-        ({"data": 0}, "mesh: want counts of devices, one of them perhaps -1"),
+        ({"fsdp": -1}, "mesh: want counts of devices, at most one of them -1"),
+        ({"data": 0}, "mesh: want counts of devices, at most one of them -1"),
         ({"tensor": -2}, r"mesh\.tensor: Input should be greater than or equal to -1, got -2"),
     ],
 )

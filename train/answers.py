@@ -227,7 +227,7 @@ class AnswerFiles:
             key = different[0]
             raise UserError(
                 f"output {self.output} was made otherwise ({key}: {saved.get(key)!r}, asked "
-                f"{made_from[key]!r}); name another file, or start anew with --overwrite"
+                f"{made_from[key]!r}); name another file, or start from scratch with --overwrite"
             )
 
     def _resume(self, window: int, num_questions: int) -> None:

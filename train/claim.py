@@ -69,7 +69,7 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[Pa
 
     Args:
       config: the run.
-      overwrite: start anew where the folder holds a run.
+      overwrite: start from scratch where the folder holds a run.
 
     Raises:
       UserError: the folder holds something else, or a run with another config, or cannot be made.
@@ -117,7 +117,7 @@ def _continues(config: TrainConfig, path: Path, *, overwrite: bool) -> bool:
     if different and not overwrite:
         raise UserError(
             f"output {path} holds a run with another config ({different[0]}); "
-            "name another folder, or start anew with --overwrite"
+            "name another folder, or start from scratch with --overwrite"
         )
     return not overwrite
 
@@ -129,7 +129,7 @@ def _write_config(path: Path, config: TrainConfig) -> None:
 
 
 def _saved_config(path: Path) -> dict[str, Any] | None:
-    """The config of the run in a folder; None where there is no run."""
+    """Reads the config of the run in a folder; None without one."""
     try:
         saved = parse_yaml((path / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError):

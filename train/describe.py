@@ -48,17 +48,17 @@ def describe_sample(rows: data.Rows, tokenizer: Any) -> list[str]:
     begin = max(0, int(rows.loss_mask[0].argmax()) - _SAMPLE_TOKENS // 2)
     shown = document[begin : begin + _SAMPLE_TOKENS]
     parts = []
-    for is_learnt, group in groupby(shown, lambda index: rows.loss_mask[0, index]):
+    for is_trained, group in groupby(shown, lambda index: rows.loss_mask[0, index]):
         text = tokenizer.decode(rows.tokens[0, list(group)])
-        parts.append(f"{before}{text}{after}" if is_learnt else text)
-    return [f"sample    {before}this{after} is learnt", "".join(parts).rstrip("\n")]
+        parts.append(f"{before}{text}{after}" if is_trained else text)
+    return [f"sample    {before}this{after} is trained on", "".join(parts).rstrip("\n")]
 
 
 def _describe_part(name: str, part: dict[str, Any], packing: str) -> Iterator[str]:
     lengths = ", ".join(f"{key} {value:,}" for key, value in part["lengths"].items())
     yield (
         f"{name}  {part['documents']:,} documents, {part['tokens']:,} tokens, "
-        f"{part['learnt']:.1%} of them learnt"
+        f"{part['learnt']:.1%} of them trained on"
     )
     yield f"          lengths {lengths}; {part['truncated']:,} cut to a row"
     if part["split_by_answer"]:

@@ -62,7 +62,7 @@ def start_processes() -> None:
             "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID in each"
         ) from error
     if jax.default_backend() == "cpu":
-        # Programs out of the cache take the collectives of a step in any order, and wait for ever.
+        # Programs out of the cache take the collectives of a step in any order, and deadlock.
         jax.config.update("jax_enable_compilation_cache", False)
 
 

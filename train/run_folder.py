@@ -197,7 +197,7 @@ class RunFolder:
             if not intact:
                 raise UserError(
                     f"checkpoint {step} of {self.path} is damaged ({reason}), and no other is "
-                    "intact; put the files back, or start anew with --overwrite"
+                    "intact; put the files back, or start from scratch with --overwrite"
                 )
             aside = self.path / "damaged" / str(step)
             shutil.rmtree(aside, ignore_errors=True)

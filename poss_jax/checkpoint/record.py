@@ -45,9 +45,9 @@ class TargetIdentity:
     Attributes:
       name: Hub id, or the name of the folder it was read from.
       revision: commit on the Hub.
-      embedding_sha256: of the embedding's shape and values, see `hash_values`: the type they are
-        stored in does not count.
-      head_sha256: of the LM head, likewise.
+      embedding_sha256: checksum of the embedding's shape and values, see `hash_values`: the type
+        they are stored in does not count.
+      head_sha256: checksum of the LM head, likewise.
     """
 
     name: str
@@ -75,9 +75,9 @@ class ModelRecord:
       config: the model's shape; rope, spans and trained depth are in it.
       draft_vocabulary: target id of every token a draft can propose; None means all of them.
       target: the target's own identity; a draft carries that of its target.
-      tokenizer_sha256: of the tokenizer's vocabulary files; None without a tokenizer.
-      chat_template_sha256: of the chat template; None without one.
-      weights_sha256: of every weights item, see `hash_item`; None in folders written before it.
+      tokenizer_sha256: checksum of the tokenizer's vocabulary files; None without a tokenizer.
+      chat_template_sha256: checksum of the chat template; None without one.
+      weights_sha256: checksum of every item, see `hash_item`; None in folders written before it.
       provenance: how the folder came to be, see `provenance`.
     """
 

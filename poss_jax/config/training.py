@@ -169,7 +169,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         sizes = (self.data, self.fsdp, self.tensor)
         if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
-            raise ValueError(f"want counts of devices, one of them perhaps -1, got {self.name}")
+            raise ValueError(f"want counts of devices, at most one of them -1, got {self.name}")
 
     @property
     def name(self) -> str:

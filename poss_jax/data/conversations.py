@@ -14,7 +14,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: perhaps a system message, then users' and assistants' turns in turn.
+    """A conversation: optionally a system message, then users' and assistants' turns in turn.
 
     Attributes:
       messages: {"role", "content"}; the last one is an assistant's.
@@ -36,7 +36,7 @@ class Tokens:
 
     Attributes:
       ids: [length] int64.
-      trained: [length] bool; which tokens are to be learnt from.
+      trained: [length] bool; True where a token is trained on.
       file: which has the target's features of them; "": none has.
     """
 
@@ -81,7 +81,7 @@ def read_document(record: dict[str, Any], kind: str | None) -> tuple[Document | 
     A chat is used up to its first oddity; the turns before it are good.
 
     Args:
-      record: of a data set.
+      record: record of a data set.
       kind: the data set's format; None if it is not known.
 
     Returns:
@@ -93,7 +93,7 @@ def read_document(record: dict[str, Any], kind: str | None) -> tuple[Document | 
 
 
 def read_questions(record: dict[str, Any]) -> list[Message] | Broken:
-    """Reads what a chat asks, answered or not: perhaps a system message, then users' turns.
+    """Reads what a chat asks, answered or not: optionally a system message, then users' turns.
 
     Beside chats and pairs it knows `turns` (a list of texts) and questions that stand alone.
     """
@@ -125,7 +125,7 @@ def content_key(document: Document) -> str:
 
 
 def plain_texts(documents: Sequence[Document]) -> list[str]:
-    """What documents say, to train a tokenizer on or to cut prompts from; tokens say nothing."""
+    """Texts of documents, to train a tokenizer on or to cut prompts from; tokens have none."""
     texts = []
     for document in documents:
         if isinstance(document, Chat):
@@ -233,9 +233,9 @@ def _read_tokens(record: dict[str, Any]) -> Tokens | Broken:
     try:
         ids, trained = (np.asarray(record.get(key)) for key in ("input_ids", "loss_mask"))
     except ValueError:  # lists of unequal length
-        return Broken("input_ids and loss_mask are no lists of numbers")
+        return Broken("input_ids and loss_mask are not lists of numbers")
     if ids.dtype.kind != "i" or trained.dtype.kind not in "ib" or ids.ndim != 1:
-        return Broken("input_ids and loss_mask are no lists of numbers")
+        return Broken("input_ids and loss_mask are not lists of numbers")
     if ids.shape != trained.shape or not len(ids):
         return Broken("input_ids and loss_mask of different length, or empty")
     if not np.isin(trained, (0, 1)).all():

@@ -1,4 +1,4 @@
-"""Documents -> tokens, and which of them are to be learnt."""
+"""Documents -> tokens and loss masks."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ def encode_documents(
 ) -> Iterator[list[Tokens] | Broken]:
     """Tokenises documents of one kind.
 
-    A text becomes bos + tokens + eos, all to be learnt; what looks like a special token in it is
-    plain text. Of a chat the answers are to be learnt.
+    A text becomes bos + tokens + eos, all trained on; what looks like a special token in it is
+    plain text. Of a chat the answers are trained on.
 
     Args:
       documents: all of them texts, chats, chats as text, or tokens.

@@ -1,7 +1,7 @@
 """Features that other programs stored: one `.ckpt` file per document (EAGLE's `ge_data`).
 
 `torch.save` of input_ids [S], hidden_state [S D] (after the target's last norm) and loss_mask [S],
-each perhaps with an axis of one in front.
+each with or without an axis of one in front.
 """
 
 from collections.abc import Iterator, Mapping

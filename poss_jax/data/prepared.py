@@ -190,7 +190,7 @@ def _check_share(config: DataConfig, rows: Rows) -> None:
     learnt = rows.loss_mask.sum() / (rows.documents > 0).sum()
     if not 0 < learnt < 1:
         raise UserError(
-            f"data.source {config.source!r}: want some of the tokens to be learnt, not all; got "
+            f"data.source {config.source!r}: want to train on some of the tokens, not all; got "
             f"{learnt:.0%} of them; check the chat template or set data.train_on: all"
         )
 
@@ -256,6 +256,6 @@ def _read(path: Path, made_from: str) -> Prepared:
     if saved_from != made_from:
         raise UserError(
             f"{path}: these rows were made with another tokenizer, template or data section; "
-            "start anew with --overwrite"
+            "start from scratch with --overwrite"
         )
     return Prepared(**rows, report=report, files=files)

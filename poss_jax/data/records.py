@@ -11,7 +11,7 @@ from typing import Any
 from poss_jax.config import DataConfig, JsonError, UserError, check_text, parse_json
 from poss_jax.data.files import existing_files, matching_files, one_line
 
-LONGEST_RECORD = 1 << 26  # bytes; what is longer is no conversation
+LONGEST_RECORD = 1 << 26  # bytes; a longer record is not a conversation
 LARGEST_LIST = 1 << 30  # bytes; reading takes several times as much memory
 
 _STDLIB_SKIPPED = re.compile(  # other people's code, tests, and files that are tables

@@ -44,7 +44,7 @@ def render_chats(
       is_asking: end with what asks for an answer.
 
     Raises:
-      RenderError: there is no template, it raises an error, or a text takes too much.
+      RenderError: the template is missing or raises an error, or a text takes too much.
     """
     try:
         chosen = tokenizer.get_chat_template(template)

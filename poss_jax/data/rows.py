@@ -49,8 +49,8 @@ def make_rows(sequences: Sequence[Tokens], length: int, packing: str) -> Rows:
         return _chop(sequences, length)
     if not sequences:
         raise UserError(
-            "want documents to train on and some to hold out, got none of which anything can be "
-            "learnt; give more, or change data.validation_fraction or data.sequence_length"
+            "want documents to train on and some to hold out, got none with a token to train on; "
+            "give more, or change data.validation_fraction or data.sequence_length"
         )
     groups = [[index] for index in range(len(sequences))]
     if packing == "documents":

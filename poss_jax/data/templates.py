@@ -1,11 +1,11 @@
-r"""Chat templates: which one, and which characters of a rendered chat are to be learnt.
+r"""Chat templates: which one, and which characters of a rendered chat are trained on.
 
     messages[:1] + prompt of the answer   <s>[INST] Hi [/INST]
     messages[:2]                          <s>[INST] Hi [/INST] Hello. </s>
-                                                              ^^^^^^^^^^^^ learnt
+                                                              ^^^^^^^^^^^^ trained
 
-So what is learnt is what a target has to write when it is asked with the same template, the token
-that ends its turn included.
+So a draft is trained on what a target has to write when it is asked with the same template, the
+token that ends its turn included.
 """
 
 import os
@@ -53,8 +53,8 @@ class RenderedChat:
     """A chat as text.
 
     Attributes:
-      text: with special tokens spelled out.
-      spans: characters [begin, end) that are to be learnt, in order.
+      text: rendered chat, special tokens spelled out.
+      spans: characters [begin, end) that are trained on, in order.
     """
 
     text: str
@@ -65,8 +65,8 @@ class ChatTemplate:
     """Writes chats as a target of this tokenizer is asked.
 
     Attributes:
-      name: of the template, for reports.
-      text: of the template; None is the tokenizer's own.
+      name: name of the template, for reports.
+      text: source of the template; None is the tokenizer's own.
       ends_turns: whether an answer ends with a special token; without one a target never learns
         to stop.
     """
@@ -75,9 +75,9 @@ class ChatTemplate:
         """Opens a template.
 
         Args:
-          tokenizer: of the target.
+          tokenizer: tokenizer of the target.
           name: None (the tokenizer's own), a key of `BUILT_IN`, or the path of a Jinja file.
-          system_prompt: for chats that have none.
+          system_prompt: system message of chats that have none.
 
         Raises:
           UserError: no such template, or one that does not fit the tokenizer or cannot be used.
@@ -127,7 +127,7 @@ class ChatTemplate:
                 "the chat template begins a finished answer otherwise than it asks for it"
             )
         spans = [
-            (len(before), len(before) + self._length_learnt(after[len(before) :]))
+            (len(before), len(before) + self._length_trained(after[len(before) :]))
             for before, after in zip(asked, answered, strict=True)
         ]
         if all(map(str.startswith, asked[1:], answered)):
@@ -148,7 +148,7 @@ class ChatTemplate:
     def _apply(self, chats: list[Sequence[Message]], *, is_asking: bool) -> list[str]:
         return render_chats(self._tokenizer, chats, template=self.text, is_asking=is_asking)
 
-    def _length_learnt(self, answer: str) -> int:
+    def _length_trained(self, answer: str) -> int:
         """Leaves out blanks after the special token that ends a turn: nobody generates them."""
         stripped = answer.rstrip()
         return len(stripped) if self._special_end.search(stripped) else len(answer)

@@ -4,7 +4,7 @@ A one-layer draft has keys and values that depend on a row's own pair alone, so 
 
   - committing tokens takes only `x` and the K/V projections of every specialist (of one, where
     they share them: then all specialists read one stream of keys and values);
-  - a specialist that takes over at some depth projects the rows drafted before it anew.
+  - a specialist that takes over at some depth projects the rows drafted before it again.
 
 While drafting, the scratch rows of the cache hold the beam of every level after the first:
 
@@ -47,7 +47,7 @@ class Level(NamedTuple):
 ChildrenFn = Callable[[Array, Level, int], tuple[Array, Array]]
 """(logits [B rows Vd], their level, W) -> (draft ids, log-probabilities), both [B rows W]."""
 
-# Calibrated on trained drafts (benchmarks/coupling.py); from 1 to 2 the tree is hardly another one.
+# Calibrated on trained drafts (benchmarks/coupling.py); from 1 to 2 the tree hardly changes.
 _SHARPNESS = 1.5
 _FILTER_MARGIN = 1.5
 
