@@ -20,6 +20,7 @@ from poss_jax.data import rows as row_order
 from poss_jax.data import tokenizer as tokenizers
 from poss_jax.data.encoding import encode_documents
 from poss_jax.data.records import read_records
+from poss_jax.engine import read_prompts
 
 SOURCE = "".join(
     f"def area_{n}(width, height):\n    '''Area number {n}.'''\n    return width * height + {n}\n\n"
@@ -359,7 +360,7 @@ def test_read_prompts_keeps_other_keys(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "Hi"}]},
         {"turns": ["First?", "Second?"], "category": "writing"},
     ]
-    assert data.read_prompts(write_jsonl(tmp_path / "p.jsonl", *records)) == records
+    assert read_prompts(write_jsonl(tmp_path / "p.jsonl", *records)) == records
 
 
 @pytest.mark.parametrize(
@@ -382,18 +383,18 @@ def test_bad_prompts_name_line_and_known_keys(tmp_path: Path, record: dict[str, 
     path = write_jsonl(tmp_path / "p.jsonl", {"prompt": "fine"}, record)
     known = r"prompt .*prompt_ids .*messages .*turns "
     with pytest.raises(UserError, match=rf"p\.jsonl:2: want exactly one of {known}") as caught:
-        data.read_prompts(path)
+        read_prompts(path)
     assert "\n" not in str(caught.value)
 
 
 def test_prompt_file_without_prompts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="want a readable file"):
-        data.read_prompts(tmp_path / "missing.jsonl")
+        read_prompts(tmp_path / "missing.jsonl")
     with pytest.raises(UserError, match="got no lines; add prompts"):
-        data.read_prompts(write_jsonl(tmp_path / "empty.jsonl"))
+        read_prompts(write_jsonl(tmp_path / "empty.jsonl"))
     (tmp_path / "bad.jsonl").write_text("not json\n")
     with pytest.raises(UserError, match=r"bad\.jsonl:1: want a JSON object, got bad JSON"):
-        data.read_prompts(tmp_path / "bad.jsonl")
+        read_prompts(tmp_path / "bad.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -415,5 +416,5 @@ def test_prompt_file_without_prompts(tmp_path: Path) -> None:
 def test_prompt_files_that_cannot_be_read(tmp_path: Path, line: bytes, error: str) -> None:
     (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "fine"}\n' + line)
     with pytest.raises(UserError, match=rf"p\.jsonl.*: .*{error}") as caught:
-        data.read_prompts(tmp_path / "p.jsonl")
+        read_prompts(tmp_path / "p.jsonl")
     assert len(str(caught.value).splitlines()) == 1

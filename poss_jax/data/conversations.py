@@ -99,9 +99,7 @@ def read_questions(record: dict[str, Any]) -> list[Message] | Broken:
     """
     turns = next((record[key] for key in _CHAT_KEYS if isinstance(record.get(key), list)), None)
     if turns is None and isinstance(record.get("turns"), list):
-        turns = [{"role": "user", "content": text} for text in record["turns"]]
-        answer = {"role": "assistant", "content": "-"}
-        turns = [turn for question in turns for turn in (question, answer)]
+        return _read_user_turns(record["turns"])
     if turns is None:
         question = _read_question(record)
         return question if isinstance(question, Broken) else [question]
@@ -162,6 +160,17 @@ def _read_turns(turns: list[Any]) -> tuple[list[Message], Broken | None]:
         if message["content"]:
             messages.append(message)
     return messages, oddity
+
+
+def _read_user_turns(texts: list[Any]) -> list[Message] | Broken:
+    """Reads questions up to the first that is not one."""
+    asked: list[Message] = []
+    for text in texts:
+        message = _read_turn({"role": "user", "content": text}, after=None)
+        if isinstance(message, Broken):
+            return asked or message
+        asked.append(message)
+    return asked or Broken("empty conversation")
 
 
 def _read_turn(turn: Any, *, after: str | None) -> Message | Broken:
