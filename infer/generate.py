@@ -26,6 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from poss_jax.checkpoint import write_file
 from poss_jax.config import GenerateConfig, UserError, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.engine import (
@@ -214,13 +215,10 @@ def _check_output(path: Path) -> None:
 
 def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     """Writes all lines or nothing."""
-    partial = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        partial.replace(path)
+        write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UserError(f"output {path}: {error.strerror}; choose another place") from error
 
 

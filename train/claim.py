@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from poss_jax.checkpoint import provenance, sole_writer
+from poss_jax.checkpoint import provenance, sole_writer, write_file
 from poss_jax.config import TrainConfig, UserError, config_to_dict, parse_yaml, shorten
 
 from .devices import ask_first, meet
@@ -123,9 +123,7 @@ def _continues(config: TrainConfig, path: Path, *, overwrite: bool) -> bool:
 
 
 def _write_config(path: Path, config: TrainConfig) -> None:
-    partial = path / "config.yaml.tmp"
-    partial.write_text(yaml.safe_dump(config_to_dict(config), sort_keys=False))
-    partial.replace(path / "config.yaml")
+    write_file(path / "config.yaml", yaml.safe_dump(config_to_dict(config), sort_keys=False))
 
 
 def _saved_config(path: Path) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 from tqdm import tqdm
 
-from poss_jax.checkpoint import failed_write, find_damage, list_files, write_sums
+from poss_jax.checkpoint import failed_write, find_damage, list_files, write_file, write_sums
 from poss_jax.config import TrainConfig, UserError
 from poss_jax.learn.state import TrainState
 
@@ -228,10 +228,8 @@ class RunFolder:
             lines = self._metrics_lines()
             if sum(map(len, lines)) < path.stat().st_size:
                 tqdm.write(f"{path}: the last line is damaged, and cut off", file=sys.stderr)
-            replacement = path.with_suffix(".tmp")
             kept = [line for line in lines if json.loads(line)["step"] <= step]
-            replacement.write_bytes(b"".join(kept))
-            replacement.replace(path)
+            write_file(path, b"".join(kept).decode())
         return "dropped"
 
     def _metrics_lines(self) -> list[bytes]:

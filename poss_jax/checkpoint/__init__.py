@@ -41,7 +41,7 @@ from poss_jax.checkpoint.sums import (
     read_sums,
     write_sums,
 )
-from poss_jax.checkpoint.whole import refuse_non_empty, whole_folder
+from poss_jax.checkpoint.whole import refuse_non_empty, whole_folder, write_file
 
 __all__ = [
     "FORMAT_VERSION",
@@ -72,6 +72,7 @@ __all__ = [
     "tokenizer_hashes",
     "verify_model",
     "whole_folder",
+    "write_file",
     "write_model",
     "write_sums",
 ]

@@ -1,4 +1,4 @@
-"""Writing a folder all or nothing, whatever happens meanwhile."""
+"""Atomic writes: a folder or a file is written whole or not at all, whatever happens meanwhile."""
 
 import glob
 import shutil
@@ -53,6 +53,21 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
         for path in new_parents:
             with suppress(OSError):  # not empty, as it is to be
                 path.rmdir()
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a text file; whoever opens it finds the old text or the new one.
+
+    Raises:
+      OSError: it cannot be written, and is left as it was.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:

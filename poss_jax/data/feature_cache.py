@@ -20,6 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from poss_jax.checkpoint import write_file
 from poss_jax.config import UserError
 from poss_jax.data.files import one_line
 
@@ -102,9 +103,7 @@ class FeatureCache:
         """
         place, manifest = self.folder / _MANIFEST, json.dumps(self._manifest(), indent=2) + "\n"
         if not place.is_file():
-            partial = self.folder / f".{_MANIFEST}.partial"
-            partial.write_text(manifest)
-            partial.replace(place)
+            write_file(place, manifest)
         elif place.read_text(encoding="utf-8") != manifest:
             raise UserError(
                 f"features.cache {self.folder} was begun by another run meanwhile; run the same "
