@@ -89,7 +89,7 @@ def draw_shards(config: LlamaConfig) -> Iterator[dict[str, np.ndarray]]:
     block = np.random.default_rng(0).standard_normal(1 << 22, np.float32)
     block = block.astype(ml_dtypes.bfloat16)
     shard: dict[str, np.ndarray] = {}
-    for key, slot in slots_by_key(item_shapes(config)).items():
+    for key, slot in slots_by_key(config).items():
         tensor = np.resize(block, slot.shape)
         if shard and sum(array.nbytes for array in shard.values()) + tensor.nbytes > SHARD_BYTES:
             yield shard

@@ -357,9 +357,15 @@ def test_changed_config_is_refused_and_touches_nothing(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ([], "the following arguments are required: --config; see --help"),
+        (
+            [],
+            "want --stage target|draft, or the key stage in the file that --config names; see --help",
+        ),
         (["--config", "nowhere.yaml"], "config nowhere.yaml: No such file or directory"),
-        (["--config", "x.yaml", "--overwite"], "unrecognized arguments: --overwite; see --help"),
+        (
+            ["--config", "x.yaml", "--overwite"],
+            "unknown option --overwite; did you mean --overwrite?",
+        ),
     ],
 )
 def test_bad_arguments(arguments: list[str], error: str) -> None:
