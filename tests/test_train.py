@@ -359,7 +359,7 @@ def test_changed_config_is_refused_and_touches_nothing(runs: Runs) -> None:
     [
         (
             [],
-            "want --stage target|draft, or the key stage in the file that --config names; see --help",
+            "want --stage target|draft, or the key stage in the file that --config names",
         ),
         (["--config", "nowhere.yaml"], "config nowhere.yaml: No such file or directory"),
         (
