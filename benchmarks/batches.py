@@ -22,12 +22,17 @@ import numpy as np
 from tqdm import tqdm
 
 from infer.bench import first_prompts, load_decoders, read_questions
-from poss_jax.checkpoint import provenance, refuse_non_empty
-from poss_jax.config import BenchConfig, TreeConfig, UserError, build_config, config_to_dict
+from poss_jax.checkpoint.record import provenance
+from poss_jax.checkpoint.whole import refuse_non_empty
+from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.models import TreeConfig
+from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
-from poss_jax.engine import Engine, Generation, PreparedPrompt, generate_jit
-from poss_jax.program import Parser, run_program
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.engine import Engine, generate_jit
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import at_least, check_writable
+from poss_jax.program.running import Parser, run_program
 
 DEMO = Path("runs/demo")
 NO_DRAFT = "no draft"

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from poss_jax.config import LlamaConfig
+from poss_jax.config.models import LlamaConfig
 from poss_jax.convert.names import slots_by_key
 from poss_jax.model.parameters import count_parameters, flatten_item, item_shapes
 
@@ -42,7 +42,7 @@ SHAPE = LlamaConfig(
     num_kv_heads=8,
     head_dim=64,
 )
-LOAD = "import sys; from poss_jax.checkpoint import load_target; load_target(*sys.argv[1:])"
+LOAD = "import sys; from poss_jax.checkpoint.folder import load_target; load_target(*sys.argv[1:])"
 
 
 def fit_layers(gigabytes: float) -> LlamaConfig:

@@ -21,12 +21,16 @@ from tqdm import tqdm
 
 from infer.bench import first_prompts, load_decoders, read_questions
 from infer.report import LOOPING_BELOW
-from poss_jax.checkpoint import provenance
-from poss_jax.config import BenchConfig, SamplingConfig, TreeConfig, UserError
+from poss_jax.checkpoint.record import provenance
+from poss_jax.config.decoding import BenchConfig, SamplingConfig
+from poss_jax.config.models import TreeConfig
+from poss_jax.config.reading import UserError
 from poss_jax.decode.metrics import distinct_ngram_share
-from poss_jax.engine import Engine, Generation, PreparedPrompt
-from poss_jax.program import Parser, run_program
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import at_least, read_pairs
+from poss_jax.program.running import Parser, run_program
 
 DEMO = Path("runs/demo")
 DEMO_DRAFTS = {"EAGLE-2": "eagle_continued", "HASS": "hass", "PosS-3": "poss3"}

@@ -18,7 +18,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, TrainConfig, load_config
+from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
+from poss_jax.config.reading import load_config
+from poss_jax.config.training import TrainConfig
 from poss_jax.learn.step import DraftTask
 from train.memory import compile_memory, mesh_for, plan_draft_step
 

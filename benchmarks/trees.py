@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.model.families import init_draft

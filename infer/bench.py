@@ -17,20 +17,25 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint import provenance, refuse_non_empty
-from poss_jax.config import BenchConfig, DataConfig, UserError, config_to_dict
-from poss_jax.data import load_documents, plain_texts, prompts_from_documents
-from poss_jax.engine import (
+from poss_jax.checkpoint.record import provenance
+from poss_jax.checkpoint.whole import refuse_non_empty
+from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.training import DataConfig
+from poss_jax.data.conversations import plain_texts
+from poss_jax.data.prompts import prompts_from_documents
+from poss_jax.data.sources import load_documents
+from poss_jax.engine.dialogue import (
     PROMPT_KEYS,
     Dialogue,
-    Engine,
-    PreparedPrompt,
     check_dialogues,
     read_dialogues,
     read_prompts,
 )
-from poss_jax.program import run_program
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import check_writable, read_arguments
+from poss_jax.program.running import run_program
 
 from .lossless import check_lossless, format_check
 from .measure import Decoder, Run, measure_phases, measure_steps, time_questions

@@ -26,23 +26,23 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint import write_file
-from poss_jax.config import GenerateConfig, UserError, config_to_dict
+from poss_jax.checkpoint.whole import write_file
+from poss_jax.config.decoding import GenerateConfig
+from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
-from poss_jax.engine import (
+from poss_jax.engine.answers import Chunk, Generation
+from poss_jax.engine.dialogue import (
     PROMPT_KEYS,
-    Chunk,
     Dialogue,
-    Engine,
-    Generation,
-    PreparedPrompt,
     answer_all,
     check_dialogues,
     read_dialogues,
     read_prompts,
 )
-from poss_jax.program import run_program, text_marks
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import check_writable, load_engine, read_arguments
+from poss_jax.program.running import run_program, text_marks
 
 _LOG = logging.getLogger(__name__)
 

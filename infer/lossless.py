@@ -17,12 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from poss_jax.config import SamplingConfig, TreeConfig
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import Text, draw_noise, process_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.verify import accept
-from poss_jax.engine import Engine, Generation, PreparedPrompt
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
 
 from .measure import Decoder
 

@@ -16,15 +16,10 @@ from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Tree, root_tree
 from poss_jax.decode.verify import accept, choose
-from poss_jax.engine import (
-    Dialogue,
-    Engine,
-    Generation,
-    PreparedPrompt,
-    answer_all,
-    generate_jit,
-    join_answers,
-)
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.dialogue import Dialogue, answer_all, join_answers
+from poss_jax.engine.engine import Engine, generate_jit
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.model import target
 
 _PHASE_CALLS = 20

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax.config import SamplingConfig, config_to_dict
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.reading import config_to_dict
 from poss_jax.decode.metrics import (
     distinct_ngram_share,
     mean_acceptance_length,

@@ -15,8 +15,11 @@ Where things live, each folder importing from those above it:
 `train/` makes weights and `infer/` uses them; both are programs around these functions.
 """
 
-from poss_jax.config import SamplingConfig, TreeConfig, UserError
-from poss_jax.engine import Chunk, Engine, Generation
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.models import TreeConfig
+from poss_jax.config.reading import UserError
+from poss_jax.engine.answers import Chunk, Generation
+from poss_jax.engine.engine import Engine
 
 __version__ = "0.1.0"
 

@@ -37,7 +37,7 @@ import test_posterior
 from make_format_v1 import PROMPT, TREE
 
 from poss_jax import Engine, SamplingConfig, TreeConfig
-from poss_jax.checkpoint import load_draft, load_target
+from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.decode import speculate
 from poss_jax.model.target import encode, stack_layers
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from poss_jax.checkpoint import ModelRecord, load_draft, load_target
+from poss_jax.checkpoint.folder import load_draft, load_target
+from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.torch_io import read_bin
-from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.decode.state import DecodeConfig, Weights
 from poss_jax.model.specialists import attach

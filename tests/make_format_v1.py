@@ -16,10 +16,11 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from poss_jax.checkpoint import new_record, provenance, target_identity, write_model
-from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
-from poss_jax.data import train_tokenizer
-from poss_jax.engine import Engine
+from poss_jax.checkpoint.folder import write_model
+from poss_jax.checkpoint.record import new_record, provenance, target_identity
+from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
+from poss_jax.data.tokenizer import train_tokenizer
+from poss_jax.engine.engine import Engine
 from poss_jax.model.parameters import item_shapes, join_items, split_items
 
 TARGET = LlamaConfig(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.config import DraftConfig, LlamaConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.learn.recursion import DraftInputs, first_version, predict, take_specialist, unroll
 from poss_jax.model.families import init_draft
 from poss_jax.model.target import init_target, stack_layers

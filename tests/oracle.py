@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from watch import Watch
 
-from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, top_children
 from poss_jax.decode.sampling import Sampling

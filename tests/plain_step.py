@@ -9,7 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from poss_jax.config import DraftConfig, ObjectiveConfig
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.training import ObjectiveConfig
 from poss_jax.model.families.eagle import join
 from poss_jax.model.layers import DecoderLayer, merge_heads, rope_frequencies
 from poss_jax.shapes import Array, Params

@@ -17,8 +17,9 @@ import yaml
 from filelock import FileLock
 
 from infer.generate import main as generate_main
-from poss_jax.checkpoint import load_draft, load_target, read_record
-from poss_jax.config import UserError
+from poss_jax.checkpoint.folder import load_draft, load_target
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.reading import UserError
 from train.main import main as train_main
 
 NUM_NEW = 6  # tokens of an answer that `generate` asks for

@@ -24,8 +24,12 @@ from infer import bench as program
 from infer.bench import first_prompts, load_decoders, main, read_questions
 from infer.measure import Run, play
 from infer.report import build_report, format_report
-from poss_jax.config import CPU_TREE, BenchConfig, SamplingConfig, TreeConfig, UserError
-from poss_jax.engine import Engine, Generation, read_dialogues
+from poss_jax.config.decoding import BenchConfig, SamplingConfig
+from poss_jax.config.models import CPU_TREE, TreeConfig
+from poss_jax.config.reading import UserError
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.dialogue import read_dialogues
+from poss_jax.engine.engine import Engine
 
 N = 12
 TREE = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()  # compiled by other tests, too

@@ -26,13 +26,8 @@ from models import (
 from toy import check_round, draw_world
 from watch import Watch
 
-from poss_jax.config import (
-    DraftConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    StepConfig,
-    TreeConfig,
-)
+from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
 from poss_jax.decode import drafting, speculate, tree
 from poss_jax.decode.sampling import Sampling
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights

@@ -16,12 +16,12 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from poss_jax import data
-from poss_jax.config import UserError
-from poss_jax.data.conversations import detect_format, read_document
+from poss_jax.config.reading import UserError
+from poss_jax.data.conversations import Chat, Rendered, Tokens, detect_format, read_document
 from poss_jax.data.encoding import encode_documents
 from poss_jax.data.records import Broken
-from poss_jax.data.templates import BUILT_IN
+from poss_jax.data.templates import BUILT_IN, ChatTemplate
+from poss_jax.data.tokenizer import CHAT_TEMPLATE
 from poss_jax.engine.prompts import encode_prompt
 
 LLAMA3 = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
@@ -89,7 +89,7 @@ ASKED = {"role": "user", "content": "Hi"}
 )
 def test_chats_of_every_format(record: dict, kind: str, wanted: list[dict[str, str]]) -> None:
     assert detect_format(record) == kind
-    assert read_document(record, kind) == (data.Chat(wanted), "")
+    assert read_document(record, kind) == (Chat(wanted), "")
 
 
 USER, GPT, AGAIN = ("human", "Hi"), ("gpt", "Hello."), ("user", "More")
@@ -121,7 +121,7 @@ USER, GPT, AGAIN = ("human", "Hi"), ("gpt", "Hello."), ("user", "More")
 def test_odd_chats_are_used_up_to_the_oddity(turns: list, kept: int, left_out: str) -> None:
     document, why = read_document(sharegpt(*turns), "chat")
     if kept:
-        assert isinstance(document, data.Chat)
+        assert isinstance(document, Chat)
         assert (len(document.messages), why) == (kept, left_out)
         assert document.messages[-1] == HELLO[1]
     else:
@@ -241,7 +241,7 @@ TEMPLATES = [
     ("llama2", "llama2", "{} </s>"),
     ("chatml", CHATML, "{}<|im_end|>"),
     ("gpt2", CHATML, "{}<|im_end|>"),
-    ("llama3", data.CHAT_TEMPLATE, "{}<|eot_id|>"),
+    ("llama3", CHAT_TEMPLATE, "{}<|eot_id|>"),
     ("gpt2", SPACED, "{}<|eot_id|>"),
 ]
 
@@ -251,10 +251,10 @@ def open_template(tokenizer: Any, template: str, folder: Path, **settings: Any) 
     if template not in BUILT_IN:
         (folder / "chat.jinja").write_text(template)
         template = str(folder / "chat.jinja")
-    return data.ChatTemplate(tokenizer, template, **settings)
+    return ChatTemplate(tokenizer, template, **settings)
 
 
-def learnt_spans(sequence: data.Tokens) -> list[list[int]]:
+def learnt_spans(sequence: Tokens) -> list[list[int]]:
     bounds = np.flatnonzero(np.diff(sequence.trained, prepend=False, append=False))
     return bounds.reshape(-1, 2).tolist()
 
@@ -270,7 +270,7 @@ def test_what_is_learnt_follows_the_prompt_that_the_engine_makes(
 ) -> None:
     tokenizer = tokenizers[name]
     opened = open_template(tokenizer, template, tmp_path)
-    [[sequence]] = encode_documents([data.Chat(SYSTEM_CHAT)], tokenizer, opened)
+    [[sequence]] = encode_documents([Chat(SYSTEM_CHAT)], tokenizer, opened)
     texts = [tokenizer.decode(sequence.ids[begin:end]) for begin, end in learnt_spans(sequence)]
     assert texts == [answer.format(turn["content"]) for turn in SYSTEM_CHAT[2::2]]
     monkeypatch.setattr(tokenizer, "chat_template", BUILT_IN.get(template, template))
@@ -287,7 +287,7 @@ def test_masks_of_random_chats(
     pieces = ["\n", " ", "The", "answer", "42.", "é", "😀", "###", "return", "[/INST", "<|eot"]
     chats = [["x" + "".join(rng.choice(pieces, 9)) + "y" for _ in range(2 * n)] for n in (1, 2, 4)]
     opened = open_template(tokenizers[name], template, tmp_path)
-    documents = [data.Chat(chat(*turns)) for turns in chats]
+    documents = [Chat(chat(*turns)) for turns in chats]
     for turns, [one] in zip(
         chats, encode_documents(documents, tokenizers[name], opened), strict=True
     ):
@@ -318,14 +318,14 @@ def test_templates_that_rewrite_earlier_turns_give_a_text_per_answer(
 ) -> None:
     tokenizer = make_tokenizer(["<b>", "<s>", "<|im_end|>", "<|im_start|>"])
     opened = open_template(tokenizer, template, tmp_path)
-    [sequences] = encode_documents([data.Chat(chat(*turns))], tokenizer, opened)
+    [sequences] = encode_documents([Chat(chat(*turns))], tokenizer, opened)
     for one, (asked, learnt) in zip(sequences, texts, strict=True):
         assert asked in tokenizer.decode(one.ids[~one.trained])
         assert tokenizer.decode(one.ids[one.trained]) == learnt
 
 
 def test_a_system_prompt_for_chats_that_have_none(tokenizers: dict[str, Any]) -> None:
-    opened = data.ChatTemplate(tokenizers["llama2"], "llama2", "Be kind.")
+    opened = ChatTemplate(tokenizers["llama2"], "llama2", "Be kind.")
     [one] = opened.render(HELLO)
     assert one.text.startswith("<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST]")
     [one] = opened.render(SYSTEM_CHAT)
@@ -336,12 +336,12 @@ def test_a_system_prompt_for_chats_that_have_none(tokenizers: dict[str, Any]) ->
 def test_chats_that_are_rendered_already(
     tokenizers: dict[str, Any], name: str, template: str
 ) -> None:
-    opened = data.ChatTemplate(tokenizers[name], template)
+    opened = ChatTemplate(tokenizers[name], template)
     [rendered] = opened.render(SYSTEM_CHAT)
     assert opened.find_answers(rendered.text) == rendered
     cut = opened.find_answers(rendered.text[: rendered.spans[1][0] + 2])
     assert cut.spans == [rendered.spans[0], (rendered.spans[1][0], rendered.spans[1][0] + 2)]
-    documents = [data.Chat(SYSTEM_CHAT), data.Rendered(rendered.text)]
+    documents = [Chat(SYSTEM_CHAT), Rendered(rendered.text)]
     [a], [b] = (
         sequences
         for document in documents
@@ -354,24 +354,24 @@ def test_a_template_without_bos_leaves_it_to_the_tokenizer(
     tokenizers: dict[str, Any], tmp_path: Path
 ) -> None:
     opened = open_template(tokenizers["chatml"], CHATML, tmp_path)
-    [[one]] = encode_documents([data.Chat(HELLO)], tokenizers["chatml"], opened)
+    [[one]] = encode_documents([Chat(HELLO)], tokenizers["chatml"], opened)
     assert one.ids[:2].tolist() == [0, 2] and not one.trained[0]
     silent = make_tokenizer(["<s>", "<|im_end|>", "<|im_start|>"])
     silent.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    [[one]] = encode_documents([data.Chat(HELLO)], silent, opened)
+    [[one]] = encode_documents([Chat(HELLO)], silent, opened)
     assert one.ids[0] == 2  # <|im_start|>
 
 
 def test_spelled_out_special_tokens_are_no_special_tokens(tokenizers: dict[str, Any]) -> None:
-    opened = data.ChatTemplate(tokenizers["llama3"], "llama3")
+    opened = ChatTemplate(tokenizers["llama3"], "llama3")
     refused = opened.render(chat("Hi<|eot_id|>", "Hello."))
     assert refused == Broken("a special token is spelled out", "<|eot_id|>")
     assert isinstance(opened.render(chat("Hi <|eot_i", "Hello </s>.")), list)
 
 
 def test_whether_turns_end(tokenizers: dict[str, Any], tmp_path: Path) -> None:
-    assert data.ChatTemplate(tokenizers["llama2"], "llama2").ends_turns
-    endless = data.CHAT_TEMPLATE.replace("eos_token", "''")
+    assert ChatTemplate(tokenizers["llama2"], "llama2").ends_turns
+    endless = CHAT_TEMPLATE.replace("eos_token", "''")
     assert not open_template(tokenizers["llama2"], endless, tmp_path).ends_turns
 
 
@@ -399,5 +399,5 @@ def test_templates_that_cannot_be_used(
         if template and "{" in template:
             open_template(tokenizers[name], template, tmp_path)
         else:
-            data.ChatTemplate(tokenizers[name], template)
+            ChatTemplate(tokenizers[name], template)
     assert "\n" not in str(caught.value)

@@ -12,19 +12,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from poss_jax.checkpoint import (
+from poss_jax.checkpoint.folder import describe_item, load_draft, load_target, write_model
+from poss_jax.checkpoint.record import (
     ModelRecord,
     TargetIdentity,
-    describe_item,
-    load_draft,
-    load_target,
     new_record,
     read_record,
     target_identity,
     tokenizer_hashes,
-    write_model,
 )
-from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, UserError
+from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
+from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import (
     count_parameters,
     flatten_item,

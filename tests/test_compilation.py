@@ -6,9 +6,10 @@ import jax
 import pytest
 from models import random_draft, random_target, tiny_llama
 
-from poss_jax.checkpoint import new_record, target_identity
-from poss_jax.config import DraftConfig, SamplingConfig, TreeConfig
-from poss_jax.engine import Engine
+from poss_jax.checkpoint.record import new_record, target_identity
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.engine.engine import Engine
 
 
 @pytest.fixture

@@ -12,26 +12,18 @@ import jaxtyping
 import pydantic
 import pytest
 
-from poss_jax import config as configs
-from poss_jax.config import (
+from poss_jax.config import decoding, models, training
+from poss_jax.config.decoding import (
     AnswerConfig,
     BenchConfig,
     DecodingConfig,
-    DraftConfig,
     GenerateConfig,
-    LlamaConfig,
-    OptimizerConfig,
     RegenerateConfig,
-    RopeConfig,
     SamplingConfig,
-    SpecialistsConfig,
-    TrainConfig,
-    TreeConfig,
-    UserError,
-    build_config,
-    config_to_dict,
-    load_config,
 )
+from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
+from poss_jax.config.reading import UserError, build_config, config_to_dict, load_config, read_yaml
+from poss_jax.config.training import OptimizerConfig, SpecialistsConfig, TrainConfig
 
 LAYER = LlamaConfig(
     vocab_size=32,
@@ -300,7 +292,12 @@ def test_missing_and_binary_files(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # Numbers
 
-KINDS = [k for k in vars(configs).values() if isinstance(k, type) and dataclasses.is_dataclass(k)]
+KINDS = [
+    kind
+    for module in (models, training, decoding)
+    for kind in vars(module).values()
+    if dataclasses.is_dataclass(kind) and getattr(kind, "__module__", "") == module.__name__
+]
 NEEDED = {
     LlamaConfig: config_to_dict(LAYER),
     DraftConfig: {"layer": LAYER},
@@ -471,7 +468,7 @@ def test_aliases_that_stand_for_more_than_was_written(tmp_path):
     write(tmp_path / "base.yaml", "data: &d {x: *d}\n")
     assert "nested more" in refused(tmp_path, "base: base.yaml\ndata: &d {x: *d}\n")
     shared = write(tmp_path / "y", "x: &x {b1: 0.5}\noptimizer: {<<: *x, b2: 0.6}\ndrafts: *x")
-    assert configs.read_yaml(shared)["optimizer"] == {"b1": 0.5, "b2": 0.6}
+    assert read_yaml(shared)["optimizer"] == {"b1": 0.5, "b2": 0.6}
 
 
 @pytest.mark.parametrize(

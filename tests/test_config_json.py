@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, UserError
+from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
+from poss_jax.config.reading import UserError
 from poss_jax.convert.export import draft_config_json, target_config_json
 from poss_jax.convert.hf import DraftMetadata, parse_llama_config
 

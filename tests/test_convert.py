@@ -24,8 +24,10 @@ from convert_sources import (
 )
 from safetensors.numpy import load_file
 
-from poss_jax.checkpoint import load_draft, load_target, read_record
-from poss_jax.config import DraftConfig, LlamaConfig, RopeConfig, UserError
+from poss_jax.checkpoint.folder import load_draft, load_target
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
+from poss_jax.config.reading import UserError
 from poss_jax.convert.hf import parse_llama_config
 from poss_jax.convert.names import slots_by_key
 from poss_jax.convert.plan import PUBLISHED

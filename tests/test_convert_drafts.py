@@ -23,8 +23,9 @@ from golden import ROOT, Golden, load_golden, read_config, read_tensors
 from safetensors.numpy import save_file
 from test_golden import check_rounds
 
-from poss_jax.checkpoint import load_draft, read_record
-from poss_jax.config import UserError
+from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.reading import UserError
 from poss_jax.convert.plan import PUBLISHED
 
 SPANS = {"eagle": "1", "poss3": "3,3"}

@@ -18,7 +18,7 @@ from convert_sources import (
 from safetensors.numpy import save_file
 
 import poss_jax.checkpoint.folder
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import cli, main
 
 

@@ -15,8 +15,9 @@ from convert_sources import draw, run, target_tensors, write_source
 from models import random_tokens
 from safetensors.numpy import save_file
 
-from poss_jax.checkpoint import TOKENIZER_FILES, load_target, read_record
-from poss_jax.config import UserError
+from poss_jax.checkpoint.folder import load_target
+from poss_jax.checkpoint.record import TOKENIZER_FILES, read_record
+from poss_jax.config.reading import UserError
 from poss_jax.model.cache import init_cache
 from poss_jax.model.layers import linear
 from poss_jax.model.target import prefill

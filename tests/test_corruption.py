@@ -24,8 +24,8 @@ from convert_sources import (
 )
 from flax.traverse_util import flatten_dict
 
-from poss_jax.checkpoint import write_sums
-from poss_jax.config import UserError
+from poss_jax.checkpoint.sums import write_sums
+from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import cli
 from poss_jax.convert.plan import Conversion, plan_draft, plan_target
 

@@ -14,13 +14,18 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from poss_jax import data
-from poss_jax.config import DataConfig, UserError
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import DataConfig
 from poss_jax.data import rows as row_order
 from poss_jax.data import tokenizer as tokenizers
+from poss_jax.data.conversations import Tokens
 from poss_jax.data.encoding import encode_documents
+from poss_jax.data.prompts import prompts_from_documents
 from poss_jax.data.records import read_records
-from poss_jax.engine import read_prompts
+from poss_jax.data.rows import Rows, batch_at, make_rows
+from poss_jax.data.sources import Documents, load_documents
+from poss_jax.data.tokenizer import load_tokenizer, train_tokenizer
+from poss_jax.engine.dialogue import read_prompts
 
 SOURCE = "".join(
     f"def area_{n}(width, height):\n    '''Area number {n}.'''\n    return width * height + {n}\n\n"
@@ -32,13 +37,13 @@ SOURCE = "".join(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    data.train_tokenizer([SOURCE], 320, folder)
+    train_tokenizer([SOURCE], 320, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    return data.load_tokenizer(folder)
+    return load_tokenizer(folder)
 
 
 def write_jsonl(path: Path, *records: Any) -> Path:
@@ -46,8 +51,8 @@ def write_jsonl(path: Path, *records: Any) -> Path:
     return path
 
 
-def load(path: Path | str, **settings: Any) -> data.Documents:
-    return data.load_documents(DataConfig(source=str(path), **settings))
+def load(path: Path | str, **settings: Any) -> Documents:
+    return load_documents(DataConfig(source=str(path), **settings))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,7 +183,7 @@ def test_training_is_deterministic_and_looks_at_a_bounded_sample(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizers, "TOKENIZER_SAMPLE_CHARACTERS", len(SOURCE))
-    data.train_tokenizer(iter([SOURCE, "never looked at " * 1000]), 320, tmp_path)
+    train_tokenizer(iter([SOURCE, "never looked at " * 1000]), 320, tmp_path)
     digests = [
         hashlib.sha256((place / "tokenizer.json").read_bytes()).digest()
         for place in (folder, tmp_path)
@@ -189,7 +194,7 @@ def test_training_is_deterministic_and_looks_at_a_bounded_sample(
 def test_loading_is_silent_and_without_torch(folder: Path) -> None:
     program = (
         "import sys; from pathlib import Path; sys.modules['torch'] = None\n"
-        "from poss_jax.data import load_tokenizer\n"
+        "from poss_jax.data.tokenizer import load_tokenizer\n"
         "print(load_tokenizer(Path(sys.argv[1]))('def')['input_ids'][0])"
     )
     done = subprocess.run(
@@ -203,13 +208,13 @@ def test_loading_is_silent_and_without_torch(folder: Path) -> None:
 
 def test_tokenizer_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vocab_size wants at least 259"):
-        data.train_tokenizer([SOURCE], 258, tmp_path)
+        train_tokenizer([SOURCE], 258, tmp_path)
     for content in ("{", "{}"):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(UserError, match=r"want a tokenizer, got: .*; copy its files there"):
-            data.load_tokenizer(tmp_path)
+            load_tokenizer(tmp_path)
     with pytest.raises(UserError, match="want a tokenizer"):
-        data.load_tokenizer(tmp_path / "missing")
+        load_tokenizer(tmp_path / "missing")
 
 
 def test_no_code_of_a_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,17 +226,17 @@ def test_no_code_of_a_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / name).write_text(json.dumps(values))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     with pytest.raises(UserError, match=r"want a tokenizer, got: .*custom code"):
-        data.load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
     assert not ran.exists()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_tokenizer_file_that_would_be_waited_for(tmp_path: Path, name: str) -> None:
-    data.train_tokenizer([SOURCE], 259, tmp_path)
+    train_tokenizer([SOURCE], 259, tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match=rf"{name}: want a regular file"):
-        data.load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -244,11 +249,11 @@ def test_a_tokenizer_file_that_would_be_waited_for(tmp_path: Path, name: str) ->
     ids=["panic", "no unknown word", "no unknown piece"],
 )
 def test_tokenizers_that_fail_on_a_text(tmp_path: Path, change: dict[str, Any], error: str) -> None:
-    data.train_tokenizer([SOURCE], 259, tmp_path)
+    train_tokenizer([SOURCE], 259, tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=error) as caught:
-        tokenizers.encode_plain(data.load_tokenizer(tmp_path), ["a text"])
+        tokenizers.encode_plain(load_tokenizer(tmp_path), ["a text"])
     assert "\n" not in str(caught.value)
 
 
@@ -260,30 +265,30 @@ def test_a_stream_of_documents_between_bos_and_eos(tokenizer: PreTrainedTokenize
     a, b = tokenizers.encode_plain(tokenizer, ["QX", "ZQX"])
     stream = [0, *a, 1, 0, *b, 1]  # 9 tokens: <s> Q X </s> <s> Z Q X </s>
     encoded = [one for [one] in encode_documents(["QX", "ZQX"], tokenizer)]
-    rows = data.make_rows(encoded, 4, "stream")
+    rows = make_rows(encoded, 4, "stream")
     assert rows.tokens.dtype == rows.documents.dtype == np.int32 and len(rows) == 2
     assert rows.tokens.tolist() == [stream[:4], stream[4:8]]
     assert rows.loss_mask.all() and (rows.documents == 1).all()
     with pytest.raises(UserError, match="want a row of 10 tokens, got 9 tokens in 2 documents"):
-        data.make_rows(encoded, 10, "stream")
+        make_rows(encoded, 10, "stream")
     with pytest.raises(UserError, match="got 0 tokens in 0 documents"):
-        data.make_rows([], 4, "stream")
+        make_rows([], 4, "stream")
     with pytest.raises(UserError, match="got none with a token to train on; give more"):
-        data.make_rows([], 4, "documents")
+        make_rows([], 4, "documents")
 
 
-def numbered(*lengths: int) -> list[data.Tokens]:
+def numbered(*lengths: int) -> list[Tokens]:
     """Documents of tokens 10, 11, ... and 20, 21, ..., of which odd ones are learnt."""
     ids = [10 * n + np.arange(length) for n, length in enumerate(lengths, start=1)]
-    return [data.Tokens(one, one % 2 == 1) for one in ids]
+    return [Tokens(one, one % 2 == 1) for one in ids]
 
 
 def test_packed_rows_drawn() -> None:
-    rows = data.make_rows(numbered(4, 3, 2, 3), 7, "documents")
+    rows = make_rows(numbered(4, 3, 2, 3), 7, "documents")
     assert rows.tokens.tolist() == [[10, 11, 12, 13, 20, 21, 22], [30, 31, 40, 41, 42, 0, 0]]
     assert rows.documents.tolist() == [[1, 1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 2, 0, 0]]
     assert rows.loss_mask.tolist() == [[0, 1, 0, 1, 0, 1, 0], [0, 1, 0, 1, 0, 0, 0]]
-    rows = data.make_rows(numbered(3, 1), 3, "none")
+    rows = make_rows(numbered(3, 1), 3, "none")
     assert rows.tokens.tolist() == [[10, 11, 12], [20, 0, 0]]
     assert rows.documents.tolist() == [[1, 1, 1], [1, 0, 0]]
 
@@ -298,16 +303,16 @@ def test_packing_loses_nothing_and_fills_rows(seed: int) -> None:
     assert packed == row_order.pack(lengths, 64)
 
 
-def numbered_rows(num_rows: int) -> data.Rows:
+def numbered_rows(num_rows: int) -> Rows:
     tokens = np.arange(num_rows, dtype=np.int32)[:, None].repeat(2, axis=1)
-    return data.Rows(tokens, tokens % 2 == 0, tokens + 1)
+    return Rows(tokens, tokens % 2 == 0, tokens + 1)
 
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(12, 4), (10, 4), (3, 8), (1, 2)])
 def test_batches_cover_each_row_once_per_epoch(num_rows: int, batch_size: int) -> None:
     rows = numbered_rows(num_rows)
     steps = range(3 * num_rows)  # batch_size times 3 epochs, exactly
-    batches = [data.batch_at(rows, step, batch_size, 7) for step in steps]
+    batches = [batch_at(rows, step, batch_size, 7) for step in steps]
     assert all(batch.tokens.shape == (batch_size, 2) for batch in batches)
     order = np.concatenate([batch.tokens for batch in batches])[:, 0].reshape(-1, num_rows)
     assert (np.sort(order, axis=1) == np.arange(num_rows)).all()
@@ -315,12 +320,12 @@ def test_batches_cover_each_row_once_per_epoch(num_rows: int, batch_size: int) -
 
 def test_batches_of_a_resumed_run_are_the_same_and_seeds_differ() -> None:
     rows = numbered_rows(30)
-    whole = [data.batch_at(rows, step, 4, 1).tokens for step in range(20)]
+    whole = [batch_at(rows, step, 4, 1).tokens for step in range(20)]
     row_order._epoch_order.cache_clear()
     for step in (19, 5, 12):
-        np.testing.assert_array_equal(data.batch_at(rows, step, 4, 1).tokens, whole[step])
-    assert (data.batch_at(rows, 0, 4, 2).tokens != whole[0]).any()
-    epochs = [data.batch_at(rows, step, 30, 1).tokens for step in (0, 1)]
+        np.testing.assert_array_equal(batch_at(rows, step, 4, 1).tokens, whole[step])
+    assert (batch_at(rows, 0, 4, 2).tokens != whole[0]).any()
+    epochs = [batch_at(rows, step, 30, 1).tokens for step in (0, 1)]
     assert (epochs[0] != epochs[1]).any()
 
 
@@ -330,8 +335,8 @@ def test_batches_of_a_resumed_run_are_the_same_and_seeds_differ() -> None:
 
 def test_prompts_begin_at_definitions_and_repeat(tokenizer: PreTrainedTokenizerFast) -> None:
     texts = [SOURCE, "x = 1\n" * 3, SOURCE.replace("Area", "Size")]
-    prompts = data.prompts_from_documents(texts, tokenizer, num_prompts=12, prompt_tokens=16)
-    again = data.prompts_from_documents(texts, tokenizer, num_prompts=12, prompt_tokens=16)
+    prompts = prompts_from_documents(texts, tokenizer, num_prompts=12, prompt_tokens=16)
+    again = prompts_from_documents(texts, tokenizer, num_prompts=12, prompt_tokens=16)
     assert prompts == again and len({tuple(ids) for ids in prompts}) == 12
     for ids in prompts:
         assert len(ids) == 16 and ids[0] == 0 and 0 not in ids[1:]
@@ -342,7 +347,7 @@ def test_prompts_of_prose_begin_at_lines_and_documents_take_turns(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     texts = [f"{n} begins a document.\n  Indented.\n{n} ends it.\n\n" for n in range(4)]
-    prompts = data.prompts_from_documents(texts, tokenizer, num_prompts=4, prompt_tokens=12)
+    prompts = prompts_from_documents(texts, tokenizer, num_prompts=4, prompt_tokens=12)
     lines = [tokenizer.decode(ids[1:]) for ids in prompts]
     assert sorted(line[0] for line in lines) == ["0", "1", "2", "3"]
     assert all(line in text for line, text in zip(sorted(lines), texts, strict=True))
@@ -350,7 +355,7 @@ def test_prompts_of_prose_begin_at_lines_and_documents_take_turns(
 
 def test_too_few_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match="want 3 prompts of 4 tokens, got 1 from 2 documents"):
-        data.prompts_from_documents(["abcdef"] * 2, tokenizer, num_prompts=3, prompt_tokens=4)
+        prompts_from_documents(["abcdef"] * 2, tokenizer, num_prompts=3, prompt_tokens=4)
 
 
 def test_read_prompts_keeps_other_keys(tmp_path: Path) -> None:

@@ -15,16 +15,12 @@ import pytest
 from models import random_draft, random_target, random_tokens, tiny_llama
 from programs import POSS2, Runs, refusal, tiny_runs, write_config
 
-from poss_jax.checkpoint import load_draft, read_record
-from poss_jax.config import (
-    DraftConfig,
-    MeshConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    StepConfig,
-    UserError,
-)
-from poss_jax.data import Rows
+from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import MeshConfig, ObjectiveConfig, OptimizerConfig, StepConfig
+from poss_jax.data.rows import Rows
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import DraftTask, make_draft_step
 from poss_jax.model.parameters import place_tree
@@ -154,31 +150,31 @@ def test_others_that_cannot_be_joined_are_one_line(monkeypatch, count):
 CRASH = """
 import os, sys, time
 from pathlib import Path
-from poss_jax import data
+from train import loop
 from train.main import cli
 
-def batch_at(rows, step, *args, batch_at=data.batch_at):
+def batch_at(rows, step, *args, batch_at=loop.batch_at):
     while step == 4 and not saved.exists():
         time.sleep(0.05)
     return os._exit(9) if step == 4 else batch_at(rows, step, *args)
 
-data.batch_at, saved = batch_at, Path(sys.argv.pop())
+loop.batch_at, saved = batch_at, Path(sys.argv.pop())
 cli()
 """
 
 
 TOLD_TO_STOP = """
 import os, signal, time
-from poss_jax import data
+from train import loop
 from train.main import cli
 
-def batch_at(rows, step, *args, batch_at=data.batch_at):
+def batch_at(rows, step, *args, batch_at=loop.batch_at):
     if step == 3 and os.environ["JAX_PROCESS_ID"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.1 * (step >= 3))
     return batch_at(rows, step, *args)
 
-data.batch_at = batch_at
+loop.batch_at = batch_at
 cli()
 """
 

@@ -15,7 +15,7 @@ from models import random_draft, random_target, stacked, tiny_llama
 from scipy import stats
 from test_sampling import settings
 
-from poss_jax.config import DraftConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import Text, process_logits
 from poss_jax.decode.state import DecodeConfig, Request, Weights

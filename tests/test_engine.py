@@ -14,12 +14,13 @@ import pytest
 from programs import Runs, copy_model, tiny_runs
 
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
-from poss_jax.checkpoint import load_target, read_record
-from poss_jax.config import CPU_TREE
+from poss_jax.checkpoint.folder import load_target
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.models import CPU_TREE
 from poss_jax.decode import speculate
-from poss_jax.engine import fit_tree, generate_jit, prompt_seed
-from poss_jax.engine.device import device_memory, least_bytes
-from poss_jax.engine.prompts import sampling_per_prompt
+from poss_jax.engine.device import device_memory, fit_tree, least_bytes
+from poss_jax.engine.engine import generate_jit
+from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
 
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
 N = 24

@@ -19,17 +19,13 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 from test_config_json import LLAMA, TARGETS
 
-from poss_jax.checkpoint import (
-    load_target,
-    new_record,
-    read_record,
-    read_sums,
-    target_identity,
-    verify_model,
-    write_model,
-)
+from poss_jax.checkpoint.folder import load_target, write_model
+from poss_jax.checkpoint.integrity import verify_model
+from poss_jax.checkpoint.record import new_record, read_record, target_identity
+from poss_jax.checkpoint.sums import read_sums
 from poss_jax.checkpoint.torch_io import read_bin
-from poss_jax.config import LlamaConfig, UserError
+from poss_jax.config.models import LlamaConfig
+from poss_jax.config.reading import UserError
 from poss_jax.convert.export import plan_export, write_export
 from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.model.target import encode, stack_layers

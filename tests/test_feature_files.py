@@ -11,11 +11,13 @@ from models import stacked
 from programs import DRAFT, Runs, config_file, metrics, refusal, tiny_runs, write_lines
 from test_features import SHORT
 
-from poss_jax import data
-from poss_jax.checkpoint import load_target
+from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.torch_io import write_bin
-from poss_jax.config import DataConfig, TrainConfig, UserError, load_config
-from poss_jax.data.feature_files import read_feature_files
+from poss_jax.config.reading import UserError, load_config
+from poss_jax.config.training import DataConfig, TrainConfig
+from poss_jax.data.feature_files import FeatureFiles, read_feature_files
+from poss_jax.data.features import RowsWithFeatures
+from poss_jax.data.sources import load_documents
 from poss_jax.model.target import encode
 from train.main import main
 from train.stages import open_stage
@@ -65,7 +67,7 @@ def test_rows_are_the_files_cut_or_padded(runs: Runs, tmp_path: Path) -> None:
         assert "in 40 files" in stage.report["features"] and stage.report["packing"] == "none"
         found = {}
         for rows in (stage.rows, stage.validation_rows):
-            assert isinstance(rows, data.RowsWithFeatures) and len(rows) > 4
+            assert isinstance(rows, RowsWithFeatures) and len(rows) > 4
             features = rows.features[:, :, :]
             assert features.dtype == np.float32
             for row in range(len(rows)):
@@ -119,7 +121,7 @@ def test_opening_does_not_read_the_features(tmp_path: Path) -> None:
     ((name, record),) = read_feature_files(DataConfig(source=str(path)), D)
     assert isinstance(record, dict) and name == str(path)
     np.testing.assert_array_equal(record["input_ids"], arrays["input_ids"])
-    source = data.FeatureFiles((str(path),), (1, 8, D), np.dtype(np.float32))
+    source = FeatureFiles((str(path),), (1, 8, D), np.dtype(np.float32))
     with pytest.raises(UserError, match=r"data_0\.ckpt: cannot be read .the checksum of"):
         source.read(np.array([0]))
 
@@ -160,12 +162,12 @@ def test_files_that_cannot_be_used_are_counted_and_named(
     source = write_files(tmp_path, 12)
     broken(tmp_path, kind)
     config = DataConfig(source=source, validation_fraction=0.3)
-    tally = data.load_documents(config, width=D).tally
+    tally = load_documents(config, width=D).tally
     assert tally.records == 13 and tally.dropped.total() == 1
     (first,) = tally.first_dropped
     assert f"data_broken.ckpt: {reason}" in first and "\n" not in first
     with pytest.raises(UserError, match=r"13 of 13 records cannot be used .*first .*data_"):
-        data.load_documents(config, width=D + 1)
+        load_documents(config, width=D + 1)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,12 @@ from jax import lax
 from programs import DRAFT, POSS2, Runs, config_file, metrics, refusal, tiny_runs, weights
 from self_killing import run_until
 
-from poss_jax import data
-from poss_jax.config import MeshConfig, TrainConfig, UserError, load_config
+from poss_jax.config.reading import UserError, load_config
+from poss_jax.config.training import MeshConfig, TrainConfig
+from poss_jax.data.feature_cache import FeatureCache, open_cache
+from poss_jax.data.features import RowsWithFeatures, join_features
+from poss_jax.data.prepared import Prepared
+from poss_jax.data.rows import Rows, batch_at, rows_at
 from poss_jax.learn import step
 from poss_jax.model.sharding import make_mesh
 from train.devices import put_batch
@@ -38,13 +42,13 @@ def features_of(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(ml_dtypes.bfloat16)
 
 
-def open_small(folder: Path, **changes: Any) -> data.FeatureCache:
+def open_small(folder: Path, **changes: Any) -> FeatureCache:
     """A cache of seven rows, three in a shard."""
     made_from = MADE_FROM | changes.pop("made_from", {})
-    return data.open_cache(folder, made_from, changes.pop("shape", SHAPE), 3 * 3 * 4 * 2)
+    return open_cache(folder, made_from, changes.pop("shape", SHAPE), 3 * 3 * 4 * 2)
 
 
-def written(folder: Path) -> tuple[data.FeatureCache, np.ndarray]:
+def written(folder: Path) -> tuple[FeatureCache, np.ndarray]:
     folder.mkdir()
     cache, features = open_small(folder), features_of(SHAPE)
     cache.start()
@@ -180,7 +184,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str) -> None:
 
 
 def test_a_cache_that_another_run_begins_meanwhile_is_not_mixed_up(tmp_path: Path) -> None:
-    cache = data.open_cache(tmp_path, MADE_FROM, SHAPE, 5 * 3 * 4 * 2)
+    cache = open_cache(tmp_path, MADE_FROM, SHAPE, 5 * 3 * 4 * 2)
     open_small(tmp_path).start()
     with pytest.raises(UserError, match="was begun by another run meanwhile"):
         cache.start()
@@ -271,13 +275,13 @@ def test_a_device_reads_its_own_rows_and_no_others() -> None:
             return features[rows]
 
     tokens = np.arange(60, dtype=np.int32).reshape(20, 3)
-    rows = data.Rows(tokens, tokens > 3, np.ones_like(tokens))
-    joined = data.join_features(data.Prepared(rows[:14], rows[14:], {}), Source())
+    rows = Rows(tokens, tokens > 3, np.ones_like(tokens))
+    joined = join_features(Prepared(rows[:14], rows[14:], {}), Source())
     train, held_out = joined.train, joined.validation
-    assert joined.report == {"features": "here"} and isinstance(held_out, data.RowsWithFeatures)
+    assert joined.report == {"features": "here"} and isinstance(held_out, RowsWithFeatures)
     assert len(train) == 14 and held_out.features.shape == (6, 3, 4)
-    index = data.rows_at(14, 2, 8, seed=0)
-    batch = put_batch(data.batch_at(train, 2, 8, 0), make_mesh(MeshConfig(data=8)))
+    index = rows_at(14, 2, 8, seed=0)
+    batch = put_batch(batch_at(train, 2, 8, 0), make_mesh(MeshConfig(data=8)))
     assert sorted(reads) == sorted([row] for row in index.tolist())
     np.testing.assert_array_equal(batch.features, features[index])
     np.testing.assert_array_equal(batch.tokens, tokens[index])

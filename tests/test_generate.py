@@ -20,10 +20,14 @@ from programs import (
 )
 
 from infer.generate import main
-from poss_jax.checkpoint import read_record
-from poss_jax.config import SamplingConfig, config_to_dict
-from poss_jax.data import load_tokenizer
-from poss_jax.engine import Dialogue, Engine, Generation, PreparedPrompt, read_dialogues
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.reading import config_to_dict
+from poss_jax.data.tokenizer import load_tokenizer
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.dialogue import Dialogue, read_dialogues
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
 
 RECORDS = [
     {"prompt": "def area_7", "question_id": 81},

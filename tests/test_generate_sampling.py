@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from programs import NUM_NEW, Runs, generate, tiny_runs, write_lines
 
-from poss_jax.engine import Engine
+from poss_jax.engine.engine import Engine
 
 # One program for all lines: a bias, if only of others, makes their shapes the same.
 SAMPLED = ["--temperature", "1.2", "--top-p", "0.95", "--seed", "5", "--logit-bias", "299=1"]

@@ -10,13 +10,14 @@ from golden import METHODS, TREES, Golden, load_golden, read_json, read_npz
 from models import predict_depths
 from plain_step import PlainBatch, plain_gradients
 
-from poss_jax.config import ObjectiveConfig, StepConfig
+from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.convert.names import source_key
 from poss_jax.decode import drafting, speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import select
 from poss_jax.decode.verify import accept, choose
-from poss_jax.engine import Engine, PreparedPrompt
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.learn.losses import describe_targets
 from poss_jax.learn.recursion import DraftInputs
 from poss_jax.learn.step import DraftData, DraftTask, draft_gradients

@@ -3,7 +3,8 @@
 import pytest
 from convert_sources import TINY, target_tensors, write_source
 
-from poss_jax.config import RopeConfig, UserError
+from poss_jax.config.models import RopeConfig
+from poss_jax.config.reading import UserError
 from poss_jax.convert.formats import recognise
 from poss_jax.convert.hf import parse_llama_config
 from poss_jax.convert.source import open_source

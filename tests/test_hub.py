@@ -12,8 +12,8 @@ import pytest
 from convert_sources import TINY, target_tensors, write_source
 from hub_server import COMMIT, TOKEN, Hub, serve
 
-from poss_jax.checkpoint import read_record
-from poss_jax.config import UserError
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.reading import UserError
 from poss_jax.convert.source import check_blob
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # huggingface_hub reads most of its settings when it is imported.
 _SCRIPT = """
 import json, sys
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main
 said = {}
 for number, arguments in enumerate(json.loads(sys.argv[1])):

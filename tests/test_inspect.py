@@ -20,7 +20,7 @@ from convert_sources import (
 )
 from hub_server import COMMIT, Hub, serve
 
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main
 from poss_jax.convert.inspection import inspect
 

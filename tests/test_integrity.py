@@ -12,18 +12,12 @@ import pytest
 from convert_sources import convert_tiny, damages, draft_tensors, run, write_source
 from models import random_target, tiny_llama
 
-from poss_jax.checkpoint import (
-    load_item,
-    load_target,
-    new_record,
-    read_record,
-    sums,
-    target_identity,
-    verify_model,
-    write_model,
-)
+from poss_jax.checkpoint import sums
+from poss_jax.checkpoint.folder import load_item, load_target, write_model
+from poss_jax.checkpoint.integrity import verify_model
+from poss_jax.checkpoint.record import new_record, read_record, target_identity
 from poss_jax.checkpoint.sums import hash_item, hash_values
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import item_shapes, split_items
 
 

@@ -17,9 +17,10 @@ import yaml
 from programs import POSS2, STEPS, Runs, config_file, metrics, refusal, tiny_runs, weights
 from self_killing import ROOT
 
-from poss_jax import data
-from poss_jax.checkpoint import load_target, write_model
-from poss_jax.config import TrainConfig, load_config
+from poss_jax.checkpoint.folder import load_target, write_model
+from poss_jax.config.reading import load_config
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.rows import rows_at
 from poss_jax.model.parameters import split_items
 from train.main import main
 from train.stages import open_stage
@@ -205,7 +206,7 @@ def test_poisoned_batch_stops_the_run_and_is_named(runs: Runs, tmp_path: Path) -
     assert not (stage.validation_rows.tokens == token).any()
     (row,) = {int(row) for row, _ in np.argwhere(stage.rows.tokens == token)}
     batches = {
-        (seed, step): data.rows_at(len(stage.rows), step - 1, 2, seed)
+        (seed, step): rows_at(len(stage.rows), step - 1, 2, seed)
         for seed in range(100)
         for step in range(5, 9)
     }

@@ -12,8 +12,9 @@ import pytest
 from convert_sources import run, target_tensors, write_source
 from self_killing import ROOT, run_until
 
-from poss_jax.checkpoint import verify_model, whole_folder
-from poss_jax.config import UserError
+from poss_jax.checkpoint.integrity import verify_model
+from poss_jax.checkpoint.whole import whole_folder
+from poss_jax.config.reading import UserError
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax.config import RopeConfig
+from poss_jax.config.models import RopeConfig
 from poss_jax.model import layers
 from poss_jax.model.layers import attend, linear, rms_norm, rope_frequencies, rotate
 

@@ -16,15 +16,15 @@ from programs import refusal
 from self_killing import ROOT
 from test_run_folder import config_for, saved_run
 
-from poss_jax.checkpoint import hold_lock, sole_writer
-from poss_jax.config import UserError
+from poss_jax.checkpoint.locks import hold_lock, sole_writer
+from poss_jax.config.reading import UserError
 from train.claim import hold_together
 from train.main import train
 from train.regenerate import main as regenerate_main
 
 HOLDER = """
 import sys
-from poss_jax.checkpoint import sole_writer
+from poss_jax.checkpoint.locks import sole_writer
 with sole_writer(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()

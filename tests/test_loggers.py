@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_run_folder import config_for
 
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from train.loggers import check_loggers, open_loggers, scalars
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from poss_jax.config import ObjectiveConfig
+from poss_jax.config.training import ObjectiveConfig
 from poss_jax.learn.losses import (
     describe_targets,
     draft_losses,

@@ -13,9 +13,9 @@ from test_distribution import raw_bonus
 
 from infer import bench, lossless
 from infer.lossless import Scores, examine
-from poss_jax.config import TreeConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.decode import speculate
-from poss_jax.engine import Generation
+from poss_jax.engine.answers import Generation
 
 NO_NOISE = np.zeros(4, np.float32)
 

@@ -12,7 +12,9 @@ import pytest
 from models import random_draft, stacked, tiny_llama
 from programs import POSS2, Runs, refusal, tiny_runs, write_config
 
-from poss_jax.config import DraftConfig, TrainConfig, UserError, build_config
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.reading import UserError, build_config
+from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import DraftTask
 from train.devices import make_on

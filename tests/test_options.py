@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 from programs import refusal
 
-from poss_jax import SamplingConfig, TreeConfig, config
-from poss_jax.config import CPU_TREE, GenerateConfig, list_keys
+from poss_jax import SamplingConfig, TreeConfig
+from poss_jax.config.decoding import BenchConfig, GenerateConfig, RegenerateConfig
+from poss_jax.config.models import CPU_TREE
+from poss_jax.config.reading import UserError, list_keys
+from poss_jax.config.training import TrainConfig
 from poss_jax.program.options import list_options, read_arguments, read_trees
 
 KINDS = [
-    config.GenerateConfig,
-    config.RegenerateConfig,
-    config.BenchConfig,
-    config.TrainConfig,
+    GenerateConfig,
+    RegenerateConfig,
+    BenchConfig,
+    TrainConfig,
 ]
 
 
@@ -79,15 +82,15 @@ def test_command_lines_that_are_refused(arguments: str, error: str) -> None:
 
 
 def test_a_missing_key_names_its_option() -> None:
-    with pytest.raises(config.UserError, match="want --target DIR, or the key target in the file"):
+    with pytest.raises(UserError, match="want --target DIR, or the key target in the file"):
         read_arguments(GenerateConfig, ["--prompt=x"], prog="test", doc=None)
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        read_arguments(config.TrainConfig, ["--help"], prog="test", doc="The description.")
+        read_arguments(TrainConfig, ["--help"], prog="test", doc="The description.")
     printed = capsys.readouterr().out
-    for key, about in list_keys(config.TrainConfig).items():
+    for key, about in list_keys(TrainConfig).items():
         name = key if "." in key else f"--{key.replace('_', '-')}"
         assert about.is_section or f" {name} " in printed.replace("\n", " "), key
 

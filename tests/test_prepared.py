@@ -7,16 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poss_jax import data
-from poss_jax.config import DataConfig, UserError
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import DataConfig
+from poss_jax.data import prepared as preparing
+from poss_jax.data.prepared import Prepared
+from poss_jax.data.rows import Rows
+from poss_jax.data.tokenizer import load_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
     texts = [f"### user\nWhat is {n}?\n### assistant\nIt is {n}.\n" for n in range(99)]
-    data.train_tokenizer(texts, 320, folder)
-    return data.load_tokenizer(folder)
+    train_tokenizer(texts, 320, folder)
+    return load_tokenizer(folder)
 
 
 CHATS = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(40)]
@@ -31,13 +35,13 @@ def source(folder: Path, records: list[Any]) -> str:
     return str(path)
 
 
-def prepare(folder: Path, tokenizer: Any, records: list[Any], **settings: Any) -> data.Prepared:
+def prepare(folder: Path, tokenizer: Any, records: list[Any], **settings: Any) -> Prepared:
     values = {"validation_fraction": 0.3, "sequence_length": 64}
     config = DataConfig(source=source(folder, records), **(values | settings))
-    return data.prepare(folder, config, tokenizer, 320)
+    return preparing.prepare(folder, config, tokenizer, 320)
 
 
-def texts_of(rows: data.Rows, tokenizer: Any, *, learnt: bool) -> list[str]:
+def texts_of(rows: Rows, tokenizer: Any, *, learnt: bool) -> list[str]:
     """Documents of all rows, or what is learnt of them."""
     return [
         tokenizer.decode(tokens[(documents == number) & (mask | (not learnt))])

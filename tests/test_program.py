@@ -15,8 +15,8 @@ import jax
 import pytest
 
 import poss_jax
-from poss_jax.config import UserError
-from poss_jax.program import run_program
+from poss_jax.config.reading import UserError
+from poss_jax.program.running import run_program
 
 MEMORY = "lower the batch size, the lengths or the tree, in training data.sequence_length, batch_"
 FULL = OSError(errno.ENOSPC, "No space left on device", "x")
@@ -111,7 +111,7 @@ def test_a_traceback_that_cannot_be_kept_is_printed(
 
 
 PIPED = """
-from poss_jax.program import run_program
+from poss_jax.program.running import run_program
 
 run_program(lambda: print("printed"))
 """
@@ -148,7 +148,7 @@ def test_shells_that_take_no_output(command: str, code: int, error: str, tmp_pat
 
 INTERRUPTED = """
 import atexit, os, threading, time
-from poss_jax.program import run_program
+from poss_jax.program.running import run_program
 
 def main():
     threading.Thread(target=lambda: (time.sleep(0.2), print("the thread ended"))).start()
@@ -168,7 +168,7 @@ def test_nothing_is_closed_after_an_interruption() -> None:
 
 LOST = """
 import gc, signal, time
-from poss_jax.program import run_program
+from poss_jax.program.running import run_program
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell may have had it ignored
 

@@ -4,15 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from poss_jax.config import (
-    BenchConfig,
-    DraftConfig,
-    LlamaConfig,
-    OptimizerConfig,
-    TrainConfig,
-    load_config,
-    read_yaml,
-)
+from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.reading import load_config, read_yaml
+from poss_jax.config.training import OptimizerConfig, TrainConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))

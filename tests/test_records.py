@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from poss_jax import data
-from poss_jax.config import DataConfig, UserError
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import DataConfig
 from poss_jax.data import records
 from poss_jax.data.records import read_records
+from poss_jax.data.sources import Documents, load_documents
 
 
-def load(path: Path, **settings: Any) -> data.Documents:
-    return data.load_documents(DataConfig(source=str(path), **settings))
+def load(path: Path, **settings: Any) -> Documents:
+    return load_documents(DataConfig(source=str(path), **settings))
 
 
 TEXTS = [json.dumps({"text": f"text {n}"}) for n in range(8)]

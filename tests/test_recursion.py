@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from models import predict_depths, random_draft, random_target, random_tokens, stacked, tiny_llama
 
-from poss_jax.config import DraftConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode import drafting
 from poss_jax.decode.drafting import commit_pairs, join_pairs
 from poss_jax.learn.recursion import DraftInputs, first_version, unroll

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from programs import Runs, refusal, summary, tiny_runs, write_lines
 
-from poss_jax import Generation, SamplingConfig, UserError, data
-from poss_jax.config import DataConfig
-from poss_jax.data import Broken
-from poss_jax.engine import Engine
+from poss_jax import Generation, SamplingConfig, UserError
+from poss_jax.config.training import DataConfig
+from poss_jax.data.conversations import read_questions
+from poss_jax.data.records import Broken
+from poss_jax.data.sources import load_documents
+from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from train import regenerate
 from train.answers import AnswerFiles, AnswerSettings, Question, answer_window
@@ -45,7 +47,7 @@ def users(*turns: str) -> list[dict[str, str]]:
     ],
 )
 def test_questions_of_every_format(record: dict[str, Any], asked: str) -> None:
-    assert data.read_questions(record) == users(*asked)
+    assert read_questions(record) == users(*asked)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_questions_of_every_format(record: dict[str, Any], asked: str) -> None:
     ],
 )
 def test_records_that_ask_nothing(record: dict[str, Any], reason: str) -> None:
-    found = data.read_questions(record)
+    found = read_questions(record)
     assert isinstance(found, Broken) and found.reason == reason
 
 
@@ -295,7 +297,7 @@ def test_the_target_answers_a_data_set(
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["index"] for line in lines] == [0, 2, *range(5, 12)]
     assert lines[1]["question_id"] == 7 and len(lines[1]["messages"]) == 4
-    found = data.load_documents(DataConfig(source=str(out), validation_fraction=0.5))
+    found = load_documents(DataConfig(source=str(out), validation_fraction=0.5))
     assert found.tally.dropped == {} and found.tally.records == 9
     # Killed in its second window and run again, it writes the same.
     add = AnswerFiles.add

@@ -11,10 +11,11 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from poss_jax import data
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.data import rendering
-from poss_jax.data.templates import BUILT_IN
+from poss_jax.data.rendering import RenderError, render_chats
+from poss_jax.data.templates import BUILT_IN, ChatTemplate
+from poss_jax.data.tokenizer import CHAT_TEMPLATE
 from poss_jax.engine.prompts import _token_id, encode_prompt
 
 CHAT = [
@@ -36,7 +37,7 @@ def make_tokenizer(template: Any) -> PreTrainedTokenizerFast:
 
 
 def render(template: Any, *, is_asking: bool = True) -> str:
-    return data.render_chats(make_tokenizer(template), [CHAT], is_asking=is_asking)[0]
+    return render_chats(make_tokenizer(template), [CHAT], is_asking=is_asking)[0]
 
 
 @pytest.fixture
@@ -45,12 +46,12 @@ def short_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("template", [*BUILT_IN.values(), data.CHAT_TEMPLATE])
+@pytest.mark.parametrize("template", [*BUILT_IN.values(), CHAT_TEMPLATE])
 @pytest.mark.parametrize("is_asking", [True, False])
 def test_texts_are_those_of_transformers(template: str, is_asking: bool) -> None:
     tokenizer = make_tokenizer(template)
     chats = [CHAT, CHAT[:1]]
-    assert data.render_chats(tokenizer, chats, is_asking=is_asking) == (
+    assert render_chats(tokenizer, chats, is_asking=is_asking) == (
         tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=is_asking)
     )
 
@@ -67,7 +68,7 @@ def test_texts_are_those_of_transformers(template: str, is_asking: bool) -> None
 @pytest.mark.usefixtures("short_time")
 def test_templates_that_never_end_are_ended(template: str) -> None:
     started = time.process_time()
-    with pytest.raises(data.RenderError, match=r"it takes more than 0\.2 s of processor time"):
+    with pytest.raises(RenderError, match=r"it takes more than 0\.2 s of processor time"):
         render(template)
     assert time.process_time() - started < 1  # the time is spent in the other process
     assert render("{{ messages[0].content }}") == "Hé 😀?"  # and the next one has its own
@@ -97,14 +98,14 @@ def test_templates_that_never_end_are_ended(template: str) -> None:
     ids=str,
 )
 def test_errors_of_templates_are_one_line(template: Any, error: str) -> None:
-    with pytest.raises(data.RenderError, match=error) as caught:
+    with pytest.raises(RenderError, match=error) as caught:
         render(template)
     assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) <= 200
     tokenizer = make_tokenizer(template)
     with pytest.raises(UserError, match=rf"chat template refuses them: .*{error}"):
         encode_prompt(CHAT, tokenizer, 10)
     with pytest.raises(UserError, match=rf"the chat template refuses it: .*{error}"):
-        data.ChatTemplate(tokenizer, None)
+        ChatTemplate(tokenizer, None)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +113,12 @@ def test_errors_of_templates_are_one_line(template: Any, error: str) -> None:
 )
 def test_templates_that_lose_what_was_said_are_refused(template: str) -> None:
     with pytest.raises(UserError, match="want questions and answers written as they are"):
-        data.ChatTemplate(make_tokenizer(template), None)
+        ChatTemplate(make_tokenizer(template), None)
 
 
 def test_a_long_chat_may_have_a_long_text() -> None:
     chat = [{"role": "user", "content": "word " * 10**6}]
-    [text] = data.render_chats(make_tokenizer(data.CHAT_TEMPLATE), [chat], is_asking=False)
+    [text] = render_chats(make_tokenizer(CHAT_TEMPLATE), [chat], is_asking=False)
     assert len(text) > 5 * 10**6
 
 
@@ -125,7 +126,7 @@ def test_threads_get_their_own_texts() -> None:
     def ask(number: int) -> bool:
         tokenizer = make_tokenizer(f"{number} " + "{{ messages[0].content }}")
         chat = [{"role": "user", "content": f"question {number}"}]
-        texts = data.render_chats(tokenizer, [chat] * 3, is_asking=True)
+        texts = render_chats(tokenizer, [chat] * 3, is_asking=True)
         return texts == [f"{number} question {number}"] * 3
 
     with ThreadPoolExecutor(8) as pool:
@@ -138,7 +139,7 @@ def test_a_program_that_ignores_the_signal_is_no_way_out() -> None:
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
     try:
-        with pytest.raises(data.RenderError, match="it takes more than"):
+        with pytest.raises(RenderError, match="it takes more than"):
             render(NESTED)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})

@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from poss_jax.config import TrainConfig, UserError, build_config
+from poss_jax.config.reading import UserError, build_config
+from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import TrainState
 from train.claim import claim_folder
 from train.run_folder import RunFolder

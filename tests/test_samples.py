@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poss_jax.data import Rows
+from poss_jax.data.rows import Rows
 from poss_jax.learn.validation import Predictions
 from train.samples import format_samples
 

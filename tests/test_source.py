@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from convert_sources import run, target_tensors, write_shards, write_source
 
-from poss_jax.checkpoint import copy_tokenizer, load_target, write_sums
-from poss_jax.config import UserError, json_reading, read_json
+from poss_jax.checkpoint.folder import copy_tokenizer, load_target
+from poss_jax.checkpoint.sums import write_sums
+from poss_jax.config import json_reading
+from poss_jax.config.json_reading import read_json
+from poss_jax.config.reading import UserError
 from poss_jax.convert import plan
 from poss_jax.convert.plan import is_finite
 from poss_jax.convert.source import open_tensors

@@ -9,7 +9,7 @@ import pytest
 from models import random_draft, random_target, stacked, tiny_llama
 from oracle import Shape
 
-from poss_jax.config import DraftConfig, RopeConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, RopeConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.model.specialists import attach, share_keys_values

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from models import tiny_llama
 
-from poss_jax.config import DraftConfig, ObjectiveConfig, OptimizerConfig, StepConfig
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import DraftTask, make_draft_step
 from poss_jax.model.documents import TrainBatch

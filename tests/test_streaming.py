@@ -11,7 +11,7 @@ from programs import Runs, copy_model, refusal, tiny_runs, write_lines
 
 from infer.generate import Screen, main
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
-from poss_jax.program import BRACKETS, COLOUR, text_marks
+from poss_jax.program.running import BRACKETS, COLOUR, text_marks
 
 N = 24
 TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)

@@ -10,8 +10,8 @@ from convert_sources import run as convert
 from jax import lax
 from models import random_target, random_tokens, stacked, tiny_llama
 
-from poss_jax.checkpoint import load_target
-from poss_jax.config import LlamaConfig, RopeConfig
+from poss_jax.checkpoint.folder import load_target
+from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.decode.tree import make_tree
 from poss_jax.model.cache import KVCache, init_cache
 from poss_jax.model.layers import linear

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.engine.text import Piece, TextStream, check_stop
 
 WORDS = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from poss_jax.checkpoint.torch_io import read_bin, write_bin
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 
 
 @pytest.mark.parametrize("function", [read_bin, partial(write_bin, arrays={})])

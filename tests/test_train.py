@@ -27,10 +27,14 @@ from programs import (
     weights,
 )
 
-from poss_jax import data
-from poss_jax.checkpoint import load_draft, read_record
-from poss_jax.config import TrainConfig, UserError, load_config
-from poss_jax.program import BRACKETS
+from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.reading import UserError, load_config
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.rows import batch_at
+from poss_jax.data.tokenizer import load_tokenizer
+from poss_jax.program.running import BRACKETS
+from train import loop
 from train.main import main
 from train.run_folder import RunFolder
 from train.stages import open_stage
@@ -60,7 +64,7 @@ def test_target_learns_and_is_a_model_with_tokenizer(runs: Runs) -> None:
     assert validations == [(step, "step", "validation_loss") for step in (10, 20, STEPS)]
     assert abs(losses[0] - np.log(300)) < 0.1 and losses[-1] < 3
     record = read_record(folder / "model")
-    tokenizer = data.load_tokenizer(folder / "model")
+    tokenizer = load_tokenizer(folder / "model")
     assert record.tokenizer_sha256 and record.target.name == "target"
     text = "def area(width):\n    return 'ü'"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
@@ -116,7 +120,7 @@ def test_finished_run_is_not_trained_again(
     def no_step(*_: Any) -> None:
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(data, "batch_at", no_step)
+    monkeypatch.setattr(loop, "batch_at", no_step)
     logged = metrics(runs.root / name)
     before = snapshot(runs.root / name / "model")
     main(["--config", str(runs.root / name / "config.yaml")])
@@ -173,7 +177,7 @@ def crash_when(function: Callable[..., Any], dies: Callable[..., bool]) -> Calla
 
 def at_batch(step: int) -> tuple[Any, str, Callable[..., Any]]:
     """Dies when the batch of a step is taken."""
-    return data, "batch_at", crash_when(data.batch_at, lambda _rows, at, *_: at == step)
+    return loop, "batch_at", crash_when(batch_at, lambda _rows, at, *_: at == step)
 
 
 def at_save(step: int) -> tuple[Any, str, Callable[..., Any]]:
@@ -215,8 +219,7 @@ def test_crashed_run_ends_like_an_uninterrupted_one(
             file.write('{"step": 1, "lo')
 
     steps: list[int] = []
-    batch_at = data.batch_at
-    monkeypatch.setattr(data, "batch_at", lambda *args: (steps.append(args[1]), batch_at(*args))[1])
+    monkeypatch.setattr(loop, "batch_at", lambda *args: (steps.append(args[1]), batch_at(*args))[1])
     main(["--config", config])
     assert steps == ([] if starts[-1] is None else [*range(starts[-1], STEPS)])
     assert metrics(folder) == metrics(runs.root / name)
@@ -294,7 +297,7 @@ def test_starting_from_another_targets_draft_needs_permission(runs: Runs, tmp_pa
 def test_overwrite_starts_anew(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(runs.root / "target", tmp_path / "run")
     config = config_file(runs, tmp_path, TARGET, seed=1)
-    monkeypatch.setattr(data, "batch_at", crash_when(data.batch_at, lambda *_: True))
+    monkeypatch.setattr(loop, "batch_at", crash_when(batch_at, lambda *_: True))
     with pytest.raises(Crash):
         main(["--config", config, "--overwrite"])
     left = {path.name for path in (tmp_path / "run").iterdir()}

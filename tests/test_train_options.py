@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from programs import POSS2, Runs, config_file, metrics, refusal, tiny_runs
 
-from poss_jax.checkpoint import load_draft, read_record
+from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.record import read_record
 from train.main import main
 
 FEW_STEPS = {"num_tokens": 3 * 64, "validate_every": 3}

@@ -10,12 +10,8 @@ import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 from plain_step import PlainBatch, plain_gradients
 
-from poss_jax.config import (
-    DraftConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    StepConfig,
-)
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
 from poss_jax.learn.pretraining import make_target_step, target_loss
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import (

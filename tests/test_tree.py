@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax.config import TreeConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.decode.tree import (
     Candidates,
     expand,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from models import predict_depths, random_draft, random_target, random_tokens, stacked, tiny_llama
 
-from poss_jax.config import DraftConfig, ObjectiveConfig, StepConfig
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.learn.pretraining import target_loss
 from poss_jax.learn.step import DraftTask, prepare_draft_data
 from poss_jax.learn.validation import (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from watch import tree_faults
 
-from poss_jax.config import TreeConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.decode import drafting, speculate, tree
 from poss_jax.decode.drafting import Level
 from poss_jax.decode.verify import Acceptance

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax.config import TreeConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.tree import Candidates, Tree, select
 from poss_jax.decode.verify import Acceptance, accept

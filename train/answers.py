@@ -16,16 +16,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.config import DataConfig, SamplingConfig, UserError
-from poss_jax.data import Broken, read_questions, read_records, special_pattern
-from poss_jax.engine import (
-    Dialogue,
-    Engine,
-    Generation,
-    PreparedPrompt,
-    answer_all,
-    with_seed,
-)
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import DataConfig
+from poss_jax.data.conversations import read_questions
+from poss_jax.data.records import Broken, read_records
+from poss_jax.data.tokenizer import special_pattern
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.dialogue import Dialogue, answer_all
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt, with_seed
 
 _ID_KEYS = ("id", "prompt_id", "question_id", "conversation_id")
 

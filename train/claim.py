@@ -13,8 +13,12 @@ from typing import Any
 
 import yaml
 
-from poss_jax.checkpoint import provenance, sole_writer, write_file
-from poss_jax.config import TrainConfig, UserError, config_to_dict, parse_yaml, shorten
+from poss_jax.checkpoint.locks import sole_writer
+from poss_jax.checkpoint.record import provenance
+from poss_jax.checkpoint.whole import write_file
+from poss_jax.config.reading import UserError, config_to_dict, shorten
+from poss_jax.config.training import TrainConfig
+from poss_jax.config.yaml_text import parse_yaml
 
 from .devices import ask_first, meet
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from poss_jax import data
-from poss_jax.program import text_marks
+from poss_jax.data.rows import Rows
+from poss_jax.program.running import text_marks
 
 _SAMPLE_TOKENS = 300
 
@@ -14,7 +14,7 @@ def describe_data(report: dict[str, Any]) -> list[str]:
     """Says what became of a data set.
 
     Args:
-      report: report of `data.Prepared`.
+      report: report of `Prepared`.
 
     Returns:
       Lines for people.
@@ -41,7 +41,7 @@ def describe_data(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def describe_sample(rows: data.Rows, tokenizer: Any) -> list[str]:
+def describe_sample(rows: Rows, tokenizer: Any) -> list[str]:
     """Shows the first document of the first row, marking what is trained on."""
     before, after = text_marks()
     document = (rows.documents[0] == 1).nonzero()[0]

@@ -16,9 +16,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from poss_jax import data
-from poss_jax.checkpoint import ModelRecord, write_model
-from poss_jax.config import DraftConfig, LlamaConfig, UserError
+from poss_jax.checkpoint.folder import write_model
+from poss_jax.checkpoint.record import ModelRecord
+from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.reading import UserError
+from poss_jax.data.rows import Rows
 from poss_jax.learn.state import TrainState
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.parameters import item_shapes, place_tree
@@ -107,7 +109,7 @@ def ask_first(function: Callable[[], str]) -> str:
 # Arrays
 
 
-def put_batch(rows: data.Rows, mesh: Mesh) -> TrainBatch:
+def put_batch(rows: Rows, mesh: Mesh) -> TrainBatch:
     """Places a batch; every process gives the part that its own devices hold."""
     place = place_batch(mesh)
 

@@ -11,16 +11,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from poss_jax import data
-from poss_jax.checkpoint import (
-    ModelRecord,
-    load_draft,
-    load_target,
-    new_record,
-    read_draft,
-    read_target,
-)
-from poss_jax.config import DraftConfig, TrainConfig, UserError
+from poss_jax.checkpoint.folder import load_draft, load_target, read_draft, read_target
+from poss_jax.checkpoint.record import ModelRecord, new_record
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.feature_cache import FeatureCache
+from poss_jax.data.features import join_features
+from poss_jax.data.sources import load_documents
+from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.learn.state import TrainState
 from poss_jax.learn.step import DraftTask, make_draft_step
 from poss_jax.learn.validation import (
@@ -65,7 +64,7 @@ class DraftStage:
             )
         validation_depth = _check_depths(config)
         self._open_draft(with_weights=with_weights)
-        self.tokenizer = data.load_tokenizer(Path(config.target))
+        self.tokenizer = load_tokenizer(Path(config.target))
         self._open_rows(folder)
         if with_weights and not is_complete(self._features):
             self._target["layers"] = load_layers(config.target, self._record, self._dtype, mesh)
@@ -97,11 +96,11 @@ class DraftStage:
     def _open_rows(self, folder: Path) -> None:
         """Reads the text, and looks for features of it."""
         config, target = self._run, self._record.llama
-        load = functools.partial(data.load_documents, config.data, target.hidden_size)
+        load = functools.partial(load_documents, config.data, target.hidden_size)
         prepared = prepare_rows(folder, config, self.tokenizer, target.vocab_size, load)
         self._features = find_features(config, self._record, prepared, self._dtype)
         if self._features is not None:
-            prepared = data.join_features(prepared, self._features)
+            prepared = join_features(prepared, self._features)
         self.rows, self.validation_rows = prepared.train, prepared.validation
         self.report = prepared.report
 
@@ -125,7 +124,7 @@ class DraftStage:
 
     def write_features(self) -> None:
         """See `Stage`."""
-        if isinstance(self._features, data.FeatureCache) and "layers" in self._target:
+        if isinstance(self._features, FeatureCache) and "layers" in self._target:
             encode_batch = make_encode(self._target, self._run, self._record, self.mesh)
             parts = self.rows, self.validation_rows
             fill_cache(self._features, parts, encode_batch, self._run.batch_size, self.mesh)

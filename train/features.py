@@ -14,9 +14,16 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from poss_jax import data
-from poss_jax.checkpoint import ModelRecord, hold_lock, load_item
-from poss_jax.config import TrainConfig, UserError, config_to_dict
+from poss_jax.checkpoint.folder import load_item
+from poss_jax.checkpoint.locks import hold_lock
+from poss_jax.checkpoint.record import ModelRecord
+from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.feature_cache import LOCK, FeatureCache, open_cache
+from poss_jax.data.feature_files import FeatureFiles
+from poss_jax.data.features import FeatureSource
+from poss_jax.data.prepared import Prepared
+from poss_jax.data.rows import Rows
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.parameters import place_weights
 from poss_jax.model.target import encode
@@ -28,8 +35,8 @@ EncodeFunction = Callable[[TrainBatch], Array]
 
 
 def find_features(
-    config: TrainConfig, record: ModelRecord, prepared: data.Prepared, dtype: Any
-) -> data.FeatureSource | None:
+    config: TrainConfig, record: ModelRecord, prepared: Prepared, dtype: Any
+) -> FeatureSource | None:
     """Finds the features of a run's rows; None: they are computed in every step.
 
     They are in files that the data came from, or in a cache, some of which may not be written yet.
@@ -42,7 +49,7 @@ def find_features(
     if prepared.files and config.features.cache is not None:
         raise UserError("features.cache: data.source has features of its own; leave out the cache")
     if prepared.files:
-        return data.FeatureFiles(prepared.files, shape, np.dtype(dtype))
+        return FeatureFiles(prepared.files, shape, np.dtype(dtype))
     if config.features.cache is None:
         return None
     made_from = {
@@ -51,12 +58,12 @@ def find_features(
         "computed in": jnp.dtype(dtype).name,
     }
     folder = Path(config.features.cache).absolute()
-    cache = data.open_cache(folder, made_from, shape, config.features.shard_gib * 2**30)
+    cache = open_cache(folder, made_from, shape, config.features.shard_gib * 2**30)
     cache.check_space()
     return cache
 
 
-def is_complete(features: data.FeatureSource | None) -> bool:
+def is_complete(features: FeatureSource | None) -> bool:
     """Tells, alike in every process, whether all features are known without the target."""
     return features is not None and _ask_whether(lambda: not features.missing)
 
@@ -84,8 +91,8 @@ def make_encode(
 
 
 def fill_cache(
-    cache: data.FeatureCache,
-    parts: Sequence[data.Rows],
+    cache: FeatureCache,
+    parts: Sequence[Rows],
     encode_batch: EncodeFunction,
     batch_size: int,
     mesh: Mesh,
@@ -116,12 +123,12 @@ def fill_cache(
         meet("features written")
 
 
-def _join(parts: Sequence[data.Rows]) -> data.Rows:
-    names = [field.name for field in fields(data.Rows)]
-    return data.Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+def _join(parts: Sequence[Rows]) -> Rows:
+    names = [field.name for field in fields(Rows)]
+    return Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-def _write(cache: data.FeatureCache, shard: int, features: Iterator[np.ndarray]) -> None:
+def _write(cache: FeatureCache, shard: int, features: Iterator[np.ndarray]) -> None:
     if is_first_process():
         cache.write(shard, features)
     else:
@@ -130,7 +137,7 @@ def _write(cache: data.FeatureCache, shard: int, features: Iterator[np.ndarray])
 
 
 def _encode_rows(
-    rows: data.Rows, chosen: range, encode_batch: EncodeFunction, batch_size: int, mesh: Mesh
+    rows: Rows, chosen: range, encode_batch: EncodeFunction, batch_size: int, mesh: Mesh
 ) -> Iterator[np.ndarray]:
     for first in range(chosen.start, chosen.stop, batch_size):
         index = np.minimum(np.arange(first, first + batch_size), chosen.stop - 1)
@@ -138,7 +145,7 @@ def _encode_rows(
 
 
 @contextmanager
-def _claim(cache: data.FeatureCache) -> Iterator[str]:
+def _claim(cache: FeatureCache) -> Iterator[str]:
     """One run writes a cache; others wait, and find it written."""
 
     def say(holder: str) -> None:
@@ -147,7 +154,7 @@ def _claim(cache: data.FeatureCache) -> Iterator[str]:
     with ExitStack() as held:
         try:
             cache.folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(hold_lock(cache.folder / data.LOCK, say))
+            held.enter_context(hold_lock(cache.folder / LOCK, say))
             cache.start()
         except OSError as error:
             raise UserError(
@@ -168,7 +175,7 @@ def _hash_target(record: ModelRecord) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _hash_rows(prepared: data.Prepared) -> str:
+def _hash_rows(prepared: Prepared) -> str:
     """Of everything that features depend on."""
     digest = hashlib.sha256()
     for part in (prepared.train, prepared.validation):

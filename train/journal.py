@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from poss_jax.config import TrainConfig
+from poss_jax.config.training import TrainConfig
 
 from .devices import is_first_process
 from .divergence import LossWatch, check_finite

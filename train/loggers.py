@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from poss_jax.config import TrainConfig, UserError, config_to_dict
+from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.training import TrainConfig
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax import data
-from poss_jax.config import TrainConfig, UserError
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.rows import batch_at, rows_at
 from poss_jax.learn.state import TrainState
 from poss_jax.model.documents import TrainBatch
 
@@ -43,7 +44,7 @@ def run_steps(
         try:
             for step in range(first_step + 1, config.num_steps + 1):
                 profiler.before(step)
-                rows = data.batch_at(stage.rows, step - 1, config.batch_size, config.seed)
+                rows = batch_at(stage.rows, step - 1, config.batch_size, config.seed)
                 state, metrics = step_fn(state, put_batch(rows, stage.mesh))
                 profiler.after(step, metrics)
                 journal.record(step, metrics)
@@ -92,7 +93,7 @@ def _describe_divergence(
     config: TrainConfig, folder: RunFolder, stage: Stage, error: Diverged
 ) -> str:
     """Names the batch, and writes its text where one can look at it."""
-    rows = data.rows_at(len(stage.rows), error.step - 1, config.batch_size, config.seed)
+    rows = rows_at(len(stage.rows), error.step - 1, config.batch_size, config.seed)
     texts = [stage.tokenizer.decode(tokens) for tokens in stage.rows.tokens[rows]]
     named = [f"# row {row}\n\n{text}\n" for row, text in zip(rows, texts, strict=True)]
     place = folder.write_sample(f"diverged-{error.step}.md", "\n".join(named))

@@ -19,11 +19,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.config import TrainConfig, UserError
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
-from poss_jax.program import run_program
 from poss_jax.program.options import read_arguments
+from poss_jax.program.running import run_program
 
 from .claim import claim_together, hold_together
 from .describe import describe_data, describe_sample

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from poss_jax.config import LlamaConfig, TrainConfig, UserError
-from poss_jax.engine import device_memory
+from poss_jax.config.models import LlamaConfig
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import TrainConfig
+from poss_jax.engine.device import device_memory
 from poss_jax.learn.pretraining import make_target_step
 from poss_jax.learn.state import TrainState, init_state, make_optimizer
 from poss_jax.learn.step import DraftTask, make_draft_step

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poss_jax.config import UserError, parse_yaml
-from poss_jax.program import Parser, run_program
+from poss_jax.config.reading import UserError
+from poss_jax.config.yaml_text import parse_yaml
+from poss_jax.program.running import Parser, run_program
 
 _BY_DEPTH = {
     "validation_loss": "loss",

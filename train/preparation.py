@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from poss_jax import data
-from poss_jax.config import TrainConfig, UserError
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.prepared import Prepared, prepare
+from poss_jax.data.sources import Documents
 
 
 def compute_dtype(config: TrainConfig, mesh: Mesh) -> Any:
@@ -22,8 +24,8 @@ def prepare_rows(
     config: TrainConfig,
     tokenizer: Any,
     vocab_size: int,
-    load: Callable[[], data.Documents] | None = None,
-) -> data.Prepared:
+    load: Callable[[], Documents] | None = None,
+) -> Prepared:
     """Rows to train on and held-out rows, of which a batch must be full.
 
     Args:
@@ -36,7 +38,7 @@ def prepare_rows(
     Raises:
       UserError: the data cannot be used, or there is too little of it.
     """
-    prepared = data.prepare(folder, config.data, tokenizer, vocab_size, load)
+    prepared = prepare(folder, config.data, tokenizer, vocab_size, load)
     held_out, length = len(prepared.validation), config.data.sequence_length
     if held_out < config.batch_size:
         raise UserError(

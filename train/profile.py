@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from poss_jax.config import ProfileConfig
+from poss_jax.config.training import ProfileConfig
 
 
 class Profiler:

@@ -21,13 +21,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint import read_record, sole_writer
-from poss_jax.config import DataConfig, RegenerateConfig, UserError, config_to_dict
-from poss_jax.data import ChatTemplate
+from poss_jax.checkpoint.locks import sole_writer
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.decoding import RegenerateConfig
+from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.training import DataConfig
 from poss_jax.data.files import matching_files
-from poss_jax.engine import Engine, check_bias
-from poss_jax.program import run_program
+from poss_jax.data.templates import ChatTemplate
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import check_bias
 from poss_jax.program.options import check_writable, load_engine, read_arguments
+from poss_jax.program.running import run_program
 
 from .answers import (
     AnswerFiles,

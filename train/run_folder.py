@@ -18,8 +18,11 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 from tqdm import tqdm
 
-from poss_jax.checkpoint import failed_write, find_damage, list_files, write_file, write_sums
-from poss_jax.config import TrainConfig, UserError
+from poss_jax.checkpoint.folder import failed_write
+from poss_jax.checkpoint.sums import find_damage, list_files, write_sums
+from poss_jax.checkpoint.whole import write_file
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import TrainState
 
 from .devices import ask_first, is_first_process

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax.data import Rows
+from poss_jax.data.rows import Rows
 from poss_jax.learn.validation import Predictions
 
 from .stages import Stage

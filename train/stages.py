@@ -7,8 +7,9 @@ from typing import Any, Protocol
 import optax
 from jax.sharding import Mesh
 
-from poss_jax import data
-from poss_jax.config import DraftConfig, LlamaConfig, TrainConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.rows import Rows
 from poss_jax.learn.state import TrainState
 from poss_jax.learn.validation import (
     Predictions,
@@ -38,8 +39,8 @@ class Stage(Protocol):
     lookahead: int
     config: LlamaConfig | DraftConfig
     mesh: Mesh
-    rows: data.Rows
-    validation_rows: data.Rows
+    rows: Rows
+    validation_rows: Rows
     report: dict[str, Any]
     tokenizer: Any
 

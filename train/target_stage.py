@@ -10,12 +10,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from poss_jax import data
-from poss_jax.checkpoint import (
-    new_record,
-    target_identity,
-)
-from poss_jax.config import TrainConfig
+from poss_jax.checkpoint.record import new_record, target_identity
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.conversations import plain_texts
+from poss_jax.data.sources import load_documents
+from poss_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from poss_jax.learn.pretraining import make_target_step
 from poss_jax.learn.state import TrainState
 from poss_jax.learn.validation import (
@@ -51,15 +50,15 @@ class TargetStage:
     ) -> None:
         del with_weights  # it starts from none
         assert config.model is not None
-        load = functools.cache(lambda: data.load_documents(config.data))
+        load = functools.cache(lambda: load_documents(config.data))
         self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
         self.mesh = mesh
         place = folder / _TOKENIZER
         if is_first_process() and not (place / "tokenizer.json").is_file():
-            texts = data.plain_texts(load().train)
-            data.train_tokenizer(texts, self.config.vocab_size, place)
+            texts = plain_texts(load().train)
+            train_tokenizer(texts, self.config.vocab_size, place)
         meet("tokenizer trained")
-        self.tokenizer = data.load_tokenizer(place)
+        self.tokenizer = load_tokenizer(place)
         prepared = prepare_rows(folder, config, self.tokenizer, self.config.vocab_size, load)
         self.rows, self.validation_rows = prepared.train, prepared.validation
         self.report = prepared.report

@@ -23,7 +23,9 @@ from flax.traverse_util import unflatten_dict
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, check_fit, read_record
 from poss_jax.checkpoint.sums import hash_item, write_sums
 from poss_jax.checkpoint.whole import whole_folder
-from poss_jax.config import DraftConfig, UserError, check_own_file, config_to_dict
+from poss_jax.config.json_reading import check_own_file
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.model.parameters import flatten_item, item_shapes, join_items
 from poss_jax.shapes import Params
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from poss_jax.checkpoint.folder import load_item
 from poss_jax.checkpoint.record import ModelRecord, read_record
 from poss_jax.checkpoint.sums import SUMS_FILE, check_file, hash_item, read_sums
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import item_shapes
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 
 
 @contextmanager

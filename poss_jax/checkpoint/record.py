@@ -16,8 +16,10 @@ from pydantic.dataclasses import dataclass
 
 import poss_jax
 from poss_jax.checkpoint.sums import hash_values
-from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config, read_json
+from poss_jax.config.json_reading import read_json
+from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.numbers import CountOrZero
+from poss_jax.config.reading import UserError, build_config
 
 FORMAT_VERSION = 1
 

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import flatten_item
 from poss_jax.shapes import Params
 

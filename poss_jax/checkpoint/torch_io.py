@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _GLOBAL = re.compile(r"GLOBAL (\S+)")

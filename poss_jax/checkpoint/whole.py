@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 
 _LOCK = "lock"
 

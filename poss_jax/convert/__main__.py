@@ -24,12 +24,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint import refuse_non_empty, write_model
+from poss_jax.checkpoint.folder import write_model
+from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.convert.export import plan_export, write_export
 from poss_jax.convert.inspection import inspect
 from poss_jax.convert.plan import Conversion, Row, plan_draft, plan_specialists, plan_target
 from poss_jax.model.parameters import count_parameters
-from poss_jax.program import Parser, run_program
+from poss_jax.program.running import Parser, run_program
 from poss_jax.shapes import Params
 
 _NUMBER = re.compile(r"(?<=[./])\d+(?=[./])|^\d+(?=[./])")

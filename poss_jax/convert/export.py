@@ -12,17 +12,13 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from poss_jax.checkpoint import (
-    ModelRecord,
-    copy_tokenizer,
-    describe_item,
-    load_item,
-    read_record,
-    torch_io,
-    whole_folder,
-    write_sums,
-)
-from poss_jax.config import DraftConfig, LlamaConfig, UserError, config_to_dict
+from poss_jax.checkpoint import torch_io
+from poss_jax.checkpoint.folder import copy_tokenizer, describe_item, load_item
+from poss_jax.checkpoint.record import ModelRecord, read_record
+from poss_jax.checkpoint.sums import write_sums
+from poss_jax.checkpoint.whole import whole_folder
+from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.convert.hf import CONFIG_KEYS, METADATA, ROPE_KEYS, DraftMetadata
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC
 from poss_jax.convert.plan import Row

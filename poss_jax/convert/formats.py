@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from poss_jax.config import DraftConfig, LlamaConfig, UserError, build_config, cut, shorten
+from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.reading import UserError, build_config, cut, shorten
 from poss_jax.convert.hf import (
     DraftMetadata,
     contradiction,

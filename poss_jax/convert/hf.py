@@ -12,15 +12,10 @@ from typing import Any
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from poss_jax.config import (
-    LlamaConfig,
-    UserError,
-    build_config,
-    read_json,
-    shorten,
-)
-from poss_jax.config.models import Spans
+from poss_jax.config.json_reading import read_json
+from poss_jax.config.models import LlamaConfig, Spans
 from poss_jax.config.numbers import CountOrZero, Depth
+from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
 from poss_jax.convert.source import Source
 

@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax.checkpoint import (
-    TOKENIZER_FILES,
-    ModelRecord,
-    describe_item,
-    read_record,
-    verify_model,
-)
-from poss_jax.config import DraftConfig, LlamaConfig, UserError
+from poss_jax.checkpoint.folder import describe_item
+from poss_jax.checkpoint.integrity import verify_model
+from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, read_record
+from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.reading import UserError
 from poss_jax.convert.formats import Reading, model_names, read_checkpoint
 from poss_jax.convert.plan import PUBLISHED, Row, find_published, place_specialists
 from poss_jax.convert.source import Source, open_source

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from poss_jax.config import DraftConfig, LlamaConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.model.families.eagle import EAGLE
 from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
 from poss_jax.model.target import TARGET

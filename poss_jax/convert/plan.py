@@ -12,16 +12,16 @@ import ml_dtypes
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from poss_jax.checkpoint import (
+from poss_jax.checkpoint.folder import describe_item, load_item
+from poss_jax.checkpoint.record import (
     ModelRecord,
     check_fit,
-    describe_item,
-    load_item,
     new_record,
     read_record,
     target_identity,
 )
-from poss_jax.config import DraftConfig, LlamaConfig, UserError, change_config
+from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.reading import UserError, change_config
 from poss_jax.convert.formats import HEAD, Reading, read_checkpoint
 from poss_jax.convert.hf import DraftMetadata
 from poss_jax.convert.names import source_key

@@ -16,8 +16,11 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from poss_jax.checkpoint import SUMS_FILE, TOKENIZER_FILES, check_file, read_sums, torch_io
-from poss_jax.config import UserError, check_own_file, parse_object, read_json
+from poss_jax.checkpoint import torch_io
+from poss_jax.checkpoint.record import TOKENIZER_FILES
+from poss_jax.checkpoint.sums import SUMS_FILE, check_file, read_sums
+from poss_jax.config.json_reading import check_own_file, parse_object, read_json
+from poss_jax.config.reading import UserError
 from poss_jax.convert.names import plain_name
 
 # What is fetched from the Hub: configs, tokenizer, and weights (.bin only without safetensors).

@@ -20,8 +20,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from poss_jax.checkpoint import write_file
-from poss_jax.config import UserError
+from poss_jax.checkpoint.whole import write_file
+from poss_jax.config.reading import UserError
 from poss_jax.data.files import one_line
 
 LOCK = ".lock"

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from poss_jax.checkpoint.torch_io import read_bin
-from poss_jax.config import DataConfig, UserError
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import DataConfig
 from poss_jax.data.files import existing_files
 from poss_jax.data.records import Broken, Record
 

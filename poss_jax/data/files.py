@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from poss_jax.config import JsonError, UserError, parse_json
+from poss_jax.config.json_reading import JsonError, parse_json
+from poss_jax.config.reading import UserError
 
 
 def matching_files(pattern: str) -> list[Path]:

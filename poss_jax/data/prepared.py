@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax.config import DataConfig, UserError, config_to_dict
+from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, content_key
 from poss_jax.data.encoding import encode_documents
 from poss_jax.data.files import one_line

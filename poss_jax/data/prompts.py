@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.data.tokenizer import encode_plain, special_ids
 
 if TYPE_CHECKING:

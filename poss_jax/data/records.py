@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poss_jax.config import DataConfig, JsonError, UserError, check_text, parse_json
+from poss_jax.config.json_reading import JsonError, check_text, parse_json
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import DataConfig
 from poss_jax.data.files import existing_files, matching_files, one_line
 
 LONGEST_RECORD = 1 << 26  # bytes; a longer record is not a conversation

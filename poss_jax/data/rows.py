@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.data.conversations import Tokens
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.data.conversations import Message
 from poss_jax.data.files import one_line
 from poss_jax.data.records import Broken

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poss_jax.config import UserError
+from poss_jax.config.reading import UserError
 from poss_jax.data.files import one_line
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from poss_jax.config import DraftConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode.sampling import Sampling, Text, process_logits
 from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
 from poss_jax.model.cache import KVCache, scratch_mask, write_layer

@@ -11,7 +11,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
-from poss_jax.config import DraftConfig
+from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting
 from poss_jax.decode.sampling import Text, draw_noise, process_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, DraftState, Output, Request, Weights

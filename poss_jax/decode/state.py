@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from flax import struct
 
-from poss_jax.config import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode.drafting import ChildrenFn
 from poss_jax.decode.sampling import Sampling
 from poss_jax.model.cache import KVCache

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from poss_jax.config import TreeConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.shapes import Array, Bool, Float, Int
 
 

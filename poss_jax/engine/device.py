@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from poss_jax.config import ACCELERATOR_TREE, CPU_TREE, LlamaConfig, TreeConfig, UserError
+from poss_jax.config.models import ACCELERATOR_TREE, CPU_TREE, LlamaConfig, TreeConfig
+from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Weights
 
 Trees = Mapping[int, TreeConfig | None]

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from poss_jax.config import SamplingConfig, UserError, build_config, shorten
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.data.files import json_lines
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine

@@ -21,7 +21,9 @@ import numpy as np
 
 from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.checkpoint.record import ModelRecord
-from poss_jax.config import DraftConfig, SamplingConfig, TreeConfig, UserError
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.config.reading import UserError
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.config import SamplingConfig, UserError, lone_surrogates
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.reading import UserError
+from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.data.rendering import RenderError, render_chats
 from poss_jax.data.tokenizer import call_tokenizer
 from poss_jax.decode.sampling import Sampling

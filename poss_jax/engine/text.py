@@ -5,7 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from poss_jax.config import UserError, lone_surrogates, shorten
+from poss_jax.config.reading import UserError, shorten
+from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.data.tokenizer import call_tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"

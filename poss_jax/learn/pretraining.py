@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from poss_jax.config import LlamaConfig, StepConfig
+from poss_jax.config.models import LlamaConfig
+from poss_jax.config.training import StepConfig
 from poss_jax.learn.losses import language_model_loss
 from poss_jax.learn.state import TrainState, cast, update_state
 from poss_jax.model.documents import TrainBatch, count, cut_batch, is_last_in

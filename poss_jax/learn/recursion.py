@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from poss_jax.config import DraftConfig
+from poss_jax.config.models import DraftConfig
 from poss_jax.model.blockwise import NOTHING, Attended, attend_documents, group_heads, ungroup_heads
 from poss_jax.model.documents import positions_in
 from poss_jax.model.families import family_of

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from poss_jax.config import OptimizerConfig
+from poss_jax.config.training import OptimizerConfig
 from poss_jax.shapes import Params
 
 

@@ -15,12 +15,8 @@ import optax
 from flax import struct
 from jax import lax
 
-from poss_jax.config import (
-    DraftConfig,
-    LlamaConfig,
-    ObjectiveConfig,
-    StepConfig,
-)
+from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.learn.losses import (
     DraftLosses,
     TargetRows,

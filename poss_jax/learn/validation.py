@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.config import LlamaConfig, StepConfig
+from poss_jax.config.models import LlamaConfig
+from poss_jax.config.training import StepConfig
 from poss_jax.learn.losses import draft_losses, language_model_loss, most_likely_tokens
 from poss_jax.learn.pretraining import labels_trained
 from poss_jax.learn.recursion import Depth, first_version, predict, take_specialist, unroll

@@ -13,7 +13,7 @@ from flax import struct
 from jax import lax
 from jax.typing import DTypeLike
 
-from poss_jax.config import LlamaConfig
+from poss_jax.config.models import LlamaConfig
 from poss_jax.model.layers import rope_frequencies
 from poss_jax.shapes import Array, Bool, Int
 

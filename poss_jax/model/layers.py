@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from poss_jax.config import LlamaConfig, RopeConfig
+from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.model.sharding import Axes
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 

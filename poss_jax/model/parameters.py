@@ -27,7 +27,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from poss_jax.config import DraftConfig, LlamaConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.model.families import FAMILIES, family_of
 from poss_jax.model.layers import Parameter
 from poss_jax.model.sharding import Axes, dividing_axes

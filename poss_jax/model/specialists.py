@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from poss_jax.config import DraftConfig, UserError
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.reading import UserError
 from poss_jax.model.layers import DecoderLayer, Parameter
 from poss_jax.shapes import Array, Int, Params
 

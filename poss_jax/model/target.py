@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from poss_jax.config import LlamaConfig
+from poss_jax.config.models import LlamaConfig
 from poss_jax.model.blockwise import attend_documents, group_heads, ungroup_heads
 from poss_jax.model.cache import KVCache, commit_rows, scratch_mask, write_layer
 from poss_jax.model.documents import positions_in

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from poss_jax.config import (
-    AnswerConfig,
+from poss_jax.config.decoding import AnswerConfig
+from poss_jax.config.models import TreeConfig
+from poss_jax.config.reading import (
     Key,
-    TreeConfig,
     UserError,
     build_config,
     list_keys,
@@ -26,7 +26,8 @@ from poss_jax.config import (
     read_yaml,
     shorten,
 )
-from poss_jax.engine import Engine, Trees, default_tree
+from poss_jax.engine.device import Trees, default_tree
+from poss_jax.engine.engine import Engine
 from poss_jax.program.running import Parser
 
 _LOG = logging.getLogger(__name__)

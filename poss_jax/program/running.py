@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 import jax
 
 import poss_jax
-from poss_jax.config import UserError, cut, lone_surrogates, shorten
+from poss_jax.config.reading import UserError, cut, shorten
+from poss_jax.config.yaml_text import lone_surrogates
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
 BRACKETS = (

@@ -9,7 +9,7 @@ from convert_sources import TINY, draft_tensors, write_source
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poss_jax.config import UserError, build_config, config_to_dict
+from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.hf import METADATA, parse_llama_config
 from poss_jax.convert.plan import place_specialists

@@ -9,10 +9,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poss_jax.config import DataConfig, UserError
-from poss_jax.data import Broken, read_questions, read_records
-from poss_jax.data.conversations import content_key, detect_format, read_document
-from poss_jax.engine import PROMPT_KEYS, read_prompts
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import DataConfig
+from poss_jax.data.conversations import content_key, detect_format, read_document, read_questions
+from poss_jax.data.records import Broken, read_records
+from poss_jax.engine.dialogue import PROMPT_KEYS, read_prompts
 
 NUMBERS = [-1, 0, 2**31, 2**63, 2**64, 10**400, 1e308, -0.0, float("nan"), float("inf"), True]
 TEXTS = ["", " ", "a", "\ud83d", "\0", "user", "assistant", "gpt", "x" * 500, "\N{GRINNING FACE}"]

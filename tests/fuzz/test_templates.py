@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from poss_jax.data import RenderError, render_chats, rendering
+from poss_jax.data import rendering
+from poss_jax.data.rendering import RenderError, render_chats
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 CPU_SECONDS = 0.2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toy import Round, check_round, draw_world, program
 from watch import acceptance_faults, tree_faults
 
-from poss_jax.config import TreeConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.decode.tree import expand, join_levels, next_beam, root_beam, select
 from poss_jax.decode.verify import accept
 

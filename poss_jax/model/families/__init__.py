@@ -1,6 +1,7 @@
 """Draft families, one file each; a new one is a `Family` and a line here."""
 
-from poss_jax.config import DraftConfig, UserError
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.reading import UserError
 from poss_jax.model.families.eagle import EAGLE
 from poss_jax.model.specialists import Family
 from poss_jax.shapes import Array, Params

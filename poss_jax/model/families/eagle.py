@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from poss_jax.config import DraftConfig
+from poss_jax.config.models import DraftConfig
 from poss_jax.model.layers import DecoderLayer, init_layer, layer_rows, linear, linear_rows
 from poss_jax.model.specialists import Family
 from poss_jax.shapes import Array, Float, Params
