@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from infer.bench import prompts_from_documents
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import DataConfig
 from poss_jax.data import rows as row_order
 from poss_jax.data import tokenizer as tokenizers
 from poss_jax.data.conversations import Tokens
 from poss_jax.data.encoding import encode_documents
-from poss_jax.data.prompts import prompts_from_documents
 from poss_jax.data.records import read_records
 from poss_jax.data.rows import Rows, batch_at, make_rows
 from poss_jax.data.sources import Documents, load_documents

@@ -13,8 +13,7 @@ from convert_sources import convert_tiny, damages, draft_tensors, run, write_sou
 from models import random_target, tiny_llama
 
 from poss_jax.checkpoint import sums
-from poss_jax.checkpoint.folder import load_item, load_target, write_model
-from poss_jax.checkpoint.integrity import verify_model
+from poss_jax.checkpoint.folder import load_item, load_target, verify_model, write_model
 from poss_jax.checkpoint.record import new_record, read_record, target_identity
 from poss_jax.checkpoint.sums import hash_item, hash_values
 from poss_jax.config.reading import UserError

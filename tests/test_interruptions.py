@@ -12,7 +12,7 @@ import pytest
 from convert_sources import run, target_tensors, write_source
 from self_killing import ROOT, run_until
 
-from poss_jax.checkpoint.integrity import verify_model
+from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config.reading import UserError
 

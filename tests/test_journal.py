@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from test_run_folder import config_for, start, state_at
 
-from train.divergence import Diverged
-from train.journal import Journal
+from train.journal import Diverged, Journal
 from train.run_folder import RunFolder
 
 

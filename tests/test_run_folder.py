@@ -13,8 +13,7 @@ import pytest
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import TrainState
-from train.claim import claim_folder
-from train.run_folder import RunFolder
+from train.run_folder import RunFolder, claim_folder
 
 MODEL = dict.fromkeys(
     "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads".split(), 4

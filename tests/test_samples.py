@@ -8,7 +8,7 @@ import pytest
 
 from poss_jax.data.rows import Rows
 from poss_jax.learn.validation import Predictions
-from train.samples import format_samples
+from train.loop import format_samples
 
 LETTERS = "abcdefghijklmnop|\n"
 

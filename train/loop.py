@@ -2,23 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import TrainConfig
-from poss_jax.data.rows import batch_at, rows_at
+from poss_jax.config.training import ProfileConfig, TrainConfig
+from poss_jax.data.rows import Rows, batch_at, rows_at
 from poss_jax.learn.state import TrainState
+from poss_jax.learn.validation import Predictions
 from poss_jax.model.documents import TrainBatch
 
-from .devices import put_batch
-from .divergence import Diverged
-from .journal import Journal
-from .preemption import preemption_notice
-from .profile import Profiler
+from .devices import preemption_notice, put_batch
+from .journal import Diverged, Journal
 from .run_folder import RunFolder
-from .samples import format_samples
 from .stages import Stage
 
 StepFunction = Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
@@ -106,3 +105,86 @@ def _describe_divergence(
         f"data (text: {place}); mend the data, lower optimizer.learning_rate, or raise "
         "explosion_factor if the loss is to be that high"
     )
+
+
+class Profiler:
+    """Records the steps that the config names, if the run comes through them."""
+
+    def __init__(self, config: ProfileConfig | None, folder: Path) -> None:
+        self._folder, self._is_on = folder, False
+        self._first = config.start if config else 0
+        self._last = config.start + config.steps - 1 if config else 0
+
+    def before(self, step: int) -> None:
+        """Starts recording at the window's first step."""
+        if step == self._first:
+            jax.profiler.start_trace(self._folder)
+            self._is_on = True
+
+    def after(self, step: int, arrays: Any) -> None:
+        """Stops recording after the window's last step, once its arrays are there."""
+        if step == self._last and self._is_on:
+            jax.block_until_ready(arrays)
+            self.close()
+
+    def close(self) -> None:
+        """Stops recording, if it is on."""
+        if self._is_on:
+            jax.profiler.stop_trace()
+            self._is_on = False
+
+
+# --------------------------------------------------------------------------------------------------
+# Samples
+
+_TOKENS_BEFORE = 16
+_PLACES = 4  # of each text
+
+
+def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
+    """Writes down what is predicted at a few places of the first validation rows.
+
+    Args:
+      stage: whose validation it was.
+      shown: predictions for its first rows.
+      num_samples: how many of them are used, if there are so many.
+
+    Returns:
+      Markdown: a table for each row, and a line in it for each place, the depths side by side.
+    """
+    depth = len(shown.tokens)
+    head = ["text before", *(f"depth {d}" for d in range(depth))]
+    lines = ["Held-out text, and what is predicted to follow: `right` or ~~`wrong`~~ `wanted`."]
+    for index in range(min(num_samples, len(shown.wanted))):
+        lines += ["", f"## Row {index}", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for place in _places(shown.is_trained[index], depth):
+            before = _text_before(stage.validation_rows[index : index + 1], place + stage.lookahead)
+            cells = [_quoted(stage.tokenizer, before)]
+            for d, row in enumerate(range(place, place + depth)):
+                wanted, got = shown.wanted[index, row], shown.tokens[d, index, row]
+                cell = _quoted(stage.tokenizer, [wanted])
+                cells.append(
+                    cell if got == wanted else f"~~{_quoted(stage.tokenizer, [got])}~~ {cell}"
+                )
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _places(is_trained: np.ndarray, depth: int) -> list[int]:
+    """Rows spread over the text from which `depth` trained rows follow each other."""
+    starts = range(len(is_trained) - depth + 1)
+    places = [start for start in starts if is_trained[start : start + depth].all()]
+    picked = np.linspace(0, len(places) - 1, _PLACES).round().astype(int) if places else []
+    return [places[i] for i in dict.fromkeys(picked)]
+
+
+def _text_before(row: Rows, end: int) -> np.ndarray:
+    """The last tokens before a place, of its own document."""
+    tokens, documents = row.tokens[0, :end], row.documents[0, :end]
+    return tokens[documents == documents[-1]][-_TOKENS_BEFORE:]
+
+
+def _quoted(tokenizer: Any, tokens: Any) -> str:
+    """Text as code in a cell of a table, line ends and spaces visible."""
+    text = repr(tokenizer.decode(tokens))[1:-1]
+    return f"`` {text} ``".replace("|", "\\|")

@@ -26,13 +26,12 @@ from poss_jax.model.parameters import count_parameters
 from poss_jax.program.options import read_arguments
 from poss_jax.program.running import run_program
 
-from .claim import claim_together, hold_together
-from .describe import describe_data, describe_sample
 from .devices import is_first_process, make_on, start_processes
 from .loggers import check_loggers
 from .loop import run_steps
 from .memory import check_memory, describe_devices
-from .run_folder import RunFolder, is_damaged
+from .preparation import describe_data, describe_sample
+from .run_folder import RunFolder, claim_together, hold_together, is_damaged
 from .stages import Stage, open_stage
 
 

@@ -2,8 +2,7 @@
 
 record.py      what model.json says: config, target identity, provenance
 sums.py        checksums of arrays and of files
-folder.py      writing a model, and loading it to the device
+folder.py      writing a model, loading it to the device, verifying it
 whole.py       a folder that is written all or nothing
 locks.py       one writer at a time
-integrity.py   comparing a folder with its checksums
 """

@@ -21,7 +21,7 @@ import tensorstore as ts
 from flax.traverse_util import unflatten_dict
 
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, check_fit, read_record
-from poss_jax.checkpoint.sums import hash_item, write_sums
+from poss_jax.checkpoint.sums import SUMS_FILE, check_file, hash_item, read_sums, write_sums
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config.json_reading import check_own_file
 from poss_jax.config.models import DraftConfig
@@ -236,6 +236,38 @@ def load_draft(
     """
     record = read_draft(folder, target=target, allow_target_mismatch=allow_target_mismatch)
     return record, _load_params(folder, record, dtype, sharding, item_shapes(record.config))
+
+
+def verify_model(folder: str | Path) -> ModelRecord:
+    """Compares every file and every array of a model folder with its checksum.
+
+    Loading does not do that: it would read a large model twice.
+
+    Returns:
+      What `model.json` says.
+
+    Raises:
+      UserError: names the first file or item that is missing, unreadable or another, or says that
+        the folder was written before there were checksums.
+    """
+    folder = Path(folder)
+    record = read_record(folder)
+    names = item_shapes(record.config)
+    sums, weights = read_sums(folder), record.weights_sha256 or {}
+    if "model.json" not in sums or weights.keys() != names.keys():
+        raise UserError(
+            f"{folder} has no complete checksums ({SUMS_FILE} about model.json, and there "
+            "weights_sha256 about every item); convert the model again"
+        )
+    for name, want in sums.items():
+        check_file(folder / name, want)
+    for name in names:
+        if hash_item(load_item(folder, record, name)) != weights[name]:
+            raise UserError(
+                f"{folder}: the weights of item {name} are not those that were written; "
+                "copy or convert the model again"
+            )
+    return record
 
 
 def load_item(

@@ -1,6 +1,6 @@
-"""Data sets in, rows of tokens out; the tokenizer; prompts.
+"""Data sets in, rows of tokens out; the tokenizer.
 
-Everything here is deterministic: the same source gives the same split, tokenizer, rows and prompts.
+Everything here is deterministic: the same source gives the same split, tokenizer and rows.
 
 files.py          files found and read
 records.py        records of a data set, one after the other
@@ -15,5 +15,4 @@ feature_cache.py  features kept on disk
 feature_files.py  features that other programs stored
 rows.py           sequences laid into rows; the batch of a step
 prepared.py       the rows of a run, kept in its folder
-prompts.py        prompts cut out of documents or read from a file
 """
