@@ -18,12 +18,16 @@ from poss_jax.config.decoding import (
     BenchConfig,
     DecodingConfig,
     GenerateConfig,
-    RegenerateConfig,
     SamplingConfig,
 )
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config, config_to_dict, load_config, read_yaml
-from poss_jax.config.training import OptimizerConfig, SpecialistsConfig, TrainConfig
+from poss_jax.config.training import (
+    OptimizerConfig,
+    RegenerateConfig,
+    SpecialistsConfig,
+    TrainConfig,
+)
 
 LAYER = LlamaConfig(
     vocab_size=32,

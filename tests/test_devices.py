@@ -17,9 +17,9 @@ from programs import POSS2, Runs, refusal, tiny_runs, write_config
 
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import MeshConfig, ObjectiveConfig, OptimizerConfig, StepConfig
+from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
 from poss_jax.data.rows import Rows
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import DraftTask, make_draft_step

@@ -16,9 +16,9 @@ from models import random_draft, random_target, random_tokens, stacked, tiny_lla
 
 from poss_jax.checkpoint.folder import load_draft, write_model
 from poss_jax.checkpoint.record import TargetIdentity, new_record, read_record
-from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import MeshConfig, ObjectiveConfig
+from poss_jax.config.training import ObjectiveConfig
 from poss_jax.convert.names import slots_by_key
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights

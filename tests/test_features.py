@@ -15,8 +15,9 @@ from jax import lax
 from programs import DRAFT, POSS2, Runs, config_file, metrics, refusal, tiny_runs, weights
 from self_killing import run_until
 
+from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError, load_config
-from poss_jax.config.training import MeshConfig, TrainConfig
+from poss_jax.config.training import TrainConfig
 from poss_jax.data.feature_cache import FeatureCache, open_cache
 from poss_jax.data.features import RowsWithFeatures, join_features
 from poss_jax.data.prepared import Prepared

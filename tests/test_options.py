@@ -8,10 +8,10 @@ import pytest
 from programs import refusal
 
 from poss_jax import SamplingConfig, TreeConfig
-from poss_jax.config.decoding import BenchConfig, GenerateConfig, RegenerateConfig
+from poss_jax.config.decoding import BenchConfig, GenerateConfig
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
-from poss_jax.config.training import TrainConfig
+from poss_jax.config.training import RegenerateConfig, TrainConfig
 from poss_jax.program.options import list_options, read_arguments, read_trees
 
 KINDS = [

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from models import random_draft, random_target, stacked, tiny_llama
 
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.config.reading import UserError, build_config
-from poss_jax.config.training import MeshConfig, OptimizerConfig, TrainConfig
+from poss_jax.config.training import OptimizerConfig, TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import (
     flatten_item,

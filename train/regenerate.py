@@ -23,9 +23,8 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.decoding import RegenerateConfig
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.config.training import DataConfig
+from poss_jax.config.training import DataConfig, RegenerateConfig
 from poss_jax.data.files import matching_files
 from poss_jax.data.templates import ChatTemplate
 from poss_jax.engine.engine import Engine

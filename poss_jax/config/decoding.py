@@ -1,4 +1,4 @@
-"""Settings of the programs that decode: generate, regenerate, bench."""
+"""Settings of the programs that decode."""
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -14,7 +14,6 @@ from poss_jax.config.numbers import (
     Temperature,
     TokenId,
 )
-from poss_jax.config.training import DataConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -121,29 +120,6 @@ class GenerateConfig(AnswerConfig):
             raise ValueError("show_drafts marks text as it is streamed; set stream, too")
         if self.stream and self.batch_size > 1:
             raise ValueError("stream shows one answer after the other; leave out batch_size")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RegenerateConfig(AnswerConfig):
-    """One run of `train.regenerate`.
-
-    Attributes:
-      data: The questions; of its keys, those about rows and training have no effect here.
-      output: JSONL file of chats to write; failures go into a file beside it.
-      keeps_unfinished: Keep answers that reach max_new_tokens; otherwise their chat ends before
-        them.
-    """
-
-    output: str
-    data: DataConfig = Field(default_factory=DataConfig)
-    max_new_tokens: Count = 1024
-    batch_size: Count = 8
-    keeps_unfinished: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.data.source == "stdlib":
-            raise ValueError("data.source: want chats or questions, got stdlib, which holds none")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

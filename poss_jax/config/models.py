@@ -1,5 +1,6 @@
-"""Shapes of models and of the draft tree: what jitted functions take as static arguments."""
+"""Shapes of models, draft tree and device grid: static arguments of jitted functions."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -9,12 +10,14 @@ from poss_jax.config.numbers import (
     AtLeastTwo,
     Count,
     Depth,
+    Devices,
     Fraction,
     HeadDim,
     NumLayers,
     Positive,
     TokenId,
 )
+from poss_jax.config.reading import UserError
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Spans = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
@@ -187,3 +190,44 @@ class TreeConfig:
 
 ACCELERATOR_TREE = TreeConfig()
 CPU_TREE = TreeConfig(depth=4, top_k=4, total_tokens=16)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MeshConfig:
+    """Grid of devices; at most one axis is -1 and takes the remaining devices.
+
+    Attributes:
+      data: Number of groups of devices that split the batch; each has a whole copy of the models.
+      fsdp: Number of devices of a group that split the batch, the weights and the optimizer state.
+      tensor: Number of devices that split the width of every layer.
+    """
+
+    data: Devices = -1
+    fsdp: Devices = 1
+    tensor: Devices = 1
+
+    def __post_init__(self) -> None:
+        sizes = (self.data, self.fsdp, self.tensor)
+        if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+            raise ValueError(f"want counts of devices, at most one of them -1, got {self.name}")
+
+    @property
+    def name(self) -> str:
+        """Sizes of the axes as text."""
+        return f"data={self.data} fsdp={self.fsdp} tensor={self.tensor}"
+
+    def sizes(self, num_devices: int) -> tuple[int, int, int]:
+        """Sizes of data, fsdp and tensor on this number of devices; 1, 1, 1 is always one device.
+
+        Raises:
+          UserError: they do not multiply to the number of devices.
+        """
+        sizes = (self.data, self.fsdp, self.tensor)
+        given = math.prod(size for size in sizes if size != -1)
+        data, fsdp, tensor = (num_devices // given if size == -1 else size for size in sizes)
+        if data * fsdp * tensor not in (num_devices, 1):
+            raise UserError(
+                f"mesh {self.name} does not fit {num_devices} devices; want sizes whose product "
+                f"is {num_devices}, or one of them -1 to take what the others leave"
+            )
+        return data, fsdp, tensor

@@ -1,4 +1,4 @@
-"""Settings of training runs."""
+"""Settings of training runs, and of the data they learn from."""
 
 import math
 from typing import Literal
@@ -6,14 +6,14 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from poss_jax.config.models import STRICT, LlamaConfig, Spans
+from poss_jax.config.decoding import AnswerConfig
+from poss_jax.config.models import STRICT, LlamaConfig, MeshConfig, Spans
 from poss_jax.config.numbers import (
     AtLeastTwo,
     Count,
     CountOrZero,
     Decay,
     Depth,
-    Devices,
     Fraction,
     NumEpochs,
     NumTokens,
@@ -22,7 +22,7 @@ from poss_jax.config.numbers import (
     Seed,
     Weight,
 )
-from poss_jax.config.reading import UserError, change_config
+from poss_jax.config.reading import change_config
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -150,47 +150,6 @@ class SpecialistsConfig:
             )
         if self.num_frozen and self.kv == "shared":
             raise ValueError("num_frozen wants kv per_specialist: shared ones cannot stay and move")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class MeshConfig:
-    """Grid of devices; at most one axis is -1 and takes the remaining devices.
-
-    Attributes:
-      data: Number of groups of devices that split the batch; each has a whole copy of the models.
-      fsdp: Number of devices of a group that split the batch, the weights and the optimizer state.
-      tensor: Number of devices that split the width of every layer.
-    """
-
-    data: Devices = -1
-    fsdp: Devices = 1
-    tensor: Devices = 1
-
-    def __post_init__(self) -> None:
-        sizes = (self.data, self.fsdp, self.tensor)
-        if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
-            raise ValueError(f"want counts of devices, at most one of them -1, got {self.name}")
-
-    @property
-    def name(self) -> str:
-        """Sizes of the axes as text."""
-        return f"data={self.data} fsdp={self.fsdp} tensor={self.tensor}"
-
-    def sizes(self, num_devices: int) -> tuple[int, int, int]:
-        """Sizes of data, fsdp and tensor on this number of devices; 1, 1, 1 is always one device.
-
-        Raises:
-          UserError: they do not multiply to the number of devices.
-        """
-        sizes = (self.data, self.fsdp, self.tensor)
-        given = math.prod(size for size in sizes if size != -1)
-        data, fsdp, tensor = (num_devices // given if size == -1 else size for size in sizes)
-        if data * fsdp * tensor not in (num_devices, 1):
-            raise UserError(
-                f"mesh {self.name} does not fit {num_devices} devices; want sizes whose product "
-                f"is {num_devices}, or one of them -1 to take what the others leave"
-            )
-        return data, fsdp, tensor
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -326,3 +285,26 @@ class TrainConfig:
         """Number of optimizer steps that take `num_tokens`."""
         assert self.num_tokens is not None, "see with_budget"
         return math.ceil(self.num_tokens / (self.batch_size * self.data.sequence_length))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RegenerateConfig(AnswerConfig):
+    """One run of `train.regenerate`.
+
+    Attributes:
+      data: The questions; of its keys, those about rows and training have no effect here.
+      output: JSONL file of chats to write; failures go into a file beside it.
+      keeps_unfinished: Keep answers that reach max_new_tokens; otherwise their chat ends before
+        them.
+    """
+
+    output: str
+    data: DataConfig = Field(default_factory=DataConfig)
+    max_new_tokens: Count = 1024
+    batch_size: Count = 8
+    keeps_unfinished: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data.source == "stdlib":
+            raise ValueError("data.source: want chats or questions, got stdlib, which holds none")

@@ -19,8 +19,8 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import MeshConfig
 from poss_jax.shapes import Array, Float
 
 BATCH = ("data", "fsdp")
