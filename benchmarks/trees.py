@@ -37,7 +37,7 @@ def read_tree(text: str) -> TreeConfig:
 
 
 def demo_shape(layers: int, hidden_size: int) -> LlamaConfig:
-    """The demo's target, perhaps deeper or wider."""
+    """The demo's target with another depth and width."""
     return LlamaConfig(
         vocab_size=1024,
         hidden_size=hidden_size,

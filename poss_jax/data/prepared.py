@@ -188,11 +188,11 @@ def _check_vocabulary(document: Document, ids: np.ndarray, vocab_size: int) -> N
 
 
 def _check_share(config: DataConfig, rows: Rows) -> None:
-    learnt = rows.loss_mask.sum() / (rows.documents > 0).sum()
-    if not 0 < learnt < 1:
+    share = rows.loss_mask.sum() / (rows.documents > 0).sum()
+    if not 0 < share < 1:
         raise UserError(
             f"data.source {config.source!r}: want to train on some of the tokens, not all; got "
-            f"{learnt:.0%} of them; check the chat template or set data.train_on: all"
+            f"{share:.0%} of them; check the chat template or set data.train_on: all"
         )
 
 
