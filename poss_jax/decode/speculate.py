@@ -65,7 +65,7 @@ def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets
         num_layers=config.target.num_layers,
         size=config.target_cache_size(request.tokens.shape[1]),
         rope_length=request.lengths + request.limits,
-        dtype=weights.target["embed"]["weight"].dtype,
+        dtype=targets.compute_dtype(weights.target),
     )
     return targets.prefill(weights.target, config.target, cache, request.tokens, request.lengths)
 

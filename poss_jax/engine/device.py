@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from poss_jax.config.models import ACCELERATOR_TREE, CPU_TREE, LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.model.target import compute_dtype
 
 Trees = Mapping[int, TreeConfig | None]
 """Batch size -> tree for that many prompts and more; None decodes them without a draft."""
@@ -107,7 +108,7 @@ def least_bytes(
     weights: Weights, config: DecodeConfig, *, batch_size: int, prompt_size: int
 ) -> int:
     """Counts the bytes held at once: weights, caches, the output, the logits of a round."""
-    size = weights.target["embed"]["weight"].dtype.itemsize
+    size = compute_dtype(weights.target).itemsize
     arrays = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(weights)}  # some are shared
     target, num_nodes = config.target, config.tree.num_nodes if config.draft else 1
     rows = config.target_cache_size(prompt_size)

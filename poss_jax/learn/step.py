@@ -36,7 +36,7 @@ from poss_jax.model.documents import TrainBatch, count, cut_batch, is_last_in, l
 from poss_jax.model.families import family_of
 from poss_jax.model.sharding import gather_head, split_batch
 from poss_jax.model.specialists import share_keys_values
-from poss_jax.model.target import embed, encode
+from poss_jax.model.target import compute_dtype, embed, encode
 from poss_jax.shapes import Array, Bool, Float, Params
 
 
@@ -90,7 +90,7 @@ def prepare_draft_data(
     if features is None:
         block = task.step.attention_block
         features = encode(target, task.target, batch.tokens, batch.documents, block=block)
-    features = lax.stop_gradient(features.astype(target["head"]["weight"].dtype))
+    features = lax.stop_gradient(features.astype(compute_dtype(target)))
     noisy = features
     if noise_keys is not None:
         lengths = lengths_in(batch.documents)[..., None].astype(jnp.float32)

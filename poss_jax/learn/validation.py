@@ -19,7 +19,7 @@ from poss_jax.learn.state import cast
 from poss_jax.learn.step import DraftData, DraftTask, prepare_draft_data
 from poss_jax.model.documents import TrainBatch, count
 from poss_jax.model.families import family_of
-from poss_jax.model.target import encode
+from poss_jax.model.target import compute_dtype, encode
 from poss_jax.shapes import Array, Bool, Float, Params
 
 
@@ -75,7 +75,7 @@ def make_draft_validation(task: DraftTask, depth: int) -> Callable:
     def validate(draft: Params, target: Params, batch: TrainBatch):
         head = target["head"]["weight"]
         data = prepare_draft_data(target, task, batch)
-        draft = cast(draft, head.dtype)
+        draft = cast(draft, compute_dtype(target))
 
         def visit(at: Depth, carry: None):
             parts, block = take_specialist(draft, at.specialist), task.step.attention_block

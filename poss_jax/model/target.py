@@ -73,6 +73,11 @@ def stack_layers(layers: list[Params]) -> Params:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
+def compute_dtype(params: Params) -> jnp.dtype:
+    """Dtype that a target, its caches and its drafts compute in: the one of its embedding."""
+    return params["embed"]["weight"].dtype
+
+
 def embed(weight: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Looks tokens up."""
     return jnp.take(weight, tokens, axis=0)
