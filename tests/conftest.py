@@ -18,6 +18,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="poss_jax-compiled-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # until a test wants otherwise
 
 import jax
 import pytest
@@ -35,29 +36,28 @@ def fixtures() -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def whole_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles quickly in the tests of whole programs (those with `tiny_runs`), and watches trees.
-
-    Their numbers are compared with each other only. What is compared with recorded or exact
-    numbers, and the texts of every shape of tree, is compiled as users compile it.
-    """
+def watched_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Watches the trees of all programs in modules that have `tiny_runs`."""
     if not hasattr(request.module, "tiny_runs"):
         yield
         return
     from watch import Watch  # not before pytest has hooked the type checks into poss_jax
 
     watch = Watch()
-    with pytest.MonkeyPatch.context() as patch, watch.tracing():
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for programs that tests start
-        _optimise(False)
+    with watch.tracing():
         yield
-    _optimise(True)
     watch.check(at_least=0)
 
 
-def _optimise(is_wanted: bool) -> None:
-    jax.config.update("jax_disable_most_optimizations", not is_wanted)
-    jax.clear_caches()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compiles with few optimisations, which halves the time, except what is marked."""
+    is_optimised = any(map(item.get_closest_marker, ("optimised", "device")))
+    wanted = str(int(not is_optimised))
+    if wanted != os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]:
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = wanted  # for programs that tests start
+        jax.config.update("jax_disable_most_optimizations", not is_optimised)
+        jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -164,6 +164,7 @@ def test_trees_hold_what_they_promise():
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 @pytest.mark.parametrize("is_watched", [False, True], ids=["", "watched"])
 @pytest.mark.parametrize("shape", [*TREES, (5, 1, 4), (8, 2, 6), (2, 10, 12), (6, 10, 60)], ids=str)
 def test_every_tree(shape, is_watched):
@@ -171,6 +172,7 @@ def test_every_tree(shape, is_watched):
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 @pytest.mark.parametrize("shape", TREES, ids=str)
 def test_a_pair_that_knows_its_text_by_heart(shape):
     weights, asked = overfit_weights(), request()
@@ -240,6 +242,7 @@ def test_without_the_four_layers_the_text_is_wrong():
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 def test_without_the_four_layers_models_write_wrong_texts():
     with planted(*MISTAKES), pytest.raises(AssertionError):
         check(program((6, 1, 5)), 10.0, 0.02, depth=6)

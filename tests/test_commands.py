@@ -16,6 +16,7 @@ import pytest
 from convert_sources import run
 from programs import Runs, tiny_runs, write_lines
 
+from poss_jax.config.models import TreeConfig
 from poss_jax.convert.plan import PUBLISHED
 
 ROOT = Path(__file__).parent.parent
@@ -36,8 +37,7 @@ SMALLER = {  # program -> arguments that are added
     "train.main": "data.sequence_length=32 data.template=null batch_size=1 num_epochs=null "
     "num_tokens=64 mesh.data=1 specialists.positions_per_specialist=[1,1] specialists.depth=2",
     "infer.generate": "--max-new-tokens 6",
-    "infer.bench": "--max-new-tokens 6 --num-prompts 2 --repeats 1 --tree-depth 1 --tree-top-k 2 "
-    "--tree-total-tokens 3",
+    "infer.bench": "--max-new-tokens 6 --num-prompts 2 --repeats 1",
     "train.regenerate": "--max-new-tokens 6",
 }
 INSTEAD = {  # words of a command -> what stands for them
@@ -48,9 +48,8 @@ CHATS = [
     {"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": f"def f_{n}"}]}
     for n in range(40)
 ]
-TREES = (
-    "1: {depth: 4, top_k: 2, total_tokens: 8}\n4: {depth: 2, top_k: 1, total_tokens: 3}\n16: null"
-)
+TREE = TreeConfig(depth=1, top_k=2, total_tokens=3)  # every position takes seconds to compile
+TREES = "1: {depth: 2, top_k: 1, total_tokens: 3}\n16: null"
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +105,7 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
         "data: {source: sharegpt.json, sequence_length: 32}"
     )
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("poss_jax.engine.device.CPU_TREE", TREE)
     return tmp_path
 
 

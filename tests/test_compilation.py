@@ -64,6 +64,7 @@ def test_other_settings_compile_nothing(engine, compilations):
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 def test_compiling_takes_longer_with_every_drafted_position(engine):
     """Prints the seconds that `_SLOW_DEPTH` of engine/device.py was chosen by.
 

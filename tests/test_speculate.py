@@ -46,6 +46,7 @@ def test_speculative_equals_autoregressive(name, is_sampled):
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 @pytest.mark.parametrize("seed", range(40))
 def test_speculative_equals_autoregressive_for_random_trees(seed):
     rng = np.random.default_rng(seed)

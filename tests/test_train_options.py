@@ -1,5 +1,7 @@
 """Options of a draft's step through the training program: what is shared, frozen, cut or narrow."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,12 @@ from programs import POSS2, Runs, config_file, metrics, refusal, tiny_runs
 
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.reading import load_config
+from poss_jax.config.training import TrainConfig
+from poss_jax.model.families import FAMILIES
 from train.main import main
+from train.stages import open_stage
 
 FEW_STEPS = {"num_tokens": 3 * 64, "validate_every": 3}
 
@@ -55,6 +62,20 @@ def test_frozen_specialists(runs: Runs, tmp_path: Path) -> None:
     ):
         for name in before:
             assert (after[name] != before[name]).any() == is_trained, name
+
+
+def test_a_draft_is_continued_in_its_own_family(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "other", FAMILIES["eagle"])
+    draft = shutil.copytree(runs.model("eagle"), tmp_path / "draft")
+    record = json.loads((draft / "model.json").read_text())
+    record["config"]["family"] = "other"
+    (draft / "model.json").write_text(json.dumps(record))
+    config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2, init_draft=str(draft)))
+    stage = open_stage(config, tmp_path, plan_for="here")
+    assert isinstance(stage.config, DraftConfig) and stage.config.family == "other"
+    assert stage.config.positions_per_specialist == (2, 2)
 
 
 def test_parts_of_a_batch_give_the_same_run(runs: Runs, tmp_path: Path) -> None:

@@ -80,16 +80,15 @@ class DraftStage:
     def _open_draft(self, *, with_weights: bool) -> None:
         """Settles the draft's shape, after the one it starts from if there is one."""
         wanted, layer = self._run.specialists, replace(self._record.llama, num_layers=1)
-        fc_bias, self._init_draft, self._vocabulary = wanted.fc_bias, None, None
+        draft = DraftConfig(layer=layer, fc_bias=wanted.fc_bias)
+        self._init_draft, self._vocabulary = None, None
         if self._run.init_draft is not None:
             record = self._open_init_draft(self._run.init_draft, with_weights=with_weights)
-            layer, fc_bias = record.draft.layer, record.draft.fc_bias
-            self._vocabulary = record.draft_vocabulary
-        self.config = DraftConfig(
-            layer=layer,
+            draft, self._vocabulary = record.draft, record.draft_vocabulary
+        self.config = replace(
+            draft,
             positions_per_specialist=wanted.positions_per_specialist,
             trained_depth=wanted.depth,
-            fc_bias=fc_bias,
             kv=wanted.kv,
         )
 
