@@ -1,5 +1,7 @@
 """Tiny models with random weights: no scale is 1 and no bias 0, so that none can be left out."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -29,13 +31,13 @@ def tiny_llama(**changes: Any) -> LlamaConfig:
 
 def random_target(config: LlamaConfig, seed: int = 0) -> Params:
     """A target with a list of layers."""
-    params = _draw(lambda: init_target(config, jax.random.key(0)), seed)
+    params = _draw(_shapes(init_target, config), seed)
     return params | {"head": params["embed"]} if config.tie_embeddings else params
 
 
 def random_draft(config: DraftConfig, seed: int = 1) -> Params:
     """A draft with a list of specialists, no two alike."""
-    return _draw(lambda: init_draft(config, jax.random.key(0)), seed)
+    return _draw(_shapes(init_draft, config), seed)
 
 
 def certain_pair(
@@ -120,8 +122,13 @@ def random_tokens(config: LlamaConfig, *shape: int, seed: int = 2) -> jax.Array:
     return jnp.asarray(drawn, jnp.int32)
 
 
-def _draw(init, seed: int) -> Params:
-    """Fills what `init` would make: outputs of variance 1, scales near 1, biases near 0."""
+@cache
+def _shapes(init: Callable[..., Params], config: Any) -> Params:
+    return jax.eval_shape(lambda: init(config, jax.random.key(0)))
+
+
+def _draw(shapes: Params, seed: int) -> Params:
+    """Fills the shapes of a model: outputs of variance 1, scales near 1, biases near 0."""
     rng = np.random.default_rng(seed)
 
     def leaf(path, shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -135,7 +142,7 @@ def _draw(init, seed: int) -> Params:
                 normal *= 0.2
         return jnp.asarray(normal, shape.dtype)
 
-    return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(init))
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
 
 
 def predict_depths(

@@ -5,6 +5,7 @@ plants the token the target will choose among the children of every node, as a c
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -75,8 +76,15 @@ def draw_request(
     )
 
 
+@partial(jax.jit, static_argnums=1)
+def _alone(weights: Weights, llama: LlamaConfig, request: Request) -> Output:
+    """Autoregressive text; one program serves every tree."""
+    config = DecodeConfig(llama, None, TreeConfig(depth=1, top_k=1, total_tokens=2), MAX_NEW)
+    return speculate.generate(weights, config, request).output
+
+
 class Shape:
-    """One compiled pair of programs: autoregressive, and speculative with the oracle.
+    """A compiled speculative program with the oracle, compared with autoregressive decoding.
 
     Attributes:
       tree: size of the draft tree.
@@ -96,8 +104,6 @@ class Shape:
         self.llama, self.batch, self.tree, self.is_sampled = llama, batch, tree, is_sampled
         self.lengths_seen: set[int] = set()
         self._watch = Watch()
-        alone = DecodeConfig(llama, None, tree, MAX_NEW)
-        self._alone = jax.jit(lambda weights, request: speculate.generate(weights, alone, request))
 
         def with_oracle(weights: Weights, request: Request, future: Array, planted: Array):
             children = partial(plant, future, planted)
@@ -110,21 +116,21 @@ class Shape:
     def check(self, target: Params, draft: Params, rng: np.random.Generator) -> None:
         """Decodes one drawn request both ways and compares token for token."""
         request = draw_request(self.llama, self.batch, rng, is_sampled=self.is_sampled)
-        expected = jax.device_get(vars(self._alone(Weights(target, {}), request).output))
+        expected = _fetch(_alone(Weights(target, {}), self.llama, request))
         planted = jnp.asarray(rng.random((self.batch, PROMPT_SIZE + MAX_NEW + 16)) < 0.7)
         future = _future(request, expected, planted.shape)
         weights = Weights(target, attach(draft, target))
         state = self._with_oracle(weights, request, future, planted)
-        self._compare(request, expected, state.output)
+        self._compare(request, expected, _fetch(state.output))
         self._watch.check()
 
-    def _compare(self, request: Request, expected: dict[str, np.ndarray], output: Output) -> None:
-        np.testing.assert_array_equal(output.num_tokens, expected["num_tokens"])
-        for row, count in enumerate(expected["num_tokens"]):
-            np.testing.assert_array_equal(
-                output.tokens[row, :count], expected["tokens"][row, :count]
-            )
-            accepted = np.array(output.num_accepted[row, : output.num_rounds[row]])
+    def _compare(
+        self, request: Request, expected: SimpleNamespace, output: SimpleNamespace
+    ) -> None:
+        np.testing.assert_array_equal(output.num_tokens, expected.num_tokens)
+        for row, count in enumerate(expected.num_tokens):
+            np.testing.assert_array_equal(output.tokens[row, :count], expected.tokens[row, :count])
+            accepted = output.num_accepted[row, : output.num_rounds[row]]
             self.lengths_seen |= set(accepted[:-1].tolist())
             # The first token comes from the prompt; a cut last round emits no bonus token.
             emitted = 1 + int(accepted.sum()) + len(accepted)
@@ -132,10 +138,15 @@ class Shape:
             assert count <= request.limits[row]
 
 
-def _future(request: Request, expected: dict[str, np.ndarray], shape: tuple[int, int]) -> Array:
+def _fetch(output: Output) -> SimpleNamespace:
+    """The same fields as NumPy arrays."""
+    return SimpleNamespace(**jax.device_get(vars(output)))
+
+
+def _future(request: Request, expected: SimpleNamespace, shape: tuple[int, int]) -> Array:
     """What the target chooses at every position of prompt and answer."""
     future = np.zeros(shape, np.int32)
     for row, length in enumerate(np.array(request.lengths)):
-        answer = expected["tokens"][row][: expected["num_tokens"][row]]
+        answer = expected.tokens[row][: expected.num_tokens[row]]
         future[row, length : length + len(answer)] = answer
     return jnp.asarray(future)

@@ -300,7 +300,7 @@ KINDS = [
     kind
     for module in (models, training, decoding)
     for kind in vars(module).values()
-    if dataclasses.is_dataclass(kind) and getattr(kind, "__module__", "") == module.__name__
+    if isinstance(kind, type) and kind.__module__ == module.__name__
 ]
 NEEDED = {
     LlamaConfig: config_to_dict(LAYER),

@@ -1,6 +1,7 @@
 """Equality with the original implementation: features, trees, rounds, generations, gradients."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,20 +62,19 @@ def round_in_pieces(weights: Weights, config: DecodeConfig, request: Request, st
     return state, drafted.candidates, tree, acceptance
 
 
-def check_round(recorded, row, candidates, tree, acceptance, state):
-    """Compares one row of a round with its record."""
-    parents = np.array(tree.parents[row])
-    assert np.array(tree.tokens[row]).tolist() == recorded["draft_tokens"]
-    assert [-1, *parents[1:].tolist()] == recorded["parent"]
+def check_round(recorded, row, candidates, tree, acceptance, root):
+    """Compares one row of a round with its record; everything as dicts of NumPy arrays."""
+    assert tree["tokens"][row].tolist() == recorded["draft_tokens"]
+    assert [-1, *tree["parents"][row, 1:].tolist()] == recorded["parent"]
     kept = np.array(recorded["node_flat_index"][1:])
-    assert np.array(candidates.tokens[row])[kept].tolist() == recorded["draft_tokens"][1:]
-    scores = np.array(candidates.scores[row])[kept]
+    assert candidates["tokens"][row, kept].tolist() == recorded["draft_tokens"][1:]
+    scores = candidates["scores"][row, kept]
     np.testing.assert_allclose(scores, recorded["node_score"][1:], atol=5e-5, rtol=0)
-    accepted = int(acceptance.num_accepted[row])
+    accepted = int(acceptance["num_accepted"][row])
     assert accepted == recorded["accept_length"]
-    path = np.array(acceptance.path[row, : accepted + 1])
-    assert np.array(tree.tokens[row])[path].tolist() == recorded["accepted_tokens"]
-    assert int(state.root[row]) == recorded["next_token"]
+    path = acceptance["path"][row, : accepted + 1]
+    assert tree["tokens"][row, path].tolist() == recorded["accepted_tokens"]
+    assert root[row] == recorded["next_token"]
 
 
 @pytest.mark.parametrize("suffix", TREES)
@@ -92,8 +92,13 @@ def check_rounds(golden: Golden, suffix: str) -> None:
     state = jax.jit(speculate.start, static_argnums=1)(golden.weights, config, request)
     for index in range(len(cases[0]["rounds"])):
         state, *shown = round_in_pieces(golden.weights, config, request, state)
+        *shown, root = jax.device_get([*map(_fields, shown), state.root])
         for row, case in enumerate(cases):
-            check_round(case["rounds"][index], row, *shown, state)
+            check_round(case["rounds"][index], row, *shown, root)
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    return part._asdict() if isinstance(part, tuple) else vars(part)
 
 
 # --------------------------------------------------------------------------------------------------

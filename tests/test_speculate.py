@@ -17,10 +17,10 @@ from poss_jax.model.specialists import attach, share_keys_values
 # (depth, top_k, total_tokens), spans, batch. The fourth asks for more nodes than can be drafted.
 SHAPES = {
     "default": ((6, 10, 60), (3, 3), 1),
-    "wide": ((2, 10, 24), (1,), 4),
+    "wide": ((2, 10, 24), (1,), 3),
     "chain": ((5, 1, 6), (1, 3, 4), 3),
-    "clamped": ((2, 2, 64), (1, 1), 2),
-    "deep": ((8, 3, 40), (2, 2), 2),
+    "clamped": ((2, 2, 64), (1, 1), 3),
+    "deep": ((8, 3, 40), (2, 2), 3),
     "tiny": ((1, 4, 2), (1,), 3),
 }
 
@@ -39,10 +39,15 @@ def check_shape(shape: tuple, *, cases: int, seed: int, is_sampled: bool = False
     assert programs.lengths_seen == set(range(tree.max_accepted + 1))
 
 
-@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_speculative_equals_autoregressive(name, is_sampled):
-    check_shape(SHAPES[name], cases=20, seed=0, is_sampled=is_sampled)
+def test_speculative_equals_autoregressive(name):
+    """A twelfth of the sequences is greedy; the program of batches that all are comes below."""
+    check_shape(SHAPES[name], cases=20, seed=0, is_sampled=True)
+
+
+@pytest.mark.parametrize("name", ["default", "chain"])
+def test_greedy_speculative_equals_autoregressive(name):
+    check_shape(SHAPES[name], cases=20, seed=0)
 
 
 @pytest.mark.slow

@@ -121,6 +121,7 @@ def assert_moved_by(gradients, before, after):
         assert norm(got - np.asarray(want)) <= 1e-6 * norm(want)
 
 
+@pytest.mark.optimised  # two programs agree to the last digit or two
 def test_rows_are_paired_with_what_follows_them(target):
     data = prepare(target, TASK, BATCH)
     features = jax.jit(encode, static_argnums=1)(target, LLAMA, TOKENS)
