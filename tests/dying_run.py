@@ -19,14 +19,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import install_import_hook
-
-# As in the tests: what is checked is named otherwise, and would not be found compiled.
-CHECK = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
-with install_import_hook("poss_jax", CHECK):
-    from train.journal import Journal
-    from train.main import cli
-    from train.run_folder import RunFolder
+from train.journal import Journal
+from train.main import cli
+from train.run_folder import RunFolder
 
 
 def main(moment: str, step: int) -> None:

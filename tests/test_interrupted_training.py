@@ -33,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 
 def environment() -> dict[str, str]:
-    """Of a process of its own, which compiles the same programs and so finds them compiled."""
+    """Of processes of their own, of which the first compiles and the others find it compiled."""
     return os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_NUMPY_DTYPE_PROMOTION": "strict",
