@@ -13,8 +13,25 @@ from convert_sources import run, target_tensors, write_source
 from self_killing import ROOT, run_until
 
 from poss_jax.checkpoint.folder import verify_model
-from poss_jax.checkpoint.whole import whole_folder
+from poss_jax.checkpoint.whole import whole_folder, write_file
 from poss_jax.config.reading import UserError
+
+
+def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "config.yaml"
+    write_file(path, "old")
+
+    def break_off(partial, *_):
+        assert path.read_text() == "old" and partial.read_text() == "new"
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(Path, "replace", break_off)
+    with pytest.raises(OSError, match="the disk is gone"):
+        write_file(path, "new")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+    monkeypatch.undo()
+    write_file(path, "new")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["new"]
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_programs_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) ->
     (site,) = environment.glob("lib/*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "6\n"
-    assert "usage: " in run([str(environment / "bin" / "poss-bench"), "--help"], folder)
+    assert "usage: poss-bench " in run([str(environment / "bin" / "poss-bench"), "--help"], folder)
     models = ROOT / "tests" / "fixtures" / "format_v1"
     command = [str(environment / "bin" / "poss-generate"), "--target", str(models / "target")]
     command += ["--draft", str(models / "draft"), "--prompt", "a small", "--max-new-tokens", "4"]

@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -89,7 +90,7 @@ def read_arguments(
     Args:
       kind: the dataclass of its settings.
       arguments: words of the command line; None: those of the process.
-      prog: name of the program.
+      prog: name of the program's module.
       doc: description, for --help.
       also: see `list_options`.
       add_actions: adds options that are not settings, such as --overwrite.
@@ -134,8 +135,9 @@ def make_parser(
         for key, about in list_keys(kind).items()
         if not about.is_section and key not in others
     ]
+    started_as = Path(sys.argv[0]).name
     parser = Parser(
-        prog=prog,
+        prog=started_as if started_as.startswith("poss-") else f"python -m {prog}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(["further keys:", *lines]) if lines else None,
