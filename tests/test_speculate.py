@@ -39,7 +39,9 @@ def check_shape(shape: tuple, *, cases: int, seed: int, is_sampled: bool = False
     assert programs.lengths_seen == set(range(tree.max_accepted + 1))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param("default", marks=pytest.mark.slow), *list(SHAPES)[1:]]
+)
 def test_speculative_equals_autoregressive(name):
     """A twelfth of the sequences is greedy; the program of batches that all are comes below."""
     check_shape(SHAPES[name], cases=20, seed=0, is_sampled=True)
