@@ -1,7 +1,8 @@
-"""The recorded numbers: models and results of the original PyTorch implementation, fp32 on CPU.
+"""The recorded numbers: models and results of the original PyTorch implementations, fp32 on CPU.
 
-`tests/fixtures/` holds two of the five methods. `POSS_JAX_FIXTURES` may name a folder of the same
-layout that holds all of them (its drafts may be `.bin` files, which need torch).
+`tests/fixtures/` holds two of the five methods of EAGLE-2's family, `tests/fixtures_e3/` two of the
+four drafts of EAGLE-3's. `POSS_JAX_FIXTURES` and `POSS_JAX_FIXTURES_E3` may name folders of that
+layout with all of them (their drafts may be `.bin` files, which need torch).
 """
 
 import json
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -25,11 +27,20 @@ from poss_jax.shapes import Params
 ROOT = Path(os.environ.get("POSS_JAX_FIXTURES", Path(__file__).parent / "fixtures"))
 SPANS = {"eagle": "1", "hass": "1", "poss1": "1,1,1,1,1,1", "poss2": "2,2,2", "poss3": "3,3"}
 TRAINED_DEPTH = {"eagle": 1, "hass": 3, "poss1": 6, "poss2": 6, "poss3": 6}
+TRAINED_DEPTH |= {"eagle3": 7, "eagle3_full": 7, "poss3_e3": 8, "poss134": 8}
 METHODS = [name for name in SPANS if (ROOT / "draft" / name).is_dir()]
 TREES = {
     "": TreeConfig(depth=6, top_k=10, total_tokens=60),
     "_small": TreeConfig(depth=4, top_k=4, total_tokens=16),
     "_deep": TreeConfig(depth=8, top_k=6, total_tokens=40),
+}
+ROOT_E3 = Path(os.environ.get("POSS_JAX_FIXTURES_E3", Path(__file__).parent / "fixtures_e3"))
+SPANS_E3 = {"eagle3": "1", "eagle3_full": "1", "poss3_e3": "3,3,2", "poss134": "1,3,4"}
+METHODS_E3 = [name for name in SPANS_E3 if (ROOT_E3 / "draft" / name).is_dir()]
+TREES_E3 = {
+    "": TreeConfig(depth=8, top_k=10, total_tokens=60),
+    "_small": TreeConfig(depth=4, top_k=4, total_tokens=16),
+    "_deep": TreeConfig(depth=10, top_k=6, total_tokens=40),
 }
 
 
@@ -46,6 +57,15 @@ class Golden:
     draft: Params
 
     @property
+    def trees(self) -> dict[str, TreeConfig]:
+        """The recorded tree settings, by the suffix of their files."""
+        return TREES_E3 if self.method in SPANS_E3 else TREES
+
+    def recorded(self, name: str) -> Any:
+        """A recorded result of this method, or None where there is none."""
+        return read_json(f"{name}_{self.method}", root_of(self.method))
+
+    @property
     def llama(self) -> LlamaConfig:
         return self.target_record.llama
 
@@ -55,7 +75,9 @@ class Golden:
 
     @property
     def weights(self) -> Weights:
-        return Weights(self.target, attach(self.draft, self.target))
+        vocabulary = self.draft_record.draft_vocabulary
+        ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
+        return Weights(self.target, attach(self.draft, self.target, ids))
 
     def decode_config(self, tree: TreeConfig, max_new_tokens: int) -> DecodeConfig:
         return DecodeConfig(self.llama, self.draft_config, tree, max_new_tokens)
@@ -63,15 +85,23 @@ class Golden:
 
 def load_golden(folder: Path, method: str) -> Golden:
     """Converts target and draft into `folder` (once) and loads them."""
-    target, draft = folder / "target", folder / method
+    root = root_of(method)
+    target, draft = folder / root.name / "target", folder / root.name / method
     if not target.exists():
-        convert(["target", "--source", str(ROOT / "target"), "--output", str(target)])
+        convert(["target", "--source", str(root / "target"), "--output", str(target)])
     if not draft.exists():
-        arguments = ["--source", str(ROOT / "draft" / method), "--target", str(target)]
-        arguments += ["--positions-per-specialist", SPANS[method], "--output", str(draft)]
+        arguments = ["--source", str(root / "draft" / method), "--target", str(target)]
+        spans = (SPANS | SPANS_E3)[method]
+        arguments += ["--positions-per-specialist", spans, "--output", str(draft)]
         convert(["draft", *arguments, "--trained-depth", str(TRAINED_DEPTH[method])])
-    record, params = load_target(target)
-    return Golden(method, target, draft, record, params, *load_draft(draft, target=record))
+    record, params = load_target(target, jnp.float32)
+    drafted = load_draft(draft, jnp.float32, target=record)
+    return Golden(method, target, draft, record, params, *drafted)
+
+
+def root_of(method: str) -> Path:
+    """Folder of the fixtures that a method belongs to."""
+    return ROOT_E3 if method in SPANS_E3 else ROOT
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -86,13 +116,13 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     return read_bin(folder / "pytorch_model.bin")
 
 
-def read_json(name: str) -> Any:
+def read_json(name: str, root: Path = ROOT) -> Any:
     """A recorded result, or None where this method has none."""
-    path = ROOT / f"{name}.json"
+    path = root / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def read_npz(name: str) -> dict[str, np.ndarray]:
+def read_npz(name: str, root: Path = ROOT) -> dict[str, np.ndarray]:
     """Recorded arrays."""
-    with np.load(ROOT / f"{name}.npz") as arrays:
+    with np.load(root / f"{name}.npz") as arrays:
         return dict(arrays)

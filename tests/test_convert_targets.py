@@ -225,7 +225,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
             {"model.layers.0.block_sparse_moe.gate.weight": np.float32},
             "a mixture of experts .*block_sparse_moe",
         ),
-        ({"midlayer.self_attn.q_proj.weight": np.float32}, "an EAGLE-3 draft .midlayer"),
+        ({"midlayer.hidden_norm.weight": np.float32}, "an EAGLE-3 draft .midlayer"),
         ({"d2t": np.int64, "t2d": np.bool_}, "an EAGLE-3 draft .d2t"),
         (
             {f"base_model.model.{Q_PROJ}.lora_A.weight": np.float32},

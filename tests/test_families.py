@@ -38,7 +38,7 @@ GAINED = dataclasses.replace(
     init=lambda config, key: (
         EAGLE.init(config, key) | {"gain": {"scale": jnp.full(config.layer.hidden_size, 0.5)}}
     ),
-    read=lambda params, features: features * params["gain"]["scale"][None, None],
+    read=lambda params, config, features: features * params["gain"]["scale"][None, None],
 )
 LLAMA = tiny_llama(vocab_size=23)
 CONFIG = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), family="gained")
@@ -52,7 +52,9 @@ def gained(monkeypatch):
 
 def test_an_unknown_family_is_named():
     config = dataclasses.replace(CONFIG, family="gainde")
-    with pytest.raises(UserError, match=r"draft family: want one of eagle, gained, got 'gainde'"):
+    with pytest.raises(
+        UserError, match=r"draft family: want one of eagle, eagle3, gained, got 'gainde'"
+    ):
         family_of(config)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import METHODS, TREES, Golden, load_golden, read_json, read_npz
+from golden import METHODS, TREES, Golden, load_golden, read_npz
 from models import predict_depths
 from plain_step import PlainBatch, plain_gradients
 
@@ -79,16 +79,16 @@ def check_round(recorded, row, candidates, tree, acceptance, root):
 
 @pytest.mark.parametrize("suffix", TREES)
 def test_rounds(golden, suffix):
-    if read_json(f"draft_rounds{suffix}_{golden.method}") is None:
+    if golden.recorded(f"draft_rounds{suffix}") is None:
         pytest.skip(f"the original recorded no rounds{suffix} of {golden.method}")
     check_rounds(golden, suffix)
 
 
 def check_rounds(golden: Golden, suffix: str) -> None:
     """Runs the recorded rounds of one tree setting, all prompts in one batch."""
-    cases = read_json(f"draft_rounds{suffix}_{golden.method}")["cases"]
+    cases = golden.recorded(f"draft_rounds{suffix}")["cases"]
     request = pad_prompts([case["prompt"] for case in cases], limit=96)
-    config = golden.decode_config(TREES[suffix], max_new_tokens=96)
+    config = golden.decode_config(golden.trees[suffix], max_new_tokens=96)
     state = jax.jit(speculate.start, static_argnums=1)(golden.weights, config, request)
     for index in range(len(cases[0]["rounds"])):
         state, *shown = round_in_pieces(golden.weights, config, request, state)
@@ -107,7 +107,12 @@ def _fields(part: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("part", "suffix"), [("cases", ""), ("small", "_small")])
 def test_generations(golden, part, suffix):
-    recorded = read_json(f"generate_{golden.method}")
+    check_generations(golden, part, suffix)
+
+
+def check_generations(golden: Golden, part: str, suffix: str) -> None:
+    """Compares texts and accepted counts with the record."""
+    recorded = golden.recorded("generate")
     cases = recorded["cases"]
     accepted = recorded["small"]["cases"] if part == "small" else cases
     answers = generate(golden, suffix, [(case["prompt"], NO_STOP) for case in cases])
@@ -115,13 +120,19 @@ def test_generations(golden, part, suffix):
         expected = case["vanilla"][len(case["prompt"]) :]
         assert answer.output_ids == expected[:96]
         # Our last round is cut at the limit, the original runs past it.
-        rounds = answer.accepted_per_round
-        assert rounds[:-1] == counts["accept_length_list"][: len(rounds) - 1]
-        assert len(rounds) in (len(counts["accept_length_list"]) - shift for shift in (0, 1))
+        rounds, theirs = answer.accepted_per_round, counts["accept_length_list"]
+        written = 1 + np.cumsum(np.add(theirs, 1))
+        assert len(rounds) == 1 + int(np.argmax(written >= 96))
+        assert rounds[:-1] == theirs[: len(rounds) - 1]
 
 
 def test_generations_end_at_the_first_stop_token(golden):
-    cases = read_json(f"generate_{golden.method}")["eos_cases"]
+    check_stops(golden)
+
+
+def check_stops(golden: Golden) -> None:
+    """Compares texts with the record, cut at the first stop token."""
+    cases = golden.recorded("generate")["eos_cases"]
     stops = [jnp.asarray([case["eos_token_id"]], jnp.int32) for case in cases]
     prompts = [case["prompt"] for case in cases]
     answers = generate(golden, "", list(zip(prompts, stops, strict=True)))
@@ -143,7 +154,7 @@ def pad_prompts(prompts: list[list[int]], *, limit: int, stop_ids=NO_STOP) -> Re
 
 def generate(golden: Golden, suffix: str, prompts: list) -> list:
     """Continues (prompt, stop ids) one by one, through the engine's own compiled program."""
-    engine = Engine(golden.target_record, golden.target, tree=TREES[suffix])
+    engine = Engine(golden.target_record, golden.target, tree=golden.trees[suffix])
     engine = engine.with_draft(golden.draft_record, golden.draft)
     run = jax.jit(speculate.generate, static_argnums=1)
     answers = []

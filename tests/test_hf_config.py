@@ -228,5 +228,5 @@ def test_active_sliding_windows_are_refused(values, is_active):
 def test_other_kinds_of_models_are_refused_by_name(tmp_path, values, message):
     source = write_source(tmp_path / "source", target_tensors(), **values)
     with pytest.raises(UserError, match=message) as caught:
-        recognise(open_source(str(source)))
+        recognise(open_source(str(source)), "target")
     assert len(str(caught.value)) < 600

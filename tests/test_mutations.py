@@ -33,14 +33,13 @@ def test_a_commit_that_keeps_a_rejected_row_is_noticed(monkeypatch):
 def test_keys_of_the_wrong_specialist_are_noticed(monkeypatch, tmp_path):
     """The output stays right whatever is drafted; the recorded trees tell."""
     golden = load_golden(tmp_path, next(name for name in METHODS if name.startswith("poss")))
-    original = drafting._write_keys_values
+    original = drafting._enter_level
 
-    def swapped(params, config, cache_, index, *rest):
-        others = {**params, "specialists": params["specialists"][::-1]}
-        return original(others, config, cache_, index, *rest)
+    def swapped(params, *rest):
+        return original({**params, "specialists": params["specialists"][::-1]}, *rest)
 
     check_rounds(golden, "_small")
-    monkeypatch.setattr(drafting, "_write_keys_values", swapped)
+    monkeypatch.setattr(drafting, "_enter_level", swapped)
     jax.clear_caches()
     with pytest.raises(AssertionError):
         check_rounds(golden, "_small")

@@ -85,6 +85,11 @@ class DraftStage:
         if self._run.init_draft is not None:
             record = self._open_init_draft(self._run.init_draft, with_weights=with_weights)
             draft, self._vocabulary = record.draft, record.draft_vocabulary
+        if draft.aux_layers:
+            raise UserError(
+                f"init_draft {self._run.init_draft}: drafts of the family {draft.family} cannot be "
+                "trained yet; give an EAGLE-2, HASS or PosS draft"
+            )
         self.config = replace(
             draft,
             positions_per_specialist=wanted.positions_per_specialist,

@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 from poss_jax.config.numbers import (
     AtLeastTwo,
     Count,
+    CountOrZero,
     Depth,
     Devices,
     Fraction,
@@ -115,7 +116,12 @@ class DraftConfig:
       trained_depth: number of draft positions the rollout was trained on.
       fc_bias: whether the fusion layer has a bias.
       family: name of the draft family, see `poss_jax.model.families`.
-      kv: `shared` where all specialists project keys and values alike; a model's record keeps it.
+      kv: `shared` where all specialists read one stream of keys and values; a model's record keeps
+        it.
+      aux_layers: layers of the target whose inputs together are a feature; empty: a feature is the
+        hidden state after the target's final norm.
+      head_size: number of tokens of a head of its own; None: it has the target's.
+      norm_before_residual: whether a layer adds to its normed feature rather than to the feature.
     """
 
     layer: LlamaConfig
@@ -124,6 +130,9 @@ class DraftConfig:
     fc_bias: bool = False
     family: str = Field(default="eagle", exclude_if=lambda family: family == "eagle")
     kv: Literal["per_specialist", "shared"] = Field(default="per_specialist", exclude=True)
+    aux_layers: tuple[CountOrZero, ...] = Field(default=(), exclude_if=lambda layers: not layers)
+    head_size: AtLeastTwo | None = Field(default=None, exclude_if=lambda size: size is None)
+    norm_before_residual: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
 
     @property
     def num_specialists(self) -> int:
@@ -139,10 +148,14 @@ class DraftConfig:
     def method(self) -> str:
         """Name of the method these spans and this trained depth amount to."""
         spans = self.positions_per_specialist
+        first_family = self.family == "eagle"
+        if len(spans) == 1 and not first_family:
+            return self.family
         if len(spans) == 1:
             return "eagle2" if self.trained_depth == 1 else "hass"
         digits = {str(n) for n in spans}
-        return "poss" + (digits.pop() if len(digits) == 1 else "".join(str(n) for n in spans))
+        name = "poss" + (digits.pop() if len(digits) == 1 else "".join(str(n) for n in spans))
+        return name if first_family else f"{name}-{self.family}"
 
     def specialist_at(self, depth: int) -> int:
         """Index of the specialist that drafts position `depth` (0-based)."""

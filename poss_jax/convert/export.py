@@ -135,6 +135,11 @@ def _plan_draft(draft: Model, target: Model, specialist: int | None, dtype: Expo
             f"for, got {target.record.family} {given.name} with another embedding or head; its "
             "embedding is part of the layout"
         )
+    if draft.record.draft.family != "eagle":
+        raise UserError(
+            f"{draft.folder}: drafts of the family {draft.record.draft.family} cannot be exported "
+            "yet; give an EAGLE-2, HASS or PosS draft"
+        )
     config = _cut(draft.record.draft, specialist)
     origins = {"embed": (target, "embed"), "fc": (draft, "fc")}
     for index in range(config.num_specialists):

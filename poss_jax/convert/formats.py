@@ -8,14 +8,19 @@ for inspecting alike; no weight is read.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
+
+import numpy as np
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, build_config, cut, shorten
 from poss_jax.convert.hf import (
     DraftMetadata,
+    assume_fc_bias,
     contradiction,
     count_layers,
+    read_eagle3_settings,
     read_layer,
     read_metadata,
     read_target_config,
@@ -41,6 +46,12 @@ HEAD = source_key("head", ("weight",))
 # Copies of the target's weights that some layouts of drafts hold: key -> item of the target.
 _COPIES = {DRAFT_EMBEDDING: "embed", DRAFT_HEAD: "head"}
 
+# Keys of an EAGLE-3 draft that are read by themselves -> the reason why they are not stored.
+_MAPS = {"d2t": "becomes the draft vocabulary", "t2d": "follows from d2t"}
+
+UNPLACED = (0, 0, 0)
+"""Inner states of the target, in the config of a draft that leaves them to the target's depth."""
+
 _READABLE = ("float32", "bfloat16", "float16")
 _MAX_LISTED = 50
 
@@ -58,6 +69,7 @@ class Reading:
       copies: item of the target that a key of a draft must equal, by key.
       assumed: one line for each thing that the files do not say.
       metadata: what our own export of a draft says beyond its layout.
+      read_vocabulary: reads the target id of every token that a draft can propose; None means all.
     """
 
     source: Source
@@ -67,6 +79,7 @@ class Reading:
     copies: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     metadata: DraftMetadata | None = None
+    read_vocabulary: Callable[[], tuple[int, ...] | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -209,12 +222,8 @@ def _eagle3(source: Source) -> str | None:
         for key, times in ((FC, 3), (QUERY, 2))
         if len(fc_shape) == 2 and shapes.get(key, ())[1:] == (times * fc_shape[0],)
     )
-    names = re.compile(r"midlayers?\.|d2t$|t2d$|layers\.\d+\.hidden_norm\.")
-    return next(filter(names.match, shapes), None) or next(wide, None)
-
-
-def _poss_on_eagle3(source: Source) -> str | None:
-    return _eagle3(source) if FC in source.shapes and count_layers(source) > 1 else None
+    names = re.compile(r"(^|\.)(midlayers?\.|d2t$|t2d$|layers\.\d+\.hidden_norm\.)")
+    return next(filter(names.search, source.names.values()), None) or next(wide, None)
 
 
 def _eagle3_config(source: Source) -> str | None:
@@ -256,6 +265,7 @@ def _read_draft(source: Source) -> Reading:
         layout = f"have EAGLE-2's layout ({QUERY} {list(source.shapes[QUERY])})"
         raise contradiction(source, f"EAGLE-3 ({name})", layout)
     layer, assumed = read_layer(source)
+    assumed += assume_fc_bias(source)
     values = {"layer": layer, "fc_bias": FC_BIAS in source.names}
     values |= {"positions_per_specialist": (1,) * count_layers(source)}
     config = build_config(DraftConfig, values, origin=origin)
@@ -271,6 +281,58 @@ def _read_draft(source: Source) -> Reading:
         assumed=tuple(assumed),
         metadata=read_metadata(source),
     )
+
+
+def _read_eagle3(source: Source) -> Reading:
+    """Reads an EAGLE-3 draft, or PosS on EAGLE-3, with or without prefixes."""
+    origin = str(source.folder)
+    layer, assumed = read_layer(source)
+    settings = {"aux_layers": UNPLACED, **read_eagle3_settings(source)}
+    values = {"layer": layer, "family": "eagle3", "kv": "shared", **settings}
+    values |= {"positions_per_specialist": (1,) * count_layers(source)}
+    config = build_config(DraftConfig, values, origin=origin)
+    assert isinstance(config, DraftConfig)
+    slots = slots_by_key(config)
+    plain = {name: source.tensors[key] for name, key in source.names.items() if name not in _MAPS}
+    embedding = {DRAFT_EMBEDDING: (layer.vocab_size, layer.hidden_size)}
+    _check_keys(f"{origin}: read as an EAGLE-3 draft", plain, slots, embedding)
+    names = source.names
+    return Reading(
+        source,
+        config,
+        slots={names[name]: slot for name, slot in slots.items()},
+        dropped={names[name]: why for name, why in _MAPS.items() if name in names},
+        copies={names[name]: "embed" for name in embedding if name in names},
+        assumed=tuple(assumed),
+        metadata=read_metadata(source),
+        read_vocabulary=partial(_read_vocabulary, source, config),
+    )
+
+
+def _read_vocabulary(source: Source, config: DraftConfig) -> tuple[int, ...] | None:
+    """Reads the target id of every token of an EAGLE-3 draft's head; None: it has them all."""
+    V, Vd = config.layer.vocab_size, config.head_size
+    if Vd is None or Vd == V:
+        return None  # whatever the maps hold: the original does not look at them
+    if "d2t" not in source.names:
+        raise UserError(
+            f"{source.folder}: draft_vocab_size {Vd} of {V} tokens, but the weights hold no d2t, "
+            "which says of which; give the draft's own files"
+        )
+    offsets = source.tensors[source.names["d2t"]].read()
+    ids = offsets.astype(np.int64) + np.arange(len(offsets))
+    if offsets.shape != (Vd,) or ids.min() < 0 or ids.max() >= V or (np.diff(ids) <= 0).any():
+        raise UserError(
+            f"{source.folder}: d2t: want the offsets of {Vd} ascending ids below {V}; the file is "
+            "damaged, or is that of another draft"
+        )
+    if "t2d" in source.names:
+        known = source.tensors[source.names["t2d"]].read()
+        if not np.array_equal(np.flatnonzero(known), ids):
+            raise UserError(
+                f"{source.folder}: t2d and d2t name different tokens; give the draft's own files"
+            )
+    return tuple(ids.tolist())
 
 
 def _check_keys(
@@ -321,11 +383,12 @@ FORMATS = (
         in_config=(_class_of_speculators(r""),),
         why_not=_NOT_YET,
     ),
-    Format("a PosS draft on EAGLE-3", in_weights=(_poss_on_eagle3,), why_not=_NOT_YET),
     Format(
         "an EAGLE-3 draft",
         in_weights=(_eagle3, _eagle3_config, _setting("draft_vocab_size")),
-        why_not=_NOT_YET,
+        read=_read_eagle3,
+        family="draft",
+        why_not="convert it with the draft command, and give its target here",
     ),
     Format(
         "quantised weights",

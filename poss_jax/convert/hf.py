@@ -244,6 +244,8 @@ def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Reading: drafts, whose weights show some of what config.json leaves out
 
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+
 METADATA = "poss_jax"
 """Where a config.json that we export holds what its layout has no key for."""
 
@@ -358,11 +360,43 @@ def _read_biases(source: Source, layer: LlamaConfig) -> tuple[dict[str, bool], l
         if name:
             raise contradiction(source, f"{name} {shorten(said)}", found)
         assumed.append(f"{field} {shown[field]}, because the weights {found}")
-    has_bias, said = FC_BIAS in source.names, source.settings.get("bias")
-    if has_bias != (said in (None, True)):
-        says = "has no key bias, which means true" if said is None else f"says bias {shorten(said)}"
-        assumed.append(
-            f"fc with{'' if has_bias else 'out'} bias, because the weights hold "
-            f"{'a' if has_bias else 'no'} {FC_BIAS}, although config.json {says}"
-        )
     return shown, assumed
+
+
+def assume_fc_bias(source: Source) -> list[str]:
+    """Says what had to be assumed of the bias of an EAGLE-2 draft's fc."""
+    has_bias, said = FC_BIAS in source.names, source.settings.get("bias")
+    if has_bias == (said in (None, True)):
+        return []
+    says = "has no key bias, which means true" if said is None else f"says bias {shorten(said)}"
+    return [
+        f"fc with{'' if has_bias else 'out'} bias, because the weights hold "
+        f"{'a' if has_bias else 'no'} {FC_BIAS}, although config.json {says}"
+    ]
+
+
+def read_eagle3_settings(source: Source) -> dict[str, Any]:
+    """Reads what the config.json of an EAGLE-3 draft says beyond its layer, as `DraftConfig` does.
+
+    Raises:
+      UserError: a variant that is not supported.
+    """
+    values, origin = source.settings, f"{source.folder}/config.json"
+    for key, ordinary in (("norm_before_fc", False), ("fc_norm", False), ("norm_output", True)):
+        if _get(values, key, ordinary) != ordinary:
+            raise UserError(
+                f"{origin}: {key} {shorten(values[key])}: this variant of EAGLE-3 cannot be "
+                "converted yet"
+            )
+    settings: dict[str, Any] = {
+        "head_size": _get(values, "draft_vocab_size", values.get("vocab_size")),
+        "norm_before_residual": _get(values, "norm_before_residual", False),
+    }
+    producer = values.get("eagle_config")
+    layers = producer.get(AUX_KEY) if isinstance(producer, Mapping) else None
+    if layers is not None:
+        if not isinstance(layers, list) or not all(isinstance(n, int) for n in layers):
+            raise UserError(f"{origin}: {AUX_KEY}: want a list of layers, got {shorten(layers)}")
+        # SpecForge counts the layers whose outputs it takes; an output is the next layer's input.
+        settings["aux_layers"] = tuple(layer + 1 for layer in layers)
+    return settings

@@ -8,7 +8,8 @@ from poss_jax.model.families.eagle import EAGLE
 from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
 from poss_jax.model.target import TARGET
 
-_PREFIX = re.compile(r"^(model\.)+")
+_PREFIX = re.compile(r"^((draft_)?model\.)+")
+_MIDDLE = re.compile(r"^midlayer(s(?=\.\d)|(?=\.))")  # EAGLE-3's names of what others call layers
 
 DRAFT_EMBEDDING = "embed_tokens.weight"
 """A draft's copy of the target's embedding, which we do not store."""
@@ -51,8 +52,8 @@ def slots_by_key(config: LlamaConfig | DraftConfig) -> dict[str, Slot]:
 
 
 def plain_name(key: str) -> str:
-    """A PyTorch key without the prefix `model.`, which some programs put before every key."""
-    return _PREFIX.sub("", key)
+    """A PyTorch key without the prefix `model.`, its layers called `layers.N`."""
+    return _MIDDLE.sub(lambda match: "layers" if match[1] else "layers.0", _PREFIX.sub("", key))
 
 
 FC = source_key("fc", ("weight",))

@@ -22,7 +22,7 @@ from poss_jax.checkpoint.record import (
 )
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, change_config
-from poss_jax.convert.formats import HEAD, Reading, read_checkpoint
+from poss_jax.convert.formats import HEAD, UNPLACED, Reading, read_checkpoint
 from poss_jax.convert.hf import DraftMetadata
 from poss_jax.convert.names import source_key
 from poss_jax.convert.source import LazyTensor, Source, open_source
@@ -137,8 +137,13 @@ def plan_draft(
     config = reading.config
     assert isinstance(config, DraftConfig)
     check_fit(f"draft {reading.source.folder}", config.layer, target_record)
-    dropped = _compare_copies(reading, target, target_record)
-    vocabulary = reading.metadata.draft_vocabulary if reading.metadata else None
+    reading = _place_aux_layers(reading, target_record.llama.num_layers)
+    config = reading.config
+    assert isinstance(config, DraftConfig)
+    dropped = {**reading.dropped, **_compare_copies(reading, target, target_record)}
+    vocabulary = reading.read_vocabulary()
+    if vocabulary is None and reading.metadata:
+        vocabulary = reading.metadata.draft_vocabulary
     record = new_record(
         config, target_record.target, tokenizer_from=target, draft_vocabulary=vocabulary
     )
@@ -202,6 +207,25 @@ def plan_specialists(
         items=((name, load_item(draft, record, origin)) for name, origin in origins.items()),
         tokenizer_from=draft,
     )
+
+
+def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
+    """Gives an EAGLE-3 draft the layers of the target it reads, where its config leaves them open.
+
+    Raises:
+      UserError: the target has no such layers.
+    """
+    assert isinstance(reading.config, DraftConfig)
+    layers, assumed = reading.config.aux_layers, reading.assumed
+    if layers == UNPLACED:
+        layers = (2, num_layers // 2, num_layers - 3)
+        assumed = (*assumed, f"inputs of the target's layers {_list(layers)}, as EAGLE-3 has them")
+    if layers and (max(layers) >= num_layers or sorted({*layers}) != list(layers)):
+        raise UserError(
+            f"{reading.source.folder}: want inputs of different layers of the target, in order, "
+            f"got {_list(layers)} of {num_layers}; give the target it was trained for"
+        )
+    return replace(reading, config=replace(reading.config, aux_layers=layers), assumed=assumed)
 
 
 def _compare_copies(reading: Reading, target: Path, record: ModelRecord) -> dict[str, str]:

@@ -37,7 +37,13 @@ _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 _SMALL_FILES = ("config.json", *TOKENIZER_FILES)
 
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "BOOL": "bool",
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class LazyTensor:
     Attributes:
       file: file that holds it.
       shape: shape that the file states.
-      dtype: NumPy's name, or the file's own for types outside of float32, float16 and bfloat16.
+      dtype: NumPy's name, or the file's own for types we do not read.
       read: returns the array.
     """
 
@@ -105,7 +111,7 @@ class Source:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Keys by their plain name, without the prefix `model.` that some programs put there."""
+        """Keys by their plain name (`plain_name`)."""
         names: dict[str, str] = {}
         for key in self.tensors:
             name = plain_name(key)

@@ -60,8 +60,8 @@ class Drafted(struct.PyTreeNode):
 
 
 def join_pairs(
-    params: Params, config: DraftConfig, tokens: Int[Array, "B T"], features: Float[Array, "B T D"]
-) -> Float[Array, "B T D"]:
+    params: Params, config: DraftConfig, tokens: Int[Array, "B T"], features: Float[Array, "B T F"]
+) -> Float[Array, "B T width"]:
     """Makes draft inputs of (feature, token) pairs."""
     embedded = jnp.take(params["embed"]["weight"], tokens, axis=0)
     return family_of(config).join(params, embedded, features)
@@ -71,7 +71,7 @@ def commit_pairs(
     params: Params,
     config: DraftConfig,
     cache: KVCache,
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T width"],
     num_pairs: Int[Array, " B"],
 ) -> KVCache:
     """Appends pairs to the context of every specialist.
@@ -85,7 +85,8 @@ def commit_pairs(
     """
     positions = cache.length[:, None] + jnp.arange(x.shape[1])[None]
     for index in range(config.num_streams):
-        cache = _write_keys_values(params, config, cache, index, x, positions, cache.length)
+        layer = _specialist(params, config, index)
+        cache = _write_keys_values(layer, cache, index, x, positions, cache.length)
     return cache.replace(length=cache.length + num_pairs)
 
 
@@ -94,7 +95,7 @@ def draft(
     config: DraftConfig,
     tree: TreeConfig,
     cache: KVCache,
-    root_input: Float[Array, "B 1 D"],
+    root_input: Float[Array, "B 1 width"],
     children: ChildrenFn,
 ) -> Drafted:
     """Drafts `tree.depth` levels after the last committed pair.
@@ -116,7 +117,8 @@ def draft(
             rows = jnp.concatenate([rows, x], axis=1)
             cache = _enter_level(params, config, cache, rows, depth)
         features = _run_level(params, config, cache, beam, x, depth)
-        logits = linear(family_of(config).read(params, features), params["head"]["weight"])
+        read = family_of(config).read(params, config, features)
+        logits = linear(read, params["head"]["weight"])
         level = Level(depth, cache.length + depth + 1, path, beam.ancestors)
         ids, log_probs = children(logits, level, tree.top_k)
         levels.append(expand(beam, params["vocabulary"][ids], log_probs))
@@ -191,16 +193,17 @@ def _most_likely(
 def _enter_level(
     params: Params, config: DraftConfig, cache: KVCache, rows: Array, depth: int
 ) -> KVCache:
-    """Writes this level's keys and values; a new specialist writes those of all levels."""
+    """Writes this level's keys and values; a new specialist with its own stream writes all."""
     # Differs from PosS: the first round of a generation is like every other; there, levels that do
     # not begin a span run specialist 0 in it.
-    index = config.stream_at(depth)
-    num_rows, width = rows.shape[1], rows.shape[1] // depth
-    first = 0 if index != config.stream_at(depth - 1) else num_rows - width
+    stream, num_rows, width = config.stream_at(depth), rows.shape[1], rows.shape[1] // depth
+    first = 0 if stream != config.stream_at(depth - 1) else num_rows - width
     level = jnp.arange(first, num_rows)[None] // width
     positions = cache.length[:, None] + level
-    start = cache.length + first
-    return _write_keys_values(params, config, cache, index, rows[:, first:], positions, start)
+    layer = _specialist(params, config, config.specialist_at(depth))
+    return _write_keys_values(
+        layer, cache, stream, rows[:, first:], positions, cache.length + first
+    )
 
 
 def _run_level(
@@ -211,7 +214,7 @@ def _run_level(
     layer = _specialist(params, config, config.specialist_at(depth))
     positions = jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])
     can_attend = _level_mask(cache, beam, depth)
-    q = layer.queries(x, positions, cache.frequencies)
+    q = layer.queries(layer.normed(x), positions, cache.frequencies)
     return layer.finish(x, attend(q, cache.k[stream], cache.v[stream], can_attend))
 
 
@@ -223,17 +226,10 @@ def _level_mask(cache: KVCache, beam: Beam, depth: int) -> Bool[Array, "B rows S
 
 
 def _write_keys_values(
-    params: Params,
-    config: DraftConfig,
-    cache: KVCache,
-    index: int,
-    x: Array,
-    positions: Array,
-    start: Array,
+    layer: DecoderLayer, cache: KVCache, stream: int, x: Array, positions: Array, start: Array
 ) -> KVCache:
-    layer = _specialist(params, config, index)
-    k, v = layer.keys_values(x, positions, cache.frequencies)
-    return write_layer(cache, index, k, v, start)
+    k, v = layer.keys_values(layer.normed(x), positions, cache.frequencies)
+    return write_layer(cache, stream, k, v, start)
 
 
 def _specialist(params: Params, config: DraftConfig, index: int) -> DecoderLayer:

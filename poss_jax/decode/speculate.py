@@ -67,7 +67,14 @@ def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets
         rope_length=request.lengths + request.limits,
         dtype=targets.compute_dtype(weights.target),
     )
-    return targets.prefill(weights.target, config.target, cache, request.tokens, request.lengths)
+    return targets.prefill(
+        weights.target,
+        config.target,
+        cache,
+        request.tokens,
+        request.lengths,
+        aux_layers=config.aux_layers,
+    )
 
 
 def run_round(
@@ -139,6 +146,7 @@ def verify_tree(
         tree.tokens,
         tree.depths,
         tree.ancestors,
+        aux_layers=config.aux_layers,
     )
 
 

@@ -34,6 +34,10 @@ class DecodeConfig(NamedTuple):
     def max_accepted(self) -> int:
         return self.tree.max_accepted if self.draft else 0
 
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.draft.aux_layers if self.draft else ()
+
     def target_cache_size(self, prompt_size: int) -> int:
         """Rows for prompt, new tokens and one tree."""
         nodes = self.tree.num_nodes if self.draft else 1
@@ -79,7 +83,7 @@ class DraftState(struct.PyTreeNode):
     """
 
     cache: KVCache
-    root_input: Array  # [B 1 D]
+    root_input: Array  # [B 1 width]
 
 
 class Output(struct.PyTreeNode):

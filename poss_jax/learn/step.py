@@ -175,7 +175,7 @@ def _depth_loss(
     prediction = predict(shared, specialist, task.draft, data.inputs, depth, block=block)
     losses = draft_losses(
         head,
-        family_of(task.draft).read(shared, prediction),
+        family_of(task.draft).read(shared, task.draft, prediction),
         data.targets,
         data.loss_mask,
         data.num_trained,

@@ -80,7 +80,7 @@ def make_draft_validation(task: DraftTask, depth: int) -> Callable:
         def visit(at: Depth, carry: None):
             parts, block = take_specialist(draft, at.specialist), task.step.attention_block
             prediction = predict(*parts, task.draft, data.inputs, at, block=block)
-            rows = family_of(task.draft).read(parts[0], prediction)
+            rows = family_of(task.draft).read(parts[0], task.draft, prediction)
             return prediction, carry, _measure_depth(rows, head, data, task)
 
         versions = first_version(data.inputs.features, depth)

@@ -317,7 +317,7 @@ class DecoderLayer(nn.Module):
 
     def __call__(
         self,
-        hidden: Float[Array, "B T D"],
+        hidden: Float[Array, "B T width"],
         positions: Int[Array, "B T"],
         frequencies: Float[Array, "B half"],
         can_attend: Bool[Array, "B T T"],
@@ -334,10 +334,16 @@ def _residual_scale(config: LlamaConfig) -> float:
     return 1 / (2 * config.num_layers)
 
 
-def init_layer(layer: DecoderLayer, key: Array) -> Params:
-    """Draws the parameters of one layer; norms start at one, biases at zero."""
+def init_layer(layer: DecoderLayer, key: Array, *, width: int | None = None) -> Params:
+    """Draws the parameters of one layer; norms start at one, biases at zero.
+
+    Args:
+      layer: its shape.
+      key: random key.
+      width: width of its input; None: the hidden size.
+    """
     config = layer.config
-    hidden = jnp.zeros((1, 1, config.hidden_size))
+    hidden = jnp.zeros((1, 1, width or config.hidden_size))
     positions = jnp.zeros((1, 1), jnp.int32)
     frequencies = rope_frequencies(config.rope, config.head_dim, jnp.ones(1, jnp.int32))
     mask = jnp.ones((1, 1, 1), bool)

@@ -30,7 +30,7 @@ class Family:
       join: (params, embeddings, features) -> input x of a specialist, in one product.
       join_tokens: (params, embeddings) -> the part of x that depends on tokens alone.
       join_features: (params, that part, features) -> x.
-      read: (params, features) -> rows that the head multiplies.
+      read: (params, config, features) -> rows that the head multiplies.
     """
 
     parameters: Mapping[str, Parameter]
@@ -39,7 +39,7 @@ class Family:
     join: Callable[[Params, Array, Array], Array]
     join_tokens: Callable[[Params, Array], Array]
     join_features: Callable[[Params, Array, Array], Array]
-    read: Callable[[Params, Array], Array]
+    read: Callable[[Params, DraftConfig, Array], Array]
 
 
 def extend_specialists(draft: Params, num_specialists: int) -> Params:
@@ -84,17 +84,17 @@ def has_shared_keys_values(draft: Params) -> bool:
 
 
 def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None = None) -> Params:
-    """Lends a draft the target's embedding and head.
+    """Lends a draft the target's embedding, and its head unless the draft has its own.
 
     Args:
       draft: its parameters.
       target: the target's parameters.
       vocabulary: target ids the draft may propose; None: all of them.
     """
-    head = target["head"]["weight"]
+    head, is_own = target["head"]["weight"], "head" in draft
     if vocabulary is None:
         vocabulary = jnp.arange(len(head), dtype=jnp.int32)
-    else:
+    elif not is_own:
         head = head[vocabulary]
-    shared = {"embed": target["embed"], "head": {"weight": head}, "vocabulary": vocabulary}
-    return {**draft, **shared}
+    head = draft["head"] if is_own else {"weight": head}
+    return {**draft, "embed": target["embed"], "head": head, "vocabulary": vocabulary}

@@ -1,8 +1,9 @@
 """The frozen Llama: prefill, one-token decode, tree verification, and plain encoding of text.
 
-A feature is the hidden state after the final norm: `logits = features @ head.T`. Parameters are
-`{"embed": {"weight"}, "layers": [...], "norm": {"scale"}, "head": {"weight"}}`; a tied model holds
-the same array twice. Decoding wants a list of layers, `encode` the same layers stacked.
+A feature is the hidden state after the final norm, `logits = features @ head.T`; or, for drafts
+that ask for it, the inputs of some layers side by side (the residual stream, no norm). Parameters
+are `{"embed": {"weight"}, "layers": [...], "norm": {"scale"}, "head": {"weight"}}`; a tied model
+holds the same array twice. Decoding wants a list of layers, `encode` the same layers stacked.
 """
 
 from collections.abc import Callable
@@ -45,12 +46,12 @@ class TargetOutput(struct.PyTreeNode):
 
     Attributes:
       logits: prefill: of each prompt's last row; else of every row given.
-      features: hidden states after the final norm, of every row given.
+      features: of every row given, F = D, or D for each of the layers asked for.
       cache: the rows given are written; only prefill and decode commit them.
     """
 
     logits: Array  # [B V] or [B M V]
-    features: Array  # [B T D]
+    features: Array  # [B T F]
     cache: KVCache
 
 
@@ -89,6 +90,8 @@ def prefill(
     cache: KVCache,
     tokens: Int[Array, "B P"],
     lengths: Int[Array, " B"],
+    *,
+    aux_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
     """Runs prompts, padded on the right, through an empty cache and commits them.
 
@@ -98,6 +101,7 @@ def prefill(
       cache: empty; at least P rows.
       tokens: prompts, padded to P with any token.
       lengths: tokens of each prompt, at least 1.
+      aux_layers: layers whose inputs are the features; none: the final hidden state is. Static.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     causal = positions[:, :, None] >= positions[:, None, :]
@@ -106,8 +110,10 @@ def prefill(
     def attention(cache: KVCache, index: int, q: Array, k: Array, v: Array):
         return write_layer(cache, index, k, v, start), attend(q, k, v, causal)
 
-    features, cache = _run_layers(params, config, cache, tokens, positions, attention)
-    last = jnp.take_along_axis(features, (lengths - 1)[:, None, None], axis=1)
+    hidden, features, cache = _run_layers(
+        params, config, cache, tokens, positions, attention, aux_layers
+    )
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     logits = linear(last, params["head"]["weight"])[:, 0]
     return TargetOutput(logits=logits, features=features, cache=cache.replace(length=lengths))
 
@@ -119,6 +125,8 @@ def verify(
     tokens: Int[Array, "B M"],
     depths: Int[Array, "B M"],
     ancestors: Bool[Array, "B M M"],
+    *,
+    aux_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
     """Scores all nodes of a tree in one pass; their keys and values become scratch rows.
 
@@ -129,6 +137,7 @@ def verify(
       tokens: the nodes, root first.
       depths: distance of each node from the root, which is the next token to be committed.
       ancestors: True where the second node is the first one or lies on its path to the root.
+      aux_layers: see `prefill`.
     """
     positions = cache.length[:, None] + depths
     can_attend = scratch_mask(cache.length, ancestors, size=cache.size)
@@ -137,8 +146,10 @@ def verify(
         cache = write_layer(cache, index, k, v, cache.length)
         return cache, attend(q, cache.k[index], cache.v[index], can_attend)
 
-    features, cache = _run_layers(params, config, cache, tokens, positions, attention)
-    logits = linear(features, params["head"]["weight"])
+    hidden, features, cache = _run_layers(
+        params, config, cache, tokens, positions, attention, aux_layers
+    )
+    logits = linear(hidden, params["head"]["weight"])
     return TargetOutput(logits=logits, features=features, cache=cache)
 
 
@@ -198,14 +209,23 @@ def _run_layers(
     tokens: Array,
     positions: Array,
     attention: AttentionFn,
-) -> tuple[Array, KVCache]:
-    """Runs the list of layers; `attention` says what their queries attend and what is cached."""
+    aux_layers: tuple[int, ...],
+) -> tuple[Array, Array, KVCache]:
+    """Runs the list of layers; `attention` says what their queries attend and what is cached.
+
+    Returns:
+      The hidden state after the final norm, the features, and the cache.
+    """
     hidden = embed(params["embed"]["weight"], tokens)
+    inputs = []
     for index, layer_params in enumerate(params["layers"]):
+        inputs.append(hidden)
         layer = DecoderLayer(config).bind({"params": layer_params})
         normed = layer.normed(hidden)
         q = layer.queries(normed, positions, cache.frequencies)
         k, v = layer.keys_values(normed, positions, cache.frequencies)
         cache, attended = attention(cache, index, q, k, v)
         hidden = layer.finish(hidden, attended)
-    return rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps), cache
+    final = rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
+    aux = [inputs[index] for index in aux_layers]
+    return final, jnp.concatenate(aux, axis=-1) if aux else final, cache

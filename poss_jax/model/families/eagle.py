@@ -55,9 +55,11 @@ def join_features(
     return of_tokens + linear(features, params["fc"]["weight"][:, features.shape[-1] :])
 
 
-def read(params: Params, features: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+def read(
+    params: Params, config: DraftConfig, features: Float[Array, "*rows D"]
+) -> Float[Array, "*rows D"]:
     """Returns the features as they are: a feature stands after the target's final norm."""
-    del params
+    del params, config
     return features
 
 

@@ -1,0 +1,124 @@
+"""The draft of EAGLE-3, and PosS on it: inner states of the target, normed inputs, an own head.
+
+A feature is the inputs of several layers of the target side by side, or what a specialist predicted
+before its own layer's output norm. A row holds the embedding e of token x_{j+1} and a state g:
+`fc` of the target's feature, or the predicted feature as it is. The layer attends with
+`[norm(e); norm(g)]`, adds to g, and its output, normed, meets the draft's own head. All specialists
+read one stream of keys and values: those of the context are specialist 0's, those of a drafted row
+are of the specialist that drafted it (EAGLE-3, arXiv 2503.01840).
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from poss_jax.config.models import DraftConfig
+from poss_jax.model.layers import (
+    WIDENS,
+    DecoderLayer,
+    Parameter,
+    RMSNorm,
+    init_layer,
+    layer_rows,
+    linear,
+    linear_rows,
+    norm_row,
+    rms_norm,
+)
+from poss_jax.model.specialists import Family
+from poss_jax.shapes import Array, Float, Params
+
+# A specialist is drawn like one layer of so many: what it adds to its input starts small.
+_DRAWN_AMONG = 16
+
+
+class Specialist(DecoderLayer):
+    """One layer over rows [e; g] of two halves.
+
+    Attributes:
+      norm_before_residual: whether it adds to the normed g rather than to g.
+    """
+
+    norm_before_residual: bool = False
+
+    def setup(self) -> None:
+        super().setup()
+        self.feature_norm = RMSNorm(self.config.rms_norm_eps)
+
+    def normed(self, hidden: Float[Array, "B T both"]) -> Float[Array, "B T both"]:
+        """Norms both halves."""
+        embedded, state = jnp.split(hidden, 2, axis=-1)
+        return jnp.concatenate([self.input_norm(embedded), self.feature_norm(state)], axis=-1)
+
+    def finish(
+        self, hidden: Float[Array, "B T both"], attended: Float[Array, "B T NH"]
+    ) -> Float[Array, "B T D"]:
+        """Adds the attention output and the MLP to the state."""
+        state = jnp.split(hidden, 2, axis=-1)[1]
+        return super().finish(
+            self.feature_norm(state) if self.norm_before_residual else state, attended
+        )
+
+
+def init(config: DraftConfig, key: Array) -> Params:
+    """Draws a random draft: `{"fc", "specialists": [...], "norm", "head"}`."""
+    D = config.layer.hidden_size
+    fc_key, head_key, *keys = jax.random.split(key, config.num_specialists + 2)
+    num_tokens = config.head_size or config.layer.vocab_size
+    drawn = layer(replace(config, layer=replace(config.layer, num_layers=_DRAWN_AMONG)))
+    width = max(len(config.aux_layers), 1) * D
+    return {
+        "fc": {"weight": jax.random.normal(fc_key, (D, width)) * 0.02},
+        "specialists": [init_layer(drawn, key, width=2 * D) for key in keys],
+        "norm": {"scale": jnp.ones(D)},
+        "head": {"weight": jax.random.normal(head_key, (num_tokens, D)) * 0.02},
+    }
+
+
+def layer(config: DraftConfig) -> Specialist:
+    """Describes the layer of one specialist."""
+    return Specialist(config.layer, norm_before_residual=config.norm_before_residual)
+
+
+def join(
+    params: Params, embedded: Float[Array, "*rows D"], features: Float[Array, "*rows F"]
+) -> Float[Array, "*rows both"]:
+    """Joins the embedding of token j+1 and the feature of token j, which the target's goes to `fc`.
+
+    As in the original, the width tells the target's feature from a predicted one.
+    """
+    is_predicted = features.shape[-1] == embedded.shape[-1]
+    state = features if is_predicted else linear(features, params["fc"]["weight"])
+    return jnp.concatenate([embedded, state], axis=-1)
+
+
+def join_tokens(params: Params, embedded: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    """Returns the embeddings: nothing is projected that depends on the token alone."""
+    del params
+    return embedded
+
+
+def read(
+    params: Params, config: DraftConfig, features: Float[Array, "*rows D"]
+) -> Float[Array, "*rows D"]:
+    """Norms predicted features."""
+    return rms_norm(features, params["norm"]["scale"], eps=config.layer.rms_norm_eps)
+
+
+EAGLE3 = Family(
+    parameters={
+        # Its input is cut in as many parts as there are inner states, so only its output is cut.
+        **linear_rows("fc", "fc", (("tensor", "fsdp"), None)),
+        **layer_rows("specialists", "layers"),
+        **norm_row("specialists/*/feature_norm", "layers.*.hidden_norm"),
+        **norm_row("norm", "norm"),
+        "head/weight": Parameter("lm_head.weight", WIDENS),
+    },
+    init=init,
+    layer=layer,
+    join=join,
+    join_tokens=join_tokens,
+    join_features=join,
+    read=read,
+)

@@ -1,0 +1,218 @@
+"""EAGLE-3 drafts: lossless as the first family's, every layout converts, mistakes are noticed."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import METHODS_E3, ROOT_E3, SPANS_E3, load_golden, read_config, read_tensors
+from models import random_draft, random_target, tiny_llama
+from oracle import Shape
+from safetensors.numpy import save_file
+from test_golden import check_rounds
+
+from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.config.reading import UserError
+from poss_jax.convert.plan import plan_draft
+from poss_jax.decode import drafting, speculate
+from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.model.families import FAMILIES
+from poss_jax.model.families.eagle3 import EAGLE3
+from poss_jax.model.layers import rms_norm
+from poss_jax.model.parameters import flatten_item
+from poss_jax.model.specialists import attach
+
+LLAMA = tiny_llama()
+CONFIG = DraftConfig(
+    layer=dataclasses.replace(LLAMA, num_layers=1),
+    positions_per_specialist=(1, 2, 1),
+    family="eagle3",
+    kv="shared",
+    aux_layers=(0, 1),
+)
+SOURCE = ROOT_E3 / "draft" / METHODS_E3[-1]
+
+# --------------------------------------------------------------------------------------------------
+# Decoding
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+def test_speculative_equals_autoregressive(is_sampled: bool) -> None:
+    tree = TreeConfig(depth=5, top_k=3, total_tokens=14)
+    shape = Shape(LLAMA, CONFIG, tree, 3, is_sampled=is_sampled)
+    rng = np.random.default_rng(0)
+    for case in range(20):
+        target = random_target(LLAMA, seed=case // 5)
+        shape.check(target, random_draft(CONFIG, seed=case), rng)
+    assert shape.lengths_seen == set(range(tree.max_accepted + 1))
+
+
+def test_its_own_head_proposes_target_ids() -> None:
+    config = dataclasses.replace(CONFIG, head_size=6)
+    target, draft = random_target(LLAMA), random_draft(config)
+    vocabulary = jnp.asarray([3, 7, 11, 13, 20, 41], jnp.int32)
+    weights = Weights(target, attach(draft, target, vocabulary))
+    assert weights.draft["head"] is draft["head"]
+    decode = DecodeConfig(LLAMA, config, TreeConfig(depth=3, top_k=4, total_tokens=20), 20)
+    request = Request(
+        tokens=jnp.asarray([[5, 6, 7, 8]], jnp.int32),
+        lengths=jnp.asarray([4], jnp.int32),
+        limits=jnp.asarray([20], jnp.int32),
+        stop_ids=jnp.asarray([-1], jnp.int32),
+    )
+
+    @jax.jit
+    def draft(weights: Weights, request: Request) -> Any:
+        state = speculate.start(weights, decode, request)
+        return speculate.draft_tree(weights, decode, request, state, None)[1]
+
+    drafted = draft(weights, request)
+    assert set(np.array(drafted.tokens[0, 1:]).tolist()) <= set(vocabulary.tolist())
+
+
+def project_again(params: Any, embedded: Any, features: Any) -> Any:
+    """`fc` meets predicted features, too."""
+    if features.shape[-1] == embedded.shape[-1]:
+        features = jnp.tile(features, params["fc"]["weight"].shape[1] // features.shape[-1])
+    return EAGLE3.join(params, embedded, features)
+
+
+def feed_back_normed(params: Any, embedded: Any, features: Any) -> Any:
+    """Predicted features are normed before they are fed back."""
+    if features.shape[-1] == embedded.shape[-1]:
+        features = rms_norm(features, params["norm"]["scale"], eps=1e-5)
+    return EAGLE3.join(params, embedded, features)
+
+
+def enter_by_the_first(
+    params: Any, config: DraftConfig, *args: Any, original: Any = drafting._enter_level
+) -> Any:
+    """Drafted rows are projected by specialist 0, whoever drafted them."""
+    return original(params, dataclasses.replace(config, positions_per_specialist=(99,)), *args)
+
+
+@pytest.fixture
+def fresh_programs() -> Iterator[None]:
+    """Nothing compiled before is used, and nothing compiled here later."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("fresh_programs")
+@pytest.mark.parametrize("mistake", [project_again, feed_back_normed])
+def test_mistakes_in_the_family_are_noticed(mistake: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    golden = load_golden(tmp_path, METHODS_E3[-1])
+    monkeypatch.setitem(FAMILIES, "eagle3", dataclasses.replace(EAGLE3, join=mistake))
+    with pytest.raises(AssertionError):
+        check_rounds(golden, "_small")
+
+
+@pytest.mark.usefixtures("fresh_programs")
+def test_keys_of_the_wrong_specialist_are_noticed(tmp_path: Path, monkeypatch: Any) -> None:
+    golden = load_golden(tmp_path, METHODS_E3[-1])
+    monkeypatch.setattr(drafting, "_enter_level", enter_by_the_first)
+    with pytest.raises(AssertionError):
+        check_rounds(golden, "_small")
+
+
+def test_a_shifted_vocabulary_is_noticed(tmp_path: Path) -> None:
+    golden = load_golden(tmp_path, METHODS_E3[-1])
+    first, *others = golden.draft_record.draft_vocabulary or ()
+    record = dataclasses.replace(golden.draft_record, draft_vocabulary=(*others, first))
+    with pytest.raises(AssertionError):
+        check_rounds(dataclasses.replace(golden, draft_record=record), "_small")
+
+
+# --------------------------------------------------------------------------------------------------
+# Conversion
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.getbasetemp() / "golden"
+    return load_golden(folder, METHODS_E3[-1]).target_folder
+
+
+def write(folder: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    values = {k: v for k, v in (read_config(SOURCE) | config).items() if v is not None}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def plan(source: Path, target: Path) -> Any:
+    spans = tuple(map(int, SPANS_E3[SOURCE.name].split(",")))
+    return plan_draft(str(source), target, positions_per_specialist=spans)
+
+
+def arrays(conversion: Any) -> dict[str, np.ndarray]:
+    return {
+        "/".join((name, *path)): array
+        for name, item in conversion.items
+        for path, array in flatten_item(item).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (r"^layers\.", "midlayers."),
+        (r"^(?!d2t|t2d)", "model."),
+        (r"^(?!d2t|t2d)", "draft_model."),
+        (r"^layers\.", "model.midlayers."),
+    ],
+)
+def test_layouts(old: str, new: str, target: Path, tmp_path: Path) -> None:
+    want = plan(SOURCE, target)
+    tensors = {re.sub(old, new, key): array for key, array in read_tensors(SOURCE).items()}
+    got = plan(write(tmp_path / "source", tensors), target)
+    assert got.record.config == want.record.config
+    assert got.record.draft_vocabulary == want.record.draft_vocabulary
+    ours, theirs = arrays(got), arrays(want)
+    assert list(ours) == list(theirs)
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(ours[name], array)
+
+
+def test_config_and_vocabulary(target: Path, tmp_path: Path) -> None:
+    tensors = read_tensors(SOURCE)
+    record = plan(SOURCE, target).record
+    assert record.draft_vocabulary == tuple(np.flatnonzero(tensors["t2d"]).tolist())
+    assert (record.draft.aux_layers, record.draft.head_size) == ((2, 4, 5), 80)
+    assert (record.method, record.kv) == ("poss332-eagle3", "shared")
+    assert record.draft.layer.rope.theta == 10000
+    del tensors["t2d"]  # as ModelOpt exports it
+    chosen = {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}  # outputs, as SpecForge counts
+    without = plan(write(tmp_path / "s", tensors, eagle_config=chosen), target).record
+    assert without.draft_vocabulary == record.draft_vocabulary
+    assert without.draft.aux_layers == (1, 3, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "error"),
+    [
+        ({"d2t": None}, {}, "the weights hold no d2t"),
+        ({"d2t": np.zeros(80, np.int64) - 1}, {}, "want the offsets of 80 ascending ids"),
+        ({"t2d": np.ones(260, bool)}, {}, "t2d and d2t name different tokens"),
+        ({"norm.weight": None}, {}, r"missing norm\.weight \[128\]"),
+        ({"layers.1.hidden_norm.weight": None}, {}, r"missing layers\.1\.hidden_norm"),
+        ({}, {"fc_norm": True}, "fc_norm True: this variant of EAGLE-3 cannot be converted yet"),
+        ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, "of 8; give the"),
+        ({}, {"draft_vocab_size": 70}, r"lm_head\.weight want \[70, 128\] got \[80, 128\]"),
+    ],
+)
+def test_what_is_refused(
+    change: dict[str, Any], config: dict[str, Any], error: str, target: Path, tmp_path: Path
+) -> None:
+    tensors = {k: v for k, v in (read_tensors(SOURCE) | change).items() if v is not None}
+    source = write(tmp_path / "source", tensors, **config)
+    with pytest.raises(UserError, match=error):
+        plan(source, target)
