@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from convert_sources import run
+from golden import ROOT_E3
 from programs import Runs, tiny_runs, write_lines
 
 from poss_jax.config.models import TreeConfig
@@ -74,6 +75,7 @@ def published(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
             run("export", model=model, target=target, output=folder / f"drafts/{count}")
         link(folder / hub_id, folder / f"drafts/{count}")
         link(folder / draft.target, folder / "target")
+    run("target", source=ROOT_E3 / "target", output=folder / "llama3.1")
     return folder
 
 
@@ -83,10 +85,13 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("configs", "tests", "benchmarks"):
         link(tmp_path / name, ROOT / name)
     for owner in published.iterdir():
-        if owner.name not in ("drafts", "models", "target"):
+        if owner.name not in ("drafts", "models", "target", "llama3.1"):
             link(tmp_path / owner.name, owner)
     link(tmp_path / "DIR_OR_HUB_ID", published / "target")
     link(tmp_path / "my" / "poss", published / "drafts" / "2")
+    link(tmp_path / "my" / "eagle3", ROOT_E3 / "draft" / "eagle3_full")
+    link(tmp_path / "my" / "poss3-e3", ROOT_E3 / "draft" / "poss3_e3")
+    link(tmp_path / "models" / "llama3.1", published / "llama3.1")
     for name in ("models/target", "models/llama3", "models/llama3-8b", "TARGET"):
         link(tmp_path / name, Path(runs.model("target")))
     for name in ("models/eagle", "models/eagle-llama3-8b"):

@@ -14,7 +14,7 @@ from programs import POSS2, Runs, config_file, metrics, refusal, tiny_runs
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.models import DraftConfig
-from poss_jax.config.reading import load_config
+from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.families import FAMILIES
 from train.main import main
@@ -76,6 +76,10 @@ def test_a_draft_is_continued_in_its_own_family(
     stage = open_stage(config, tmp_path, plan_for="here")
     assert isinstance(stage.config, DraftConfig) and stage.config.family == "other"
     assert stage.config.positions_per_specialist == (2, 2)
+    record["config"]["aux_layers"] = [0, 1]  # features that training does not have yet
+    (draft / "model.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="drafts of the family other cannot be trained yet"):
+        open_stage(config, tmp_path, plan_for="here")
 
 
 def test_parts_of_a_batch_give_the_same_run(runs: Runs, tmp_path: Path) -> None:
