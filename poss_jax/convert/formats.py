@@ -297,6 +297,11 @@ def _read_eagle3(source: Source) -> Reading:
     embedding = {DRAFT_EMBEDDING: (layer.vocab_size, layer.hidden_size)}
     _check_keys(f"{origin}: read as an EAGLE-3 draft", plain, slots, embedding)
     names = source.names
+    for name, want in (("d2t", "int64"), ("t2d", "bool")):
+        if name in names and (got := source.tensors[names[name]].dtype) != want:
+            raise UserError(
+                f"{origin}: {names[name]}: want {want}, got {got}; give the draft's own files"
+            )
     return Reading(
         source,
         config,

@@ -392,6 +392,11 @@ def read_eagle3_settings(source: Source) -> dict[str, Any]:
         "head_size": _get(values, "draft_vocab_size", values.get("vocab_size")),
         "norm_before_residual": _get(values, "norm_before_residual", False),
     }
+    if values.get(AUX_KEY) is not None:
+        raise UserError(
+            f"{origin}: {AUX_KEY}: want it inside of eagle_config, as SpecForge writes it; "
+            "elsewhere the same numbers mean other layers, and such drafts cannot be converted yet"
+        )
     producer = values.get("eagle_config")
     layers = producer.get(AUX_KEY) if isinstance(producer, Mapping) else None
     if layers is not None:
