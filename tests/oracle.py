@@ -62,6 +62,19 @@ def draw_sampling(llama: LlamaConfig, batch: int, rng: np.random.Generator) -> S
     )
 
 
+def greedy_request(*prompts: list[int], limit: int) -> Request:
+    """A greedy request for each prompt, which no token ends."""
+    tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return Request(
+        tokens=jnp.asarray(tokens),
+        lengths=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
+        limits=jnp.full(len(prompts), limit, jnp.int32),
+        stop_ids=jnp.asarray([-1], jnp.int32),
+    )
+
+
 def draw_request(
     llama: LlamaConfig, batch: int, rng: np.random.Generator, *, is_sampled: bool
 ) -> Request:

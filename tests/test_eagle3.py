@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from golden import METHODS_E3, ROOT_E3, SPANS_E3, load_golden, read_config, read_tensors
 from models import random_draft, random_target, tiny_llama
-from oracle import Shape
+from oracle import Shape, greedy_request
 from safetensors.numpy import save_file
 from test_golden import check_rounds
 
@@ -60,12 +60,7 @@ def test_its_own_head_proposes_target_ids() -> None:
     weights = Weights(target, attach(draft, target, vocabulary))
     assert weights.draft["head"] is draft["head"]
     decode = DecodeConfig(LLAMA, config, TreeConfig(depth=3, top_k=4, total_tokens=20), 20)
-    request = Request(
-        tokens=jnp.asarray([[5, 6, 7, 8]], jnp.int32),
-        lengths=jnp.asarray([4], jnp.int32),
-        limits=jnp.asarray([20], jnp.int32),
-        stop_ids=jnp.asarray([-1], jnp.int32),
-    )
+    request = greedy_request([5, 6, 7, 8], limit=20)
 
     @jax.jit
     def draft(weights: Weights, request: Request) -> Any:

@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
+from oracle import greedy_request
 
 from poss_jax.checkpoint.folder import load_draft, write_model
 from poss_jax.checkpoint.record import TargetIdentity, new_record, read_record
@@ -21,7 +22,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.convert.names import slots_by_key
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.decode.state import DecodeConfig, Weights
 from poss_jax.learn.state import init_state
 from poss_jax.learn.step import DraftTask, make_draft_step
 from poss_jax.model.documents import TrainBatch
@@ -110,12 +111,7 @@ def test_it_is_trained():
 def test_it_is_decoded_with():
     """The tree depends on the parameter, the text does not."""
     target, draft = random_target(LLAMA), random_draft(CONFIG)
-    request = Request(
-        tokens=jnp.asarray([[5, 6, 7, 8]], jnp.int32),
-        lengths=jnp.asarray([4], jnp.int32),
-        limits=jnp.asarray([12], jnp.int32),
-        stop_ids=jnp.asarray([-1], jnp.int32),
-    )
+    request = greedy_request([5, 6, 7, 8], limit=12)
 
     @jax.jit
     def run(weights: Weights):

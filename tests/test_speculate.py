@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import random_draft, random_target, stacked, tiny_llama
-from oracle import Shape
+from oracle import Shape, greedy_request
 
 from poss_jax.config.models import DraftConfig, RopeConfig, TreeConfig
 from poss_jax.decode import speculate
@@ -71,12 +71,7 @@ def test_a_draft_with_its_own_vocabulary_proposes_target_ids():
     vocabulary = jnp.asarray([3, 7, 11, 13, 20, 41], jnp.int32)
     weights = Weights(target, attach(draft, target, vocabulary))
     tree = TreeConfig(depth=3, top_k=4, total_tokens=20)
-    request = Request(
-        tokens=jnp.asarray([[5, 6, 7, 8]], jnp.int32),
-        lengths=jnp.asarray([4], jnp.int32),
-        limits=jnp.asarray([20], jnp.int32),
-        stop_ids=jnp.asarray([-1], jnp.int32),
-    )
+    request = greedy_request([5, 6, 7, 8], limit=20)
 
     @jax.jit
     def run(weights: Weights, request: Request):
@@ -105,12 +100,7 @@ def test_shared_keys_and_values_take_one_cache():
     draft = draft | {
         "specialists": [jax.tree.map(lambda x, i=i: x[i], draft["specialists"]) for i in (0, 1)]
     }
-    request = Request(
-        tokens=jnp.asarray([[5, 6, 7, 8], [9, 3, 0, 0]], jnp.int32),
-        lengths=jnp.asarray([4, 2], jnp.int32),
-        limits=jnp.asarray([24, 24], jnp.int32),
-        stop_ids=jnp.asarray([-1], jnp.int32),
-    )
+    request = greedy_request([5, 6, 7, 8], [9, 3], limit=24)
     weights = Weights(target, attach(draft, target))
 
     def run(config: DraftConfig):
