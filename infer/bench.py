@@ -44,7 +44,14 @@ from .lossless import check_lossless, format_check
 from .measure import Decoder, Run, measure_phases, measure_steps, time_questions
 from .report import build_report, format_report, write_report
 
+if TYPE_CHECKING:
+    import transformers
+
 AUTOREGRESSIVE = "autoregressive"
+
+# Of prompts cut out of documents.
+_PROMPT_CHARACTERS_PER_TOKEN = 100  # enough text that a prompt's last token is never cut short
+_DEFINITION, _LINE = r"^(?:def|class) ", r"^\S"
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
@@ -221,9 +228,3 @@ def cli() -> None:
 
 if __name__ == "__main__":
     cli()
-
-if TYPE_CHECKING:
-    import transformers
-
-_PROMPT_CHARACTERS_PER_TOKEN = 100  # enough text that a prompt's last token is never cut short
-_DEFINITION, _LINE = r"^(?:def|class) ", r"^\S"

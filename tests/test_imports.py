@@ -48,6 +48,17 @@ def calls(tree: ast.AST) -> set[str]:
     return {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in functions}
 
 
+def is_entry(node: ast.AST) -> bool:
+    """Tells whether a statement is `if __name__ == "__main__"`."""
+    return isinstance(node, ast.If) and "'__main__'" in ast.dump(node.test)
+
+
+def after_entry(tree: ast.Module) -> list[ast.stmt]:
+    """Statements that come too late when the module is run as a program."""
+    entries = [index for index, node in enumerate(tree.body) if is_entry(node)]
+    return tree.body[entries[0] + 1 :] if entries else []
+
+
 def violations(path: Path, source: str) -> list[str]:
     """What in `source`, read as the module at `path` (relative to the root), breaks a rule."""
     tree, (top, name, *_) = ast.parse(source), (*path.with_suffix("").parts, "")
@@ -59,7 +70,7 @@ def violations(path: Path, source: str) -> list[str]:
     forbidden -= {"wandb", "argparse"} if is_program else set()
     forbidden -= {"argparse"} if name == "program" else set()
     forbidden -= {"torch"} if path.stem == "torch_io" else set()
-    found = []
+    found = [f"line {node.lineno}: runs after the program" for node in after_entry(tree)]
     for target in imports(tree, is_relative_allowed=top != "poss_jax"):
         first, second, *_ = (*target.split("."), "")
         inside = first == "poss_jax" and second != "__version__"
@@ -103,6 +114,7 @@ def test_module_keeps_the_rules(path: Path):
         ("train/main.py", "from infer import bench"),
         ("infer/bench.py", "import train"),
         ("train/main.py", "from train.loop import run_steps"),
+        ("infer/bench.py", "if __name__ == '__main__':\n  cli()\nSIZE = 3"),
     ],
 )
 def test_rule_is_enforced(path: str, source: str):

@@ -43,7 +43,7 @@ from .devices import (
 )
 from .features import fill_cache, find_features, is_complete, load_layers, make_encode
 from .memory import PlannedStep, plan_draft_step
-from .preparation import compute_dtype, prepare_rows
+from .preparation import prepare_rows, run_dtype
 
 
 class DraftStage:
@@ -56,7 +56,7 @@ class DraftStage:
     ) -> None:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
-        self._record, self._dtype = read_target(config.target), compute_dtype(config, mesh)
+        self._record, self._dtype = read_target(config.target), run_dtype(config, mesh)
         if with_weights:
             place = place_weights(mesh)
             _, self._target = load_target(

@@ -22,6 +22,10 @@ from .stages import Stage
 
 StepFunction = Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
 
+# Of a sample: tokens shown before a place, and places of each text.
+_TOKENS_BEFORE = 16
+_PLACES = 4
+
 
 def run_steps(
     config: TrainConfig, folder: RunFolder, stage: Stage, step_fn: StepFunction, state: TrainState
@@ -136,9 +140,6 @@ class Profiler:
 
 # --------------------------------------------------------------------------------------------------
 # Samples
-
-_TOKENS_BEFORE = 16
-_PLACES = 4  # of each text
 
 
 def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:

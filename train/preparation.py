@@ -15,8 +15,10 @@ from poss_jax.data.rows import Rows
 from poss_jax.data.sources import Documents
 from poss_jax.program.running import text_marks
 
+_SAMPLE_TOKENS = 300
 
-def compute_dtype(config: TrainConfig, mesh: Mesh) -> Any:
+
+def run_dtype(config: TrainConfig, mesh: Mesh) -> Any:
     """The dtype everything is computed in on these devices."""
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return jnp.dtype(config.dtype or ("float32" if is_cpu else "bfloat16"))
@@ -49,9 +51,6 @@ def prepare_rows(
             f"{config.batch_size}; raise data.validation_fraction or give more documents"
         )
     return prepared
-
-
-_SAMPLE_TOKENS = 300
 
 
 def describe_data(report: dict[str, Any]) -> list[str]:

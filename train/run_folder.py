@@ -35,6 +35,9 @@ from poss_jax.learn.state import TrainState
 
 from .devices import ask_first, is_first_process, meet
 
+# Of a checkpoint; written last, and not needed to read it.
+_WITHOUT_SUMS = {"_CHECKPOINT_METADATA", "commit_success.txt"}
+
 # What a run may be continued with other values of: none changes what it learns but by rounding.
 _FREE_KEYS = {
     "checkpoint_every",
@@ -161,10 +164,6 @@ def _differences(saved: Any, wanted: Any, key: str = "") -> list[str]:
             for line in _differences(saved.get(name), wanted.get(name), f"{key}.{name}".strip("."))
         ]
     return [] if saved == wanted else [f"{key}: saved {shorten(saved)}, asked {shorten(wanted)}"]
-
-
-# Of a checkpoint; written last, and not needed to read it.
-_WITHOUT_SUMS = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
 class RunFolder:

@@ -35,7 +35,7 @@ from .devices import (
     write_together,
 )
 from .memory import PlannedStep, plan_target_step
-from .preparation import compute_dtype, prepare_rows
+from .preparation import prepare_rows, run_dtype
 
 _TOKENIZER = "tokenizer"  # subfolder of a target's run
 
@@ -62,7 +62,7 @@ class TargetStage:
         prepared = prepare_rows(folder, config, self.tokenizer, self.config.vocab_size, load)
         self.rows, self.validation_rows = prepared.train, prepared.validation
         self.report = prepared.report
-        self._dtype = compute_dtype(config, mesh)
+        self._dtype = run_dtype(config, mesh)
 
         validate = make_target_validation(self.config, config.step, self._dtype)
         self._validation = compile_on(mesh, validate)
