@@ -177,16 +177,16 @@ def plan_specialists(
     record = read_record(draft)
     if not isinstance(record.config, DraftConfig):
         raise UserError(f"{draft}: want a draft, got a target; give the folder of a draft")
-    have, want = record.config.num_specialists, len(positions_per_specialist)
+    have, want = record.draft.num_specialists, len(positions_per_specialist)
     if want < have:
         raise UserError(
             f"{draft} has {have} specialists, got {want} positions per specialist; "
             f"give at least {have} counts"
         )
     config = replace(
-        record.config,
+        record.draft,
         positions_per_specialist=positions_per_specialist,
-        trained_depth=trained_depth or record.config.trained_depth,
+        trained_depth=trained_depth or record.draft.trained_depth,
     )
     origins = {}  # the existing item that becomes each new one
     for name in item_shapes(config):
