@@ -208,6 +208,7 @@ def test_config_and_vocabulary(target: Path, tmp_path: Path) -> None:
         ({"layers.1.hidden_norm.weight": None}, {}, r"missing layers\.1\.hidden_norm"),
         ({}, {"fc_norm": True}, "fc_norm True: this variant of EAGLE-3 cannot be converted yet"),
         ({"d2t": np.zeros(80, np.int32)}, {}, "d2t: want int64, got I32"),
+        ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1] * 3}}, "want a list of"),
         ({}, {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "want it inside of eagle_config"),
         ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, "of 8; give the"),
         ({}, {"draft_vocab_size": 70}, r"lm_head\.weight want \[70, 128\] got \[80, 128\]"),

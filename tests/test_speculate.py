@@ -47,7 +47,13 @@ def test_speculative_equals_autoregressive(name):
     check_shape(SHAPES[name], cases=20, seed=0, is_sampled=True)
 
 
-@pytest.mark.parametrize("name", ["default", "chain"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("default", "chain") else pytest.param(name, marks=pytest.mark.slow)
+        for name in SHAPES
+    ],
+)
 def test_greedy_speculative_equals_autoregressive(name):
     check_shape(SHAPES[name], cases=20, seed=0)
 

@@ -400,7 +400,7 @@ def read_eagle3_settings(source: Source) -> dict[str, Any]:
     producer = values.get("eagle_config")
     layers = producer.get(AUX_KEY) if isinstance(producer, Mapping) else None
     if layers is not None:
-        if not isinstance(layers, list) or not all(isinstance(n, int) for n in layers):
+        if not isinstance(layers, list) or not all(type(n) is int and n >= 0 for n in layers):
             raise UserError(f"{origin}: {AUX_KEY}: want a list of layers, got {shorten(layers)}")
         # SpecForge counts the layers whose outputs it takes; an output is the next layer's input.
         settings["aux_layers"] = tuple(layer + 1 for layer in layers)

@@ -2,9 +2,10 @@
 
 A one-layer draft has keys and values that depend on a row's own pair alone, so that
 
-  - committing tokens takes only `x` and the K/V projections of every specialist (of one, where
-    they share them: then all specialists read one stream of keys and values);
-  - a specialist that takes over at some depth projects the rows drafted before it again.
+  - committing tokens takes only `x` and the K/V projections of every specialist, or of the first
+    one, where all specialists read one stream of keys and values;
+  - a specialist with a stream of its own that takes over at some depth projects the rows drafted
+    before it again; in one stream a row stays as the specialist that drafted it projected it.
 
 While drafting, the scratch rows of the cache hold the beam of every level after the first:
 
