@@ -1,7 +1,7 @@
 """The seam between a draft family and its users, and what all families share."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,11 +9,15 @@ import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError
-from poss_jax.model.layers import DecoderLayer, Parameter
+from poss_jax.model.layers import DecoderLayer, Parameter, init_layer
 from poss_jax.shapes import Array, Int, Params
 
 KEY_VALUE = ("k", "v", "k_norm")
 """Parameters of attention that keys and values depend on."""
+
+
+# A specialist is drawn like one layer of so many: what it adds to its input starts small.
+_DRAWN_AMONG = 16
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,25 @@ class Family:
     join_tokens: Callable[[Params, Array], Array]
     join_features: Callable[[Params, Array, Array], Array]
     read: Callable[[Params, DraftConfig, Array], Array]
+
+
+def draw_specialists(
+    layer: Callable[[DraftConfig], DecoderLayer],
+    config: DraftConfig,
+    keys: Sequence[Array],
+    *,
+    width: int,
+) -> list[Params]:
+    """Draws the specialists of a random draft.
+
+    Args:
+      layer: see `Family`.
+      config: shape of the draft.
+      keys: random key of each specialist.
+      width: width of their input.
+    """
+    drawn = layer(replace(config, layer=replace(config.layer, num_layers=_DRAWN_AMONG)))
+    return [init_layer(drawn, key, width=width) for key in keys]
 
 
 def extend_specialists(draft: Params, num_specialists: int) -> Params:

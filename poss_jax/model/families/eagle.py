@@ -4,18 +4,13 @@ The draft reads pairs (feature f_j, token x_{j+1}) at position j: `x_j = fc([emb
 one decoder layer without input and final norm, the target's head.
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig
-from poss_jax.model.layers import DecoderLayer, init_layer, layer_rows, linear, linear_rows
-from poss_jax.model.specialists import Family
+from poss_jax.model.layers import DecoderLayer, layer_rows, linear, linear_rows
+from poss_jax.model.specialists import Family, draw_specialists
 from poss_jax.shapes import Array, Float, Params
-
-# A specialist is drawn like one layer of so many: what it adds to its input starts small.
-_DRAWN_AMONG = 16
 
 
 def init(config: DraftConfig, key: Array) -> Params:
@@ -25,8 +20,7 @@ def init(config: DraftConfig, key: Array) -> Params:
     fc = {"weight": jax.random.normal(fc_key, (D, 2 * D)) * 0.02}
     if config.fc_bias:
         fc["bias"] = jnp.zeros(D)
-    drawn = layer(replace(config, layer=replace(config.layer, num_layers=_DRAWN_AMONG)))
-    return {"fc": fc, "specialists": [init_layer(drawn, key) for key in keys]}
+    return {"fc": fc, "specialists": draw_specialists(layer, config, keys, width=D)}
 
 
 def layer(config: DraftConfig) -> DecoderLayer:

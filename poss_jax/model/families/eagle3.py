@@ -8,8 +8,6 @@ read one stream of keys and values: those of the context are specialist 0's, tho
 are of the specialist that drafted it (EAGLE-3, arXiv 2503.01840).
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 
@@ -19,18 +17,14 @@ from poss_jax.model.layers import (
     DecoderLayer,
     Parameter,
     RMSNorm,
-    init_layer,
     layer_rows,
     linear,
     linear_rows,
     norm_row,
     rms_norm,
 )
-from poss_jax.model.specialists import Family
+from poss_jax.model.specialists import Family, draw_specialists
 from poss_jax.shapes import Array, Float, Params
-
-# A specialist is drawn like one layer of so many: what it adds to its input starts small.
-_DRAWN_AMONG = 16
 
 
 class Specialist(DecoderLayer):
@@ -66,11 +60,10 @@ def init(config: DraftConfig, key: Array) -> Params:
     D = config.layer.hidden_size
     fc_key, head_key, *keys = jax.random.split(key, config.num_specialists + 2)
     num_tokens = config.head_size or config.layer.vocab_size
-    drawn = layer(replace(config, layer=replace(config.layer, num_layers=_DRAWN_AMONG)))
     width = max(len(config.aux_layers), 1) * D
     return {
         "fc": {"weight": jax.random.normal(fc_key, (D, width)) * 0.02},
-        "specialists": [init_layer(drawn, key, width=2 * D) for key in keys],
+        "specialists": draw_specialists(layer, config, keys, width=2 * D),
         "norm": {"scale": jnp.ones(D)},
         "head": {"weight": jax.random.normal(head_key, (num_tokens, D)) * 0.02},
     }
