@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
-from poss_jax.learn.step import DraftTask
+from poss_jax.learn.task import DraftTask
 from train.memory import compile_memory, mesh_for, plan_draft_step
 
 ROOT = Path(__file__).parent.parent

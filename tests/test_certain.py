@@ -35,7 +35,8 @@ from poss_jax.decode.tree import make_tree
 from poss_jax.decode.verify import Acceptance
 from poss_jax.learn.pretraining import make_target_step
 from poss_jax.learn.state import init_state, make_optimizer
-from poss_jax.learn.step import DraftTask, make_draft_step
+from poss_jax.learn.step import make_draft_step
+from poss_jax.learn.task import DraftTask
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.specialists import attach
 from poss_jax.shapes import Params

@@ -12,7 +12,6 @@ from models import predict_depths
 from plain_step import PlainBatch, plain_gradients
 
 from poss_jax.config.training import ObjectiveConfig, StepConfig
-from poss_jax.convert.names import source_key
 from poss_jax.decode import drafting, speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import select
@@ -21,8 +20,10 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.learn.losses import describe_targets
 from poss_jax.learn.recursion import DraftInputs
-from poss_jax.learn.step import DraftData, DraftTask, draft_gradients
-from poss_jax.model.parameters import flatten_item, item_shapes, split_items
+from poss_jax.learn.step import draft_gradients
+from poss_jax.learn.task import DraftData, DraftTask
+from poss_jax.model.families import family_of
+from poss_jax.model.parameters import flatten_item, item_shapes, split_items, torch_name
 from poss_jax.model.target import encode, stack_layers
 
 NO_STOP = jnp.asarray([-1], jnp.int32)
@@ -262,8 +263,9 @@ def by_source_key(golden: Golden, gradients) -> dict[str, jax.Array]:
         for index in range(golden.draft_config.num_specialists)
     ]
     gradients = gradients | {"specialists": specialists}
+    table = family_of(golden.draft_config).parameters
     return {
-        source_key(item, path): leaf
+        torch_name(table, item, path): leaf
         for item, tree in split_items(golden.draft_config, gradients)
         for path, leaf in flatten_item(tree).items()
     }

@@ -5,10 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import METHODS_E3, ROOT_E3, TREES_E3, Golden, load_golden, read_npz
-from test_golden import check_generations, check_rounds, check_stops
+from test_golden import by_source_key, check_generations, check_rounds, check_stops
 
+from poss_jax.config.training import ObjectiveConfig, StepConfig
+from poss_jax.learn.chains import unroll_chains
+from poss_jax.learn.step import draft_gradients
+from poss_jax.learn.task import DraftData, DraftTask, own_head, prepare_draft_data
 from poss_jax.model.cache import init_cache
-from poss_jax.model.target import prefill
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.target import prefill, stack_layers
 
 
 @pytest.fixture(scope="module", params=METHODS_E3)
@@ -48,3 +53,90 @@ def test_generations(golden, part, suffix):
 
 def test_generations_end_at_the_first_stop_token(golden):
     check_stops(golden)
+
+
+# --------------------------------------------------------------------------------------------------
+# Training
+
+
+TRAINED = [name for name in METHODS_E3 if (ROOT_E3 / f"train_{name}.npz").exists()]
+
+
+@pytest.fixture(scope="module", params=TRAINED)
+def trained(request, tmp_path_factory):
+    """Our states, losses and gradients on the recorded batch, and the recorded ones."""
+    golden = load_golden(tmp_path_factory.getbasetemp() / "golden", request.param)
+    recorded = read_npz(f"train_{golden.method}", ROOT_E3)
+    task = recorded_task(golden, recorded["weights"])
+    data = recorded_data(golden, task)
+    draft = golden.draft | {"specialists": stack_layers(golden.draft["specialists"])}
+    R, head = task.draft.trained_depth, golden.target["head"]["weight"]
+
+    @jax.jit
+    def run(draft):
+        _, _, predictions = unroll_chains(
+            draft, task.draft, data.inputs, R, lambda _, prediction: prediction, block=32
+        )
+        return predictions, *draft_gradients(draft, head, task, data)
+
+    predictions, gradients, losses = run(draft)
+    return predictions, by_source_key(golden, gradients), losses, recorded
+
+
+def recorded_task(golden: Golden, weights: np.ndarray) -> DraftTask:
+    """Chunks and blocks that divide nothing."""
+    objective = ObjectiveConfig(
+        feature_weight=0.0,
+        probability_weight=1.0,
+        top_k_weight=0.0,
+        depth_weights=tuple(weights.tolist()),
+    )
+    step = StepConfig(vocabulary_chunk=20, attention_block=32)
+    vocabulary = golden.draft_record.draft_vocabulary
+    return DraftTask(golden.llama, golden.draft_config, objective, step, vocabulary=vocabulary)
+
+
+def recorded_data(golden: Golden, task: DraftTask) -> DraftData:
+    """The recorded batch, averaged over all rows as in the original."""
+    recorded = read_npz("train_batch", ROOT_E3)
+    attended = jnp.asarray(recorded["attention_mask"], jnp.int32)
+    batch = TrainBatch(
+        tokens=jnp.asarray(recorded["input_ids"], jnp.int32),
+        loss_mask=jnp.asarray(recorded["loss_mask"], bool),
+        documents=attended,
+    )
+    target = golden.target | {"layers": stack_layers(golden.target["layers"])}
+    num_trained = jnp.asarray(attended.size, jnp.float32)
+    data = jax.jit(
+        lambda target, draft: prepare_draft_data(
+            target, task, batch, num_trained=num_trained, own_head=own_head(draft, jnp.float32)
+        )
+    )(target, golden.draft)
+    real = np.asarray(attended, bool)
+    np.testing.assert_allclose(data.inputs.features[real], recorded["aux_hidden"][real], atol=5e-5)
+    return data
+
+
+def test_states_of_every_step(trained):
+    predictions, _, _, recorded = trained
+    valid = recorded["valid"].astype(bool)
+    np.testing.assert_allclose(predictions[valid], recorded["hidden"][valid], atol=2e-4, rtol=0)
+
+
+def test_losses_of_every_step(trained):
+    _, _, losses, recorded = trained
+    np.testing.assert_allclose(losses.probability, recorded["loss"], atol=1e-5, rtol=0)
+    total = (losses.total * recorded["weights"]).sum()
+    np.testing.assert_allclose(total, recorded["total"], atol=1e-5)
+
+
+def test_gradients(trained):
+    _, ours, _, recorded = trained
+    norms = {key: value for key, value in recorded.items() if key.startswith("gradnorm/")}
+    assert {f"gradnorm/{key}" for key in ours} == norms.keys()
+    for name, norm in norms.items():
+        key = name.removeprefix("gradnorm/")
+        assert abs(np.linalg.norm(ours[key]) - norm) <= 2e-5 * norm, key
+        if f"grad/{key}" in recorded:
+            want = recorded[f"grad/{key}"]
+            np.testing.assert_allclose(ours[key], want, atol=1e-5 * np.abs(want).max(), err_msg=key)

@@ -16,7 +16,7 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
-from poss_jax.learn.step import DraftTask
+from poss_jax.learn.task import DraftTask
 from train.devices import make_on
 from train.main import main
 from train.memory import (

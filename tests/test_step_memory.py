@@ -10,7 +10,8 @@ from models import tiny_llama
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
 from poss_jax.learn.state import init_state, make_optimizer
-from poss_jax.learn.step import DraftTask, make_draft_step
+from poss_jax.learn.step import make_draft_step
+from poss_jax.learn.task import DraftTask
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
 from poss_jax.model.target import init_target, stack_layers

@@ -9,7 +9,7 @@ from models import predict_depths, random_draft, random_target, random_tokens, s
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.learn.pretraining import target_loss
-from poss_jax.learn.step import DraftTask, prepare_draft_data
+from poss_jax.learn.task import DraftTask, prepare_draft_data
 from poss_jax.learn.validation import (
     add_up,
     count_accepted,

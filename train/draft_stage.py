@@ -16,12 +16,14 @@ from poss_jax.checkpoint.record import ModelRecord, new_record
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
+from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.feature_cache import FeatureCache
 from poss_jax.data.features import join_features
 from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.learn.state import TrainState
-from poss_jax.learn.step import DraftTask, make_draft_step
+from poss_jax.learn.step import make_draft_step
+from poss_jax.learn.task import DraftTask
 from poss_jax.learn.validation import (
     Predictions,
     add_up,
@@ -29,7 +31,7 @@ from poss_jax.learn.validation import (
     make_draft_validation,
 )
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.families import init_draft
+from poss_jax.model.families import FAMILIES, family_of, init_draft
 from poss_jax.model.parameters import place_weights
 from poss_jax.model.specialists import extend_specialists, has_shared_keys_values, share_keys_values
 from poss_jax.model.target import stack_layers
@@ -74,35 +76,68 @@ class DraftStage:
             objective=config.objective,
             step=config.step,
             num_frozen=config.specialists.num_frozen,
+            vocabulary=self._vocabulary,
         )
         self._validation = compile_on(mesh, make_draft_validation(self._task, validation_depth))
 
     def _open_draft(self, *, with_weights: bool) -> None:
         """Settles the draft's shape, after the one it starts from if there is one."""
-        wanted, layer = self._run.specialists, replace(self._record.llama, num_layers=1)
-        draft = DraftConfig(layer=layer, fc_bias=wanted.fc_bias)
-        self._init_draft, self._vocabulary = None, None
-        if self._run.init_draft is not None:
+        wanted, self._vocabulary = self._run.specialists, None
+        if wanted.draft_vocabulary is not None:
+            ids = read_draft_vocabulary(wanted.draft_vocabulary, self._record.llama.vocab_size)
+            self._vocabulary = tuple(ids.tolist())
+        if self._run.init_draft is None:
+            self._init_draft, draft = None, self._describe_draft()
+        else:
             record = self._open_init_draft(self._run.init_draft, with_weights=with_weights)
-            draft, self._vocabulary = record.draft, record.draft_vocabulary
-        if draft.aux_layers:
+            draft = record.draft
+            self._check_init_draft(record)
+            self._vocabulary = record.draft_vocabulary or self._vocabulary
+        family = family_of(draft)
+        if family.is_trained_in_chains and self._run.objective.feature_weight:
             raise UserError(
-                f"init_draft {self._run.init_draft}: drafts of the family {draft.family} cannot be "
-                "trained yet; give an EAGLE-2, HASS or PosS draft"
+                f"objective.feature_weight: drafts of the family {draft.family} predict no feature "
+                "of the target; set it to 0"
             )
         self.config = replace(
             draft,
             positions_per_specialist=wanted.positions_per_specialist,
             trained_depth=wanted.depth,
-            kv=wanted.kv,
+            kv=draft.kv if family.is_trained_in_chains else wanted.kv,
         )
+
+    def _check_init_draft(self, record: ModelRecord) -> None:
+        """Refuses settings that the draft to start from decides otherwise."""
+        wanted, draft = self._run.specialists, record.draft
+        decided = {"family": draft.family, "aux_layers": draft.aux_layers}
+        given = {"family": wanted.family, "aux_layers": wanted.aux_layers}
+        if draft.head_size or record.draft_vocabulary:
+            decided["draft_vocabulary"] = record.draft_vocabulary
+            given["draft_vocabulary"] = self._vocabulary
+        for name, value in given.items():
+            if value is not None and value != decided[name]:
+                raise UserError(
+                    f"specialists.{name}: init_draft {self._run.init_draft} has another; leave "
+                    "the setting out, or start from scratch"
+                )
+
+    def _describe_draft(self) -> DraftConfig:
+        """Describes a draft that starts from scratch."""
+        wanted, target = self._run.specialists, self._record.llama
+        name = wanted.family or "eagle"
+        num_tokens = target.vocab_size if self._vocabulary is None else len(self._vocabulary)
+        fields = FAMILIES[name].settle(target, num_tokens)
+        if wanted.aux_layers is not None:
+            fields["aux_layers"] = wanted.aux_layers
+        layer = replace(target, num_layers=1)
+        return DraftConfig(layer=layer, fc_bias=wanted.fc_bias, family=name, **fields)
 
     def _open_rows(self, folder: Path) -> None:
         """Reads the text, and looks for features of it."""
         config, target = self._run, self._record.llama
         load = functools.partial(load_documents, config.data, target.hidden_size)
         prepared = prepare_rows(folder, config, self.tokenizer, target.vocab_size, load)
-        self._features = find_features(config, self._record, prepared, self._dtype)
+        self._features = find_features(config, self._record, prepared, self._dtype, self.config)
         if self._features is not None:
             prepared = join_features(prepared, self._features)
         self.rows, self.validation_rows = prepared.train, prepared.validation
@@ -129,7 +164,10 @@ class DraftStage:
     def write_features(self) -> None:
         """See `Stage`."""
         if isinstance(self._features, FeatureCache) and "layers" in self._target:
-            encode_batch = make_encode(self._target, self._run, self._record, self.mesh)
+            aux_layers = self.config.aux_layers
+            encode_batch = make_encode(
+                self._target, self._run, self._record, self.mesh, aux_layers=aux_layers
+            )
             parts = self.rows, self.validation_rows
             fill_cache(self._features, parts, encode_batch, self._run.batch_size, self.mesh)
             del self._target["layers"]

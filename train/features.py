@@ -17,6 +17,7 @@ from tqdm import tqdm
 from poss_jax.checkpoint.folder import load_item
 from poss_jax.checkpoint.locks import hold_lock
 from poss_jax.checkpoint.record import ModelRecord
+from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.feature_cache import LOCK, FeatureCache, open_cache
@@ -35,7 +36,11 @@ EncodeFunction = Callable[[TrainBatch], Array]
 
 
 def find_features(
-    config: TrainConfig, record: ModelRecord, prepared: Prepared, dtype: Any
+    config: TrainConfig,
+    record: ModelRecord,
+    prepared: Prepared,
+    dtype: Any,
+    draft: DraftConfig,
 ) -> FeatureSource | None:
     """Finds the features of a run's rows; None: they are computed in every step.
 
@@ -45,7 +50,13 @@ def find_features(
       UserError: a cache has other features, or its disk has no room for what it lacks.
     """
     num_rows = len(prepared.train) + len(prepared.validation)
-    shape = num_rows, config.data.sequence_length, record.llama.hidden_size
+    width = (len(draft.aux_layers) + 1) * record.llama.hidden_size
+    shape = num_rows, config.data.sequence_length, width
+    if prepared.files and draft.aux_layers:
+        raise UserError(
+            "data.source has features of its own, which are final hidden states; a draft of the "
+            f"family {draft.family} reads inner states: give texts or chats"
+        )
     if prepared.files and config.features.cache is not None:
         raise UserError("features.cache: data.source has features of its own; leave out the cache")
     if prepared.files:
@@ -57,6 +68,8 @@ def find_features(
         "rows": _hash_rows(prepared),
         "computed in": jnp.dtype(dtype).name,
     }
+    if draft.aux_layers:
+        made_from["inputs of layers"] = ",".join(map(str, draft.aux_layers))
     folder = Path(config.features.cache).absolute()
     cache = open_cache(folder, made_from, shape, config.features.shard_gib * 2**30)
     cache.check_space()
@@ -77,13 +90,24 @@ def load_layers(folder: str, record: ModelRecord, dtype: Any, mesh: Mesh) -> Par
 
 
 def make_encode(
-    target: Params, config: TrainConfig, record: ModelRecord, mesh: Mesh
+    target: Params,
+    config: TrainConfig,
+    record: ModelRecord,
+    mesh: Mesh,
+    *,
+    aux_layers: tuple[int, ...] = (),
 ) -> EncodeFunction:
     """Returns a function that gives a batch's features in bfloat16, whole on every device."""
 
     def features(target: Params, batch: TrainBatch) -> Array:
-        block = config.step.attention_block
-        found = encode(target, record.llama, batch.tokens, batch.documents, block=block)
+        found = encode(
+            target,
+            record.llama,
+            batch.tokens,
+            batch.documents,
+            block=config.step.attention_block,
+            aux_layers=aux_layers,
+        )
         return found.astype(jnp.bfloat16)
 
     run = compile_on(mesh, features)

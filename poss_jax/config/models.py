@@ -134,6 +134,11 @@ class DraftConfig:
     head_size: AtLeastTwo | None = Field(default=None, exclude_if=lambda size: size is None)
     norm_before_residual: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
 
+    def __post_init__(self) -> None:
+        if len(self.aux_layers) == 1:
+            # The width of a feature tells the target's from a predicted one.
+            raise ValueError("aux_layers: want at least two layers, or none")
+
     @property
     def num_specialists(self) -> int:
         """E, the number of spans."""

@@ -74,6 +74,8 @@ class ObjectiveConfig:
       top_k_weight: Weight of the cross-entropy over the top_k most likely tokens; 0 leaves it out.
       top_k: Number of tokens in that cross-entropy.
       depth_weights: Weight of each depth's loss, one per depth; empty gives all 1.
+      average_over: Rows that a loss is averaged over: `trained` ones, or `all`, padding too, as the
+        reference of EAGLE-3 does.
       feature_noise: Half-width of the uniform noise on input features for a document of 512 tokens
         (it is divided by length / 512).
     """
@@ -83,6 +85,7 @@ class ObjectiveConfig:
     top_k_weight: Weight = 1.0
     top_k: Count = 10
     depth_weights: tuple[Weight, ...] = ()
+    average_over: Literal["trained", "all"] = "trained"
     feature_noise: PositiveOrZero = 0.1
 
 
@@ -133,7 +136,14 @@ class SpecialistsConfig:
       depth: Number of positions that training drafts.
       fc_bias: Give the projection of the draft's input a bias.
       kv: `per_specialist`, or `shared`: all specialists share their key and value projections.
-      num_frozen: Number of specialists, from the first, that are not trained, nor is fc then.
+      num_frozen: Number of specialists, from the first, that are not trained; what all share is not
+        then, either.
+      family: Kind of draft: `eagle` (EAGLE-2, HASS, PosS) or `eagle3` (EAGLE-3, and PosS on it);
+        null takes that of init_draft, or eagle.
+      aux_layers: Layers of the target whose inputs an eagle3 draft reads; null takes 2, n/2 and
+        n - 3 of n layers.
+      draft_vocabulary: File of the tokens that the draft can propose, written by
+        `python -m poss_jax.draft_vocab`; null takes that of init_draft, or all.
     """
 
     positions_per_specialist: Spans = (1,)
@@ -141,6 +151,9 @@ class SpecialistsConfig:
     fc_bias: bool = False
     kv: Literal["per_specialist", "shared"] = "per_specialist"
     num_frozen: CountOrZero = 0
+    family: Literal["eagle", "eagle3"] | None = None
+    aux_layers: tuple[CountOrZero, ...] | None = None
+    draft_vocabulary: str | None = None
 
     def __post_init__(self) -> None:
         num_specialists = len(self.positions_per_specialist)

@@ -31,7 +31,8 @@ class TargetRows(struct.PyTreeNode):
       expected_head: mean head row under the target's distribution.
       top_expected_head: the part of that mean due to the K most likely tokens.
       top_mass: probability of those K tokens.
-      tokens: the target's most likely token.
+      tokens: the most likely token of those that the draft can propose, as the draft numbers them.
+      is_known: whether the target's most likely token is one of them.
     """
 
     features: Array  # [B T D]
@@ -39,6 +40,7 @@ class TargetRows(struct.PyTreeNode):
     top_expected_head: Array  # [B T D] float32
     top_mass: Array  # [B T] float32
     tokens: Array  # [B T] int32
+    is_known: Array  # [B T] bool
 
 
 class DraftLosses(struct.PyTreeNode):
@@ -56,28 +58,41 @@ def describe_targets(
     objective: ObjectiveConfig,
     *,
     chunk: int,
+    vocabulary: Int[Array, " Vd"] | None = None,
+    draft_head: Float[Array, "Vd D"] | None = None,
 ) -> TargetRows:
     """Takes from the target's distribution at every row what the loss needs of it.
 
     Args:
       head: the target's.
-      features: the target's next feature at every row.
+      features: the target's final hidden state, one token on, at every row.
       objective: terms of weight 0 are left out, as zeros.
       chunk: positions of every sequence whose logits are held at a time. Static.
+      vocabulary: the tokens that the draft can propose, to which the distribution is restricted;
+        None: all.
+      draft_head: what reads the draft's predictions; None: those rows of `head`.
     """
+    if draft_head is None:
+        draft_head = head if vocabulary is None else head[vocabulary]
 
     def of_chunk(rows: Array) -> tuple[Array, ...]:
-        probabilities = jax.nn.softmax(linear(rows, head).astype(jnp.float32))
-        expected = _mean_head(head, probabilities)
+        logits = linear(rows, head).astype(jnp.float32)
+        is_known = jnp.ones(rows.shape[:-1], bool)
+        if vocabulary is not None:
+            is_known = jnp.zeros(len(head), bool).at[vocabulary].set(True)[logits.argmax(axis=-1)]
+            logits = logits[..., vocabulary]
+        probabilities = jax.nn.softmax(logits)
+        expected = _mean_head(draft_head, probabilities)
         tokens = jnp.argmax(probabilities, axis=-1).astype(jnp.int32)
         if not objective.top_k_weight:
-            return expected, jnp.zeros_like(expected), jnp.zeros(tokens.shape), tokens
-        top, ids = lax.top_k(probabilities, min(objective.top_k, len(head)))
-        rows_of_top = head[ids].astype(jnp.float32)
+            nothing = jnp.zeros_like(expected), jnp.zeros(tokens.shape)
+            return expected, *nothing, tokens, is_known
+        top, ids = lax.top_k(probabilities, min(objective.top_k, len(draft_head)))
+        rows_of_top = draft_head[ids].astype(jnp.float32)
         top_expected = jnp.einsum("BTk,BTkD->BTD", top, rows_of_top)
-        return expected, top_expected, top.sum(axis=-1), tokens
+        return expected, top_expected, top.sum(axis=-1), tokens, is_known
 
-    return TargetRows(features, *_by_chunks(of_chunk, chunk, features))
+    return TargetRows(features, *_by_chunks(jax.checkpoint(of_chunk), chunk, features))
 
 
 def draft_losses(
@@ -89,30 +104,35 @@ def draft_losses(
     objective: ObjectiveConfig,
     *,
     chunk: int,
+    trains_head: bool = False,
 ) -> DraftLosses:
     """Loss of the features predicted at one depth.
 
     Args:
-      head: the target's; not trained.
+      head: what reads them.
       predictions: features.
       targets: what they should be.
-      loss_mask: trained rows.
+      loss_mask: trained rows; those whose best token the draft cannot propose count in the feature
+        term only.
       num_trained: what sums over rows are divided by: trained rows of the whole batch, of which
         this may be a part.
       objective: weights of the terms.
       chunk: see `describe_targets`.
+      trains_head: whether the head is trained, too. Static.
     """
-    log_z = log_normaliser(head, predictions.astype(head.dtype), chunk)
+    normaliser = trained_log_normaliser if trains_head else log_normaliser
+    log_z = normaliser(head, predictions.astype(head.dtype), chunk)
     predictions = predictions.astype(jnp.float32)
     targets_wide = targets.features.astype(jnp.float32)
+    known = loss_mask & targets.is_known
 
-    def averaged(per_row: Array) -> Array:
-        return jnp.where(loss_mask, per_row, 0.0).sum() / (num_trained + 1e-5)
+    def averaged(mask: Array, per_row: Array) -> Array:
+        return jnp.where(mask, per_row, 0.0).sum() / (num_trained + 1e-5)
 
-    feature = averaged(_smooth_l1(predictions - targets_wide).mean(axis=-1))
-    probability = averaged(log_z - (predictions * targets.expected_head).sum(axis=-1))
+    feature = averaged(loss_mask, _smooth_l1(predictions - targets_wide).mean(axis=-1))
+    probability = averaged(known, log_z - (predictions * targets.expected_head).sum(axis=-1))
     top_k = averaged(
-        targets.top_mass * log_z - (predictions * targets.top_expected_head).sum(axis=-1)
+        known, targets.top_mass * log_z - (predictions * targets.top_expected_head).sum(axis=-1)
     )
     total = (
         objective.feature_weight * feature
@@ -162,11 +182,15 @@ def log_normaliser(
     return _log_normaliser(head, features, chunk)
 
 
-def _log_normaliser_alone(head: Array, features: Array, chunk: int) -> Array:
+def trained_log_normaliser(
+    head: Float[Array, "V D"], features: Float[Array, "B T D"], chunk: int
+) -> Float[Array, "B T"]:
+    """Logarithm of every row's softmax denominator, under a head that is trained, too."""
+
     def of_chunk(rows: Array) -> Array:
         return jax.nn.logsumexp(linear(rows, head).astype(jnp.float32), axis=-1)
 
-    return _by_chunks(of_chunk, chunk, features)
+    return _by_chunks(jax.checkpoint(of_chunk), chunk, features)
 
 
 def _log_normaliser_forward(head: Array, features: Array, chunk: int):
@@ -183,7 +207,7 @@ def _log_normaliser_backward(chunk: int, expected_head: Array, grad_log_z: Array
     return None, expected_head * grad_log_z[..., None].astype(expected_head.dtype)
 
 
-_log_normaliser: Any = jax.custom_vjp(_log_normaliser_alone, nondiff_argnums=(2,))
+_log_normaliser: Any = jax.custom_vjp(trained_log_normaliser, nondiff_argnums=(2,))
 _log_normaliser.defvjp(_log_normaliser_forward, _log_normaliser_backward)
 
 

@@ -123,6 +123,17 @@ def take_specialist(draft: Params, index: Int[Array, ""]) -> tuple[Params, Param
     return shared, jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
 
 
+def add_gradients(
+    total: Params, index: Array, grad_shared: Params, grad_specialist: Params
+) -> Params:
+    """Adds the gradients of what specialists share, and of one specialist, to those of a draft."""
+    specialists = jax.tree.map(
+        lambda stack, part: stack.at[index].add(part), total["specialists"], grad_specialist
+    )
+    shared = {name: total[name] for name in grad_shared}
+    return jax.tree.map(jnp.add, shared, grad_shared) | {"specialists": specialists}
+
+
 def predict(
     shared: Params,
     specialist: Params,

@@ -12,11 +12,12 @@ import numpy as np
 
 from poss_jax.config.models import LlamaConfig
 from poss_jax.config.training import StepConfig
+from poss_jax.learn.chains import has_prediction, place_predictions, unroll_chains
 from poss_jax.learn.losses import draft_losses, language_model_loss, most_likely_tokens
 from poss_jax.learn.pretraining import labels_trained
 from poss_jax.learn.recursion import Depth, first_version, predict, take_specialist, unroll
 from poss_jax.learn.state import cast
-from poss_jax.learn.step import DraftData, DraftTask, prepare_draft_data
+from poss_jax.learn.task import DraftData, DraftTask, own_head, prepare_draft_data
 from poss_jax.model.documents import TrainBatch, count
 from poss_jax.model.families import family_of
 from poss_jax.model.target import compute_dtype, encode
@@ -41,15 +42,16 @@ class DraftSums(NamedTuple):
     """Sums over the trained rows of a batch, and over the chains that start in it.
 
     Attributes:
-      num_trained: trained rows.
+      num_trained: trained rows that are predicted.
       losses: loss terms by name.
       agreement: rows whose most likely token is the target's.
-      cosine: similarity of the predicted feature to the target's.
+      cosine: similarity of the predicted feature to the target's; None where what is predicted is
+        no feature of the target.
       num_chains: see `count_accepted`.
       accepted: chains that accept more than so many tokens.
     """
 
-    num_trained: Any  # []
+    num_trained: Any  # [R]
     losses: dict[str, Any]  # each [R]
     agreement: Any  # [R]
     cosine: Any  # [R]
@@ -71,34 +73,78 @@ def make_draft_validation(task: DraftTask, depth: int) -> Callable:
       task: configs.
       depth: R, number of draft positions to measure.
     """
+    roll_out = _roll_out_chains if family_of(task.draft).is_trained_in_chains else _roll_out
 
     def validate(draft: Params, target: Params, batch: TrainBatch):
-        head = target["head"]["weight"]
-        data = prepare_draft_data(target, task, batch)
-        draft = cast(draft, compute_dtype(target))
-
-        def visit(at: Depth, carry: None):
-            parts, block = take_specialist(draft, at.specialist), task.step.attention_block
-            prediction = predict(*parts, task.draft, data.inputs, at, block=block)
-            rows = family_of(task.draft).read(parts[0], task.draft, prediction)
-            return prediction, carry, _measure_depth(rows, head, data, task)
-
-        versions = first_version(data.inputs.features, depth)
-        _, _, results = unroll(task.draft, data.inputs, versions, None, visit, range(depth))
-        losses, cosine, tokens = results
-        hits = (tokens == data.targets.tokens[None]) & data.loss_mask[None]
+        dtype = compute_dtype(target)
+        data = prepare_draft_data(target, task, batch, own_head=own_head(draft, dtype))
+        ids, head = task.vocabulary_ids, target["head"]["weight"]
+        head, ids = (head, jnp.arange(len(head))) if ids is None else (head[ids], ids)
+        measured = roll_out(cast(draft, dtype), head, task, data, depth)
+        hits = (measured.tokens == data.targets.tokens[None]) & data.targets.is_known[None]
+        hits &= measured.is_predicted
         accepted, num_chains = count_accepted(hits, data.loss_mask)
         sums = DraftSums(
-            num_trained=data.num_trained,
-            losses=losses,
+            num_trained=measured.is_predicted.sum(axis=(1, 2), dtype=jnp.float32),
+            losses=measured.losses,
             agreement=hits.sum(axis=(1, 2), dtype=jnp.float32),
-            cosine=cosine,
+            cosine=measured.cosine,
             num_chains=num_chains,
             accepted=accepted,
         )
-        return sums, Predictions(tokens, data.targets.tokens, data.loss_mask)
+        return sums, Predictions(ids[measured.tokens], ids[data.targets.tokens], data.loss_mask)
 
     return validate
+
+
+class Measured(NamedTuple):
+    """Sums of one depth, or of all, and its predictions at the rows that they are of.
+
+    Attributes:
+      losses: sums of the loss terms by name.
+      cosine: see `DraftSums`.
+      tokens: most likely tokens, as the draft numbers them.
+      is_predicted: trained rows that have a prediction.
+    """
+
+    losses: dict[str, Any]
+    cosine: Any
+    tokens: Array  # [(R) B T] int32
+    is_predicted: Array  # [(R) B T] bool
+
+
+def _roll_out(draft: Params, head: Array, task: DraftTask, data: DraftData, depth: int) -> Measured:
+    """Measures every depth of a draft that predicts all rows of a depth."""
+
+    def visit(at: Depth, carry: None):
+        parts, block = take_specialist(draft, at.specialist), task.step.attention_block
+        prediction = predict(*parts, task.draft, data.inputs, at, block=block)
+        rows = family_of(task.draft).read(parts[0], task.draft, prediction)
+        cosine = jnp.where(data.loss_mask, _cosine(rows, data.targets.features), 0.0).sum()
+        measured = _measure_depth(rows, head, data, data.loss_mask, task)
+        return prediction, carry, measured._replace(cosine=cosine)
+
+    versions = first_version(data.inputs.features, depth)
+    _, _, measured = unroll(task.draft, data.inputs, versions, None, visit, range(depth))
+    return measured
+
+
+def _roll_out_chains(
+    draft: Params, head: Array, task: DraftTask, data: DraftData, depth: int
+) -> Measured:
+    """Measures every step of a draft that follows chains."""
+    del head  # it has its own
+
+    def visit(index: Array, prediction: Array) -> Measured:
+        rows = place_predictions(draft, task.draft, prediction, index)
+        is_predicted = has_prediction(data, index)
+        measured = _measure_depth(rows, draft["head"]["weight"], data, is_predicted, task)
+        del measured.losses["feature"]
+        return measured
+
+    block = task.step.attention_block
+    *_, measured = unroll_chains(draft, task.draft, data.inputs, depth, visit, block=block)
+    return measured
 
 
 def make_target_validation(config: LlamaConfig, step: StepConfig, dtype: Any) -> Callable:
@@ -128,16 +174,17 @@ def draft_metrics(total: DraftSums) -> dict[str, Any]:
 
     The simulated acceptance length is what a chain would accept, bonus token included.
     """
-    num_trained, num_chains = max(total.num_trained, 1), max(total.num_chains, 1)
+    num_trained, num_chains = np.maximum(total.num_trained, 1), max(total.num_chains, 1)
     terms = total.losses
     of_rows = {
         "validation_loss": terms["total"],
-        "feature_loss": terms["feature"],
+        "feature_loss": terms.get("feature"),
         "probability_loss": terms["probability"],
         "top_k_loss": terms["top_k"],
         "agreement": total.agreement,
         "feature_cosine": total.cosine,
     }
+    of_rows = {name: sums for name, sums in of_rows.items() if sums is not None}
     cumulative = total.accepted / num_chains
     return {
         **{name: (value / num_trained).tolist() for name, value in of_rows.items()},
@@ -172,16 +219,19 @@ def count_accepted(
 
 
 def _measure_depth(
-    prediction: Float[Array, "B T D"], head: Float[Array, "V D"], data: DraftData, task: DraftTask
-) -> tuple[dict[str, Array], Array, Array]:
-    """Sums of the loss terms and of the cosine, and the most likely tokens."""
-    chunk, mask, num_trained = task.step.vocabulary_chunk, data.loss_mask, data.num_trained
+    rows: Float[Array, "B T D"],
+    head: Float[Array, "Vd D"],
+    data: DraftData,
+    is_predicted: Bool[Array, "B T"],
+    task: DraftTask,
+) -> Measured:
+    """Measures the predictions of one depth, as the head reads them."""
+    chunk, num_trained = task.step.vocabulary_chunk, data.num_trained
     means = draft_losses(
-        head, prediction, data.targets, mask, num_trained, task.objective, chunk=chunk
+        head, rows, data.targets, is_predicted, num_trained, task.objective, chunk=chunk
     )
-    cosine = jnp.where(mask, _cosine(prediction, data.targets.features), 0.0).sum()
     sums = {name: mean * num_trained for name, mean in vars(means).items()}
-    return sums, cosine, most_likely_tokens(head, prediction, chunk)
+    return Measured(sums, None, most_likely_tokens(head, rows, chunk), is_predicted)
 
 
 def _cosine(a: Float[Array, "B T D"], b: Float[Array, "B T D"]) -> Float[Array, "B T"]:

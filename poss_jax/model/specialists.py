@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError
 from poss_jax.model.layers import DecoderLayer, Parameter, init_layer
 from poss_jax.shapes import Array, Int, Params
@@ -35,6 +35,11 @@ class Family:
       join_tokens: (params, embeddings) -> the part of x that depends on tokens alone.
       join_features: (params, that part, features) -> x.
       read: (params, config, features) -> rows that the head multiplies.
+      settle: (target's config, number of tokens a draft can propose) -> fields of the config of a
+        new draft that its family decides.
+      fuse: (params, the target's features) -> the same as a specialist would have predicted them.
+      is_trained_in_chains: whether training follows a chain behind every row, with gradients
+        through all of it, rather than all rows of one depth after the other.
     """
 
     parameters: Mapping[str, Parameter]
@@ -44,6 +49,9 @@ class Family:
     join_tokens: Callable[[Params, Array], Array]
     join_features: Callable[[Params, Array, Array], Array]
     read: Callable[[Params, DraftConfig, Array], Array]
+    settle: Callable[[LlamaConfig, int], dict[str, Any]] = lambda target, num_tokens: {}
+    fuse: Callable[[Params, Array], Array] = lambda params, features: features
+    is_trained_in_chains: bool = False
 
 
 def draw_specialists(

@@ -7,6 +7,7 @@ holds the same array twice. Decoding wants a list of layers, `encode` the same l
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,8 +171,9 @@ def encode(
     documents: Int[Array, "B T"] | None = None,
     *,
     block: int = 256,
-) -> Float[Array, "B T D"]:
-    """Features of whole rows of text, without a cache; `params["layers"]` is stacked.
+    aux_layers: tuple[int, ...] = (),
+) -> Float[Array, "B T F"]:
+    """Final hidden states of whole rows of text, without a cache; `params["layers"]` is stacked.
 
     Args:
       params: the target, its layers in one tree with a leading axis (one compiled layer).
@@ -179,24 +181,35 @@ def encode(
       tokens: rows of text.
       documents: which document of its row a token belongs to; None: one document per row.
       block: rows and columns whose attention scores are held at a time. Static.
+      aux_layers: layers whose inputs stand before the final hidden state in every row. Static.
     """
     B, T = tokens.shape
     documents = jnp.ones_like(tokens) if documents is None else documents
     positions = positions_in(documents)
     frequencies = rope_frequencies(config.rope, config.head_dim, jnp.full(B, T))
 
-    def body(hidden: Array, layer_params: Params) -> tuple[Array, None]:
+    kept = sorted(set(aux_layers))
+    places = [kept.index(n) if n in kept else len(kept) for n in range(config.num_layers)]
+
+    def body(carry: tuple[Array, Array], step: tuple[Params, Array]) -> tuple[Any, None]:
+        (hidden, aux), (layer_params, place) = carry, step
+        if kept:
+            aux = lax.dynamic_update_index_in_dim(aux, hidden, place, 0)
         layer = DecoderLayer(config).bind({"params": layer_params})
         normed = layer.normed(hidden)
         q = group_heads(layer.queries(normed, positions, frequencies), config.num_kv_heads)
         k, v = layer.keys_values(normed, positions, frequencies)
         mean = attend_documents(q, k, v, documents, jnp.array(0), block=block).mean
         hidden = layer.finish(hidden, ungroup_heads(mean).astype(hidden.dtype))
-        return split_batch(hidden), None
+        return (split_batch(hidden), aux), None
 
     hidden = split_batch(embed(params["embed"]["weight"], tokens))
-    hidden, _ = lax.scan(body, hidden, params["layers"])
-    return rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
+    # One place more than layers asked for: the inputs of all others are written there.
+    aux = jnp.zeros((len(kept) + 1 if kept else 0, *hidden.shape), hidden.dtype)
+    steps = params["layers"], jnp.array(places)
+    (hidden, aux), _ = lax.scan(body, (hidden, split_batch(aux, axis=1)), steps)
+    final = rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
+    return jnp.concatenate([*(aux[kept.index(n)] for n in aux_layers), final], axis=-1)
 
 
 AttentionFn = Callable[[KVCache, int, Array, Array, Array], tuple[KVCache, Array]]

@@ -8,10 +8,12 @@ read one stream of keys and values: those of the context are specialist 0's, tho
 are of the specialist that drafted it (EAGLE-3, arXiv 2503.01840).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.model.layers import (
     WIDENS,
     DecoderLayer,
@@ -61,8 +63,11 @@ def init(config: DraftConfig, key: Array) -> Params:
     fc_key, head_key, *keys = jax.random.split(key, config.num_specialists + 2)
     num_tokens = config.head_size or config.layer.vocab_size
     width = max(len(config.aux_layers), 1) * D
+    fc = {"weight": jax.random.normal(fc_key, (D, width)) * 0.02}
+    if config.fc_bias:
+        fc["bias"] = jnp.zeros(D)
     return {
-        "fc": {"weight": jax.random.normal(fc_key, (D, width)) * 0.02},
+        "fc": fc,
         "specialists": draw_specialists(layer, config, keys, width=2 * D),
         "norm": {"scale": jnp.ones(D)},
         "head": {"weight": jax.random.normal(head_key, (num_tokens, D)) * 0.02},
@@ -82,8 +87,13 @@ def join(
     As in the original, the width tells the target's feature from a predicted one.
     """
     is_predicted = features.shape[-1] == embedded.shape[-1]
-    state = features if is_predicted else linear(features, params["fc"]["weight"])
+    state = features if is_predicted else fuse(params, features)
     return jnp.concatenate([embedded, state], axis=-1)
+
+
+def fuse(params: Params, features: Float[Array, "*rows F"]) -> Float[Array, "*rows D"]:
+    """Projects the inner states of the target to one state."""
+    return linear(features, params["fc"]["weight"], params["fc"].get("bias"))
 
 
 def join_tokens(params: Params, embedded: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -97,6 +107,16 @@ def read(
 ) -> Float[Array, "*rows D"]:
     """Norms predicted features."""
     return rms_norm(features, params["norm"]["scale"], eps=config.layer.rms_norm_eps)
+
+
+def settle(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
+    """Settles what a new draft for a target reads, and the size of its head.
+
+    It reads layers 2, n/2 and n - 3 of n, as EAGLE-3 does; the last three of fewer than 7.
+    """
+    n = target.num_layers
+    layers = (2, n // 2, n - 3) if n >= 7 else tuple(range(max(0, n - 3), n))
+    return {"kv": "shared", "aux_layers": layers, "head_size": num_tokens}
 
 
 EAGLE3 = Family(
@@ -114,4 +134,7 @@ EAGLE3 = Family(
     join_tokens=join_tokens,
     join_features=join,
     read=read,
+    settle=settle,
+    fuse=fuse,
+    is_trained_in_chains=True,
 )

@@ -1,0 +1,295 @@
+"""The rollout of EAGLE-3: a chain drafted behind every row, differentiated from end to end.
+
+At step d row r reads token x_{r+1+d} and the state that step d - 1 predicted in the same row. It
+attends the context, which are the keys of step 0 up to column r, and its own keys of steps 1 to d:
+
+    row r at step 2    (0, 0)  (0, 1)  ...  (0, r)    (1, r)  (2, r)
+
+Gradients flow through states, keys and values. What a step is given is all that is kept of it:
+backwards every step is computed once more, so memory grows with the number of steps by one state,
+one key and one value per row, and by the gradients of these.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from poss_jax.config.models import DraftConfig
+from poss_jax.learn.losses import DraftLosses, describe_targets, draft_losses
+from poss_jax.learn.recursion import DraftInputs, add_gradients, take_specialist
+from poss_jax.learn.state import cast
+from poss_jax.learn.task import DraftData, DraftTask, own_head
+from poss_jax.model.blockwise import NOTHING, Attended, attend_documents, group_heads, ungroup_heads
+from poss_jax.model.documents import positions_in
+from poss_jax.model.families import family_of
+from poss_jax.model.layers import rope_frequencies
+from poss_jax.model.sharding import split_batch
+from poss_jax.shapes import Array, Bool, Float, Int, Params
+
+
+class Stream(struct.PyTreeNode):
+    """Keys and values of every step; those of step 0 are the context."""
+
+    keys: Array  # [R B K T H]
+    values: Array  # [R B K T H]
+
+
+VisitStep = Callable[[Array, Array], Any]
+"""(step, its predictions [B T D]) -> output of this step."""
+
+
+def unroll_chains(
+    draft: Params,
+    config: DraftConfig,
+    inputs: DraftInputs,
+    num_steps: int,
+    visit: VisitStep,
+    *,
+    block: int,
+) -> tuple[Float[Array, "R B T D"], Stream, Any]:
+    """Runs all steps forward.
+
+    Args:
+      draft: specialists stacked, in the dtype computed in.
+      config: its shape.
+      inputs: pairs of the target; their features are inner states.
+      num_steps: R.
+      visit: called once, while tracing.
+      block: rows and columns whose scores are held at a time. Static.
+
+    Returns:
+      The states that steps read, their keys and values, and the outputs of `visit` by step.
+    """
+    state = _first_state(draft, config, inputs)
+    B, T, _ = state.shape
+    shape = num_steps, B, config.layer.num_kv_heads, T, config.layer.head_dim
+    empty = split_batch(jnp.zeros(shape, state.dtype), axis=1)
+
+    def body(carry: tuple[Array, Stream], step: tuple[Array, Array]):
+        (state, stream), (index, specialist) = carry, step
+        parts = take_specialist(draft, specialist)
+        prediction, new = follow(*parts, config, inputs, index, state, stream, block=block)
+        output = state, visit(index, prediction)
+        return (prediction, _write(stream, new, index)), output
+
+    steps = _steps(config, num_steps)
+    (_, stream), (states, outputs) = lax.scan(body, (state, Stream(empty, empty)), steps)
+    return states, stream, outputs
+
+
+def follow(
+    shared: Params,
+    specialist: Params,
+    config: DraftConfig,
+    inputs: DraftInputs,
+    index: Int[Array, ""],
+    state: Float[Array, "B T D"],
+    stream: Stream,
+    *,
+    block: int,
+) -> tuple[Float[Array, "B T D"], Stream]:
+    """Runs one step of all chains.
+
+    Args:
+      shared: parameters that all specialists share.
+      specialist: parameters of the specialist that serves this step.
+      config: shape of the draft.
+      inputs: pairs of the target.
+      index: the step; traced.
+      state: what the step before predicted, or the target's feature behind `fc`.
+      stream: keys and values of the steps before; what it holds of later ones is not looked at.
+      block: rows and columns whose scores are held at a time. Static.
+
+    Returns:
+      Its predictions (row r: of position r + 1 + index), and its keys and values [B K T H].
+    """
+    family = family_of(config)
+    layer = family.layer(config).bind({"params": specialist})
+    position = positions_in(inputs.documents) + index
+    B, T = position.shape
+    frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
+    # Rows whose chain has left their document read what is no token of theirs: none is trained.
+    embedded = jnp.roll(inputs.embedded, -index, axis=1)
+    x = split_batch(family.join(shared, embedded, state))
+    normed = layer.normed(x)
+    q = group_heads(layer.queries(normed, position, frequencies), config.layer.num_kv_heads)
+    new = Stream(*layer.keys_values(normed, position, frequencies))
+    stream = _write(stream, new, index)
+    no_lag = jnp.array(0)
+    context = attend_documents(
+        q, stream.keys[0], stream.values[0], inputs.documents, no_lag, block=block
+    )
+    mean = _add_own_rows(q, stream, index, context)
+    return split_batch(layer.finish(x, ungroup_heads(mean).astype(x.dtype))), new
+
+
+def chain_gradients(
+    draft: Params, head: Float[Array, "V D"], task: DraftTask, data: DraftData
+) -> tuple[Params, DraftLosses]:
+    """Losses of every step, and the gradient of their weighted sum.
+
+    Args:
+      draft: parameters with a head of its own, specialists stacked.
+      head: the target's.
+      task: configs; `task.draft.trained_depth` is R.
+      data: a batch.
+
+    Returns:
+      Gradients like `draft`, from the first step on that a trained specialist serves; loss terms,
+      each [R].
+    """
+    config, block, dtype = task.draft, task.step.attention_block, head.dtype
+    R, first, weights = config.trained_depth, task.first_trained_depth, task.depth_weights()
+    states, stream, _ = unroll_chains(
+        cast(draft, dtype), config, data.inputs, R, lambda *_: None, block=block
+    )
+
+    def run(index: Array, shared: Params, specialist: Params, state: Array, *others: Any):
+        shared, specialist = cast(shared, dtype), cast(specialist, dtype)
+        stream, expected = others
+        prediction, new = follow(
+            shared, specialist, config, data.inputs, index, state, stream, block=block
+        )
+        losses = measure_step(shared, prediction, index, _with_heads(data, expected), task)
+        return (prediction, new, weights[index] * losses.total), losses
+
+    def look(_: None, step: tuple[Array, ...]):
+        index, specialist, state = step
+        return None, run(index, *take_specialist(draft, specialist), state, stream, expected)[1]
+
+    def go_back(carry: Going, step: tuple[Array, ...]):
+        index, specialist, state = step
+        inputs = *take_specialist(draft, specialist), state, stream, expected
+        (_, new, loss), pull, losses = jax.vjp(partial(run, index), *inputs, has_aux=True)
+        grad_new = jax.tree.map(lambda of, leaf: of[index].astype(leaf.dtype), carry.stream, new)
+        *parts, state, of_stream, of_expected = pull((carry.state, grad_new, jnp.ones_like(loss)))
+        return Going(
+            add_gradients(carry.gradients, specialist, *parts),
+            state,
+            jax.tree.map(_add_wide, carry.stream, of_stream),
+            jax.tree.map(jnp.add, carry.expected, of_expected),
+        ), losses
+
+    expected = data.targets.expected_head, data.targets.top_expected_head
+    carry = Going(
+        jax.tree.map(jnp.zeros_like, draft),
+        jnp.zeros_like(states[0]),
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), stream),
+        jax.tree.map(jnp.zeros_like, expected),
+    )
+    steps = *_steps(config, R), states
+    _, before = lax.scan(look, None, tuple(leaf[:first] for leaf in steps))
+    carry, after = lax.scan(go_back, carry, tuple(leaf[first:] for leaf in steps), reverse=True)
+    shared = {name: leaves for name, leaves in draft.items() if name != "specialists"}
+    _, pull = jax.vjp(lambda shared: _outside_of_steps(shared, head, task, data), shared)
+    (of_shared,) = pull((carry.state, carry.expected))
+    gradients = jax.tree.map(jnp.add, of_shared, {n: carry.gradients[n] for n in of_shared})
+    losses = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), before, after)
+    return carry.gradients | gradients, losses
+
+
+class Going(NamedTuple):
+    """Gradients on the way back, of what the steps before this one have a part in.
+
+    Attributes:
+      gradients: of the parameters.
+      state: of what this step predicted.
+      stream: of all keys and values, float32.
+      expected: of the expected heads of the targets.
+    """
+
+    gradients: Params
+    state: Array
+    stream: Stream
+    expected: tuple[Array, Array]
+
+
+def measure_step(
+    shared: Params,
+    prediction: Float[Array, "B T D"],
+    index: Int[Array, ""],
+    data: DraftData,
+    task: DraftTask,
+) -> DraftLosses:
+    """Losses of one step."""
+    return draft_losses(
+        shared["head"]["weight"],
+        place_predictions(shared, task.draft, prediction, index),
+        data.targets,
+        has_prediction(data, index),
+        data.num_trained,
+        task.objective,
+        chunk=task.step.vocabulary_chunk,
+        trains_head=True,
+    )
+
+
+def place_predictions(
+    shared: Params, config: DraftConfig, prediction: Float[Array, "B T D"], index: Int[Array, ""]
+) -> Float[Array, "B T D"]:
+    """Reads predictions and moves each to the row whose next position it is of."""
+    read = family_of(config).read(shared, config, prediction)
+    return split_batch(jnp.roll(read, index, axis=1))
+
+
+def has_prediction(data: DraftData, index: Int[Array, ""]) -> Bool[Array, "B T"]:
+    """Marks the trained rows that are predicted by a chain begun in their document."""
+    return data.loss_mask & (positions_in(data.inputs.documents) >= index)
+
+
+def _outside_of_steps(
+    shared: Params, head: Array, task: DraftTask, data: DraftData
+) -> tuple[Array, tuple[Array, Array]]:
+    """The first state, and the expected heads: they are computed once for all steps."""
+    targets = describe_targets(
+        head,
+        data.targets.features,
+        task.objective,
+        chunk=task.step.vocabulary_chunk,
+        vocabulary=task.vocabulary_ids,
+        draft_head=own_head(shared, head.dtype),
+    )
+    state = _first_state(cast(shared, head.dtype), task.draft, data.inputs)
+    return state, (targets.expected_head, targets.top_expected_head)
+
+
+def _first_state(shared: Params, config: DraftConfig, inputs: DraftInputs) -> Array:
+    return split_batch(family_of(config).fuse(shared, inputs.features))
+
+
+def _with_heads(data: DraftData, expected: tuple[Array, Array]) -> DraftData:
+    targets = data.targets.replace(expected_head=expected[0], top_expected_head=expected[1])
+    return data.replace(targets=targets)
+
+
+def _add_own_rows(q: Array, stream: Stream, index: Array, context: Attended) -> Array:
+    """Adds every row's own keys of steps 1 to `index` to a softmax over the context."""
+    keys, values = stream.keys, stream.values
+    scores = jnp.einsum("BKGTH,RBKTH->RBKGT", q, keys, preferred_element_type=jnp.float32)
+    step = jnp.arange(len(keys))
+    can_attend = ((step > 0) & (step <= index))[:, None, None, None, None]
+    scores = jnp.where(can_attend, scores * q.shape[-1] ** -0.5, NOTHING)
+    shares = jax.nn.softmax(jnp.concatenate([context.log_sum[None], scores]), axis=0)
+    added = jnp.einsum("RBKGT,RBKTH->BKGTH", shares[1:], values.astype(jnp.float32))
+    return context.mean * shares[0][..., None] + added
+
+
+def _write(stream: Stream, new: Stream, index: Array) -> Stream:
+    return jax.tree.map(
+        lambda leaf, step: lax.dynamic_update_index_in_dim(leaf, step, index, 0), stream, new
+    )
+
+
+def _steps(config: DraftConfig, num_steps: int) -> tuple[Array, Array]:
+    """Number and specialist of every step."""
+    served_by = [config.specialist_at(step) for step in range(num_steps)]
+    return jnp.arange(num_steps), jnp.array(served_by, jnp.int32)
+
+
+def _add_wide(total: Array, part: Array) -> Array:
+    return total + part.astype(total.dtype)

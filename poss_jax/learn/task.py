@@ -1,0 +1,139 @@
+"""Training a draft: what is static about it, and a batch of text as the frozen target sees it."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.training import ObjectiveConfig, StepConfig
+from poss_jax.learn.losses import TargetRows, describe_targets
+from poss_jax.learn.recursion import DraftInputs
+from poss_jax.model.documents import TrainBatch, count, is_last_in, lengths_in
+from poss_jax.model.sharding import gather_head, split_batch
+from poss_jax.model.target import compute_dtype, embed, encode
+from poss_jax.shapes import Array, Bool, Float, Int, Params
+
+
+class DraftTask(NamedTuple):
+    """Everything static about training a draft for a frozen target.
+
+    Attributes:
+      num_frozen: specialists, from the first, that stay as they are, and with them all they share.
+      vocabulary: target ids of the tokens that the draft can propose; None: all.
+    """
+
+    target: LlamaConfig
+    draft: DraftConfig
+    objective: ObjectiveConfig
+    step: StepConfig = StepConfig()
+    num_frozen: int = 0
+    vocabulary: tuple[int, ...] | None = None
+
+    @property
+    def vocabulary_ids(self) -> Int[Array, " Vd"] | None:
+        """The vocabulary as an array."""
+        return None if self.vocabulary is None else jnp.asarray(self.vocabulary, jnp.int32)
+
+    @property
+    def first_trained_depth(self) -> int:
+        """Number of depths that frozen specialists serve."""
+        depths = range(self.draft.trained_depth)
+        return sum(self.draft.specialist_at(depth) < self.num_frozen for depth in depths)
+
+    def depth_weights(self) -> Float[Array, " R"]:
+        """Weight of the loss of every depth."""
+        weights = self.objective.depth_weights or (1.0,) * self.draft.trained_depth
+        return jnp.asarray(weights, jnp.float32)
+
+
+class DraftData(struct.PyTreeNode):
+    """A batch of text as the frozen target sees it: input of the draft, and what to predict.
+
+    Attributes:
+      inputs: pairs of the target.
+      targets: what every row is to predict.
+      loss_mask: rows that are trained.
+      num_trained: what a sum over such rows is divided by: their number in the whole batch, of
+        which this may be a part.
+    """
+
+    inputs: DraftInputs
+    targets: TargetRows
+    loss_mask: Array  # [B T] bool
+    num_trained: Array  # [] float32
+
+
+def prepare_draft_data(
+    target: Params,
+    task: DraftTask,
+    batch: TrainBatch,
+    noise_keys: Array | None = None,
+    num_trained: Float[Array, ""] | None = None,
+    *,
+    own_head: Float[Array, "Vd D"] | None = None,
+) -> DraftData:
+    """Runs the frozen target over rows of text and pairs features with the tokens after them.
+
+    Args:
+      target: the frozen target, layers stacked; its dtype is the one computed in.
+      task: configs.
+      batch: rows of text. The last token of a document is never trained.
+      noise_keys: one for every row, draws the uniform noise on input features; None: no noise.
+      num_trained: see `DraftData`; None: the rows trained here.
+      own_head: the draft's own, where it has one.
+    """
+    features = batch.features
+    if features is None:
+        block = task.step.attention_block
+        features = encode(
+            target,
+            task.target,
+            batch.tokens,
+            batch.documents,
+            block=block,
+            aux_layers=task.draft.aux_layers,
+        )
+    features = lax.stop_gradient(features.astype(compute_dtype(target)))
+    aux, final = jnp.split(features, [features.shape[-1] - task.target.hidden_size], axis=-1)
+    features = noisy = aux if task.draft.aux_layers else final
+    if noise_keys is not None:
+        lengths = lengths_in(batch.documents)[..., None].astype(jnp.float32)
+        width = task.objective.feature_noise * 512 / lengths
+        draw = partial(jax.random.uniform, shape=features.shape[1:], minval=-1.0, maxval=1.0)
+        noisy = features + (width * jax.vmap(draw)(noise_keys)).astype(features.dtype)
+    head, is_last = target["head"]["weight"], is_last_in(batch.documents)
+    loss_mask = batch.loss_mask & ~is_last & (batch.documents > 0)
+    return DraftData(
+        inputs=DraftInputs(
+            features=noisy,
+            embedded=split_batch(embed(target["embed"]["weight"], _next(batch.tokens, is_last))),
+            documents=batch.documents,
+        ),
+        targets=describe_targets(
+            head,
+            _next(final, is_last),
+            task.objective,
+            chunk=task.step.vocabulary_chunk,
+            vocabulary=task.vocabulary_ids,
+            draft_head=own_head,
+        ),
+        loss_mask=loss_mask,
+        num_trained=count(loss_mask) if num_trained is None else num_trained,
+    )
+
+
+def _next(x: Array, is_last: Bool[Array, "B T"]) -> Array:
+    """Row j shows what stood at row j + 1; the last row of a document shows zeros."""
+    is_last = is_last.reshape(*is_last.shape, *[1] * (x.ndim - 2))
+    return jnp.where(is_last, jnp.zeros_like(x), jnp.roll(x, -1, axis=1))
+
+
+def own_head(draft: Params, dtype: Any) -> Float[Array, "Vd D"] | None:
+    """The head of a draft that has one, in the dtype computed in and whole along `fsdp`."""
+    if "head" not in draft:
+        return None
+    return gather_head(draft["head"]["weight"].astype(dtype))
