@@ -12,25 +12,28 @@ is not measured again if report.json has it.
 import argparse
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
+from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.task import DraftTask
+from train.draft_stage import describe_draft
 from train.memory import compile_memory, mesh_for, plan_draft_step
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 LLAMA3 = {"vocab_size": 128256, "num_kv_heads": 8, "head_dim": 128, "rope": RopeConfig(theta=5e5)}
+LLAMA3_8B = LlamaConfig(
+    hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, **LLAMA3
+)
+EAGLE3_TOKENS = 32000  # that the published drafts can propose
 TARGETS = {
-    "llama3-8b-instruct": LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, **LLAMA3
-    ),
+    "llama3-8b-instruct": LLAMA3_8B,
+    "llama3.1-8b-instruct": LLAMA3_8B,
     "llama2-13b-chat": LlamaConfig(
         vocab_size=32000,
         hidden_size=5120,
@@ -50,16 +53,28 @@ RECIPES = [  # recipe, TPU slice, other keys
     ("llama3-8b-instruct/poss3", "v6e:2x4", ["mesh.data=1", "mesh.fsdp=8"]),
     ("llama3-8b-instruct/eagle", "v5p:1x1x1", ONE),
     ("llama3-8b-instruct/poss1", "v5p:1x1x1", ONE),
+    ("llama3.1-8b-instruct/eagle3", "v5p:1x1x1", ONE),
+    ("llama3.1-8b-instruct/poss3_e3", "v5p:1x1x1", ONE),
+    ("llama3.1-8b-instruct/poss134", "v5p:1x1x1", ONE),
+    ("llama3.1-8b-instruct/poss3_e3", "v6e:2x4", ["mesh.data=1", "mesh.fsdp=8"]),
     ("llama2-13b-chat/poss1", "v5p:1x1x1", ONE),
     ("llama3-70b-instruct/poss3", "v5p:2x2x4", []),
 ]
 HASS = "llama3-8b-instruct/hass"
 DEPTHS = [(HASS, "v5p:1x1x1", [*ONE, f"specialists.depth={depth}"]) for depth in (2, 8)]
+CHAINS = [  # one specialist, so that parameters are the same at every depth
+    (
+        "llama3.1-8b-instruct/eagle3",
+        "v5p:1x1x1",
+        [*ONE, f"specialists.depth={depth}", "objective.depth_weights=[]"],
+    )
+    for depth in (1, 4, 8)
+]
 LENGTHS = [
     (HASS, "v5p:1x1x1", [*ONE, "specialists.depth=2", f"data.sequence_length={length}"])
     for length in (1024, 4096)
 ]
-ROWS = {"recipes": RECIPES, "depth": DEPTHS, "length": LENGTHS}
+ROWS = {"recipes": RECIPES, "depth": DEPTHS, "chains": CHAINS, "length": LENGTHS}
 
 
 def measure(recipe: str, slice_name: str, overrides: list[str]) -> dict[str, Any]:
@@ -83,13 +98,14 @@ def measure(recipe: str, slice_name: str, overrides: list[str]) -> dict[str, Any
 
 def task_of(config: TrainConfig, target: LlamaConfig) -> DraftTask:
     """Describes the run of `train.main` for such a target."""
-    draft = DraftConfig(
-        layer=replace(target, num_layers=1),
-        positions_per_specialist=config.specialists.positions_per_specialist,
-        trained_depth=config.specialists.depth,
-        fc_bias=config.specialists.fc_bias,
-    )
-    return DraftTask(target, draft, config.objective, config.step)
+    wanted = config.specialists
+    if wanted.family != "eagle3":
+        return DraftTask(
+            target, describe_draft(wanted, target, target.vocab_size), config.objective, config.step
+        )
+    vocabulary = tuple(range(EAGLE3_TOKENS))  # which ones does not matter
+    draft = describe_draft(wanted, target, EAGLE3_TOKENS)
+    return DraftTask(target, draft, config.objective, config.step, vocabulary=vocabulary)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

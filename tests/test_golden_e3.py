@@ -7,12 +7,16 @@ import pytest
 from golden import METHODS_E3, ROOT_E3, TREES_E3, Golden, load_golden, read_npz
 from test_golden import by_source_key, check_generations, check_rounds, check_stops
 
+from poss_jax.config.models import TreeConfig
 from poss_jax.config.training import ObjectiveConfig, StepConfig
+from poss_jax.decode import drafting
+from poss_jax.decode.drafting import commit_pairs, join_pairs
 from poss_jax.learn.chains import unroll_chains
 from poss_jax.learn.step import draft_gradients
 from poss_jax.learn.task import DraftData, DraftTask, own_head, prepare_draft_data
 from poss_jax.model.cache import init_cache
 from poss_jax.model.documents import TrainBatch
+from poss_jax.model.families.eagle3 import read
 from poss_jax.model.target import prefill, stack_layers
 
 
@@ -80,7 +84,7 @@ def trained(request, tmp_path_factory):
         return predictions, *draft_gradients(draft, head, task, data)
 
     predictions, gradients, losses = run(draft)
-    return predictions, by_source_key(golden, gradients), losses, recorded
+    return predictions, by_source_key(golden, gradients), losses, recorded, golden
 
 
 def recorded_task(golden: Golden, weights: np.ndarray) -> DraftTask:
@@ -118,20 +122,20 @@ def recorded_data(golden: Golden, task: DraftTask) -> DraftData:
 
 
 def test_states_of_every_step(trained):
-    predictions, _, _, recorded = trained
+    predictions, _, _, recorded, _ = trained
     valid = recorded["valid"].astype(bool)
     np.testing.assert_allclose(predictions[valid], recorded["hidden"][valid], atol=2e-4, rtol=0)
 
 
 def test_losses_of_every_step(trained):
-    _, _, losses, recorded = trained
+    _, _, losses, recorded, _ = trained
     np.testing.assert_allclose(losses.probability, recorded["loss"], atol=1e-5, rtol=0)
     total = (losses.total * recorded["weights"]).sum()
     np.testing.assert_allclose(total, recorded["total"], atol=1e-5)
 
 
 def test_gradients(trained):
-    _, ours, _, recorded = trained
+    _, ours, _, recorded, _ = trained
     norms = {key: value for key, value in recorded.items() if key.startswith("gradnorm/")}
     assert {f"gradnorm/{key}" for key in ours} == norms.keys()
     for name, norm in norms.items():
@@ -140,3 +144,36 @@ def test_gradients(trained):
         if f"grad/{key}" in recorded:
             want = recorded[f"grad/{key}"]
             np.testing.assert_allclose(ours[key], want, atol=1e-5 * np.abs(want).max(), err_msg=key)
+
+
+def test_drafting_on_a_chain_is_the_training_forward(trained):
+    """A chain of one child per node that is told the recorded text predicts what training did."""
+    predictions, _, _, _, golden = trained
+    config, text = golden.draft_config, read_npz("train_batch", ROOT_E3)
+    R, tokens, aux = config.trained_depth, text["input_ids"][0], text["aux_hidden"][:1]
+    draft = golden.weights.draft
+    wanted = read(draft, config, jnp.asarray(predictions[:, 0])) @ draft["head"]["weight"].T
+    for num_pairs in (1, 5, 20):
+
+        @jax.jit
+        def run(draft, num_pairs=num_pairs):
+            seen = []
+
+            def children(logits, level, top_k):
+                seen.append(logits[:, 0])
+                next_token = tokens[num_pairs + 1 + level.depth]
+                return jnp.full((1, 1, top_k), next_token, jnp.int32), jnp.zeros((1, 1, top_k))
+
+            told = draft | {"vocabulary": jnp.arange(golden.llama.vocab_size, dtype=jnp.int32)}
+            size = {"num_layers": config.num_streams, "size": 64}
+            length = jnp.full(1, len(tokens), jnp.int32)
+            cache = init_cache(config.layer, **size, rope_length=length, dtype=jnp.float32)
+            next_tokens = jnp.asarray(tokens[None, 1 : num_pairs + 1], jnp.int32)
+            x = join_pairs(draft, config, next_tokens, jnp.asarray(aux[:, :num_pairs]))
+            count = jnp.full(1, num_pairs, jnp.int32)
+            cache = commit_pairs(draft, config, cache, x, count)
+            tree = TreeConfig(depth=R, top_k=1, total_tokens=R + 1)
+            drafting.draft(told, config, tree, cache, x[:, -1:], children)
+            return jnp.concatenate(seen)
+
+        np.testing.assert_allclose(run(draft), wanted[:, num_pairs - 1], atol=2e-4)

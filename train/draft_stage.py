@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_draft, read_target
 from poss_jax.checkpoint.record import ModelRecord, new_record
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import TrainConfig
+from poss_jax.config.training import SpecialistsConfig, TrainConfig
 from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.feature_cache import FeatureCache
 from poss_jax.data.features import join_features
@@ -87,7 +87,9 @@ class DraftStage:
             ids = read_draft_vocabulary(wanted.draft_vocabulary, self._record.llama.vocab_size)
             self._vocabulary = tuple(ids.tolist())
         if self._run.init_draft is None:
-            self._init_draft, draft = None, self._describe_draft()
+            target = self._record.llama
+            num_tokens = len(self._vocabulary or range(target.vocab_size))
+            self._init_draft, draft = None, describe_draft(wanted, target, num_tokens)
         else:
             record = self._open_init_draft(self._run.init_draft, with_weights=with_weights)
             draft = record.draft
@@ -120,17 +122,6 @@ class DraftStage:
                     f"specialists.{name}: init_draft {self._run.init_draft} has another; leave "
                     "the setting out, or start from scratch"
                 )
-
-    def _describe_draft(self) -> DraftConfig:
-        """Describes a draft that starts from scratch."""
-        wanted, target = self._run.specialists, self._record.llama
-        name = wanted.family or "eagle"
-        num_tokens = target.vocab_size if self._vocabulary is None else len(self._vocabulary)
-        fields = FAMILIES[name].settle(target, num_tokens)
-        if wanted.aux_layers is not None:
-            fields["aux_layers"] = wanted.aux_layers
-        layer = replace(target, num_layers=1)
-        return DraftConfig(layer=layer, fc_bias=wanted.fc_bias, family=name, **fields)
 
     def _open_rows(self, folder: Path) -> None:
         """Reads the text, and looks for features of it."""
@@ -223,6 +214,36 @@ class DraftStage:
             draft_vocabulary=self._vocabulary,
         )
         write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
+
+
+def describe_draft(wanted: SpecialistsConfig, target: LlamaConfig, num_tokens: int) -> DraftConfig:
+    """Describes a draft that starts from scratch.
+
+    Args:
+      wanted: settings of the run.
+      target: config of its target.
+      num_tokens: number of tokens that it can propose.
+
+    Raises:
+      UserError: the target does not have the layers that the draft is to read.
+    """
+    name = wanted.family or "eagle"
+    fields: dict[str, Any] = {"kv": wanted.kv} | FAMILIES[name].settle(target, num_tokens)
+    if wanted.aux_layers is not None:
+        fields["aux_layers"] = wanted.aux_layers
+    if max(fields.get("aux_layers", (0,))) >= target.num_layers:
+        raise UserError(
+            f"specialists.aux_layers: want layers below {target.num_layers}, which the target "
+            f"has, got {max(fields['aux_layers'])}"
+        )
+    return DraftConfig(
+        layer=replace(target, num_layers=1),
+        positions_per_specialist=wanted.positions_per_specialist,
+        trained_depth=wanted.depth,
+        fc_bias=wanted.fc_bias,
+        family=name,
+        **fields,
+    )
 
 
 def _check_depths(config: TrainConfig) -> int:

@@ -161,6 +161,11 @@ class SpecialistsConfig:
             raise ValueError(
                 f"num_frozen {self.num_frozen} leaves none of {num_specialists} to be trained"
             )
+        layers = self.aux_layers
+        if layers is not None and self.family != "eagle3":
+            raise ValueError("aux_layers wants family eagle3")
+        if layers is not None and (len(layers) < 2 or sorted({*layers}) != list(layers)):
+            raise ValueError(f"aux_layers: want two or more, in order, got {list(layers)}")
         if self.num_frozen and self.kv == "shared":
             raise ValueError("num_frozen wants kv per_specialist: shared ones cannot stay and move")
 

@@ -1,0 +1,220 @@
+"""Training of EAGLE-3 drafts: the program, and what its chains promise."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import random_draft, random_target, random_tokens, stacked, tiny_llama
+from programs import (
+    DRAFT,
+    Runs,
+    config_file,
+    generate,
+    metrics,
+    refusal,
+    tiny_runs,
+    weights,
+    write_lines,
+)
+
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.training import ObjectiveConfig, StepConfig
+from poss_jax.learn.step import draft_gradients
+from poss_jax.learn.task import DraftTask, own_head, prepare_draft_data
+from poss_jax.learn.validation import make_draft_validation
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.target import encode
+from train.main import main
+
+OBJECTIVE = {"feature_weight": 0.0, "probability_weight": 1.0, "top_k_weight": 0.0}
+E3 = {
+    **DRAFT,
+    "objective": {**OBJECTIVE, "feature_noise": 0.0, "depth_weights": [1.0, 0.9, 0.81]},
+    "specialists": {"family": "eagle3", "positions_per_specialist": [1, 2], "depth": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two thirds of the tokens."""
+    path = tmp_path_factory.mktemp("vocabulary") / "vocabulary.json"
+    tokens = [token for token in range(300) if token % 3]
+    path.write_text(json.dumps({"vocab_size": 300, "tokens": tokens}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(runs: Runs, vocabulary: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run over a part of the vocabulary."""
+    folder = tmp_path_factory.mktemp("eagle3")
+    config = config_file(runs, folder, E3)
+    main(["--config", config, f"specialists.draft_vocabulary={vocabulary}"])
+    return folder / "run"
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+def test_it_learns_and_says_what_it_is(runs: Runs, run: Path) -> None:
+    first, *_, last = [line for line in metrics(run) if "agreement" in line]
+    assert len(last["agreement"]) == len(last["validation_loss"]) == 3
+    assert sum(last["validation_loss"]) < sum(first["validation_loss"])
+    assert first["simulated_acceptance_length"] < last["simulated_acceptance_length"]
+    assert "feature_cosine" not in last
+    record = read_record(run / "model")
+    assert record.method == "poss12-eagle3"
+    assert record.draft_vocabulary is not None and len(record.draft_vocabulary) == 200
+    assert (record.draft.head_size, record.draft.aux_layers) == (200, (0, 1))
+
+
+def test_it_drafts(runs: Runs, run: Path, tmp_path: Path) -> None:
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "def area(width):"})
+    plain = generate(runs.model("target"), None, tmp_path, "--prompts", prompts)
+    drafted = generate(runs.model("target"), str(run / "model"), tmp_path, "--prompts", prompts)
+    assert drafted[0]["text"] == plain[0]["text"]
+
+
+def test_features_on_disk_are_those_of_the_step(
+    runs: Runs, run: Path, vocabulary: Path, tmp_path: Path
+) -> None:
+    wanted = E3["specialists"] | {"draft_vocabulary": str(vocabulary)}
+    cache = {"cache": str(tmp_path / "cache")}
+    config = config_file(runs, tmp_path, E3, specialists=wanted, features=cache, dtype="bfloat16")
+    plain = config_file(runs, tmp_path / "plain", E3, specialists=wanted, dtype="bfloat16")
+    for path in (config, plain):
+        main(["--config", path, "num_tokens=192", "validate_every=100"])
+    target = runs.model("target")
+    pairs = zip(
+        weights(tmp_path / "run", target), weights(tmp_path / "plain/run", target), strict=True
+    )
+    assert all((a == b).all() for a, b in pairs)
+
+
+def test_specialists_start_from_a_layer(runs: Runs, run: Path, tmp_path: Path) -> None:
+    """A third specialist is a copy; frozen ones, and what all share, stay as they are."""
+    wanted = {"positions_per_specialist": [1, 1, 1], "depth": 3, "num_frozen": 1}
+    start = str(run / "model")
+    config = config_file(runs, tmp_path, E3, specialists=wanted, init_draft=start)
+    main(["--config", config, "num_tokens=192", "validate_every=100"])
+    record = read_record(tmp_path / "run/model")
+    assert (record.method, len(record.draft_vocabulary or ())) == ("poss1-eagle3", 200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": {"top_k_weight": 0.0}}, "predict no feature of the target; set it to 0"),
+        ({"specialists": {"family": "eagle3", "aux_layers": [1]}}, "want two or more"),
+        ({"specialists": {"aux_layers": [0, 1]}}, "aux_layers wants family eagle3"),
+        ({"specialists": E3["specialists"] | {"aux_layers": [1, 2]}}, "got 2"),
+    ],
+)
+def test_refusals(runs: Runs, tmp_path: Path, changes: Any, message: str) -> None:
+    config = config_file(runs, tmp_path, E3, **changes)
+    assert message in refusal(main, "--config", config)
+    assert not (tmp_path / "run").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Chains
+
+LLAMA = tiny_llama(num_layers=3, vocab_size=23)
+B, T, R = 2, 14, 4
+TASK = DraftTask(
+    target=LLAMA,
+    draft=DraftConfig(
+        layer=dataclasses.replace(LLAMA, num_layers=1),
+        positions_per_specialist=(1, 2, 1),
+        trained_depth=R,
+        family="eagle3",
+        kv="shared",
+        aux_layers=(0, 2),
+        head_size=9,
+    ),
+    objective=ObjectiveConfig(**OBJECTIVE, depth_weights=(1.0, 0.9, 0.8, 0.7)),
+    step=StepConfig(vocabulary_chunk=5, attention_block=6),
+    vocabulary=tuple(range(1, 19, 2)),
+)
+TOKENS = random_tokens(LLAMA, B, T)
+BATCH = TrainBatch(TOKENS, jnp.ones((B, T), bool), jnp.ones_like(TOKENS))
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return stacked(random_target(LLAMA))
+
+
+@pytest.fixture(scope="module")
+def draft() -> Any:
+    return stacked(random_draft(TASK.draft))
+
+
+def gradients_of(draft: Any, target: Any, batch: TrainBatch, task: DraftTask = TASK) -> Any:
+    """(gradients, losses) of a batch; sums, not means."""
+
+    @jax.jit
+    def run(draft: Any, target: Any, batch: TrainBatch) -> Any:
+        own, one = own_head(draft, jnp.float32), jnp.ones(())
+        data = prepare_draft_data(target, task, batch, num_trained=one, own_head=own)
+        return draft_gradients(draft, target["head"]["weight"], task, data)
+
+    return run(draft, target, batch)
+
+
+def assert_close(got: Any, want: Any) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * np.abs(b).max())
+
+
+def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any) -> None:
+    """A row of two documents trains as two rows of one, whatever chains read behind their ends."""
+    cut = 6
+    documents = jnp.where(jnp.arange(T) < cut, 1, 2)
+    together = BATCH.replace(documents=jnp.broadcast_to(documents[None], (B, T)))
+    parts = [
+        TrainBatch(jnp.roll(TOKENS, -start, axis=1), is_real, is_real.astype(jnp.int32))
+        for start, length in ((0, cut), (cut, T - cut))
+        for is_real in [jnp.broadcast_to(jnp.arange(T)[None] < length, (B, T))]
+    ]
+    apart = [gradients_of(draft, target, part) for part in parts]
+    assert_close(gradients_of(draft, target, together), jax.tree.map(jnp.add, *apart))
+
+
+def test_frozen_specialists_and_what_all_share_stay(draft: Any, target: Any) -> None:
+    """Their depths are drafted and measured, and have no part in the others' gradients."""
+    frozen, losses = gradients_of(draft, target, BATCH, TASK._replace(num_frozen=1))
+    weights = dataclasses.replace(TASK.objective, depth_weights=(0.0, 0.9, 0.8, 0.7))
+    free, want = gradients_of(draft, target, BATCH, TASK._replace(objective=weights))
+    assert_close(losses, want)
+    others = (jax.tree.map(lambda leaf: leaf[1:], g["specialists"]) for g in (frozen, free))
+    assert_close(*others)
+    first = jax.tree.map(lambda leaf: leaf[:1], frozen["specialists"])
+    shared = {name: leaves for name, leaves in frozen.items() if name != "specialists"}
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves((first, shared)))
+
+
+def test_validation_counts_a_chain_from_every_row(draft: Any, target: Any) -> None:
+    sums, shown = jax.jit(make_draft_validation(TASK, R))(draft, target, BATCH)
+    assert np.asarray(sums.num_trained).tolist() == [B * (T - 1 - depth) for depth in range(R)]
+    logits = np.asarray(encode(target, LLAMA, TOKENS)) @ np.asarray(target["head"]["weight"]).T
+    wanted = logits[:, 1:].argmax(axis=-1)
+    hits = [
+        (np.asarray(shown.tokens)[depth, :, depth:-1] == wanted[:, depth:]).sum()
+        for depth in range(R)
+    ]
+    assert np.asarray(sums.agreement).tolist() == hits
+    assert set(np.unique(shown.tokens)) <= set(TASK.vocabulary or ())
