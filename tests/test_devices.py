@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,13 @@ TASK = DraftTask(
     objective=ObjectiveConfig(),
     step=StepConfig(vocabulary_chunk=5, attention_block=5),
 )
+CHAINS = TASK._replace(
+    draft=replace(
+        TASK.draft, family="eagle3", kv="shared", aux_layers=(0, 1), head_size=32, fc_bias=False
+    ),
+    objective=ObjectiveConfig(feature_weight=0.0, probability_weight=1.0, average_over="all"),
+    vocabulary=tuple(range(0, 64, 2)),
+)
 STEPS = 3
 
 
@@ -56,10 +65,16 @@ def rows_of(seed: int) -> Rows:
     return Rows(tokens, rng.random((8, 12)) < 0.8, documents)
 
 
-def trained_on(sizes: dict[str, int]) -> tuple[np.ndarray, Any]:
+@cache
+def trained_alone(task: DraftTask) -> tuple[np.ndarray, Any]:
+    """See `trained_on`."""
+    return trained_on({"data": 1}, task)
+
+
+def trained_on(sizes: dict[str, int], task: DraftTask) -> tuple[np.ndarray, Any]:
     """Losses of a few steps and the parameters after them."""
     mesh = make_mesh(MeshConfig(**sizes))
-    target, draft = random_target(LLAMA), random_draft(TASK.draft)
+    target, draft = random_target(LLAMA), random_draft(task.draft)
     target |= {"layers": stack_on(mesh, target["layers"])}
     target = jax.device_put(target, place_tree(target, mesh))
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0), STEPS)
@@ -69,7 +84,7 @@ def trained_on(sizes: dict[str, int]) -> tuple[np.ndarray, Any]:
         return init_state(stacked, optimizer)
 
     state = make_on(mesh, init, draft)
-    step = make_step_on(mesh, make_draft_step(TASK, optimizer), state)
+    step = make_step_on(mesh, make_draft_step(task, optimizer), state)
     losses = []
     for index in range(STEPS):
         before = state
@@ -80,16 +95,17 @@ def trained_on(sizes: dict[str, int]) -> tuple[np.ndarray, Any]:
     return np.stack(losses), jax.tree.map(np.asarray, state.params)
 
 
-@pytest.fixture(scope="module")
-def alone():
-    return trained_on({"data": 1})
+EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": 8}, {"fsdp": -1, "data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str
+    ("task", "sizes"),
+    [(TASK, {"data": 8}), (TASK, {"fsdp": -1, "data": 1}), (TASK, EIGHT), (CHAINS, EIGHT)],
+    ids=["data", "fsdp", "all", "all-chains"],
 )
-def test_eight_devices_train_as_one(alone, sizes):
-    losses, params = trained_on(sizes)
+def test_eight_devices_train_as_one(task, sizes):
+    alone = trained_alone(task)
+    losses, params = trained_on(sizes, task)
     np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
     for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(alone[1]), strict=True):
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)

@@ -1,5 +1,6 @@
-"""What the compiler says of the memory of a training step: nothing but the versions grows."""
+"""What the compiler says of the memory of a training step: how it grows with depth and length."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -19,14 +20,20 @@ from poss_jax.model.target import init_target, stack_layers
 pytestmark = pytest.mark.optimised
 
 # Wide heads and a small layer, so that the versions are what there is most of.
-LLAMA = tiny_llama(hidden_size=128, intermediate_size=128, head_dim=32, num_layers=1)
+LLAMA = tiny_llama(hidden_size=128, intermediate_size=128, head_dim=32, num_layers=2)
 B, T = 2, 512
 
 
+HASS = DraftConfig(layer=LLAMA)
+EAGLE3 = DraftConfig(
+    layer=LLAMA, family="eagle3", kv="shared", aux_layers=(0, 1), head_size=LLAMA.vocab_size
+)
+
+
 @cache
-def temporary_bytes(depth: int, length: int) -> int:
-    """Of a step of HASS, whose parameters are the same at every depth."""
-    draft = DraftConfig(layer=LLAMA, trained_depth=depth)
+def temporary_bytes(draft: DraftConfig, depth: int, length: int) -> int:
+    """Of a step of a draft whose parameters are the same at every depth."""
+    draft = replace(draft, trained_depth=depth)
     step = StepConfig(vocabulary_chunk=64, attention_block=64)
     task, optimizer = (
         DraftTask(LLAMA, draft, ObjectiveConfig(), step),
@@ -48,11 +55,18 @@ def temporary_bytes(depth: int, length: int) -> int:
 
 
 def test_depth_costs_one_version_each():
-    grown = temporary_bytes(8, T) - temporary_bytes(2, T)
+    grown = temporary_bytes(HASS, 8, T) - temporary_bytes(HASS, 2, T)
     assert 0 < grown <= 1.05 * 6 * B * T * LLAMA.hidden_size * 4
 
 
-@pytest.mark.parametrize("depth", [2, 8])
-def test_memory_is_linear_in_length(depth):
-    """Four times the rows, four times the memory; scores of all rows would be sixteen times."""
-    assert temporary_bytes(depth, 4 * T) <= 1.05 * 4 * temporary_bytes(depth, T)
+def test_a_step_of_chains_costs_its_state_and_three_times_its_keys_and_values():
+    """The second time for their gradients, the third for what one step adds to these."""
+    grown = temporary_bytes(EAGLE3, 8, T) - temporary_bytes(EAGLE3, 4, T)
+    keys_values = 2 * LLAMA.num_kv_heads * LLAMA.head_dim
+    assert 0 < grown <= 1.05 * 4 * B * T * (LLAMA.hidden_size + 3 * keys_values) * 4
+
+
+@pytest.mark.parametrize(("draft", "depth"), [(HASS, 2), (HASS, 8), (EAGLE3, 8)])
+def test_memory_is_linear_in_length(draft, depth):
+    """Twice the rows, twice the memory; scores of all rows would be four times."""
+    assert temporary_bytes(draft, depth, 8 * T) <= 1.05 * 2 * temporary_bytes(draft, depth, 4 * T)
