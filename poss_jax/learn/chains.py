@@ -162,13 +162,13 @@ def chain_gradients(
         index, specialist, state = step
         return None, run(index, *take_specialist(draft, specialist), state, stream, expected)[1]
 
-    def go_back(carry: Going, step: tuple[Array, ...]):
+    def go_back(carry: Backward, step: tuple[Array, ...]):
         index, specialist, state = step
         inputs = *take_specialist(draft, specialist), state, stream, expected
         (_, new, loss), pull, losses = jax.vjp(partial(run, index), *inputs, has_aux=True)
         grad_new = jax.tree.map(lambda of, leaf: of[index].astype(leaf.dtype), carry.stream, new)
         *parts, state, of_stream, of_expected = pull((carry.state, grad_new, jnp.ones_like(loss)))
-        return Going(
+        return Backward(
             add_gradients(carry.gradients, specialist, *parts),
             state,
             jax.tree.map(_add_wide, carry.stream, of_stream),
@@ -176,7 +176,7 @@ def chain_gradients(
         ), losses
 
     expected = data.targets.expected_head, data.targets.top_expected_head
-    carry = Going(
+    carry = Backward(
         jax.tree.map(jnp.zeros_like, draft),
         jnp.zeros_like(states[0]),
         jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), stream),
@@ -193,12 +193,12 @@ def chain_gradients(
     return carry.gradients | gradients, losses
 
 
-class Going(NamedTuple):
-    """Gradients on the way back, of what the steps before this one have a part in.
+class Backward(NamedTuple):
+    """Gradients on the way back, of all that the steps before one have a part in.
 
     Attributes:
       gradients: of the parameters.
-      state: of what this step predicted.
+      state: of what the step before predicted.
       stream: of all keys and values, float32.
       expected: of the expected heads of the targets.
     """
