@@ -71,18 +71,18 @@ def test_its_own_head_proposes_target_ids() -> None:
     assert set(np.array(drafted.tokens[0, 1:]).tolist()) <= set(vocabulary.tolist())
 
 
-def project_again(params: Any, embedded: Any, features: Any) -> Any:
+def project_again(params: Any, config: Any, embedded: Any, features: Any) -> Any:
     """`fc` meets predicted features, too."""
     if features.shape[-1] == embedded.shape[-1]:
         features = jnp.tile(features, params["fc"]["weight"].shape[1] // features.shape[-1])
-    return EAGLE3.join(params, embedded, features)
+    return EAGLE3.join(params, config, embedded, features)
 
 
-def feed_back_normed(params: Any, embedded: Any, features: Any) -> Any:
+def feed_back_normed(params: Any, config: Any, embedded: Any, features: Any) -> Any:
     """Predicted features are normed before they are fed back."""
     if features.shape[-1] == embedded.shape[-1]:
         features = rms_norm(features, params["norm"]["scale"], eps=1e-5)
-    return EAGLE3.join(params, embedded, features)
+    return EAGLE3.join(params, config, embedded, features)
 
 
 def enter_by_the_first(

@@ -143,7 +143,7 @@ def _fold_rows(rows: Iterable[Row]) -> list[Row]:
     groups: dict[tuple, list[int]] = {}
     for row in rows:
         key, key_index = _split(row.key)
-        path, path_index = _split(row.path)
+        path, path_index = _split(row.path) if key_index >= 0 else (row.path, -1)
         shift = path_index - key_index if path_index >= 0 <= key_index else None
         # Without a number of its own a row is a group of its own.
         numbers = groups.setdefault((key, path, shift, row.shape, row.dtype), [])

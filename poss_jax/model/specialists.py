@@ -31,7 +31,7 @@ class Family:
       parameters: the table, path -> `Parameter`.
       init: (config, key) -> random parameters.
       layer: config -> the layer of one specialist.
-      join: (params, embeddings, features) -> input x of a specialist, in one product.
+      join: (params, config, embeddings, features) -> input x of a specialist, in one product.
       join_tokens: (params, embeddings) -> the part of x that depends on tokens alone.
       join_features: (params, that part, features) -> x.
       read: (params, config, features) -> rows that the head multiplies.
@@ -40,7 +40,7 @@ class Family:
     parameters: Mapping[str, Parameter]
     init: Callable[[DraftConfig, Array], Params]
     layer: Callable[[DraftConfig], DecoderLayer]
-    join: Callable[[Params, Array, Array], Array]
+    join: Callable[[Params, DraftConfig, Array, Array], Array]
     join_tokens: Callable[[Params, Array], Array]
     join_features: Callable[[Params, Array, Array], Array]
     read: Callable[[Params, DraftConfig, Array], Array]
