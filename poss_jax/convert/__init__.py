@@ -2,6 +2,9 @@
 
 source.py      a folder or Hub id as a table of tensors that are read on demand
 formats.py     the registry of formats: recognising, refusing and checking a checkpoint
+signs.py       what formats are recognised by
+reading.py     what a reader makes of a checkpoint
+eagle3.py      the layouts of EAGLE-3
 hf.py          config.json of Hugging Face and of the original code -> our configs
 names.py       PyTorch key <-> our item and path
 plan.py        what a conversion writes: targets, drafts, and PosS starts from trained drafts

@@ -12,8 +12,10 @@ from poss_jax.checkpoint.folder import describe_item, verify_model
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, read_record
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError
-from poss_jax.convert.formats import Reading, model_names, read_checkpoint
+from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.plan import PUBLISHED, Row, find_published, place_specialists
+from poss_jax.convert.reading import Reading
+from poss_jax.convert.signs import model_names
 from poss_jax.convert.source import Source, open_source
 from poss_jax.model.parameters import flatten_item, item_shapes
 
