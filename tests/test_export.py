@@ -303,7 +303,7 @@ def test_interrupted_export_leaves_nothing(tmp_path, tiny):
 @pytest.mark.parametrize(
     ("model", "flags", "message"),
     [
-        ("draft", {}, "holds? their target's embedding; give its folder: --target"),
+        ("draft", {}, "parts of their target, such as its embedding; give its folder: --target"),
         ("draft", {"format": "hf"}, "is a draft; give --format eagle or --format poss"),
         (
             "draft",

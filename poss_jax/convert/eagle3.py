@@ -1,4 +1,4 @@
-"""The layouts of EAGLE-3 drafts and of PosS on EAGLE-3: their signs, and how they are read.
+"""The layouts of EAGLE-3 drafts and of PosS on EAGLE-3: signs and reader.
 
 Layers are called `midlayer.`, `midlayers.N.` or `layers.N.`; `plain_name` makes them one. Keys of
 config.json that producers disagree about are read as the producer of the file means them:
@@ -187,6 +187,11 @@ def _read_aux_layers(source: Source) -> tuple[int, ...]:
         raise UserError(f"{origin}: {AUX_KEY}: want a list of layers, got {shorten(layers)}")
     # SpecForge counts the layers whose outputs it takes; an output is the next layer's input.
     return tuple(layers) if is_of_speculators else tuple(layer + 1 for layer in layers)
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Layers of a target of this many whose inputs EAGLE-3 reads."""
+    return (2, num_layers // 2, num_layers - 3)
 
 
 def _assume_sound_training(source: Source) -> list[str]:

@@ -22,7 +22,7 @@ from poss_jax.checkpoint.record import (
 )
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, change_config
-from poss_jax.convert.eagle3 import UNPLACED
+from poss_jax.convert.eagle3 import UNPLACED, default_aux_layers
 from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.hf import DraftMetadata
 from poss_jax.convert.names import HEAD, source_key
@@ -220,7 +220,7 @@ def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
     assert isinstance(reading.config, DraftConfig)
     layers, assumed = reading.config.aux_layers, reading.assumed
     if layers == UNPLACED:
-        layers = (2, num_layers // 2, num_layers - 3)
+        layers = default_aux_layers(num_layers)
         assumed = (*assumed, f"inputs of the target's layers {_list(layers)}, as EAGLE-3 has them")
     if layers and (max(layers) >= num_layers or sorted({*layers}) != list(layers)):
         raise UserError(
