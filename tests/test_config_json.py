@@ -55,7 +55,8 @@ def test_config_json_reads_back(name):
 def test_layers_the_original_does_not_have(layer):
     config = DraftConfig(layer=replace(LLAMA, **layer))
     identity = TargetIdentity(name="tiny", embedding_sha256="e", head_sha256="h")
-    draft = Outgoing(config, None, new_record(LLAMA, identity, tokenizer_from=None), "float32")
+    target = new_record(LLAMA, identity, tokenizer_from=None)
+    draft = Outgoing("folder", config, None, target, "float32")
     with pytest.raises(UserError, match="the original code has no draft layers with"):
         EAGLE_LAYOUTS[0].describe(draft)
 

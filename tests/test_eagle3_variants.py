@@ -11,12 +11,14 @@ import pytest
 from golden import ROOT_E3, load_golden, read_npz
 from models import random_draft, random_target, random_tokens, tiny_llama
 
-from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode import drafting
 from poss_jax.decode.drafting import commit_pairs, join_pairs
 from poss_jax.model.cache import init_cache
 from poss_jax.model.families import init_draft
+from poss_jax.model.parameters import place_tree
+from poss_jax.model.sharding import make_mesh
 from poss_jax.model.specialists import attach
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -177,6 +179,13 @@ def draft_chains(config: DraftConfig, params: Any, tokens: Any, features: Any) -
     tree = TreeConfig(depth=STEPS, top_k=1, total_tokens=2)
     drafting.draft(params, config, tree, cache, x[0][:, None], follow_the_text)
     return seen
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_parameter_has_a_place_on_a_mesh(name: str) -> None:
+    draft = random_draft(dataclasses.replace(CONFIG, **VARIANTS[name]))
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    assert jax.tree.structure(place_tree(draft, mesh)) == jax.tree.structure(draft)
 
 
 def test_norms_of_three_parts() -> None:

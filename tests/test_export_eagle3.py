@@ -183,7 +183,11 @@ def test_variants_come_back(
 @pytest.mark.parametrize(
     ("form", "changes", "message"),
     [
-        ("eagle3", {"norm_before_residual": True}, "no place for norm_before_residual True; give"),
+        (
+            "eagle3",
+            {"norm_before_residual": True},
+            "format eagle3: the layout has no place for norm_before_residual True; give",
+        ),
         ("eagle3", {"fc_norm": "each"}, "no place for fc_norm each"),
         ("eagle3", {"output_norm": None}, "no place for output_norm None"),
         ("eagle3", {"aux_layers": (1, 3, 7)}, r"no place for aux_layers \[1, 3, 7\]"),

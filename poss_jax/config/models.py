@@ -1,7 +1,7 @@
 """Shapes of models, draft tree and device grid: static arguments of jitted functions."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -153,6 +153,13 @@ class DraftConfig:
     def num_streams(self) -> int:
         """Caches of keys and values: one, where all specialists share them."""
         return 1 if self.kv == "shared" else self.num_specialists
+
+    @property
+    def other_norms(self) -> dict[str, Any]:
+        """Fields of norms that are not as EAGLE-3 has them, and their values."""
+        usual = {"norm_before_residual": False, "fc_norm": None, "output_norm": "head"}
+        own = {field: getattr(self, field) for field in usual}
+        return {field: value for field, value in own.items() if value != usual[field]}
 
     @property
     def method(self) -> str:

@@ -124,8 +124,9 @@ def _read_settings(source: Source) -> tuple[dict[str, Any], list[str]]:
     """
     fc_norm, assumed = _read_fc_norm(source)
     output_norm, more = _read_output_norm(source)
+    head_size = _find(source, "draft_vocab_size")
     settings: dict[str, Any] = {
-        "head_size": _find(source, "draft_vocab_size") or source.settings.get("vocab_size"),
+        "head_size": source.settings.get("vocab_size") if head_size is None else head_size,
         "norm_before_residual": _read_flag(source, "norm_before_residual") or False,
         "fc_norm": fc_norm,
         "output_norm": output_norm,

@@ -9,8 +9,6 @@ from poss_jax.convert.config_json import layer_json, target_config_json
 from poss_jax.convert.eagle3 import AUX_KEY, default_aux_layers
 from poss_jax.convert.layouts import Layout, Outgoing
 
-_ORDINARY = {"norm_before_residual": False, "fc_norm": None, "output_norm": "head"}
-
 # Number of tokens to draft that a file of speculators suggests where the trained depth is unknown.
 _USUAL_TOKENS = 3
 
@@ -54,7 +52,7 @@ def _describe_speculators(draft: Outgoing) -> dict[str, Any]:
     inner = target_config_json(replace(config.layer, num_layers=1), draft.dtype)
     if inner["model_type"] not in ("llama", "qwen3"):
         wrong.append(f"layers of {inner['model_type']}")
-    _refuse(wrong)
+    _refuse(draft, wrong)
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -96,7 +94,7 @@ def _propose(draft: Outgoing) -> dict[str, Any]:
 
 def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
     """Describes a draft of SpecForge's class, which the official code and the engines read, too."""
-    _refuse(wrong)
+    _refuse(draft, wrong)
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -114,13 +112,9 @@ def _head_size(config: DraftConfig) -> int:
 
 
 def _other_norms(draft: Outgoing, *known: tuple[str, Any]) -> list[str]:
-    """Lists the norms of a draft that are neither ordinary nor known to a layout."""
-    own = {field: getattr(draft.config, field) for field in _ORDINARY}
-    return [
-        f"{field} {value}"
-        for field, value in own.items()
-        if value != _ORDINARY[field] and (field, value) not in known
-    ]
+    """Lists the norms of a draft that are neither the usual ones nor known to a layout."""
+    own = draft.config.other_norms.items()
+    return [f"{field} {value}" for field, value in own if (field, value) not in known]
 
 
 def _other_counts(draft: Outgoing) -> list[str]:
@@ -141,11 +135,11 @@ def _other_aux_layers(draft: Outgoing) -> list[str]:
     return [] if is_usual else [f"aux_layers {list(layers)}"]
 
 
-def _refuse(wrong: list[str]) -> None:
+def _refuse(draft: Outgoing, wrong: list[str]) -> None:
     if wrong:
         raise UserError(
-            f"this layout has no place for {', '.join(wrong)}; give another --format, such as "
-            "speculators, or keep the draft with poss_jax"
+            f"{draft.origin}: the layout has no place for {', '.join(wrong)}; give another one, "
+            "such as speculators, or keep the draft with poss_jax"
         )
 
 

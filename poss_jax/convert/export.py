@@ -181,7 +181,8 @@ def _plan_draft(
     fc_dtype = next(row.dtype for row in rows if row.path == FC)
     if layout.has_embedding:
         rows[0] = rows[0]._replace(path=DRAFT_EMBEDDING, dtype=fc_dtype)
-    outgoing = Outgoing(config, draft.record.draft_vocabulary, target.record, fc_dtype)
+    origin = f"{draft.folder}, --format {layout.name}"
+    outgoing = Outgoing(origin, config, draft.record.draft_vocabulary, target.record, fc_dtype)
     maps = _vocabulary_maps(outgoing, layout)
     rows += [Row("(draft vocabulary)", key, m.shape, m.dtype.name) for key, m in maps.items()]
     card = model_card(outgoing, layout, specialist)

@@ -209,9 +209,11 @@ def _show_draft(config: DraftConfig) -> str:
     spans = ",".join(map(str, config.positions_per_specialist))
     number = config.num_specialists
     what = "1 specialist" if number == 1 else f"{number} specialists"
+    article = "an" if config.method[0] in "aeiou" else "a"
     return (
-        f"a {config.method} draft of {what}, positions per specialist {spans}, trained depth "
-        f"{config.trained_depth}, fc {'with' if config.fc_bias else 'without'} bias"
+        f"{article} {config.method} draft of {what}, positions per specialist {spans}, trained "
+        f"depth {config.trained_depth}, fc {'with' if config.fc_bias else 'without'} bias"
+        + "".join(f", {field} {value}" for field, value in config.other_norms.items())
     )
 
 

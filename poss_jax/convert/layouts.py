@@ -19,12 +19,14 @@ class Outgoing:
     """A draft that is about to be exported.
 
     Attributes:
+      origin: its folder and the layout, for messages.
       config: its shape; where one specialist was chosen, that of this specialist alone.
       vocabulary: target id of every token it can propose; None: all of them.
       target: record of its target.
       dtype: type that `fc` is written in.
     """
 
+    origin: str
     config: DraftConfig
     vocabulary: tuple[int, ...] | None
     target: ModelRecord
@@ -85,8 +87,8 @@ def _describe_eagle(draft: Outgoing) -> dict[str, Any]:
         )
     if wrong:
         raise UserError(
-            f"the original code has no draft layers with {', '.join(wrong)}; such a draft stays "
-            "with poss_jax"
+            f"{draft.origin}: the original code has no draft layers with {', '.join(wrong)}; such "
+            "a draft stays with poss_jax"
         )
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -404,7 +404,7 @@ def place_specialists(
         if known:
             trained_depth, why = known.trained_depth, because
         elif number == 1:
-            trained_depth, why = 1, "a single layer does not say; for HASS give --trained-depth 3"
+            trained_depth, why = 1, "a single layer does not say; give --trained-depth (HASS: 3)"
         else:
             trained_depth, why = sum(spans), "the positions per specialist add up to it"
         if not isinstance(known, DraftMetadata):
