@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from poss_jax.checkpoint.record import TargetIdentity, new_record
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.convert.export import draft_config_json, target_config_json
-from poss_jax.convert.hf import DraftMetadata, parse_llama_config
+from poss_jax.convert.config_json import target_config_json
+from poss_jax.convert.hf import parse_llama_config
+from poss_jax.convert.layouts import EAGLE_LAYOUTS, Outgoing
 
 LLAMA = LlamaConfig(
     vocab_size=16,
@@ -52,9 +54,11 @@ def test_config_json_reads_back(name):
 )
 def test_layers_the_original_does_not_have(layer):
     config = DraftConfig(layer=replace(LLAMA, **layer))
-    metadata = DraftMetadata(positions_per_specialist=(1,), trained_depth=1)
+    identity = TargetIdentity(name="tiny", embedding_sha256="e", head_sha256="h")
+    target = new_record(LLAMA, identity, tokenizer_from=None)
+    draft = Outgoing("folder", config, None, target, "float32")
     with pytest.raises(UserError, match="the original code has no draft layers with"):
-        draft_config_json(config, metadata, "float32")
+        EAGLE_LAYOUTS[0].describe(draft)
 
 
 @pytest.mark.parametrize(

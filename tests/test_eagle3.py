@@ -71,18 +71,18 @@ def test_its_own_head_proposes_target_ids() -> None:
     assert set(np.array(drafted.tokens[0, 1:]).tolist()) <= set(vocabulary.tolist())
 
 
-def project_again(params: Any, embedded: Any, features: Any) -> Any:
+def project_again(params: Any, config: Any, embedded: Any, features: Any) -> Any:
     """`fc` meets predicted features, too."""
     if features.shape[-1] == embedded.shape[-1]:
         features = jnp.tile(features, params["fc"]["weight"].shape[1] // features.shape[-1])
-    return EAGLE3.join(params, embedded, features)
+    return EAGLE3.join(params, config, embedded, features)
 
 
-def feed_back_normed(params: Any, embedded: Any, features: Any) -> Any:
+def feed_back_normed(params: Any, config: Any, embedded: Any, features: Any) -> Any:
     """Predicted features are normed before they are fed back."""
     if features.shape[-1] == embedded.shape[-1]:
         features = rms_norm(features, params["norm"]["scale"], eps=1e-5)
-    return EAGLE3.join(params, embedded, features)
+    return EAGLE3.join(params, config, embedded, features)
 
 
 def enter_by_the_first(
@@ -198,6 +198,80 @@ def test_config_and_vocabulary(target: Path, tmp_path: Path) -> None:
     assert without.draft.aux_layers == (1, 3, 7)
 
 
+def scales(*keys: str, width: int = 128) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {key: rng.normal(size=width).astype(np.float32) for key in keys}
+
+
+WHOLE = scales("input_norm.weight", width=384)
+EACH = scales("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight")
+STACKED = {"layers.1.self_attn.q_proj.weight": np.zeros((128, 128), np.float32)}
+STACKED |= dict.fromkeys(f"layers.{n}.hidden_norm.weight" for n in (1, 2))
+STACKED |= dict.fromkeys(f"layers.2.self_attn.{n}_proj.weight" for n in "qkvo")
+SPECULATORS = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+
+
+def one_specialist(change: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of a draft of one specialist, with `change`."""
+    tensors = {k: v for k, v in read_tensors(SOURCE).items() if not re.match(r"layers\.[12]", k)}
+    return tensors | change
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "fields", "assumed"),
+    [
+        (EACH, {"fc_norm": True, "norm_output": True}, {"fc_norm": "each"}, "norm_output True: "),
+        (EACH, {}, {"fc_norm": "each"}, "fc_norm True, because the weights hold fc_norm"),
+        ({}, {"norm_output": False}, {"output_norm": None}, "no norm at all, because SpecForge"),
+        (WHOLE, {"eagle_config": {"norm_before_fc": True}}, {"fc_norm": "whole"}, ""),
+    ],
+)
+def test_variants_of_specforge(
+    tensors: Any, config: Any, fields: Any, assumed: str, target: Path, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "source", one_specialist(tensors), num_hidden_layers=1, **config)
+    want = plan_draft(
+        str(write(tmp_path / "plain", one_specialist({}), num_hidden_layers=1)), target
+    )
+    got = plan_draft(str(source), target)
+    assert got.record.config == dataclasses.replace(want.record.draft, **fields)
+    assert any(assumed in line for line in got.assumed)
+    assert arrays(got).keys() >= arrays(want).keys()
+
+
+def test_a_draft_of_speculators(target: Path, tmp_path: Path) -> None:
+    embedding = read_tensors(ROOT_E3 / "target")["model.embed_tokens.weight"]
+    tensors = one_specialist(WHOLE | {"embed_tokens.weight": embedding})
+    inner = {k: v for k, v in read_config(SOURCE).items() if k != "draft_vocab_size"}
+    flags = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+    flags |= {"eagle_aux_hidden_state_layer_ids": [1, 3, 7], "draft_vocab_size": 80}
+    folder = write(tmp_path / "source", tensors)
+    inner |= {"num_hidden_layers": 1}
+    config = SPECULATORS | flags | {"transformer_layer_config": inner}
+    (folder / "config.json").write_text(json.dumps(config))
+    record = plan_draft(str(folder), target).record
+    assert record.draft.aux_layers == (1, 3, 7)  # indices of hidden states: inputs of layers
+    assert (record.draft.fc_norm, record.draft.output_norm) == ("whole", "fed_back")
+    assert record.draft.norm_before_residual and record.draft.head_size == 80
+    del config["norm_before_residual"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert any("norm_before_residual False" in s for s in plan_draft(str(folder), target).assumed)
+    (folder / "config.json").write_text(json.dumps(config | {"norm_before_fc": False}))
+    with pytest.raises(UserError, match="says norm_before_fc False, the weights hold input_norm"):
+        plan_draft(str(folder), target)
+
+
+def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> None:
+    tensors = {k.replace("layers.0", "midlayer"): v for k, v in one_specialist({}).items()}
+    source = write(tmp_path / "source", tensors, num_hidden_layers=1)
+    assert any(
+        "SpecForge trained wrongly" in line for line in plan_draft(str(source), target).assumed
+    )
+    inner = {"use_aux_hidden_state": True}  # as ModelOpt writes
+    other = write(tmp_path / "other", tensors, num_hidden_layers=1, eagle_config=inner)
+    assert not any("SpecForge" in line for line in plan_draft(str(other), target).assumed)
+
+
 @pytest.mark.parametrize(
     ("change", "config", "error"),
     [
@@ -206,7 +280,21 @@ def test_config_and_vocabulary(target: Path, tmp_path: Path) -> None:
         ({"t2d": np.ones(260, bool)}, {}, "t2d and d2t name different tokens"),
         ({"norm.weight": None}, {}, r"missing norm\.weight \[128\]"),
         ({"layers.1.hidden_norm.weight": None}, {}, r"missing layers\.1\.hidden_norm"),
-        ({}, {"fc_norm": True}, "fc_norm True: this variant of EAGLE-3 cannot be converted yet"),
+        ({}, {"fc_norm": True}, r"says fc_norm True, the weights hold no fc_norm\.0\.weight"),
+        (WHOLE, {"norm_before_fc": False}, "says norm_before_fc False, the weights hold input"),
+        (WHOLE | EACH, {}, "want norms of one kind before fc, got input_norm.* and fc_norm"),
+        (EACH | {"fc_norm.2.weight": None}, {}, r"missing fc_norm\.2\.weight \[128\]"),
+        ({}, {"norm_output": "yes"}, "norm_output: want true or false, got 'yes'"),
+        (
+            STACKED,
+            {"num_hidden_layers": 1},
+            r"stacked layers \(layers\.1\.self_attn.*one layer per",
+        ),
+        (STACKED, SPECULATORS, "holds an EAGLE-3 draft of several stacked layers"),
+        ({}, {"architectures": ["PEagleDraftModel"]}, "drafts in parallel .PEagleDraftModel"),
+        ({"mask_hidden": np.zeros(128, np.float32)}, {}, "drafts in parallel .mask_hidden"),
+        ({}, {"architectures": ["DFlashDraftModel"]}, "drafts in parallel .DFlashDraftModel"),
+        ({"eagle_module.fc.weight": np.zeros(2)}, {}, "export it with ModelOpt and convert what"),
         ({"d2t": np.zeros(80, np.int32)}, {}, "d2t: want int64, got I32"),
         ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1] * 3}}, "want a list of"),
         ({}, {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "want it inside of eagle_config"),

@@ -215,6 +215,8 @@ def test_one_specialist_is_an_eagle_draft(tmp_path, tiny, specialist):
     flags = {"model": draft, "target": tiny / "target", "specialist": specialist}
     run("export", output=tmp_path / "out", **flags)
     tensors, _ = read_folder(tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"specialist {specialist} of a PosS draft" in card and "layout `eagle`" in card
     whole = draft_tensors(3)
     want = {"embed_tokens.weight": target_tensors()["model.embed_tokens.weight"]}
     want |= {"fc.weight": whole["fc.weight"]}
@@ -303,7 +305,7 @@ def test_interrupted_export_leaves_nothing(tmp_path, tiny):
 @pytest.mark.parametrize(
     ("model", "flags", "message"),
     [
-        ("draft", {}, "holds? their target's embedding; give its folder: --target"),
+        ("draft", {}, "parts of their target, such as its embedding; give its folder: --target"),
         ("draft", {"format": "hf"}, "is a draft; give --format eagle or --format poss"),
         (
             "draft",

@@ -1,7 +1,7 @@
 """Shapes of models, draft tree and device grid: static arguments of jitted functions."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -122,6 +122,10 @@ class DraftConfig:
         hidden state after the target's final norm.
       head_size: number of tokens of a head of its own; None: it has the target's.
       norm_before_residual: whether a layer adds to its normed feature rather than to the feature.
+      fc_norm: `whole` where the target's feature is normed before `fc`, `each` where each layer's
+        part of it is normed by itself.
+      output_norm: `head` where the head alone reads normed features, `fed_back` where the next
+        specialist does, too; None: neither.
     """
 
     layer: LlamaConfig
@@ -133,6 +137,12 @@ class DraftConfig:
     aux_layers: tuple[CountOrZero, ...] = Field(default=(), exclude_if=lambda layers: not layers)
     head_size: AtLeastTwo | None = Field(default=None, exclude_if=lambda size: size is None)
     norm_before_residual: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
+    fc_norm: Literal["whole", "each"] | None = Field(
+        default=None, exclude_if=lambda norm: norm is None
+    )
+    output_norm: Literal["head", "fed_back"] | None = Field(
+        default="head", exclude_if=lambda norm: norm == "head"
+    )
 
     def __post_init__(self) -> None:
         if len(self.aux_layers) == 1:
@@ -148,6 +158,13 @@ class DraftConfig:
     def num_streams(self) -> int:
         """Caches of keys and values: one, where all specialists share them."""
         return 1 if self.kv == "shared" else self.num_specialists
+
+    @property
+    def other_norms(self) -> dict[str, Any]:
+        """Fields of norms that are not as EAGLE-3 has them, and their values."""
+        usual = {"norm_before_residual": False, "fc_norm": None, "output_norm": "head"}
+        own = {field: getattr(self, field) for field in usual}
+        return {field: value for field, value in own.items() if value != usual[field]}
 
     @property
     def method(self) -> str:

@@ -2,10 +2,17 @@
 
 source.py      a folder or Hub id as a table of tensors that are read on demand
 formats.py     the registry of formats: recognising, refusing and checking a checkpoint
+signs.py       what formats are recognised by
+reading.py     what a reader makes of a checkpoint
+eagle3.py      EAGLE-3: its signs and its reader
 hf.py          config.json of Hugging Face and of the original code -> our configs
 names.py       PyTorch key <-> our item and path
 plan.py        what a conversion writes: targets, drafts, and PosS starts from trained drafts
 export.py      a model folder as a PyTorch checkpoint
+layouts.py     the layouts that drafts are written in
+eagle3_layouts.py  those of EAGLE-3
+config_json.py config.json as we write it
+card.py        the model card of an exported draft
 inspection.py  what a source holds
 __main__.py  the program: python -m poss_jax.convert
 """

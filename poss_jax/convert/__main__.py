@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.folder import write_model
 from poss_jax.checkpoint.whole import refuse_non_empty
-from poss_jax.convert.export import plan_export, write_export
+from poss_jax.convert.export import FORMS, plan_export, write_export
 from poss_jax.convert.inspection import inspect
 from poss_jax.convert.plan import Conversion, Row, plan_draft, plan_specialists, plan_target
 from poss_jax.model.parameters import count_parameters
@@ -143,7 +143,7 @@ def _fold_rows(rows: Iterable[Row]) -> list[Row]:
     groups: dict[tuple, list[int]] = {}
     for row in rows:
         key, key_index = _split(row.key)
-        path, path_index = _split(row.path)
+        path, path_index = _split(row.path) if key_index >= 0 else (row.path, -1)
         shift = path_index - key_index if path_index >= 0 <= key_index else None
         # Without a number of its own a row is a group of its own.
         numbers = groups.setdefault((key, path, shift, row.shape, row.dtype), [])
@@ -229,14 +229,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--format": {
         "dest": "form",
-        "choices": ("hf", "eagle", "poss"),
-        "help": "Layout to write: hf for a target, eagle for a draft of one layer, poss for any "
-        "draft. The default is hf for a target and poss for a draft.",
+        "choices": FORMS,
+        "help": "Layout to write: hf for a target; for EAGLE-2, HASS and PosS eagle (one layer) or "
+        "poss; for EAGLE-3 eagle3, specforge, sglang or speculators (one layer), poss or "
+        "poss-midlayers (PosS on EAGLE-3). The default is hf for a target, eagle or eagle3 for a "
+        "draft of one layer, and poss for others.",
     },
     "--specialist": {
         "type": int,
         "metavar": "S",
-        "help": "Write specialist S of a draft alone, as an eagle draft. The first one is 0.",
+        "help": "Write specialist S of a PosS draft alone, as a draft of one layer. The first one "
+        "is 0.",
     },
     "--bin": _switch(
         "Write pytorch_model.bin instead of model.safetensors. This needs the `torch` extra.",
@@ -301,9 +304,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         _draft,
         "draft",
-        "Convert an EAGLE, EAGLE-2, HASS or PosS draft.",
-        "Such a draft has fc and one decoder layer per specialist, without input norm. Head and "
-        "embedding are the target's and are not stored.",
+        "Convert an EAGLE, EAGLE-2, EAGLE-3, HASS or PosS draft.",
+        "Such a draft has fc and one decoder layer per specialist. The embedding is the target's "
+        "and is not stored; nor is the head, except that of EAGLE-3, which is the draft's own.",
         required="--source --target --output",
         optional="--revision --dtype --positions-per-specialist --trained-depth",
     )
@@ -320,9 +323,9 @@ def _parser() -> argparse.ArgumentParser:
         _export,
         "export",
         "Write a model folder as a PyTorch checkpoint.",
-        "A target is written as `transformers` reads it, a draft as the original EAGLE and PosS "
-        "code does; the embedding of its target is part of that layout, so --target is needed. "
-        "SHA256SUMS beside the files is checked when they are converted again.",
+        "A target is written as `transformers` reads it, a draft in the layout of the original "
+        "code or of another program, with a model card; its target is described there, so --target "
+        "is needed. SHA256SUMS beside the files is checked when they are converted again.",
         required="--model --output",
         optional="--format --target --specialist --bin --dtype",
         changes={"--dtype": {"choices": ("keep", "float32", "bfloat16", "float16")}},

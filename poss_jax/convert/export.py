@@ -1,8 +1,8 @@
 """Export: a model folder of ours as the PyTorch checkpoint it would have come from."""
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -17,19 +17,28 @@ from poss_jax.checkpoint.folder import copy_tokenizer, describe_item, load_item
 from poss_jax.checkpoint.record import ModelRecord, read_record
 from poss_jax.checkpoint.sums import write_sums
 from poss_jax.checkpoint.whole import whole_folder
-from poss_jax.config.models import DraftConfig, LlamaConfig
-from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.convert.hf import CONFIG_KEYS, METADATA, ROPE_KEYS, DraftMetadata
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.reading import UserError
+from poss_jax.convert.card import model_card
+from poss_jax.convert.config_json import target_config_json
+from poss_jax.convert.eagle3_layouts import EAGLE3_LAYOUTS
+from poss_jax.convert.layouts import EAGLE_LAYOUTS, Layout, Outgoing
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC
 from poss_jax.convert.plan import Row
 from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
 
-Form = Literal["hf", "eagle", "poss"]
+LAYOUTS = (*EAGLE_LAYOUTS, *EAGLE3_LAYOUTS)
+"""Every layout that drafts are written in."""
+
+FORMS = ("hf", *dict.fromkeys(layout.name for layout in LAYOUTS))
+"""Names of the layouts; hf is that of a target."""
+
 ExportDType = Literal["keep", "float32", "bfloat16", "float16"]
 
 MAX_SHARD_BYTES = 5_000_000_000
 
 _TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_TYPES |= {"int64": np.int64, "bool": np.bool_}
 
 
 @dataclass(frozen=True)
@@ -49,17 +58,21 @@ class Export:
       origins: model that each exported item comes from, and the item's name there.
       rows: the table: our path -> key, with the shape and type that are written.
       tokenizer_from: folder whose tokenizer files are copied; None copies none.
+      maps: arrays that are not ours, by key; their rows are the last.
+      card: contents of README.md; None writes none.
     """
 
     config: dict[str, Any]
     origins: dict[str, tuple[Model, str]]
     rows: list[Row]
     tokenizer_from: Path | None
+    maps: Mapping[str, np.ndarray] = field(default_factory=dict)
+    card: str | None = None
 
     @property
     def dtype(self) -> str:
         """Type of the written arrays; several are joined by a plus."""
-        return "+".join(sorted({row.dtype for row in self.rows}))
+        return "+".join(sorted({row.dtype for row in self.rows if row.path not in self.maps}))
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """Streams (key, array) in the order of the rows, one item in memory at a time."""
@@ -70,12 +83,13 @@ class Export:
             for row in islice(rows, len(arrays)):
                 # A copy, so that PyTorch takes it as it is, and so that the item can be freed.
                 yield row.path, _cast(row, np.array(arrays.pop(row.key)))
+        yield from self.maps.items()
 
 
 def plan_export(
     model: str | Path,
     *,
-    form: Form | None = None,
+    form: str | None = None,
     target: str | Path | None = None,
     specialist: int | None = None,
     dtype: ExportDType = "keep",
@@ -84,9 +98,10 @@ def plan_export(
 
     Args:
       model: model folder.
-      form: hf (a target), eagle (a draft of one layer) or poss (any draft); by default hf or poss.
+      form: one of `FORMS`; by default hf for a target, and for a draft the first layout of its
+        family that holds as many specialists.
       target: model folder of a draft's target.
-      specialist: number of the one specialist to write, as an eagle draft.
+      specialist: number of the one specialist to write.
       dtype: type to write; by default what is stored.
 
     Raises:
@@ -100,22 +115,43 @@ def plan_export(
         if target is not None or specialist is not None:
             raise UserError("--target and --specialist are for drafts; leave them out for a target")
         return _plan_target(source, dtype)
-    number = source.record.draft.num_specialists
-    if form == "hf":
-        raise UserError(f"{model} is a draft; give --format eagle or --format poss")
-    if form == "eagle" and specialist is None and number > 1:
-        raise UserError(
-            f"{model} has {number} specialists, an eagle draft one layer; give --specialist "
-            f"0 to {number - 1}, or --format poss"
-        )
-    if form == "poss" and specialist is not None:
-        raise UserError("--format poss writes every specialist; give --format eagle for one")
+    layout = _choose_layout(source, form, specialist)
     if target is None:
         raise UserError(
-            "the layout of drafts holds their target's embedding; give its folder: --target DIR"
+            "the layout of drafts holds or describes parts of their target, such as its embedding; "
+            "give its folder: --target DIR"
         )
     owner = Model(Path(target), read_record(target))
-    return _plan_draft(source, owner, specialist, dtype)
+    return _plan_draft(source, owner, layout, specialist, dtype)
+
+
+def _choose_layout(draft: Model, form: str | None, specialist: int | None) -> Layout:
+    """Finds the layout to write; by default the first one that holds what is to be written."""
+    config, folder = draft.record.draft, draft.folder
+    layouts = [layout for layout in LAYOUTS if layout.family == config.family]
+    number = config.num_specialists
+    is_single = specialist is not None or number == 1
+    if form is None:
+        return next(layout for layout in layouts if layout.is_single == is_single)
+    named = next((layout for layout in layouts if layout.name == form), None)
+    if named is None:
+        raise UserError(f"{folder} is a draft; give {_list_formats(layouts)}")
+    if named.is_single and not is_single:
+        all_of_them = [layout for layout in layouts if not layout.is_single]
+        raise UserError(
+            f"{folder} has {number} specialists, the layout {form} one layer; give --specialist "
+            f"0 to {number - 1}, or {_list_formats(all_of_them)}"
+        )
+    if specialist is not None and not named.is_single:
+        single = [layout for layout in layouts if layout.is_single]
+        raise UserError(
+            f"--format {form} writes every specialist; give {_list_formats(single)} for one"
+        )
+    return named
+
+
+def _list_formats(layouts: Sequence[Layout]) -> str:
+    return " or ".join(f"--format {layout.name}" for layout in layouts)
 
 
 def _plan_target(target: Model, dtype: ExportDType) -> Export:
@@ -126,33 +162,40 @@ def _plan_target(target: Model, dtype: ExportDType) -> Export:
     return Export(config, origins, rows, tokenizer_from=target.folder)
 
 
-def _plan_draft(draft: Model, target: Model, specialist: int | None, dtype: ExportDType) -> Export:
-    """Plans a draft in the layout of EAGLE and PosS; the target's embedding takes fc's type."""
+def _plan_draft(
+    draft: Model, target: Model, layout: Layout, specialist: int | None, dtype: ExportDType
+) -> Export:
+    """Plans a draft; a copy of the target's embedding takes fc's type."""
     made_for, given = draft.record.target, target.record.target
     if target.record.family != "target" or not made_for.same_weights(given):
         raise UserError(
             f"{target.folder}: want the target {made_for.name} that draft {draft.folder} was made "
-            f"for, got {target.record.family} {given.name} with another embedding or head; its "
-            "embedding is part of the layout"
-        )
-    if draft.record.draft.family != "eagle":
-        raise UserError(
-            f"{draft.folder}: drafts of the family {draft.record.draft.family} cannot be exported "
-            "yet; give an EAGLE-2, HASS or PosS draft"
+            f"for, got {target.record.family} {given.name} with another embedding or head"
         )
     config = _cut(draft.record.draft, specialist)
-    origins = {"embed": (target, "embed"), "fc": (draft, "fc")}
-    for index in range(config.num_specialists):
-        origins[f"specialists/{index}"] = (draft, f"specialists/{specialist or index}")
-    rows = _rows(origins, dtype)
+    origins = {"embed": (target, "embed")} if layout.has_embedding else {}
+    for name in item_shapes(config):
+        is_chosen = specialist is not None and name.startswith("specialists/")
+        origins[name] = (draft, f"specialists/{specialist}" if is_chosen else name)
+    rows = [row._replace(path=layout.key(row.path)) for row in _rows(origins, dtype)]
     fc_dtype = next(row.dtype for row in rows if row.path == FC)
-    rows[0] = rows[0]._replace(path=DRAFT_EMBEDDING, dtype=fc_dtype)
-    metadata = DraftMetadata(
-        positions_per_specialist=config.positions_per_specialist,
-        trained_depth=config.trained_depth,
-        draft_vocabulary=draft.record.draft_vocabulary,
-    )
-    return Export(draft_config_json(config, metadata, fc_dtype), origins, rows, None)
+    if layout.has_embedding:
+        rows[0] = rows[0]._replace(path=DRAFT_EMBEDDING, dtype=fc_dtype)
+    origin = f"{draft.folder}, --format {layout.name}"
+    outgoing = Outgoing(origin, config, draft.record.draft_vocabulary, target.record, fc_dtype)
+    maps = _vocabulary_maps(outgoing, layout)
+    rows += [Row("(draft vocabulary)", key, m.shape, m.dtype.name) for key, m in maps.items()]
+    card = model_card(outgoing, layout, specialist)
+    return Export(layout.describe(outgoing), origins, rows, None, maps, card)
+
+
+def _vocabulary_maps(draft: Outgoing, layout: Layout) -> dict[str, np.ndarray]:
+    """Makes `d2t`, offsets from a draft's ids to the target's, and `t2d`, which tokens it has."""
+    if layout.maps == "never" or (layout.maps == "subset" and draft.vocabulary is None):
+        return {}
+    size = draft.config.layer.vocab_size
+    ids = np.arange(size) if draft.vocabulary is None else np.array(draft.vocabulary, np.int64)
+    return {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(np.arange(size), ids)}
 
 
 def write_export(
@@ -194,6 +237,8 @@ def write_export(
         if export.tokenizer_from is not None:
             copy_tokenizer(export.tokenizer_from, partial)
         write_sums(partial, [path.name for path in partial.iterdir()])
+        if export.card is not None:  # without a checksum: owners add to it
+            (partial / "README.md").write_text(export.card, encoding="utf-8")
 
 
 def _cut(config: DraftConfig, specialist: int | None) -> DraftConfig:
@@ -262,110 +307,3 @@ def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
-
-
-# --------------------------------------------------------------------------------------------------
-# config.json
-
-
-def target_config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """Describes a target to `transformers` 4 and 5.
-
-    Args:
-      config: shape of the target.
-      dtype: type that its weights are written in.
-
-    Raises:
-      UserError: no family of Hugging Face has these biases and norms.
-    """
-    family = _family(config)
-    values = {"architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family}
-    values |= _shape(config, dtype) | {"tie_word_embeddings": config.tie_embeddings}
-    if family != "llama":
-        values |= {"use_sliding_window": False}
-    if family != "qwen2":
-        values |= {"attention_bias": config.qkv_bias}
-    return values | ({"mlp_bias": config.mlp_bias} if family == "llama" else {})
-
-
-def draft_config_json(config: DraftConfig, metadata: DraftMetadata, dtype: str) -> dict[str, Any]:
-    """Describes a draft to the original code, and to our own converter.
-
-    Args:
-      config: shape of the draft.
-      metadata: what the layout has no key for.
-      dtype: type that its weights are written in.
-
-    Raises:
-      UserError: the original code has no such layers.
-    """
-    layer = config.layer
-    wrong = [field for field in ("o_bias", "qk_norm", "mlp_bias") if getattr(layer, field)]
-    if layer.num_heads * layer.head_dim != layer.hidden_size:
-        wrong.append(
-            f"{layer.num_heads} heads of {layer.head_dim} for a width of {layer.hidden_size}"
-        )
-    if wrong:
-        raise UserError(
-            f"the original code has no draft layers with {', '.join(wrong)}; such a draft stays "
-            "with poss_jax"
-        )
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **_shape(layer, dtype),
-        "num_hidden_layers": 1,  # whatever the number of specialists: so do the published ones
-        "tie_word_embeddings": layer.tie_embeddings,
-        "pad_token_id": 0,
-        "qkv_bias": layer.qkv_bias,
-        "bias": config.fc_bias,
-        METADATA: {k: v for k, v in config_to_dict(metadata).items() if v is not None},
-    }
-
-
-def _family(config: LlamaConfig) -> str:
-    """Finds the family whose own code has these biases and norms."""
-    if config.qk_norm and config.qkv_bias == config.o_bias and not config.mlp_bias:
-        return "qwen3"
-    if not config.qk_norm and config.qkv_bias == config.o_bias:
-        return "llama"
-    if not config.qk_norm and config.qkv_bias and not config.mlp_bias:
-        return "qwen2"
-    raise UserError(
-        f"no family of transformers has qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, "
-        f"qk_norm {config.qk_norm} and mlp_bias {config.mlp_bias} together; such a target stays "
-        "with poss_jax"
-    )
-
-
-def _shape(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    stop_ids = list(config.eos_token_ids)
-    return {
-        **{key: getattr(config, field) for field, key in CONFIG_KEYS.items()},
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        **_rope(config),
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": stop_ids if len(stop_ids) > 1 else next(iter(stop_ids), None),
-        "torch_dtype": dtype,
-        "dtype": dtype,
-    }
-
-
-def _rope(config: LlamaConfig) -> dict[str, Any]:
-    """Writes both spellings: rope_theta and rope_scaling (transformers 4), rope_parameters (5)."""
-    rope, scaling = config.rope, {}
-    trained, longest = rope.original_max_position_embeddings, config.max_position_embeddings
-    if rope.type == "dynamic" and trained != longest:  # Hugging Face has one number for both
-        raise UserError(
-            f"rope type dynamic: transformers takes max_position_embeddings ({longest}) for the "
-            f"trained context ({trained}); such a target stays with poss_jax"
-        )
-    if rope.type != "default":
-        keys = ROPE_KEYS[rope.type]
-        scaling = {"rope_type": rope.type} | {key: getattr(rope, key) for key in keys}
-    return {
-        "rope_theta": rope.theta,
-        "rope_scaling": {"type": rope.type} | scaling if scaling else None,
-        "rope_parameters": {"rope_type": rope.type, "rope_theta": rope.theta} | scaling,
-    }

@@ -244,8 +244,6 @@ def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Reading: drafts, whose weights show some of what config.json leaves out
 
-AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-
 METADATA = "poss_jax"
 """Where a config.json that we export holds what its layout has no key for."""
 
@@ -373,35 +371,3 @@ def assume_fc_bias(source: Source) -> list[str]:
         f"fc with{'' if has_bias else 'out'} bias, because the weights hold "
         f"{'a' if has_bias else 'no'} {FC_BIAS}, although config.json {says}"
     ]
-
-
-def read_eagle3_settings(source: Source) -> dict[str, Any]:
-    """Reads what the config.json of an EAGLE-3 draft says beyond its layer, as `DraftConfig` does.
-
-    Raises:
-      UserError: a variant that is not supported.
-    """
-    values, origin = source.settings, f"{source.folder}/config.json"
-    for key, ordinary in (("norm_before_fc", False), ("fc_norm", False), ("norm_output", True)):
-        if _get(values, key, ordinary) != ordinary:
-            raise UserError(
-                f"{origin}: {key} {shorten(values[key])}: this variant of EAGLE-3 cannot be "
-                "converted yet"
-            )
-    settings: dict[str, Any] = {
-        "head_size": _get(values, "draft_vocab_size", values.get("vocab_size")),
-        "norm_before_residual": _get(values, "norm_before_residual", False),
-    }
-    if values.get(AUX_KEY) is not None:
-        raise UserError(
-            f"{origin}: {AUX_KEY}: want it inside of eagle_config, as SpecForge writes it; "
-            "elsewhere the same numbers mean other layers, and such drafts cannot be converted yet"
-        )
-    producer = values.get("eagle_config")
-    layers = producer.get(AUX_KEY) if isinstance(producer, Mapping) else None
-    if layers is not None:
-        if not isinstance(layers, list) or not all(type(n) is int and n >= 0 for n in layers):
-            raise UserError(f"{origin}: {AUX_KEY}: want a list of layers, got {shorten(layers)}")
-        # SpecForge counts the layers whose outputs it takes; an output is the next layer's input.
-        settings["aux_layers"] = tuple(layer + 1 for layer in layers)
-    return settings

@@ -12,8 +12,10 @@ from poss_jax.checkpoint.folder import describe_item, verify_model
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, read_record
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError
-from poss_jax.convert.formats import Reading, model_names, read_checkpoint
+from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.plan import PUBLISHED, Row, find_published, place_specialists
+from poss_jax.convert.reading import Reading
+from poss_jax.convert.signs import model_names
 from poss_jax.convert.source import Source, open_source
 from poss_jax.model.parameters import flatten_item, item_shapes
 
@@ -207,9 +209,11 @@ def _show_draft(config: DraftConfig) -> str:
     spans = ",".join(map(str, config.positions_per_specialist))
     number = config.num_specialists
     what = "1 specialist" if number == 1 else f"{number} specialists"
+    article = "an" if config.method[0] in "aeiou" else "a"
     return (
-        f"a {config.method} draft of {what}, positions per specialist {spans}, trained depth "
-        f"{config.trained_depth}, fc {'with' if config.fc_bias else 'without'} bias"
+        f"{article} {config.method} draft of {what}, positions per specialist {spans}, trained "
+        f"depth {config.trained_depth}, fc {'with' if config.fc_bias else 'without'} bias"
+        + "".join(f", {field} {value}" for field, value in config.other_norms.items())
     )
 
 

@@ -59,3 +59,4 @@ def plain_name(key: str) -> str:
 FC = source_key("fc", ("weight",))
 FC_BIAS = source_key("fc", ("bias",))
 QUERY = source_key("specialists/0", ("attention", "q", "weight"))
+HEAD = source_key("head", ("weight",))

@@ -22,9 +22,11 @@ from poss_jax.checkpoint.record import (
 )
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, change_config
-from poss_jax.convert.formats import HEAD, UNPLACED, Reading, read_checkpoint
+from poss_jax.convert.eagle3 import UNPLACED, default_aux_layers
+from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.hf import DraftMetadata
-from poss_jax.convert.names import source_key
+from poss_jax.convert.names import HEAD, source_key
+from poss_jax.convert.reading import Reading
 from poss_jax.convert.source import LazyTensor, Source, open_source
 from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.shapes import Params
@@ -218,7 +220,7 @@ def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
     assert isinstance(reading.config, DraftConfig)
     layers, assumed = reading.config.aux_layers, reading.assumed
     if layers == UNPLACED:
-        layers = (2, num_layers // 2, num_layers - 3)
+        layers = default_aux_layers(num_layers)
         assumed = (*assumed, f"inputs of the target's layers {_list(layers)}, as EAGLE-3 has them")
     if layers and (max(layers) >= num_layers or sorted({*layers}) != list(layers)):
         raise UserError(
@@ -312,6 +314,7 @@ class Published(NamedTuple):
 
 
 _LLAMA3 = "meta-llama/Meta-Llama-3-8B-Instruct"
+_LLAMA31 = "meta-llama/Llama-3.1-8B-Instruct"
 _LLAMA2 = "meta-llama/Llama-2-13b-chat-hf"
 
 PUBLISHED = {
@@ -324,9 +327,15 @@ PUBLISHED = {
     "HINT-lab/HASS-Llama3-8B-Instruct-Reproduce": Published(_LLAMA3, trained_depth=3),
     "HArmonizedSS/HASS-LLaMA2-Chat-13B": Published(_LLAMA2, trained_depth=3),
     "HINT-lab/EAGLE-Llama3-8B-Instruct-Reproduce": Published(_LLAMA3),
+    "HINT-lab/PosS3-E3-Llama3.1-8B-Instruct": Published(_LLAMA31, (3, 3, 2), 8),
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Published(_LLAMA31, trained_depth=7),
+    "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": Published(
+        "meta-llama/Llama-3.3-70B-Instruct", trained_depth=7
+    ),
+    "yuhuili/EAGLE3-Vicuna1.3-13B": Published("lmsys/vicuna-13b-v1.3", trained_depth=7),
     "yuhuili/EAGLE-LLaMA3-Instruct-8B": Published(_LLAMA3),
     "yuhuili/EAGLE-LLaMA3-Instruct-70B": Published("meta-llama/Meta-Llama-3-70B-Instruct"),
-    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": Published("meta-llama/Llama-3.1-8B-Instruct"),
+    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": Published(_LLAMA31),
     "yuhuili/EAGLE-llama2-chat-7B": Published("meta-llama/Llama-2-7b-chat-hf"),
     "yuhuili/EAGLE-llama2-chat-13B": Published(_LLAMA2),
     "yuhuili/EAGLE-llama2-chat-70B": Published("meta-llama/Llama-2-70b-chat-hf"),
@@ -395,7 +404,7 @@ def place_specialists(
         if known:
             trained_depth, why = known.trained_depth, because
         elif number == 1:
-            trained_depth, why = 1, "a single layer does not say; for HASS give --trained-depth 3"
+            trained_depth, why = 1, "a single layer does not say; give --trained-depth (HASS: 3)"
         else:
             trained_depth, why = sum(spans), "the positions per specialist add up to it"
         if not isinstance(known, DraftMetadata):

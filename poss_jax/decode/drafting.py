@@ -65,7 +65,7 @@ def join_pairs(
 ) -> Float[Array, "B T width"]:
     """Makes draft inputs of (feature, token) pairs."""
     embedded = jnp.take(params["embed"]["weight"], tokens, axis=0)
-    return family_of(config).join(params, embedded, features)
+    return family_of(config).join(params, config, embedded, features)
 
 
 def commit_pairs(

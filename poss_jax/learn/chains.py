@@ -65,7 +65,7 @@ def unroll_chains(
     Returns:
       The states that steps read, their keys and values, and the outputs of `visit` by step.
     """
-    state = _first_state(draft, config, inputs)
+    family, state = family_of(config), _first_state(draft, config, inputs)
     B, T, _ = state.shape
     shape = num_steps, B, config.layer.num_kv_heads, T, config.layer.head_dim
     empty = split_batch(jnp.zeros(shape, state.dtype), axis=1)
@@ -75,7 +75,8 @@ def unroll_chains(
         parts = take_specialist(draft, specialist)
         prediction, new = follow(*parts, config, inputs, index, state, stream, block=block)
         output = state, visit(index, prediction)
-        return (prediction, _write(stream, new, index)), output
+        state = family.feed_back(draft, config, prediction)
+        return (state, _write(stream, new, index)), output
 
     steps = _steps(config, num_steps)
     (_, stream), (states, outputs) = lax.scan(body, (state, Stream(empty, empty)), steps)
@@ -101,7 +102,7 @@ def follow(
       config: shape of the draft.
       inputs: pairs of the target.
       index: the step; traced.
-      state: what the step before predicted, or the target's feature behind `fc`.
+      state: what the step before predicted, as it is fed back; first, the target's feature, fused.
       stream: keys and values of the steps before; what it holds of later ones is not looked at.
       block: rows and columns whose scores are held at a time. Static.
 
@@ -115,7 +116,8 @@ def follow(
     frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
     # Rows whose chain has left their document read what is no token of theirs: none is trained.
     embedded = jnp.roll(inputs.embedded, -index, axis=1)
-    x = split_batch(family.join(shared, embedded, state))
+    of_tokens = family.join_tokens(shared, embedded)
+    x = split_batch(family.join_features(shared, of_tokens, state))
     normed = layer.normed(x)
     q = group_heads(layer.queries(normed, position, frequencies), config.layer.num_kv_heads)
     new = Stream(*layer.keys_values(normed, position, frequencies))
@@ -156,7 +158,8 @@ def chain_gradients(
             shared, specialist, config, data.inputs, index, state, stream, block=block
         )
         losses = measure_step(shared, prediction, index, _with_heads(data, expected), task)
-        return (prediction, new, weights[index] * losses.total), losses
+        state = family_of(config).feed_back(shared, config, prediction)
+        return (state, new, weights[index] * losses.total), losses
 
     def look(_: None, step: tuple[Array, ...]):
         index, specialist, state = step
@@ -259,7 +262,7 @@ def _outside_of_steps(
 
 
 def _first_state(shared: Params, config: DraftConfig, inputs: DraftInputs) -> Array:
-    return split_batch(family_of(config).fuse(shared, inputs.features))
+    return split_batch(family_of(config).fuse(shared, config, inputs.features))
 
 
 def _with_heads(data: DraftData, expected: tuple[Array, Array]) -> DraftData:

@@ -31,13 +31,14 @@ class Family:
       parameters: the table, path -> `Parameter`.
       init: (config, key) -> random parameters.
       layer: config -> the layer of one specialist.
-      join: (params, embeddings, features) -> input x of a specialist, in one product.
+      join: (params, config, embeddings, features) -> input x of a specialist, in one product.
       join_tokens: (params, embeddings) -> the part of x that depends on tokens alone.
       join_features: (params, that part, features) -> x.
       read: (params, config, features) -> rows that the head multiplies.
       settle: (target's config, number of tokens a draft can propose) -> fields of the config of a
         new draft that its family decides.
-      fuse: (params, the target's features) -> the same as a specialist would have predicted them.
+      fuse: (params, config, the target's features) -> the state that the first specialist reads.
+      feed_back: (params, config, predicted features) -> the state that the next one reads.
       is_trained_in_chains: whether training follows a chain behind every row, with gradients
         through all of it, rather than all rows of one depth after the other.
     """
@@ -45,12 +46,13 @@ class Family:
     parameters: Mapping[str, Parameter]
     init: Callable[[DraftConfig, Array], Params]
     layer: Callable[[DraftConfig], DecoderLayer]
-    join: Callable[[Params, Array, Array], Array]
+    join: Callable[[Params, DraftConfig, Array, Array], Array]
     join_tokens: Callable[[Params, Array], Array]
     join_features: Callable[[Params, Array, Array], Array]
     read: Callable[[Params, DraftConfig, Array], Array]
     settle: Callable[[LlamaConfig, int], dict[str, Any]] = lambda target, num_tokens: {}
-    fuse: Callable[[Params, Array], Array] = lambda params, features: features
+    fuse: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, features: features
+    feed_back: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, h: h
     is_trained_in_chains: bool = False
 
 

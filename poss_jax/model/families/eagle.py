@@ -29,9 +29,13 @@ def layer(config: DraftConfig) -> DecoderLayer:
 
 
 def join(
-    params: Params, embedded: Float[Array, "*rows D"], features: Float[Array, "*rows D"]
+    params: Params,
+    config: DraftConfig,
+    embedded: Float[Array, "*rows D"],
+    features: Float[Array, "*rows D"],
 ) -> Float[Array, "*rows D"]:
     """Joins the embedding of token j+1 and the feature of token j into the draft's input x_j."""
+    del config
     fc = params["fc"]
     return linear(jnp.concatenate([embedded, features], axis=-1), fc["weight"], fc.get("bias"))
 

@@ -5,7 +5,8 @@ before its own layer's output norm. A row holds the embedding e of token x_{j+1}
 `fc` of the target's feature, or the predicted feature as it is. The layer attends with
 `[norm(e); norm(g)]`, adds to g, and its output, normed, meets the draft's own head. All specialists
 read one stream of keys and values: those of the context are specialist 0's, those of a drafted row
-are of the specialist that drafted it (EAGLE-3, arXiv 2503.01840).
+are of the specialist that drafted it (EAGLE-3, arXiv 2503.01840). Variants norm in other places:
+`norm_before_residual`, `fc_norm` and `output_norm` of the config.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.reading import UserError
 from poss_jax.model.layers import (
     WIDENS,
     DecoderLayer,
@@ -27,6 +29,9 @@ from poss_jax.model.layers import (
 )
 from poss_jax.model.specialists import Family, draw_specialists
 from poss_jax.shapes import Array, Float, Params
+
+_PARTS = ("low", "middle", "high")
+"""The parts of a target's feature whose norms `fc_norm: each` has."""
 
 
 class Specialist(DecoderLayer):
@@ -58,7 +63,7 @@ class Specialist(DecoderLayer):
 
 
 def init(config: DraftConfig, key: Array) -> Params:
-    """Draws a random draft: `{"fc", "specialists": [...], "norm", "head"}`."""
+    """Draws a random draft: `{"fc", "fc_norm"?, "specialists": [...], "norm", "head"}`."""
     D = config.layer.hidden_size
     fc_key, head_key, *keys = jax.random.split(key, config.num_specialists + 2)
     num_tokens = config.head_size or config.layer.vocab_size
@@ -68,10 +73,25 @@ def init(config: DraftConfig, key: Array) -> Params:
         fc["bias"] = jnp.zeros(D)
     return {
         "fc": fc,
+        **_init_fc_norm(config, width),
         "specialists": draw_specialists(layer, config, keys, width=2 * D),
         "norm": {"scale": jnp.ones(D)},
         "head": {"weight": jax.random.normal(head_key, (num_tokens, D)) * 0.02},
     }
+
+
+def _init_fc_norm(config: DraftConfig, width: int) -> Params:
+    if config.fc_norm is None:
+        return {}
+    if config.fc_norm == "whole":
+        return {"fc_norm": {"scale": jnp.ones(width)}}
+    if len(config.aux_layers) != len(_PARTS):
+        raise UserError(
+            f"fc_norm each: want {len(_PARTS)} layers of the target, got {len(config.aux_layers)}; "
+            "give three aux_layers"
+        )
+    scale = jnp.ones(config.layer.hidden_size)
+    return {"fc_norm": {part: {"scale": scale} for part in _PARTS}}
 
 
 def layer(config: DraftConfig) -> Specialist:
@@ -80,20 +100,46 @@ def layer(config: DraftConfig) -> Specialist:
 
 
 def join(
-    params: Params, embedded: Float[Array, "*rows D"], features: Float[Array, "*rows F"]
+    params: Params,
+    config: DraftConfig,
+    embedded: Float[Array, "*rows D"],
+    features: Float[Array, "*rows F"],
 ) -> Float[Array, "*rows both"]:
-    """Joins the embedding of token j+1 and the feature of token j, which the target's goes to `fc`.
+    """Joins the embedding of token j+1 and the state that the feature of token j becomes.
 
     As in the original, the width tells the target's feature from a predicted one.
     """
     is_predicted = features.shape[-1] == embedded.shape[-1]
-    state = features if is_predicted else fuse(params, features)
-    return jnp.concatenate([embedded, state], axis=-1)
+    state = feed_back if is_predicted else fuse
+    return join_features(params, embedded, state(params, config, features))
 
 
-def fuse(params: Params, features: Float[Array, "*rows F"]) -> Float[Array, "*rows D"]:
-    """Projects the inner states of the target to one state."""
+def fuse(
+    params: Params, config: DraftConfig, features: Float[Array, "*rows F"]
+) -> Float[Array, "*rows D"]:
+    """Projects the target's features, normed where the draft has norms before `fc`."""
+    eps = config.layer.rms_norm_eps
+    if config.fc_norm == "whole":
+        features = rms_norm(features, params["fc_norm"]["scale"], eps=eps)
+    elif config.fc_norm == "each":
+        scales = [params["fc_norm"][part]["scale"] for part in _PARTS]
+        parts = jnp.split(features, len(_PARTS), axis=-1)
+        normed = [rms_norm(*pair, eps=eps) for pair in zip(parts, scales, strict=True)]
+        features = jnp.concatenate(normed, axis=-1)
     return linear(features, params["fc"]["weight"], params["fc"].get("bias"))
+
+
+def feed_back(
+    params: Params, config: DraftConfig, features: Float[Array, "*rows D"]
+) -> Float[Array, "*rows D"]:
+    """Returns predicted features as the next specialist reads them."""
+    return _norm_output(params, config, features) if config.output_norm == "fed_back" else features
+
+
+def _norm_output(
+    params: Params, config: DraftConfig, features: Float[Array, "*rows D"]
+) -> Float[Array, "*rows D"]:
+    return rms_norm(features, params["norm"]["scale"], eps=config.layer.rms_norm_eps)
 
 
 def join_tokens(params: Params, embedded: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -102,11 +148,19 @@ def join_tokens(params: Params, embedded: Float[Array, "*rows D"]) -> Float[Arra
     return embedded
 
 
+def join_features(
+    params: Params, of_tokens: Float[Array, "*rows D"], states: Float[Array, "*rows D"]
+) -> Float[Array, "*rows both"]:
+    """Puts states beside embeddings."""
+    del params
+    return jnp.concatenate([of_tokens, states], axis=-1)
+
+
 def read(
     params: Params, config: DraftConfig, features: Float[Array, "*rows D"]
 ) -> Float[Array, "*rows D"]:
-    """Norms predicted features."""
-    return rms_norm(features, params["norm"]["scale"], eps=config.layer.rms_norm_eps)
+    """Norms predicted features, unless the draft's head reads them as they are."""
+    return features if config.output_norm is None else _norm_output(params, config, features)
 
 
 def settle(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
@@ -123,6 +177,10 @@ EAGLE3 = Family(
     parameters={
         # Its input is cut in as many parts as there are inner states, so only its output is cut.
         **linear_rows("fc", "fc", (("tensor", "fsdp"), None)),
+        **norm_row("fc_norm", "input_norm"),
+        **norm_row("fc_norm/low", "fc_norm.0"),
+        **norm_row("fc_norm/middle", "fc_norm.1"),
+        **norm_row("fc_norm/high", "fc_norm.2"),
         **layer_rows("specialists", "layers"),
         **norm_row("specialists/*/feature_norm", "layers.*.hidden_norm"),
         **norm_row("norm", "norm"),
@@ -132,9 +190,10 @@ EAGLE3 = Family(
     layer=layer,
     join=join,
     join_tokens=join_tokens,
-    join_features=join,
+    join_features=join_features,
     read=read,
     settle=settle,
     fuse=fuse,
+    feed_back=feed_back,
     is_trained_in_chains=True,
 )

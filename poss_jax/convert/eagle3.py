@@ -1,0 +1,266 @@
+"""The layouts of EAGLE-3 drafts and of PosS on EAGLE-3: signs and reader.
+
+Layers are called `midlayer.`, `midlayers.N.` or `layers.N.`; `plain_name` makes them one. Keys of
+config.json that producers disagree about are read as the producer of the file means them:
+speculators is known by its `speculators_model_type`, all others follow SpecForge.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.reading import UserError, build_config, shorten
+from poss_jax.convert.hf import contradiction, count_layers, read_layer, read_metadata
+from poss_jax.convert.names import DRAFT_EMBEDDING, FC, QUERY, slots_by_key
+from poss_jax.convert.reading import Reading, check_keys
+from poss_jax.convert.signs import named
+from poss_jax.convert.source import Source
+
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+"""Key of the layers of the target that a draft reads."""
+
+UNPLACED = (0, 0, 0)
+"""Inner states of the target, in the config of a draft that leaves them to the target's depth."""
+
+# Keys that are read by themselves -> the reason why they are not stored.
+_MAPS = {"d2t": "becomes the draft vocabulary", "t2d": "follows from d2t"}
+
+# Norms before fc: `DraftConfig.fc_norm` -> the key of config.json and the weight that show it.
+_FC_NORMS = {
+    "whole": ("norm_before_fc", "input_norm.weight"),
+    "each": ("fc_norm", "fc_norm.0.weight"),
+}
+
+# --------------------------------------------------------------------------------------------------
+# Signs
+
+NAMED_EAGLE3 = named(r"eagle3")
+"""Finds a name of the model that says EAGLE-3."""
+
+
+def has_eagle3_weights(source: Source) -> str | None:
+    """Tells EAGLE-3 by its names, or by twice or three times the width."""
+    shapes = source.shapes
+    fc_shape = shapes.get(FC, ())
+    wide = (
+        f"{key} {list(shapes[key])}"
+        for key, times in ((FC, 3), (QUERY, 2))
+        if len(fc_shape) == 2 and shapes.get(key, ())[1:] == (times * fc_shape[0],)
+    )
+    names = re.compile(r"(^|\.)(midlayers?\.|d2t$|t2d$|layers\.\d+\.hidden_norm\.)")
+    return next(filter(names.search, source.names.values()), None) or next(wide, None)
+
+
+def has_eagle3_config(source: Source) -> str | None:
+    """Tells EAGLE-3 by its config.json, unless the weights have EAGLE-2's layout."""
+    is_eagle2 = {FC, QUERY} <= source.names.keys()
+    return None if is_eagle2 else NAMED_EAGLE3(source)
+
+
+def has_stacked_layers(source: Source) -> str | None:
+    """Finds a layer behind the first that reads the first one's output alone."""
+    shapes = source.shapes
+    if "layers.0.hidden_norm.weight" not in shapes:
+        return None
+    query = re.compile(r"layers\.([1-9]\d*)\.self_attn\.q_proj\.weight").fullmatch
+    first = shapes.get(QUERY, ())[1:]
+    return next(
+        (
+            source.names[name]
+            for name, shape in shapes.items()
+            if (match := query(name)) and f"layers.{match[1]}.hidden_norm.weight" not in shapes
+            if (2 * shape[-1],) == first
+        ),
+        None,
+    )
+
+
+def _is_of_speculators(source: Source) -> bool:
+    return source.values.get("speculators_model_type") is not None
+
+
+# --------------------------------------------------------------------------------------------------
+# The reader
+
+
+def read_eagle3(source: Source) -> Reading:
+    """Reads an EAGLE-3 draft, or PosS on EAGLE-3, of any producer."""
+    origin = str(source.folder)
+    layer, assumed = read_layer(source)
+    layer = replace(layer, tie_embeddings=False)  # its head is its own
+    settings, more = _read_settings(source)
+    values = {"layer": layer, "family": "eagle3", "kv": "shared", **settings}
+    values |= {"positions_per_specialist": (1,) * count_layers(source)}
+    config = build_config(DraftConfig, values, origin=origin)
+    assert isinstance(config, DraftConfig)
+    slots = slots_by_key(config)
+    names, metadata = source.names, read_metadata(source)
+    plain = {name: source.tensors[key] for name, key in names.items() if name not in _MAPS}
+    embedding = {DRAFT_EMBEDDING: (layer.vocab_size, layer.hidden_size)}
+    check_keys(f"{origin}: read as an EAGLE-3 draft", plain, slots, embedding)
+    _check_maps(source)
+    return Reading(
+        source,
+        config,
+        slots={names[name]: slot for name, slot in slots.items()},
+        dropped={names[name]: why for name, why in _MAPS.items() if name in names},
+        copies={names[name]: "embed" for name in embedding if name in names},
+        assumed=(*assumed, *more, *([] if metadata else _assume_sound_training(source))),
+        metadata=metadata,
+        read_vocabulary=partial(_read_vocabulary, source, config),
+    )
+
+
+def _read_settings(source: Source) -> tuple[dict[str, Any], list[str]]:
+    """Reads what config.json says beyond the layer, as `DraftConfig` does.
+
+    Returns:
+      Fields of the config, and one line for each thing that had to be assumed.
+    """
+    fc_norm, assumed = _read_fc_norm(source)
+    output_norm, more = _read_output_norm(source)
+    head_size = _find(source, "draft_vocab_size")
+    settings: dict[str, Any] = {
+        "head_size": source.settings.get("vocab_size") if head_size is None else head_size,
+        "norm_before_residual": _read_flag(source, "norm_before_residual") or False,
+        "fc_norm": fc_norm,
+        "output_norm": output_norm,
+        "aux_layers": _read_aux_layers(source),
+    }
+    if _is_of_speculators(source) and _find(source, "norm_before_residual") is None:
+        more.append("norm_before_residual False, because config.json has none")
+    return settings, assumed + more
+
+
+def _read_fc_norm(source: Source) -> tuple[str | None, list[str]]:
+    """Reads which norms come before fc, from the weights and config.json, which must agree."""
+    kinds, assumed = [], []
+    for kind, (key, weight) in _FC_NORMS.items():
+        said, is_there = _read_flag(source, key), weight in source.names
+        found = f"hold {'' if is_there else 'no '}{weight}"
+        if said is not None and said != is_there:
+            raise contradiction(source, f"{key} {said}", found)
+        if is_there:
+            kinds.append(kind)
+        if is_there and said is None:
+            assumed.append(f"{key} True, because the weights {found}")
+    if len(kinds) > 1:
+        listed = " and ".join(weight for _, weight in _FC_NORMS.values())
+        raise UserError(
+            f"{source.folder}: want norms of one kind before fc, got {listed}; give the draft's "
+            "own files"
+        )
+    return next(iter(kinds), None), assumed
+
+
+def _read_output_norm(source: Source) -> tuple[str | None, list[str]]:
+    """Reads who reads normed features; two producers mean two things by one key."""
+    key = "norm_output"
+    said = _read_flag(source, key)
+    if _is_of_speculators(source):
+        return "fed_back" if said else "head", []
+    if said is None:
+        return "head", []
+    meaning = "the head reads normed features, specialists raw ones" if said else "no norm at all"
+    why = "SpecForge means that (speculators does not)"
+    return "head" if said else None, [f"{key} {said}: {meaning}, because {why}"]
+
+
+def _read_aux_layers(source: Source) -> tuple[int, ...]:
+    """Reads the layers of the target whose inputs a draft reads."""
+    origin = f"{source.folder}/config.json"
+    is_of_speculators, inner = _is_of_speculators(source), _eagle_config(source)
+    layers = source.values.get(AUX_KEY)
+    if layers is not None and not is_of_speculators:
+        raise UserError(
+            f"{origin}: {AUX_KEY}: want it inside of eagle_config, as SpecForge writes it; "
+            "elsewhere the same numbers mean other layers"
+        )
+    layers = layers if is_of_speculators else inner.get(AUX_KEY)
+    if layers is None:
+        return UNPLACED
+    if not isinstance(layers, list) or not all(type(n) is int and n >= 0 for n in layers):
+        raise UserError(f"{origin}: {AUX_KEY}: want a list of layers, got {shorten(layers)}")
+    # SpecForge counts the layers whose outputs it takes; an output is the next layer's input.
+    return tuple(layers) if is_of_speculators else tuple(layer + 1 for layer in layers)
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Layers of a target of this many whose inputs EAGLE-3 reads."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def _assume_sound_training(source: Source) -> list[str]:
+    """Says what cannot be seen of a draft that SpecForge seems to have made."""
+    is_inner = any(key.startswith("midlayer.") for key in source.tensors)
+    is_modelopt = "use_aux_hidden_state" in _eagle_config(source)
+    if not is_inner or is_modelopt or NAMED_EAGLE3(source) is None:
+        return []
+    return [
+        "training outside of the weeks in which SpecForge trained wrongly (docs/checkpoints.md), "
+        "because the files do not say when it was"
+    ]
+
+
+def _eagle_config(source: Source) -> Mapping[str, Any]:
+    inner = source.settings.get("eagle_config")
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _find(source: Source, key: str) -> Any:
+    """Finds a key of config.json, in any of the places that producers put it; None without it."""
+    places = (source.values, source.settings, _eagle_config(source))
+    return next((place[key] for place in places if place.get(key) is not None), None)
+
+
+def _read_flag(source: Source, key: str) -> bool | None:
+    said = _find(source, key)
+    if said is not None and not isinstance(said, bool):
+        raise UserError(
+            f"{source.folder}/config.json: {key}: want true or false, got {shorten(said)}"
+        )
+    return said
+
+
+# --------------------------------------------------------------------------------------------------
+# The draft vocabulary
+
+
+def _check_maps(source: Source) -> None:
+    for name, want in (("d2t", "int64"), ("t2d", "bool")):
+        key = source.names.get(name)
+        if key and (got := source.tensors[key].dtype) != want:
+            raise UserError(
+                f"{source.folder}: {key}: want {want}, got {got}; give the draft's own files"
+            )
+
+
+def _read_vocabulary(source: Source, config: DraftConfig) -> tuple[int, ...] | None:
+    """Reads the target id of every token of a draft's head; None: it has them all."""
+    V, Vd = config.layer.vocab_size, config.head_size
+    if Vd is None or Vd == V:
+        return None  # whatever the maps hold: the original does not look at them
+    if "d2t" not in source.names:
+        raise UserError(
+            f"{source.folder}: draft_vocab_size {Vd} of {V} tokens, but the weights hold no d2t, "
+            "which says of which; give the draft's own files"
+        )
+    offsets = source.tensors[source.names["d2t"]].read()
+    ids = offsets.astype(np.int64) + np.arange(len(offsets))
+    if offsets.shape != (Vd,) or ids.min() < 0 or ids.max() >= V or (np.diff(ids) <= 0).any():
+        raise UserError(
+            f"{source.folder}: d2t: want the offsets of {Vd} ascending ids below {V}; the file is "
+            "damaged, or is that of another draft"
+        )
+    if "t2d" in source.names:
+        known = source.tensors[source.names["t2d"]].read()
+        if not np.array_equal(np.flatnonzero(known), ids):
+            raise UserError(
+                f"{source.folder}: t2d and d2t name different tokens; give the draft's own files"
+            )
+    return tuple(ids.tolist())

@@ -1,0 +1,268 @@
+"""EAGLE-3 drafts exported: every layout comes back as it was and holds what its readers want."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from convert_sources import run
+from golden import ROOT_E3, Golden, load_golden, read_tensors
+from test_export import assert_same, assert_same_model, read_folder
+
+from poss_jax.checkpoint.folder import load_item, write_model
+from poss_jax.checkpoint.record import new_record, read_record
+from poss_jax.checkpoint.sums import read_sums
+from poss_jax.config.models import RopeConfig
+from poss_jax.config.reading import UserError
+from poss_jax.model.families import init_draft
+from poss_jax.model.parameters import flatten_item, item_shapes, split_items
+
+SINGLE = ("eagle3", "specforge", "sglang", "speculators")
+LAYER = {
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
+}
+SHARED = {"fc.weight", "norm.weight", "lm_head.weight"}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    """A draft of one layer whose head knows all tokens."""
+    return load_golden(tmp_path_factory.getbasetemp() / "golden", "eagle3_full")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    """A draft of three specialists whose head knows 80 tokens of 260."""
+    return load_golden(tmp_path_factory.getbasetemp() / "golden", "poss3_e3")
+
+
+def export(golden: Golden, output: Path, *, model: Path | None = None, **flags: Any) -> Path:
+    run(
+        "export",
+        model=model or golden.draft_folder,
+        target=golden.target_folder,
+        output=output,
+        **flags,
+    )
+    return output
+
+
+def convert(golden: Golden, source: Path, output: Path) -> Path:
+    run("draft", source=source, target=golden.target_folder, output=output)
+    return output
+
+
+def embedding(golden: Golden) -> Any:
+    return np.asarray(load_item(golden.target_folder, golden.target_record, "embed")["weight"])
+
+
+# --------------------------------------------------------------------------------------------------
+# Round trips
+
+
+@pytest.mark.parametrize("form", SINGLE)
+def test_a_draft_of_one_layer_comes_back(
+    form: str, one: Golden, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = export(one, tmp_path / "out", format=form)
+    assert_same_model(one.draft_folder, convert(one, out, tmp_path / "again"))
+    assert "->  specialists/0/feature_norm/scale " in capsys.readouterr().out
+    tensors, _ = read_folder(out)
+    layer = "layers.0" if form == "speculators" else "midlayer"
+    want = SHARED | {f"{layer}.{key}" for key in LAYER}
+    want |= {"embed_tokens.weight"} if form in ("specforge", "speculators") else set()
+    want |= {"d2t", "t2d"} if form in ("specforge", "sglang") else set()
+    assert tensors.keys() == want
+    if "d2t" in want:
+        assert tensors["t2d"].all() and not tensors["d2t"].any()
+    if "embed_tokens.weight" in want:
+        np.testing.assert_array_equal(tensors["embed_tokens.weight"], embedding(one))
+
+
+@pytest.mark.parametrize(
+    ("form", "layer"), [("poss", r"layers.\1"), ("poss-midlayers", r"midlayers.\1")]
+)
+def test_specialists_come_back(form: str, layer: str, three: Golden, tmp_path: Path) -> None:
+    out = export(three, tmp_path / "out", format=form)
+    source = read_tensors(ROOT_E3 / "draft/poss3_e3")
+    tensors, config = read_folder(out)
+    assert_same(tensors, {re.sub(r"^layers\.(\d)", layer, k): v for k, v in source.items()})
+    assert (config["num_hidden_layers"], config["draft_vocab_size"]) == (3, 80)
+    assert_same_model(three.draft_folder, convert(three, out, tmp_path / "again"))
+
+
+@pytest.mark.parametrize("form", SINGLE)
+def test_one_specialist_is_an_eagle3_draft(form: str, three: Golden, tmp_path: Path) -> None:
+    out = export(three, tmp_path / "out", format=form, specialist=1)
+    again = read_record(convert(three, out, tmp_path / "again"))
+    assert again.draft == dataclasses.replace(three.draft_config, positions_per_specialist=(1,))
+    assert again.draft_vocabulary == three.draft_record.draft_vocabulary
+    for item in item_shapes(again.draft):
+        origin = "specialists/1" if item == "specialists/0" else item
+        ours = flatten_item(load_item(tmp_path / "again", again, item))
+        for path, array in flatten_item(
+            load_item(three.draft_folder, three.draft_record, origin)
+        ).items():
+            np.testing.assert_array_equal(ours[path], array)
+    source, (tensors, _) = read_tensors(ROOT_E3 / "draft/poss3_e3"), read_folder(out)
+    for name in ("d2t", "t2d", "lm_head.weight"):
+        np.testing.assert_array_equal(tensors[name], source[name])
+
+
+def test_what_is_exported_by_default(one: Golden, three: Golden, tmp_path: Path) -> None:
+    assert "midlayer.hidden_norm.weight" in read_folder(export(one, tmp_path / "one"))[0]
+    assert "layers.2.hidden_norm.weight" in read_folder(export(three, tmp_path / "three"))[0]
+    chosen = read_folder(export(three, tmp_path / "chosen", specialist=0))[0]
+    assert {"midlayer.hidden_norm.weight", "d2t", "t2d"} < chosen.keys()
+
+
+@pytest.mark.torch
+def test_the_official_file_as_pytorch_reads_it(three: Golden, tmp_path: Path) -> None:
+    import torch
+
+    target, output = three.target_folder, tmp_path / "out"
+    run("export", "--bin", model=three.draft_folder, target=target, output=output, specialist=0)
+    state = torch.load(output / "pytorch_model.bin", weights_only=True)
+    assert (state["d2t"].dtype, state["t2d"].dtype) == (torch.int64, torch.bool)
+
+
+# --------------------------------------------------------------------------------------------------
+# Variants, and what a layout cannot hold
+
+
+def variant(golden: Golden, folder: Path, **changes: Any) -> Path:
+    """A model folder of a draft drawn at random for the recorded target."""
+    layer = dataclasses.replace(golden.draft_config.layer, **changes.pop("layer", {}))
+    config = dataclasses.replace(golden.draft_config, layer=layer, **changes)
+    draft = init_draft(config, jax.random.key(0))
+    record = new_record(config, golden.target_record.target, tokenizer_from=None)
+    write_model(folder, record, split_items(config, draft), tokenizer_from=None)
+    return folder
+
+
+OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm": "fed_back"}
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "said"),
+    [
+        ("speculators", OF_SPECULATORS, {"norm_before_fc": True, "fc_norm": False}),
+        ("speculators", {"fc_norm": "each"}, {"fc_norm": True, "norm_output": False}),
+        ("speculators", {"layer": {"qk_norm": True}}, {"fc_norm": False}),
+        (
+            "speculators",
+            {"aux_layers": (0, 1, 7)},
+            {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]},
+        ),
+        ("specforge", {"fc_norm": "each", "output_norm": None}, {"norm_output": False}),
+        ("sglang", {"fc_norm": "each"}, {"fc_norm": True}),
+        (
+            "sglang",
+            {"aux_layers": (1, 3, 7)},
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}},
+        ),
+    ],
+)
+def test_variants_come_back(
+    form: str, changes: Any, said: dict[str, Any], one: Golden, tmp_path: Path
+) -> None:
+    model = variant(one, tmp_path / "model", **changes)
+    out = export(one, tmp_path / "out", model=model, format=form)
+    assert_same_model(model, convert(one, out, tmp_path / "again"))
+    config = json.loads((out / "config.json").read_text())
+    assert {key: config[key] for key in said} == said
+    assert form == "speculators" or config.get("norm_output") is not True
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [
+        (
+            "eagle3",
+            {"norm_before_residual": True},
+            "format eagle3: the layout has no place for norm_before_residual True; give",
+        ),
+        ("eagle3", {"fc_norm": "each"}, "no place for fc_norm each"),
+        ("eagle3", {"output_norm": None}, "no place for output_norm None"),
+        ("eagle3", {"aux_layers": (1, 3, 7)}, r"no place for aux_layers \[1, 3, 7\]"),
+        ("eagle3", {"layer": {"qkv_bias": True}}, "no place for qkv_bias"),
+        ("eagle3", {"layer": {"rope": RopeConfig(type="llama3")}}, "no place for rope llama3"),
+        ("eagle3", {"layer": {"head_dim": 16}}, "no place for 4 heads of 16 for 128"),
+        ("specforge", {"fc_norm": "whole"}, "no place for fc_norm whole"),
+        ("specforge", {"aux_layers": (0, 1, 2)}, "no place for aux_layers 0, the output of no"),
+        ("sglang", {"output_norm": "fed_back"}, "no place for output_norm fed_back"),
+        ("speculators", {"output_norm": None}, "no place for output_norm None"),
+        ("speculators", {"layer": {"qkv_bias": True}}, "no place for layers of qwen2"),
+        ("speculators", {"aux_layers": (1, 2)}, r"no place for aux_layers \[1, 2\]"),
+        ("poss", {"fc_norm": "whole"}, "no place for fc_norm whole"),
+    ],
+)
+def test_what_a_layout_cannot_hold(
+    form: str, changes: Any, message: str, one: Golden, tmp_path: Path
+) -> None:
+    model = variant(one, tmp_path / "model", **changes)
+    with pytest.raises(UserError, match=message):
+        export(one, tmp_path / "out", model=model, format=form)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"format": "eagle3"},
+            "3 specialists, the layout eagle3 one layer; give --specialist 0 to",
+        ),
+        ({"format": "speculators"}, "or --format poss or --format poss-midlayers"),
+        ({"format": "eagle"}, "is a draft; give --format eagle3 or --format poss or"),
+        ({"format": "poss", "specialist": 1}, "writes every specialist; give --format eagle3 or"),
+        ({"specialist": 3}, "specialist 3 does not exist; the draft has 3"),
+    ],
+)
+def test_choices_that_do_not_fit(
+    flags: dict[str, Any], message: str, three: Golden, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        export(three, tmp_path / "out", **flags)
+
+
+# --------------------------------------------------------------------------------------------------
+# What other programs look for
+
+
+def test_config_of_speculators(three: Golden, tmp_path: Path) -> None:
+    config = read_folder(export(three, tmp_path / "out", format="speculators", specialist=0))[1]
+    proposal = config["speculators_config"]["proposal_methods"][0]
+    assert proposal["speculative_tokens"] == three.draft_config.trained_depth
+    verifier = {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]}
+    assert config["speculators_config"]["verifier"] == verifier
+    inner = config["transformer_layer_config"]
+    assert (inner["num_hidden_layers"], inner["vocab_size"]) == (1, 260)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 80)
+
+
+def test_config_of_the_official_layout(one: Golden, tmp_path: Path) -> None:
+    config = read_folder(export(one, tmp_path / "out"))[1]
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["tie_word_embeddings"] is False and config["num_hidden_layers"] == 1
+    assert not config.keys() & {"bias", "norm_output", "eagle_config", "fc_norm"}
+
+
+def test_model_card(three: Golden, tmp_path: Path) -> None:
+    card = (export(three, tmp_path / "all") / "README.md").read_text()
+    assert "| specialists | 3: positions 1-3, 4-6, 7 on |" in card
+    assert "| tokens it can propose | 80 of 260 |" in card
+    assert "the inputs of its layers 2, 4, 5 (from 0)" in card
+    assert "chooses specialists only where the folder's name holds `poss`" in card
+    out = export(three, tmp_path / "one", specialist=2)
+    card = (out / "README.md").read_text()
+    assert "specialist 2 of a PosS draft" in card and "1, for all positions" in card
+    assert read_sums(out).keys() == {"config.json", "model.safetensors"}
+    assert "base_model" not in card  # the target's folder is not an id of the Hub
