@@ -9,14 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import ROOT_E3, load_golden, read_npz
-from models import random_draft, random_target, random_tokens, tiny_llama
+from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 
 from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode import drafting
 from poss_jax.decode.drafting import commit_pairs, join_pairs
+from poss_jax.learn.chains import unroll_chains
+from poss_jax.learn.recursion import DraftInputs
 from poss_jax.model.cache import init_cache
 from poss_jax.model.families import init_draft
+from poss_jax.model.families.eagle3 import read
 from poss_jax.model.parameters import place_tree
 from poss_jax.model.sharding import make_mesh
 from poss_jax.model.specialists import attach
@@ -146,7 +149,7 @@ def test_the_forward_equals_the_recorded_one(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_drafted_chain_equals_the_forward(name: str) -> None:
+def test_chains_of_drafting_and_training_equal_the_forward(name: str) -> None:
     config = dataclasses.replace(CONFIG, **VARIANTS[name])
     target, draft = random_target(LLAMA), random_draft(config)
     tokens = random_tokens(LLAMA, 1, T + STEPS)
@@ -157,8 +160,13 @@ def test_a_drafted_chain_equals_the_forward(name: str) -> None:
     )
     embedded = target["embed"]["weight"][tokens[0, 1:]]
     logits = forward(config, draft, embedded, features[0], STEPS)[1]
+    trained = train_chains(config, attach(stacked(draft), target), embedded[:T], features)
     for step, got in enumerate(chain):
         np.testing.assert_allclose(got, logits[step], atol=2e-4, rtol=1e-4)
+        known = T - step
+        np.testing.assert_allclose(
+            trained[step, :known], logits[step, :known], atol=2e-4, rtol=1e-4
+        )
 
 
 def draft_chains(config: DraftConfig, params: Any, tokens: Any, features: Any) -> list[Any]:
@@ -179,6 +187,18 @@ def draft_chains(config: DraftConfig, params: Any, tokens: Any, features: Any) -
     tree = TreeConfig(depth=STEPS, top_k=1, total_tokens=2)
     drafting.draft(params, config, tree, cache, x[0][:, None], follow_the_text)
     return seen
+
+
+def train_chains(config: DraftConfig, params: Any, embedded: Any, features: Any) -> Any:
+    """Logits of every step and row, as training computes them."""
+    inputs = DraftInputs(features, embedded[None], jnp.ones((1, T), jnp.int32))
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        *_, predictions = unroll_chains(params, config, inputs, STEPS, lambda _, h: h, block=4)
+        return read(params, config, predictions[:, 0]) @ params["head"]["weight"].T
+
+    return run(params)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
