@@ -1,0 +1,133 @@
+"""Draft vocabularies: the tokens of a target that a draft may propose, and their file.
+
+The rule is EAGLE-3's: the most frequent of the tokens that are trained on, sorted by id.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from poss_jax.checkpoint.whole import write_file
+from poss_jax.config.json_reading import read_json
+from poss_jax.config.numbers import AtLeastTwo, CountOrZero, Probability
+from poss_jax.config.reading import UserError, build_config, config_to_dict
+from poss_jax.data.rows import Rows
+
+_SMALLEST = 2
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class DraftVocabulary:
+    """Contents of a draft vocabulary's file.
+
+    Attributes:
+      vocab_size: number of tokens of the target.
+      tokens: ids of the tokens that a draft may propose, ascending.
+      coverage: share of the counted tokens that are among them; None: nothing was counted.
+      source: description of the data that was counted; not looked at.
+    """
+
+    vocab_size: AtLeastTwo
+    tokens: tuple[CountOrZero, ...] = Field(min_length=_SMALLEST)
+    coverage: Probability | None = None
+    source: Any = None
+
+    def __post_init__(self) -> None:
+        ids = np.asarray(self.tokens)
+        if (np.diff(ids) <= 0).any():
+            at = int(np.argmax(np.diff(ids) <= 0))
+            raise ValueError(f"tokens: want ascending ids, got {ids[at + 1]} after {ids[at]}")
+        if ids[-1] >= self.vocab_size:
+            raise ValueError(f"tokens: want ids below vocab_size {self.vocab_size}, got {ids[-1]}")
+
+
+def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
+    """Counts how often each token is trained on.
+
+    Args:
+      rows: rows of a run.
+      vocab_size: number of tokens of the target.
+
+    Returns:
+      [V] int64.
+    """
+    return np.bincount(rows.tokens[rows.loss_mask], minlength=vocab_size)
+
+
+def choose_tokens(counts: np.ndarray, size: int) -> np.ndarray:
+    """Chooses the most frequent tokens; of equally frequent ones, those with the lowest ids.
+
+    So tokens that never occur fill the vocabulary from the lowest id on.
+
+    Args:
+      counts: [V] from `count_trained`.
+      size: number of tokens to choose.
+
+    Returns:
+      [size] int32, ascending ids.
+
+    Raises:
+      UserError: the size is below 2 or above the number of tokens.
+    """
+    if not _SMALLEST <= size <= len(counts):
+        raise UserError(
+            f"draft vocabulary: want a size of {_SMALLEST} to {len(counts)}, the number of tokens "
+            f"of the target, got {size}"
+        )
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+def size_for_coverage(counts: np.ndarray, coverage: float) -> int:
+    """Finds the smallest size whose most frequent tokens have a share of all that were counted."""
+    shares = np.cumsum(np.sort(counts)[::-1]) / counts.sum()
+    return max(_SMALLEST, int(np.argmax(shares >= coverage)) + 1)
+
+
+def coverage_of(counts: np.ndarray, tokens: np.ndarray) -> float:
+    """Share of the counted tokens that are in a vocabulary."""
+    return float(counts[tokens].sum() / counts.sum())
+
+
+def write_draft_vocabulary(path: Path, vocabulary: DraftVocabulary) -> None:
+    """Writes a draft vocabulary as a JSON file, whole or not at all.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, _format(vocabulary))
+    except OSError as error:
+        raise UserError(f"output {path}: {error.strerror}; choose another place") from error
+
+
+def read_draft_vocabulary(path: str | Path, vocab_size: int) -> np.ndarray:
+    """Reads the tokens of a draft vocabulary.
+
+    Args:
+      path: JSON file that `python -m poss_jax.draft_vocab` writes.
+      vocab_size: number of tokens of the target.
+
+    Returns:
+      [Vd] int32, ascending ids of the target.
+
+    Raises:
+      UserError: unreadable, not such a file, or made for another number of tokens.
+    """
+    found = build_config(DraftVocabulary, read_json(Path(path)), origin=str(path))
+    if found.vocab_size != vocab_size:
+        raise UserError(
+            f"{path}: want a draft vocabulary of {vocab_size} tokens, which the target has, got "
+            f"one made for {found.vocab_size}; count again with this target"
+        )
+    return np.asarray(found.tokens, np.int32)
+
+
+def _format(vocabulary: DraftVocabulary) -> str:
+    """Formats the file with a line per key, since `tokens` may hold a hundred thousand ids."""
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in config_to_dict(vocabulary).items()]
+    return "{\n  " + ",\n  ".join(lines) + "\n}\n"
