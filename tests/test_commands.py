@@ -31,7 +31,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m infer.bench --config configs/tiny/": "make smoke runs it",
     "python -m infer.bench --config configs/demo/": "needs the models of make demo",
     "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
-    "python benchmarks/coupling.py ": "compiles many trees, which takes minutes",
+    "python -m benchmarks.coupling ": "compiles many trees, which takes minutes",
     "python -m train.plot runs/demo/": "needs the runs of make demo; another command plots",
 }
 SMALLER = {  # program -> arguments that are added
