@@ -11,7 +11,8 @@ outside in these ways, and measures what each costs:
     zeros         the same, but each round begins with zeros in the caches of later specialists
     masked        later specialists attend only the rows that they drafted in this round
 
-Decoding stays lossless in all of them, and outputs are compared with autoregressive ones. Prints a
+Rounds are counted whole, up to the one in which a text grows beyond --max-new-tokens. Decoding
+stays lossless in all of these ways, and outputs are compared with autoregressive ones. Prints a
 table, and as its last line one JSON object; --output keeps report.json and report.md.
 
     python -m benchmarks.context --target T --draft PosS-3=P --prompts prompts.jsonl
@@ -135,6 +136,8 @@ def changed(engine: Engine, way: str) -> Iterator[Engine]:
 
 def measure(config: BenchConfig, trees: Sequence[TreeConfig], batch_size: int) -> dict[str, Any]:
     """Decodes all prompts with every draft, tree and way."""
+    num_counted = config.max_new_tokens
+    config = replace(config, max_new_tokens=num_counted + max(tree.depth for tree in trees) + 1)
     baseline, *decoders = load_decoders(config)
     for decoder in decoders:
         _check_draft(decoder)
@@ -152,16 +155,24 @@ def measure(config: BenchConfig, trees: Sequence[TreeConfig], batch_size: int) -
                     with changed(decoder.engine.with_tree(tree), way) as engine:
                         outputs, accepted = _decode(engine, prompts, batch_size)
                     row["ways"][way] = {
-                        "acceptance_length": mean_acceptance_length(accepted),
+                        "acceptance_length": mean_acceptance_length(
+                            [whole_rounds(rounds, num_counted) for rounds in accepted]
+                        ),
                         "equal_outputs": sum(map(np.array_equal, outputs, expected)),
                     }
                 rows.append(row)
     return {
         "prompts": len(prompts),
-        "max_new_tokens": config.max_new_tokens,
+        "max_new_tokens": num_counted,
         "rows": rows,
         "provenance": provenance(),
     }
+
+
+def whole_rounds(accepted: Sequence[int], num_tokens: int) -> list[int]:
+    """Rounds up to the one in which a text grows beyond a number of tokens."""
+    before = np.cumsum([0, *(count + 1 for count in accepted[:-1])])
+    return [count for count, length in zip(accepted, before, strict=True) if length <= num_tokens]
 
 
 def _check_draft(decoder: Decoder) -> None:

@@ -50,6 +50,12 @@ def test_sizes_are_compared(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFi
     assert (output / "draft_vocabulary.png").exists() == has_plot
 
 
+def test_rounds_are_counted_whole() -> None:
+    assert context.whole_rounds([2, 0, 3, 1, 1], 3) == [2, 0]
+    assert context.whole_rounds([2, 0, 3, 1, 1], 4) == [2, 0, 3]
+    assert context.whole_rounds([2, 0, 3, 1, 1], 99) == [2, 0, 3, 1, 1]
+
+
 def test_drafts_of_another_kind_are_refused(runs: Runs) -> None:
     models = ["--target", runs.model("target"), "--draft", f"P={runs.model('poss2')}"]
     assert "draft P: want several specialists that read one" in refusal(context.main, *models)
