@@ -93,6 +93,30 @@ def count_tokens(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
     return count_trained(rows.train, vocab_size), count_trained(rows.validation, vocab_size)
 
 
+def make_vocabulary(config: TrainConfig, counts: np.ndarray, size: int) -> DraftVocabulary:
+    """Makes the vocabulary of the most frequent tokens.
+
+    Args:
+      config: the run whose tokens were counted.
+      counts: [V] how often each token occurs in its training rows.
+      size: number of tokens to choose.
+
+    Raises:
+      UserError: what `choose_tokens` refuses.
+    """
+    tokens = choose_tokens(counts, size)
+    return DraftVocabulary(
+        vocab_size=len(counts),
+        tokens=tuple(tokens.tolist()),
+        coverage=coverage_of(counts, tokens),
+        source={
+            "target": config.target,
+            "data": config_to_dict(config.data),
+            "trained_tokens": int(counts.sum()),
+        },
+    )
+
+
 def _count(arguments: Sequence[str]) -> None:
     args = _count_parser().parse_intermixed_args(arguments)
     if args.output is not None:
@@ -100,24 +124,14 @@ def _count(arguments: Sequence[str]) -> None:
     config = load_config(TrainConfig, args.config, args.overrides)
     counts = count_tokens(config)
     size = _size(counts[0], args)
-    print("\n".join(_format_counts(config, counts, size)))
     summary: dict[str, Any] = {"vocab_size": len(counts[0]), "output": None}
     if size is not None:
-        tokens = choose_tokens(counts[0], size)
-        coverage = coverage_of(counts[0], tokens)
-        summary |= {"size": size, "coverage": coverage}
+        vocabulary = make_vocabulary(config, counts[0], size)
+        summary |= {"size": size, "coverage": vocabulary.coverage}
         if args.output is not None:
-            source = {"target": config.target, "data": config_to_dict(config.data)}
-            write_draft_vocabulary(
-                args.output,
-                DraftVocabulary(
-                    vocab_size=len(counts[0]),
-                    tokens=tuple(tokens.tolist()),
-                    coverage=coverage,
-                    source=source | {"trained_tokens": int(counts[0].sum())},
-                ),
-            )
+            write_draft_vocabulary(args.output, vocabulary)
             summary["output"] = str(args.output)
+    print("\n".join(_format_counts(config, counts, size)))
     print(json.dumps(summary))
 
 
