@@ -2,8 +2,9 @@
 
 Needs the config of a draft's training run, whose data is counted and whose target decodes, and
 drafts that share the target's head (by default the demo's). Every size and the full vocabulary
-decode the same prompts in passes that take turns. Prints a table, and as its last line one JSON
-object; --output keeps report.json, report.md and a plot.
+decode each prompt in turn, and the fastest of several repeats counts, since other work on the
+machine only slows. Prints a table, and as its last line one JSON object; --output keeps
+report.json, report.md and a plot.
 
     python -m benchmarks.draft_vocabulary --output runs/draft_vocabulary
     python -m benchmarks.draft_vocabulary --config run.yaml --draft PosS-3=P --sizes 8000 32000
@@ -58,10 +59,10 @@ def measure(config: BenchConfig, counts: np.ndarray, sizes: Sequence[int]) -> di
     }
     alone, *drafted = _time([baseline, *drafts.values()], questions, config.repeats)
     phases = _time_drafting(list(drafts.values()), first_prompts(questions)[0])
-    written = [token for answer in alone[0].answers for token in answer.output_ids]
+    written = [token for answer in alone.answers for token in answer.output_ids]
     in_answers = np.bincount(written, minlength=len(counts))
     rows = []
-    for (name, size), runs, milliseconds in zip(drafts, drafted, phases, strict=True):
+    for (name, size), run, milliseconds in zip(drafts, drafted, phases, strict=True):
         tokens = choose_tokens(counts, size)
         rows.append(
             {
@@ -70,7 +71,7 @@ def measure(config: BenchConfig, counts: np.ndarray, sizes: Sequence[int]) -> di
                 "coverage": coverage_of(counts, tokens),
                 "coverage_of_answers": coverage_of(in_answers, tokens),
                 "draft_milliseconds": milliseconds,
-                **_summarise(runs, alone),
+                **_summarise(run, alone),
             }
         )
     return {
@@ -81,28 +82,29 @@ def measure(config: BenchConfig, counts: np.ndarray, sizes: Sequence[int]) -> di
     }
 
 
-def _time(
-    decoders: Sequence[Decoder], questions: Sequence[Dialogue], repeats: int
-) -> list[list[Run]]:
-    """Decodes all questions in passes that take turns; gives the passes of every decoder."""
+def _time(decoders: Sequence[Decoder], questions: Sequence[Dialogue], repeats: int) -> list[Run]:
+    """Decodes every question with all decoders in turn; keeps the fastest repeat of each."""
     for decoder in tqdm(decoders, desc="compile"):
         decoder.compile(questions)
-    passes: list[list[Run]] = [[] for _ in decoders]
+    fastest = [Run(seconds=[np.inf] * len(questions)) for _ in decoders]
     total = repeats * len(decoders) * len(questions)
     with tqdm(total=total, desc="decode", unit="prompt") as progress:
-        for _ in range(repeats):
-            for decoder, runs in zip(decoders, passes, strict=True):
-                runs.append(time_questions(decoder, questions, progress))
-    return passes
+        for repeat in range(repeats):
+            for index, question in enumerate(questions):
+                for decoder, run in zip(decoders, fastest, strict=True):
+                    timed = time_questions(decoder, [question], progress)
+                    run.seconds[index] = min(run.seconds[index], timed.seconds[0])
+                    run.answers += timed.answers if repeat == 0 else []
+    return fastest
 
 
 def _time_drafting(decoders: Sequence[Decoder], prompt: PreparedPrompt) -> list[float]:
-    """Median milliseconds of drafting one tree, over passes that take turns."""
-    phases = [
+    """Milliseconds of drafting one tree: the fastest of several medians, decoders in turn."""
+    medians = [
         [measure_phases(decoder.engine, prompt)["draft"] for decoder in decoders]
         for _ in range(PHASE_REPEATS)
     ]
-    return np.median(phases, axis=0).tolist()
+    return np.min(medians, axis=0).tolist()
 
 
 def _limit(config: BenchConfig, baseline: Engine, draft: Decoder, tokens: np.ndarray) -> Decoder:
@@ -118,20 +120,19 @@ def _limit(config: BenchConfig, baseline: Engine, draft: Decoder, tokens: np.nda
     return Decoder(draft.name, engine)
 
 
-def _summarise(runs: list[Run], alone: list[Run]) -> dict[str, Any]:
+def _summarise(run: Run, alone: Run) -> dict[str, Any]:
     """Acceptance length, times and speed-up of one draft and size."""
-    answers, expected = runs[0].answers, alone[0].answers
-    num_tokens = sum(len(answer.output_ids) for answer in answers)
-    num_rounds = sum(len(answer.accepted_per_round) for answer in answers)
-    seconds = np.array([sum(run.seconds) for run in runs])
+    num_tokens = sum(len(answer.output_ids) for answer in run.answers)
+    num_rounds = sum(len(answer.accepted_per_round) for answer in run.answers)
+    pairs = zip(run.answers, alone.answers, strict=True)
     return {
-        "acceptance_length": mean_acceptance_length([one.accepted_per_round for one in answers]),
-        "round_milliseconds": float(1000 * np.median(seconds) / num_rounds),
-        "tokens_per_second": float(num_tokens / np.median(seconds)),
-        "speed_up": float(np.median([sum(run.seconds) for run in alone] / seconds)),
-        "equal_outputs": sum(
-            one.output_ids == other.output_ids for one, other in zip(answers, expected, strict=True)
+        "acceptance_length": mean_acceptance_length(
+            [answer.accepted_per_round for answer in run.answers]
         ),
+        "round_milliseconds": 1000 * sum(run.seconds) / num_rounds,
+        "tokens_per_second": num_tokens / sum(run.seconds),
+        "speed_up": sum(alone.seconds) / sum(run.seconds),
+        "equal_outputs": sum(one.output_ids == other.output_ids for one, other in pairs),
     }
 
 
@@ -140,7 +141,7 @@ def format_table(report: dict[str, Any]) -> str:
     tree, head = report["config"]["tree"], list(_CELLS)
     lines = [
         f"{report['prompts']} prompts x {report['config']['max_new_tokens']} tokens, greedy, "
-        f"{report['config']['repeats']} repeats, tree "
+        f"the fastest of {report['config']['repeats']} repeats, tree "
         + "/".join(str(tree[name]) for name in ("depth", "top_k", "total_tokens")),
         "",
         f"| {' | '.join(head)} |",

@@ -44,7 +44,7 @@ def test_sizes_are_compared(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFi
     assert [(row["draft"], row["size"]) for row in (small, full)] == [("P", 8), ("P", 300)]
     assert small["coverage"] < full["coverage"] == full["coverage_of_answers"] == 1
     assert small["equal_outputs"] == full["equal_outputs"] == 2
-    assert table.startswith("2 prompts x 6 tokens, greedy, 1 repeats, tree 3/2/6")
+    assert table.startswith("2 prompts x 6 tokens, greedy, the fastest of 1 repeats, tree 3/2/6")
     assert table.endswith("Outputs that differ: 0")
     has_plot = importlib.util.find_spec("matplotlib") is not None
     assert (output / "draft_vocabulary.png").exists() == has_plot
