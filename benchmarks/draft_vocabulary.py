@@ -185,11 +185,11 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
 
 
 def _plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Acceptance length and milliseconds of drafting over the size."""
+    """Acceptance length and milliseconds of a round over the size."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 4), layout="constrained")
-    for axis, key in zip(axes, ("acceptance_length", "draft_milliseconds"), strict=True):
+    for axis, key in zip(axes, ("acceptance_length", "round_milliseconds"), strict=True):
         for name in dict.fromkeys(row["draft"] for row in rows):
             own = [row for row in rows if row["draft"] == name]
             axis.plot([row["size"] for row in own], [row[key] for row in own], "o-", label=name)
