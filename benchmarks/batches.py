@@ -5,8 +5,8 @@ every batch size and tree, interleaved, and must give the same texts. Prints a t
 second and of the ratio to decoding the same batches without a draft, and as its last line one JSON
 object; --output keeps report.json, report.md, trees.yaml (for `infer.generate --trees`) and a plot.
 
-    python benchmarks/batches.py --output docs/results/batches
-    python benchmarks/batches.py --target T --draft P --trees 6/10/60 4/4/16 --batch-sizes 1 8
+    python -m benchmarks.batches --output docs/results/batches
+    python -m benchmarks.batches --target T --draft P --trees 6/10/60 4/4/16 --batch-sizes 1 8
 """
 
 import argparse
@@ -140,7 +140,7 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
     best = {size: report["trees"][entry["best"]] for size, entry in report["batch_sizes"].items()}
     device = report["provenance"]["device_kind"]
     header = (
-        f"# Batch size -> fastest tree on {device} (python benchmarks/batches.py); null: no draft\n"
+        f"# Batch size -> fastest tree on {device} (python -m benchmarks.batches); null: no draft\n"
     )
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     (folder / "report.md").write_text(format_table(report) + "\n")

@@ -5,8 +5,8 @@ both kinds of drafting, which must give the same texts; texts that loop are left
 with bootstrap intervals, and as its last line one JSON object; --output keeps report.json,
 report.md and a plot.
 
-    python benchmarks/coupling.py --output docs/results/coupling
-    python benchmarks/coupling.py --target T --draft PosS-3=P --prompts prompts.jsonl
+    python -m benchmarks.coupling --output docs/results/coupling
+    python -m benchmarks.coupling --target T --draft PosS-3=P --prompts prompts.jsonl
 """
 
 import argparse

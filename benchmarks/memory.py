@@ -5,8 +5,8 @@ Compiles the very step that `train.main` runs, from shapes alone and ahead of ti
 docs/results/memory/report.md and all numbers to report.json; a row takes one to a few minutes, and
 is not measured again if report.json has it.
 
-    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python benchmarks/memory.py
-    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python benchmarks/memory.py --only depth
+    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m benchmarks.memory
+    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m benchmarks.memory --only depth
 """
 
 import argparse

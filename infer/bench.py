@@ -88,11 +88,14 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
     if AUTOREGRESSIVE in config.drafts:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
     baseline = Engine.load(config.target, tree=config.tree, is_coupled=config.is_coupled)
-    mismatch = config.allow_target_mismatch
+    given = {
+        "allow_target_mismatch": config.allow_target_mismatch,
+        "vocabulary": config.draft_vocabulary,
+    }
     return [
         Decoder(AUTOREGRESSIVE, baseline),
         *(
-            Decoder(name, baseline.load_draft(folder, allow_target_mismatch=mismatch))
+            Decoder(name, baseline.load_draft(folder, **given))
             for name, folder in config.drafts.items()
         ),
     ]

@@ -4,6 +4,7 @@ It is put in place of the draft's own choice of children: with probability 0.7 p
 plants the token the target will choose among the children of every node, as a certain one.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ def plant(future: Array, is_planted: Array, logits: Array, level: Level, top_k: 
     """Children of every node: the most likely ones, and perhaps the true token.
 
     Args:
-      future: [B positions] token the target chooses at every position.
+      future: [B positions] the draft's id of the token the target chooses at every position.
       is_planted: [B positions] where it is planted.
       logits: [B rows V] of the draft.
       level: where the children stand.
@@ -102,6 +103,7 @@ class Shape:
     Attributes:
       tree: size of the draft tree.
       is_sampled: whether requests have sampling settings.
+      vocabulary: target ids that the draft may propose.
       lengths_seen: accepted counts of all rounds that were not cut.
     """
 
@@ -113,8 +115,12 @@ class Shape:
         batch: int,
         *,
         is_sampled: bool,
+        vocabulary: Sequence[int] | None = None,
     ):
         self.llama, self.batch, self.tree, self.is_sampled = llama, batch, tree, is_sampled
+        self.vocabulary = np.asarray(
+            range(llama.vocab_size) if vocabulary is None else vocabulary, np.int32
+        )
         self.lengths_seen: set[int] = set()
         self._watch = Watch()
 
@@ -130,12 +136,19 @@ class Shape:
         """Decodes one drawn request both ways and compares token for token."""
         request = draw_request(self.llama, self.batch, rng, is_sampled=self.is_sampled)
         expected = _fetch(_alone(Weights(target, {}), self.llama, request))
-        planted = jnp.asarray(rng.random((self.batch, PROMPT_SIZE + MAX_NEW + 16)) < 0.7)
-        future = _future(request, expected, planted.shape)
-        weights = Weights(target, attach(draft, target))
-        state = self._with_oracle(weights, request, future, planted)
+        planted = rng.random((self.batch, PROMPT_SIZE + MAX_NEW + 16)) < 0.7
+        future = self._draft_ids(_future(request, expected, planted.shape))
+        planted = jnp.asarray(planted & (future >= 0))
+        weights = Weights(target, attach(draft, target, jnp.asarray(self.vocabulary)))
+        state = self._with_oracle(weights, request, jnp.asarray(future), planted)
         self._compare(request, expected, _fetch(state.output))
         self._watch.check()
+
+    def _draft_ids(self, tokens: np.ndarray) -> np.ndarray:
+        """The draft's own ids of target ids; -1 for those it cannot propose."""
+        ids = np.full(self.llama.vocab_size, -1, np.int32)
+        ids[self.vocabulary] = np.arange(len(self.vocabulary))
+        return ids[tokens]
 
     def _compare(
         self, request: Request, expected: SimpleNamespace, output: SimpleNamespace
@@ -156,10 +169,10 @@ def _fetch(output: Output) -> SimpleNamespace:
     return SimpleNamespace(**jax.device_get(vars(output)))
 
 
-def _future(request: Request, expected: SimpleNamespace, shape: tuple[int, int]) -> Array:
+def _future(request: Request, expected: SimpleNamespace, shape: tuple[int, ...]) -> np.ndarray:
     """What the target chooses at every position of prompt and answer."""
     future = np.zeros(shape, np.int32)
     for row, length in enumerate(np.array(request.lengths)):
         answer = expected.tokens[row][: expected.num_tokens[row]]
         future[row, length : length + len(answer)] = answer
-    return jnp.asarray(future)
+    return future

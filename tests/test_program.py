@@ -223,7 +223,7 @@ PROGRAMS = ["infer.generate", "infer.bench", "train.main", "train.regenerate", "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [*PROGRAMS, "poss_jax.convert"])
+@pytest.mark.parametrize("program", [*PROGRAMS, "poss_jax.convert", "poss_jax.draft_vocab"])
 def test_no_program_needs_a_home_to_start(program: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOMELESS, program, "--help"]
     environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}

@@ -5,6 +5,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,7 @@ from poss_jax.config.json_reading import read_json
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.numbers import CountOrZero
 from poss_jax.config.reading import UserError, build_config
+from poss_jax.model.parameters import item_shapes
 
 FORMAT_VERSION = 1
 
@@ -211,6 +213,25 @@ def read_record(folder: str | Path) -> ModelRecord:
             "use the version of poss_jax that wrote it, or convert the source again"
         )
     return build_config(ModelRecord, values, origin=str(path))
+
+
+def with_vocabulary(record: ModelRecord, tokens: Iterable[int], *, origin: str) -> ModelRecord:
+    """Returns the record of a draft that proposes only some tokens of the target's head.
+
+    Args:
+      record: record of a draft.
+      tokens: ids of the target, ascending.
+      origin: the draft, for the message.
+
+    Raises:
+      UserError: the draft has a head of its own, and so a vocabulary that cannot be changed.
+    """
+    if "head" in item_shapes(record.config):
+        raise UserError(
+            f"draft {origin}: a draft with a head of its own keeps its vocabulary; leave out the "
+            "draft vocabulary"
+        )
+    return replace(record, draft_vocabulary=tuple(tokens))
 
 
 def check_fit(origin: str, layer: LlamaConfig, target: ModelRecord) -> None:

@@ -60,6 +60,8 @@ class DecodingConfig:
       is_coupled: Let drafts use the noise that the target samples with, which saves rounds and
         changes no text.
       allow_target_mismatch: Use a draft that was made for other weights of the same shape.
+      draft_vocabulary: JSON file of the tokens that drafts may propose (docs/generate.md, "Draft
+        vocabularies"); for drafts that share the target's head.
     """
 
     target: str
@@ -68,6 +70,7 @@ class DecodingConfig:
     tree: TreeConfig | None = None
     is_coupled: bool = True
     allow_target_mismatch: bool = False
+    draft_vocabulary: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -91,6 +94,8 @@ class AnswerConfig(DecodingConfig):
     def __post_init__(self) -> None:
         if self.trees is not None and self.tree is not None:
             raise ValueError("trees: want it alone, got a tree, too; leave out one of them")
+        if self.draft_vocabulary is not None and self.draft is None:
+            raise ValueError("draft_vocabulary limits a draft; give draft, too")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -143,3 +148,7 @@ class BenchConfig(DecodingConfig):
     max_new_tokens: Count = 128
     repeats: Count = 3
     output: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft_vocabulary is not None and not self.drafts:
+            raise ValueError("draft_vocabulary limits drafts; give drafts, too")

@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.checkpoint.folder import load_draft, load_target
-from poss_jax.checkpoint.record import ModelRecord
+from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
+from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
@@ -112,6 +113,7 @@ class Engine:
         max_length: int | None = None,
         is_coupled: bool = True,
         allow_target_mismatch: bool = False,
+        draft_vocabulary: str | Path | None = None,
     ) -> "Engine":
         """Loads model folders (see `python -m poss_jax.convert`).
 
@@ -125,9 +127,12 @@ class Engine:
           is_coupled: let the draft use the noise that the target samples with; the output is the
             same, the acceptance length is not.
           allow_target_mismatch: use a draft made for other weights of the same shape.
+          draft_vocabulary: file of the tokens that the draft may propose (see `python -m
+            poss_jax.draft_vocab`); None: what its folder says, usually all.
 
         Raises:
-          UserError: a folder is missing or broken, or the draft does not fit the target.
+          UserError: a folder is missing or broken, the draft does not fit the target, or the
+            vocabulary does not fit the draft.
         """
         record, params = load_target(target, dtype or default_dtype())
         tokenizer = load_tokenizer(Path(target)) if record.tokenizer_sha256 is not None else None
@@ -141,10 +146,20 @@ class Engine:
         )
         if draft is None:
             return engine
-        return engine.load_draft(draft, dtype=dtype, allow_target_mismatch=allow_target_mismatch)
+        return engine.load_draft(
+            draft,
+            dtype=dtype,
+            allow_target_mismatch=allow_target_mismatch,
+            vocabulary=draft_vocabulary,
+        )
 
     def load_draft(
-        self, draft: str | Path, *, dtype: Any = None, allow_target_mismatch: bool = False
+        self,
+        draft: str | Path,
+        *,
+        dtype: Any = None,
+        allow_target_mismatch: bool = False,
+        vocabulary: str | Path | None = None,
     ) -> "Engine":
         """Returns an engine of the same target with the draft of a model folder (see `load`)."""
         record, params = load_draft(
@@ -153,6 +168,9 @@ class Engine:
             target=self._record,
             allow_target_mismatch=allow_target_mismatch,
         )
+        if vocabulary is not None:
+            tokens = read_draft_vocabulary(vocabulary, self.target_config.vocab_size)
+            record = with_vocabulary(record, tokens.tolist(), origin=str(draft))
         return self.with_draft(record, params)
 
     def with_draft(self, record: ModelRecord, params: Params) -> "Engine":

@@ -40,7 +40,7 @@ _MOST = 2**31 - 1  # numbers become int32 on the device
 _NAMES = {"drafts": "draft", "is_coupled": "no-coupling", "keeps_unfinished": "keep-unfinished"}
 _METAVARS = {
     **dict.fromkeys(["target", "draft", "init_draft"], "DIR"),
-    **dict.fromkeys(["prompts", "trees"], "FILE"),
+    **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
     **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE", "stop": "TEXT", "prompt": "TEXT"},
     **{"output": "PATH", "data.source": "DATA", "data.system_prompt": "TEXT"},
 }
@@ -164,6 +164,7 @@ def load_engine(config: AnswerConfig) -> Engine:
         max_length=config.max_length,
         is_coupled=config.is_coupled,
         allow_target_mismatch=config.allow_target_mismatch,
+        draft_vocabulary=config.draft_vocabulary,
     )
 
 

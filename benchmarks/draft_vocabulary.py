@@ -1,0 +1,245 @@
+"""Acceptance length and time of a round over the size of a draft's vocabulary.
+
+Needs the config of a draft's training run, whose data is counted and whose target decodes, and
+drafts that share the target's head (by default the demo's). Every size and the full vocabulary
+decode each prompt in turn, and the fastest of several repeats counts, since other work on the
+machine only slows. Prints a table, and as its last line one JSON object; --output keeps
+report.json, report.md and a plot.
+
+    python -m benchmarks.draft_vocabulary --output runs/draft_vocabulary
+    python -m benchmarks.draft_vocabulary --config run.yaml --draft PosS-3=P --sizes 8000 32000
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.batches import read_tree
+from benchmarks.coupling import DEMO, DEMO_DRAFTS
+from infer.bench import first_prompts, load_decoders, read_questions
+from infer.measure import Decoder, Run, measure_phases, time_questions
+from poss_jax.checkpoint.record import provenance
+from poss_jax.checkpoint.whole import refuse_non_empty
+from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.reading import UserError, config_to_dict, load_config
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.draft_vocabulary import (
+    DraftVocabulary,
+    choose_tokens,
+    coverage_of,
+    write_draft_vocabulary,
+)
+from poss_jax.decode.metrics import mean_acceptance_length
+from poss_jax.draft_vocab import count_tokens
+from poss_jax.engine.dialogue import Dialogue
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.program.options import at_least, check_writable, read_pairs
+from poss_jax.program.running import Parser, run_program
+
+SIZES = (64, 128, 256, 512)
+PHASE_REPEATS = 5
+
+
+def measure(config: BenchConfig, counts: np.ndarray, sizes: Sequence[int]) -> dict[str, Any]:
+    """Decodes everything with every draft and size; the full vocabulary is the last size."""
+    baseline, *full = load_decoders(config)
+    questions = read_questions(config, baseline.engine)
+    chosen = [choose_tokens(counts, size) for size in (*sizes, len(counts))]
+    drafts = {
+        (draft.name, len(tokens)): _limit(config, baseline.engine, draft, tokens)
+        for draft in full
+        for tokens in chosen
+    }
+    alone, *drafted = _time([baseline, *drafts.values()], questions, config.repeats)
+    phases = _time_drafting(list(drafts.values()), first_prompts(questions)[0])
+    written = [token for answer in alone.answers for token in answer.output_ids]
+    in_answers = np.bincount(written, minlength=len(counts))
+    rows = []
+    for (name, size), run, milliseconds in zip(drafts, drafted, phases, strict=True):
+        tokens = choose_tokens(counts, size)
+        rows.append(
+            {
+                "draft": name,
+                "size": size,
+                "coverage": coverage_of(counts, tokens),
+                "coverage_of_answers": coverage_of(in_answers, tokens),
+                "draft_milliseconds": milliseconds,
+                **_summarise(run, alone),
+            }
+        )
+    return {
+        "prompts": len(questions),
+        "config": config_to_dict(config),
+        "rows": rows,
+        "provenance": provenance(),
+    }
+
+
+def _time(decoders: Sequence[Decoder], questions: Sequence[Dialogue], repeats: int) -> list[Run]:
+    """Decodes every question with all decoders in turn; keeps the fastest repeat of each."""
+    for decoder in tqdm(decoders, desc="compile"):
+        decoder.compile(questions)
+    fastest = [Run(seconds=[np.inf] * len(questions)) for _ in decoders]
+    total = repeats * len(decoders) * len(questions)
+    with tqdm(total=total, desc="decode", unit="prompt") as progress:
+        for repeat in range(repeats):
+            for index, question in enumerate(questions):
+                for decoder, run in zip(decoders, fastest, strict=True):
+                    timed = time_questions(decoder, [question], progress)
+                    run.seconds[index] = min(run.seconds[index], timed.seconds[0])
+                    run.answers += timed.answers if repeat == 0 else []
+    return fastest
+
+
+def _time_drafting(decoders: Sequence[Decoder], prompt: PreparedPrompt) -> list[float]:
+    """Milliseconds of drafting one tree: the fastest of several medians, decoders in turn."""
+    medians = [
+        [measure_phases(decoder.engine, prompt)["draft"] for decoder in decoders]
+        for _ in range(PHASE_REPEATS)
+    ]
+    return np.min(medians, axis=0).tolist()
+
+
+def _limit(config: BenchConfig, baseline: Engine, draft: Decoder, tokens: np.ndarray) -> Decoder:
+    """Gives a draft a vocabulary; the full one is the draft as it was loaded."""
+    if len(tokens) == baseline.target_config.vocab_size:
+        return draft
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "vocabulary.json"
+        ids = tuple(tokens.tolist())
+        vocab_size = baseline.target_config.vocab_size
+        write_draft_vocabulary(path, DraftVocabulary(vocab_size=vocab_size, tokens=ids))
+        engine = baseline.load_draft(config.drafts[draft.name], vocabulary=path)
+    return Decoder(draft.name, engine)
+
+
+def _summarise(run: Run, alone: Run) -> dict[str, Any]:
+    """Acceptance length, times and speed-up of one draft and size."""
+    num_tokens = sum(len(answer.output_ids) for answer in run.answers)
+    num_rounds = sum(len(answer.accepted_per_round) for answer in run.answers)
+    pairs = zip(run.answers, alone.answers, strict=True)
+    return {
+        "acceptance_length": mean_acceptance_length(
+            [answer.accepted_per_round for answer in run.answers]
+        ),
+        "round_milliseconds": 1000 * sum(run.seconds) / num_rounds,
+        "tokens_per_second": num_tokens / sum(run.seconds),
+        "speed_up": sum(alone.seconds) / sum(run.seconds),
+        "equal_outputs": sum(one.output_ids == other.output_ids for one, other in pairs),
+    }
+
+
+def format_table(report: dict[str, Any]) -> str:
+    """The report as a Markdown table."""
+    tree, head = report["config"]["tree"], list(_CELLS)
+    lines = [
+        f"{report['prompts']} prompts x {report['config']['max_new_tokens']} tokens, greedy, "
+        f"the fastest of {report['config']['repeats']} repeats, tree "
+        + "/".join(str(tree[name]) for name in ("depth", "top_k", "total_tokens")),
+        "",
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+    ]
+    for row in report["rows"]:
+        cells = [text.format(row[key]) for key, text in _CELLS.values()]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Outputs that differ: {_num_different(report)}"])
+
+
+_CELLS = {
+    "draft": ("draft", "{}"),
+    "size": ("size", "{}"),
+    "coverage, trained on": ("coverage", "{:.1%}"),
+    "coverage, answers": ("coverage_of_answers", "{:.1%}"),
+    "acceptance length": ("acceptance_length", "{:.2f}"),
+    "draft ms": ("draft_milliseconds", "{:.2f}"),
+    "round ms": ("round_milliseconds", "{:.2f}"),
+    "tokens/s": ("tokens_per_second", "{:.0f}"),
+    "speed-up": ("speed_up", "{:.2f}"),
+}
+
+
+def _num_different(report: dict[str, Any]) -> int:
+    """Number of outputs that are not the autoregressive ones."""
+    return sum(report["prompts"] - row["equal_outputs"] for row in report["rows"])
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """Writes report.json, report.md and, where matplotlib is installed, draft_vocabulary.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    (folder / "report.md").write_text(format_table(report) + "\n")
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    _plot(report["rows"], folder / "draft_vocabulary.png")
+
+
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Acceptance length and milliseconds of a round over the size."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(8, 4), layout="constrained")
+    for axis, key in zip(axes, ("acceptance_length", "round_milliseconds"), strict=True):
+        for name in dict.fromkeys(row["draft"] for row in rows):
+            own = [row for row in rows if row["draft"] == name]
+            axis.plot([row["size"] for row in own], [row[key] for row in own], "o-", label=name)
+        axis.set(xlabel="tokens of the draft", ylabel=key.replace("_", " "), xscale="log")
+        sizes = sorted({row["size"] for row in rows})
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, counts, measures, prints, writes."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--config", default="configs/demo/poss3.yaml", metavar="FILE")
+    parser.add_argument("--draft", action="append", metavar="NAME=DIR", help="may be repeated")
+    parser.add_argument("--sizes", nargs="+", type=at_least(2), default=SIZES, metavar="N")
+    parser.add_argument("--prompts", default="stdlib", metavar="FILE", help=".jsonl, or stdlib")
+    parser.add_argument("--num-prompts", type=at_least(1), default=32, metavar="N")
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=64, metavar="N")
+    parser.add_argument("--tree", default="4/2/8", metavar="DEPTH/TOP_K/TOTAL")
+    parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
+    args = parser.parse_args(arguments)
+    if args.output is not None:
+        refuse_non_empty(args.output)
+        check_writable(args.output)
+    run = load_config(TrainConfig, args.config)
+    counts = count_tokens(run)[0]
+    demo = {name: str(DEMO / folder / "model") for name, folder in DEMO_DRAFTS.items()}
+    config = BenchConfig(
+        target=str(run.target),
+        drafts=read_pairs("--draft", args.draft, "NAME=DIR") if args.draft else demo,
+        prompts=args.prompts,
+        num_prompts=args.num_prompts,
+        prompt_tokens=48,
+        max_new_tokens=args.max_new_tokens,
+        tree=read_tree(args.tree),
+        repeats=args.repeats,
+    )
+    report = measure(config, counts, args.sizes)
+    print(format_table(report))
+    if args.output is not None:
+        write_report(report, args.output)
+    print(json.dumps(report))
+    if _num_different(report):
+        raise UserError("outputs differ from autoregressive ones; see the report")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,312 @@
+"""Draft vocabularies: counted as training counts, read strictly, lossless in decoding."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import METHODS, METHODS_E3, Golden, load_golden
+from models import random_draft, random_target, tiny_llama
+from oracle import Shape
+from programs import (
+    DRAFT,
+    TARGET,
+    Runs,
+    config_file,
+    generate,
+    refusal,
+    summary,
+    tiny_runs,
+    write_lines,
+)
+
+from infer.bench import main as bench
+from infer.generate import main as generate_main
+from poss_jax.checkpoint.folder import verify_model
+from poss_jax.checkpoint.record import read_record, with_vocabulary
+from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.config.reading import UserError, load_config
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.draft_vocabulary import (
+    DraftVocabulary,
+    choose_tokens,
+    count_trained,
+    coverage_of,
+    read_draft_vocabulary,
+    size_for_coverage,
+    write_draft_vocabulary,
+)
+from poss_jax.data.rows import Rows
+from poss_jax.draft_vocab import main
+from poss_jax.engine.engine import Engine
+from train.stages import open_stage
+
+LLAMA = tiny_llama()
+TREE = TreeConfig(depth=4, top_k=3, total_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+# --------------------------------------------------------------------------------------------------
+# Counting and choosing
+
+
+def test_tokens_that_are_trained_on_are_counted() -> None:
+    tokens = np.array([[4, 1, 1, 2], [1, 5, 0, 0]], np.int32)
+    mask = np.array([[0, 1, 1, 1], [1, 1, 0, 0]], bool)
+    counts = count_trained(Rows(tokens, mask, np.ones_like(tokens)), 7)
+    assert counts.tolist() == [0, 3, 1, 0, 0, 1, 0]
+
+
+def test_the_most_frequent_are_chosen_and_ties_go_to_the_lowest_id() -> None:
+    counts = np.array([0, 5, 2, 9, 2, 2, 0])
+    chosen = {size: choose_tokens(counts, size).tolist() for size in range(2, 8)}
+    assert chosen == {
+        2: [1, 3],
+        3: [1, 2, 3],
+        4: [1, 2, 3, 4],
+        5: [1, 2, 3, 4, 5],
+        6: [0, 1, 2, 3, 4, 5],
+        7: [0, 1, 2, 3, 4, 5, 6],
+    }
+    for size in (1, 8):
+        with pytest.raises(UserError, match=f"want a size of 2 to 7, .*, got {size}"):
+            choose_tokens(counts, size)
+
+
+def test_the_smallest_size_of_a_coverage() -> None:
+    counts = np.array([0, 5, 2, 9, 2, 2, 0])
+    sizes = {share: size_for_coverage(counts, share) for share in (0.1, 0.7, 0.71, 0.9, 0.95, 1)}
+    assert sizes == {0.1: 2, 0.7: 2, 0.71: 3, 0.9: 4, 0.95: 5, 1: 5}
+    for share, size in sizes.items():
+        assert coverage_of(counts, choose_tokens(counts, size)) >= share
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "v.json"
+    source = {"target": "t", "trained_tokens": 3}
+    written = DraftVocabulary(vocab_size=9, tokens=(0, 3, 8), coverage=0.5, source=source)
+    write_draft_vocabulary(path, written)
+    assert list(json.loads(path.read_text())) == ["vocab_size", "tokens", "coverage", "source"]
+    ids = read_draft_vocabulary(path, 9)
+    assert (ids.dtype, ids.tolist()) == (np.int32, [0, 3, 8])
+    assert [one.name for one in path.parent.iterdir()] == ["v.json"]
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"tokens": [3, 1]}, "tokens: want ascending ids, got 1 after 3"),
+        ({"tokens": [3, 3]}, "tokens: want ascending ids, got 3 after 3"),
+        ({"tokens": [3, 9]}, "tokens: want ids below vocab_size 9, got 9"),
+        ({"tokens": [-1, 3]}, "tokens.0: Input should be greater than or equal to 0, got -1"),
+        ({"tokens": [3]}, "tokens: "),
+        ({"tokens": [True, 3]}, "tokens.0: want a number, got True"),
+        ({"tokens": [1, "x"]}, "tokens.1: "),
+        ({"tokens": 7}, "tokens: "),
+        ({"tokens": None}, "missing key 'tokens'"),
+        ({"vocab_size": None}, "missing key 'vocab_size'"),
+        ({"vocab_size": 10}, "want a draft vocabulary of 9 tokens, .* got one made for 10; count"),
+        ({"coverage": 2}, "coverage: "),
+        ({"ids": []}, "unknown key 'ids'; did you mean"),
+    ],
+)
+def test_what_is_refused(values: dict[str, Any], error: str, tmp_path: Path) -> None:
+    path = tmp_path / "v.json"
+    values = {"vocab_size": 9, "tokens": [1, 3]} | values
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    with pytest.raises(UserError, match=error) as caught:
+        read_draft_vocabulary(path, 9)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+def count(runs: Runs, folder: Path, *arguments: str) -> list[str]:
+    return ["count", "--config", config_file(runs, folder, DRAFT), *arguments]
+
+
+def test_the_rows_of_training_are_counted(runs: Runs, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "v.json"
+    main(count(runs, tmp_path, "--size", "40", "--output", str(path)))
+    printed = capsys.readouterr().out
+    config = load_config(TrainConfig, config_file(runs, tmp_path, DRAFT))
+    rows = open_stage(config, tmp_path).rows
+    counts = np.bincount(rows.tokens[rows.loss_mask], minlength=300)
+    found = json.loads(path.read_text())
+    assert (found["vocab_size"], len(found["tokens"])) == (300, 40)
+    assert counts[found["tokens"]].min() >= np.delete(counts, found["tokens"]).max()
+    assert found["coverage"] == pytest.approx(np.sort(counts)[-40:].sum() / counts.sum())
+    assert found["source"]["trained_tokens"] == counts.sum()
+    assert found["source"]["data"]["sequence_length"] == 32
+    row = f"| 40 | {found['coverage']:.2%} | "
+    assert row in printed and "| 300 | 100.00% | 100.00% |" in printed
+    assert json.loads(printed.splitlines()[-1])["output"] == str(path)
+    assert "never occur" not in printed
+
+
+def test_coverage_overrides_and_tokens_that_never_occur(
+    runs: Runs, tmp_path: Path, capsys: Any
+) -> None:
+    changes = "data.sequence_length=16", "--coverage", "0.5", "data.max_documents=20"
+    main(count(runs, tmp_path, *changes))
+    few = summary(capsys)
+    assert 2 <= few["size"] < 40 and few["coverage"] >= 0.5 and few["output"] is None
+    main(count(runs, tmp_path, "--size", "300"))
+    printed = capsys.readouterr().out
+    assert " of the 300 tokens never occur: the lowest ids" in printed
+    main(count(runs, tmp_path))
+    assert summary(capsys) == {"vocab_size": 300, "output": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--size", "301"], "want a size of 2 to 300, the number of tokens of the target, got 301"),
+        (["--size", "1"], "argument --size: want a number, at least 2, got '1'; see --help"),
+        (["--coverage", "0"], "--coverage: want a share above 0 and up to 1, got '0'"),
+        (["--coverage", "nan"], "--coverage: want a share above 0 and up to 1, got 'nan'"),
+        (["--coverage", ".5", "--size", "9"], "not allowed with argument"),
+        (["--output", "v.json"], "--output wants a draft vocabulary; give --size or --coverage"),
+        (["--size", "9", "--output", "."], "output . exists; name another file or remove it"),
+        (["data.sauce=x"], "unknown key 'data.sauce'; did you mean 'data.source'?"),
+        (["target=nowhere"], "model folder nowhere does not exist"),
+        (["data.source=nowhere.txt"], "data.source 'nowhere.txt': no such file"),
+        (["--sise", "9"], "unknown option --sise; did you mean --size?"),
+    ],
+)
+def test_what_count_refuses(runs: Runs, arguments: list[str], error: str, tmp_path: Path) -> None:
+    assert error in refusal(main, *count(runs, tmp_path, *arguments))
+
+
+def test_a_target_has_no_draft_vocabulary(runs: Runs, tmp_path: Path) -> None:
+    config = config_file(runs, tmp_path, TARGET)
+    error = "want the config of a draft (stage: draft), got one of a target"
+    assert error in refusal(main, "count", "--config", config)
+
+
+def test_applied_and_given_to_programs_it_leaves_texts_as_they_are(
+    runs: Runs, tmp_path: Path
+) -> None:
+    target, draft = runs.model("target"), runs.model("poss2")
+    path, applied = tmp_path / "v.json", tmp_path / "applied"
+    main(count(runs, tmp_path, "--size", "40", "--output", str(path)))
+    main(["apply", "--draft", draft, "--vocabulary", str(path), "--output", str(applied)])
+    before, after = read_record(draft), verify_model(applied)
+    assert after.draft_vocabulary == tuple(json.loads(path.read_text())["tokens"])
+    assert after.weights_sha256 == before.weights_sha256
+    assert (after.draft, after.target) == (before.draft, before.target)
+    prompts = write_lines(tmp_path / "p.jsonl", {"prompt": "def area_7"}, {"prompt": "def"})
+    texts, rounds = [], []
+    for folder, *options in (
+        (None,),
+        (draft,),
+        (draft, "--draft-vocabulary", str(path)),
+        (str(applied),),
+    ):
+        lines = generate(target, folder, tmp_path, "--prompts", prompts, *options)
+        texts.append([line["output_ids"] for line in lines])
+        rounds.append([line["accepted_per_round"] for line in lines])
+    assert texts[1:] == texts[:-1]
+    assert rounds[2] == rounds[3]
+
+
+def test_refusals_of_programs(runs: Runs, tmp_path: Path) -> None:
+    target, draft = runs.model("target"), runs.model("eagle")
+    path = tmp_path / "v.json"
+    write_draft_vocabulary(path, DraftVocabulary(vocab_size=61, tokens=(1, 2)))
+    given = ["--target", target, "--draft-vocabulary", str(path)]
+    error = "draft_vocabulary limits a draft; give draft, too"
+    assert error in refusal(generate_main, *given, "--prompt", "x")
+    assert "limits drafts; give drafts, too" in refusal(bench, *given)
+    error = "want a draft vocabulary of 300 tokens, which the target has, got one made for 61"
+    assert error in refusal(generate_main, *given, "--prompt", "x", "--draft", draft)
+    assert error in refusal(bench, *given, "--draft", f"E={draft}")
+    apply = ["apply", "--vocabulary", str(path), "--output", str(tmp_path / "new")]
+    assert error in refusal(main, *apply, "--draft", draft)
+    assert "want a draft, got a target" in refusal(main, *apply, "--draft", target)
+    assert "is not empty" in refusal(main, *apply[:-1], str(tmp_path), "--draft", draft)
+    assert not (tmp_path / "new").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Decoding
+
+
+def check_shape(*spans: int, is_sampled: bool, vocabulary: np.ndarray, shift: int = 0) -> None:
+    """Compares with autoregressive decoding; `shift` plants a mistake in the draft's ids."""
+    config = DraftConfig(layer=LLAMA, positions_per_specialist=spans)
+    shape = Shape(LLAMA, config, TREE, 3, is_sampled=is_sampled, vocabulary=vocabulary)
+    if shift:
+        shape._draft_ids = lambda tokens, of=shape._draft_ids: np.where(
+            of(tokens) < 0, -1, (of(tokens) + shift) % len(vocabulary)
+        )
+    rng = np.random.default_rng(0)
+    for case in range(20):
+        target = random_target(LLAMA, seed=case // 5)
+        shape.check(target, random_draft(config, seed=case), rng)
+    assert shape.lengths_seen == set(range(TREE.max_accepted + 1))
+
+
+SUBSET = np.flatnonzero(np.arange(LLAMA.vocab_size) % 6 != 2)  # 51 of 61
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("spans", [(1,), (1, 2)], ids=["eagle", "poss"])
+def test_speculative_equals_autoregressive(spans: tuple[int, ...], is_sampled: bool) -> None:
+    check_shape(*spans, is_sampled=is_sampled, vocabulary=SUBSET)
+
+
+def test_ids_off_by_one_are_noticed() -> None:
+    with pytest.raises(AssertionError):
+        check_shape(1, 2, is_sampled=False, vocabulary=SUBSET, shift=1)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def golden(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    return load_golden(tmp_path_factory.getbasetemp() / "golden", request.param)
+
+
+def test_acceptance_of_trained_drafts(golden: Golden) -> None:
+    """Half of the bytes serve as well as all; ids off by one are hardly ever accepted."""
+    engine = Engine(golden.target_record, golden.target, tree=TREE)
+    prompts = [case["prompt"] for case in golden.recorded("generate")["cases"][:3]]
+    call: dict[str, Any] = {"max_new_tokens": 64, "batch_size": 3}
+    alone = engine.generate(prompts, **call)
+    counts = np.bincount(np.concatenate([one.output_ids for one in alone]), minlength=260)
+    chosen = choose_tokens(counts, 130)
+    lengths = []
+    for ids in (np.arange(260), chosen, (chosen + 1) % 260):
+        record = with_vocabulary(golden.draft_record, ids.tolist(), origin="x")
+        drafted = engine.with_draft(record, golden.draft)
+        if len(ids) == 130:
+            rows = golden.target["head"]["weight"][chosen]
+            drafted.weights.draft["head"] = {"weight": rows}
+            assert drafted.weights.draft["vocabulary"].tolist() == ids.tolist()
+        answers = drafted.generate(prompts, **call)
+        assert [one.output_ids for one in answers] == [one.output_ids for one in alone]
+        lengths.append(np.mean([one.mean_acceptance_length for one in answers]))
+    full, half, shifted = lengths
+    assert full > 3 and abs(half - full) < 0.05 * full and shifted < 1.5
+
+
+def test_a_draft_with_its_own_head_keeps_its_vocabulary(tmp_path: Path) -> None:
+    golden = load_golden(tmp_path, METHODS_E3[-1])
+    path = tmp_path / "v.json"
+    write_draft_vocabulary(path, DraftVocabulary(vocab_size=260, tokens=(1, 2)))
+    engine = Engine(golden.target_record, golden.target)
+    with pytest.raises(UserError, match="a draft with a head of its own keeps its vocabulary"):
+        engine.load_draft(golden.draft_folder, vocabulary=path, dtype=jnp.float32)
+    record = replace(golden.draft_record, draft_vocabulary=None)
+    with pytest.raises(UserError, match="a draft with a head of its own"):
+        with_vocabulary(record, (1, 2), origin="x")
