@@ -19,9 +19,10 @@ from poss_jax.checkpoint.sums import write_sums
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.convert.hf import CONFIG_KEYS, METADATA, ROPE_KEYS, DraftMetadata
+from poss_jax.convert.hf import CONFIG_KEYS, METADATA, DraftMetadata
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC
 from poss_jax.convert.plan import Row
+from poss_jax.convert.rope import write_rope
 from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
 
 Form = Literal["hf", "eagle", "poss"]
@@ -344,28 +345,9 @@ def _shape(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         **{key: getattr(config, field) for field, key in CONFIG_KEYS.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
-        **_rope(config),
+        **write_rope(config),
         "bos_token_id": config.bos_token_id,
         "eos_token_id": stop_ids if len(stop_ids) > 1 else next(iter(stop_ids), None),
         "torch_dtype": dtype,
         "dtype": dtype,
-    }
-
-
-def _rope(config: LlamaConfig) -> dict[str, Any]:
-    """Writes both spellings: rope_theta and rope_scaling (transformers 4), rope_parameters (5)."""
-    rope, scaling = config.rope, {}
-    trained, longest = rope.original_max_position_embeddings, config.max_position_embeddings
-    if rope.type == "dynamic" and trained != longest:  # Hugging Face has one number for both
-        raise UserError(
-            f"rope type dynamic: transformers takes max_position_embeddings ({longest}) for the "
-            f"trained context ({trained}); such a target stays with poss_jax"
-        )
-    if rope.type != "default":
-        keys = ROPE_KEYS[rope.type]
-        scaling = {"rope_type": rope.type} | {key: getattr(rope, key) for key in keys}
-    return {
-        "rope_theta": rope.theta,
-        "rope_scaling": {"type": rope.type} | scaling if scaling else None,
-        "rope_parameters": {"rope_type": rope.type, "rope_theta": rope.theta} | scaling,
     }

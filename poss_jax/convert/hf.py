@@ -17,6 +17,7 @@ from poss_jax.config.models import LlamaConfig, Spans
 from poss_jax.config.numbers import CountOrZero, Depth
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
+from poss_jax.convert.rope import read_rope
 from poss_jax.convert.source import Source
 
 # Field of LlamaConfig -> key of config.json; the first five are required.
@@ -50,10 +51,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": 128},
 }
-
-# Keys that each type of rope has, and must have, by Hugging Face's names.
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-ROPE_KEYS = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "llama3": _LLAMA3}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -101,15 +98,16 @@ def parse_llama_config(
             )
     _refuse_sliding_window(values, origin)
     required = {field: _require(values, CONFIG_KEYS[field], origin) for field in _REQUIRED}
+    longest = _count(values, "max_position_embeddings", origin)
     return build_config(
         LlamaConfig,
         {
             **required,
             "num_kv_heads": _get(values, "num_key_value_heads", required["num_heads"]),
             "head_dim": _head_dim(values, origin),
-            "max_position_embeddings": _count(values, "max_position_embeddings", origin),
+            "max_position_embeddings": longest,
             "rms_norm_eps": _get(values, "rms_norm_eps", 1e-6),
-            "rope": _parse_rope(values, origin),
+            "rope": read_rope(values, longest, origin),
             "tie_embeddings": _get(values, "tie_word_embeddings", False),
             **_biases_and_norms(values),
             "bos_token_id": values.get("bos_token_id"),
@@ -177,49 +175,6 @@ def _head_dim(values: Mapping[str, Any], origin: str) -> Any:
             "head_dim"
         )
     return hidden_size // num_heads
-
-
-def _parse_rope(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    settings = _rope_settings(values, origin)
-    kind = settings.pop("type")
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        known = ", ".join(ROPE_KEYS)
-        raise UserError(
-            f"{origin}: rope type: want one of {known}, got {shorten(kind)}; other types are not "
-            "supported"
-        )
-    unknown = settings.keys() - {"rope_theta", *_LLAMA3}
-    missing = [key for key in ROPE_KEYS[kind] if key not in settings]
-    if unknown or missing:
-        listed = [f"unknown {key}" for key in sorted(unknown)] + [f"no {key}" for key in missing]
-        raise UserError(
-            f"{origin}: rope type {kind} with {', '.join(listed)[:200]}; give the model's own "
-            "config.json (other settings are not supported)"
-        )
-    rope = {"type": kind, "theta": settings.get("rope_theta", 10000.0)}
-    rope |= {key: settings[key] for key in ROPE_KEYS[kind]}
-    if kind == "dynamic":  # as transformers: the base grows beyond the model's own context
-        rope["original_max_position_embeddings"] = _count(values, "max_position_embeddings", origin)
-    return rope
-
-
-def _rope_settings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Joins the spellings of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
-    joined: dict[str, Any] = {}
-    top = {"rope_theta": values.get("rope_theta")}
-    for part in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
-        if not isinstance(part, dict):
-            raise UserError(f"{origin}: rope settings: want an object, got {shorten(part)}")
-        for key, value in part.items():
-            name = "type" if key == "rope_type" else key
-            if value is not None and joined.setdefault(name, value) != value:
-                raise UserError(
-                    f"{origin}: rope setting {key[:100]} is given as {shorten(joined[name])} and "
-                    f"as {shorten(value)}; keep the one the model was trained with"
-                )
-    if joined.get("partial_rotary_factor") == 1.0:
-        del joined["partial_rotary_factor"]
-    return {"type": "default"} | joined
 
 
 def _stop_ids(values: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,0 +1,87 @@
+"""Rope settings in config.json of Hugging Face, in the spellings of transformers 4 and 5."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from poss_jax.config.models import LlamaConfig
+from poss_jax.config.reading import UserError, shorten
+
+# Keys that each type of rope has, and must have, by Hugging Face's names.
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_KEYS = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "llama3": _LLAMA3}
+
+
+def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str, Any]:
+    """Reads the fields of `RopeConfig`.
+
+    Args:
+      values: contents of config.json.
+      longest: its max_position_embeddings.
+      origin: source of the values, for messages.
+
+    Raises:
+      UserError: another type of rope, or settings that contradict each other.
+    """
+    settings = _join_spellings(values, origin)
+    kind = settings.pop("type")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        known = ", ".join(_KEYS)
+        raise UserError(
+            f"{origin}: rope type: want one of {known}, got {shorten(kind)}; other types are not "
+            "supported"
+        )
+    unknown = settings.keys() - {"rope_theta", *_LLAMA3}
+    missing = [key for key in _KEYS[kind] if key not in settings]
+    if unknown or missing:
+        listed = [f"unknown {key}" for key in sorted(unknown)] + [f"no {key}" for key in missing]
+        raise UserError(
+            f"{origin}: rope type {kind} with {', '.join(listed)[:200]}; give the model's own "
+            "config.json (other settings are not supported)"
+        )
+    rope = {"type": kind, "theta": settings.get("rope_theta", 10000.0)}
+    rope |= {key: settings[key] for key in _KEYS[kind]}
+    if kind == "dynamic":  # as transformers: the base grows beyond the model's own context
+        rope["original_max_position_embeddings"] = longest
+    return rope
+
+
+def _join_spellings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Joins rope_theta and rope_scaling (transformers 4) with rope_parameters (5)."""
+    joined: dict[str, Any] = {}
+    top = {"rope_theta": values.get("rope_theta")}
+    for part in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
+        if not isinstance(part, dict):
+            raise UserError(f"{origin}: rope settings: want an object, got {shorten(part)}")
+        for key, value in part.items():
+            name = "type" if key == "rope_type" else key
+            if value is not None and joined.setdefault(name, value) != value:
+                raise UserError(
+                    f"{origin}: rope setting {key[:100]} is given as {shorten(joined[name])} and "
+                    f"as {shorten(value)}; keep the one the model was trained with"
+                )
+    if joined.get("partial_rotary_factor") == 1.0:
+        del joined["partial_rotary_factor"]
+    return {"type": "default"} | joined
+
+
+def write_rope(config: LlamaConfig) -> dict[str, Any]:
+    """Writes rope_theta and rope_scaling (transformers 4), and rope_parameters (5).
+
+    Raises:
+      UserError: transformers has no such rope.
+    """
+    rope, scaling = config.rope, {}
+    trained, longest = rope.original_max_position_embeddings, config.max_position_embeddings
+    if rope.type == "dynamic" and trained != longest:  # Hugging Face has one number for both
+        raise UserError(
+            f"rope type dynamic: transformers takes max_position_embeddings ({longest}) for the "
+            f"trained context ({trained}); such a target stays with poss_jax"
+        )
+    if rope.type != "default":
+        keys = _KEYS[rope.type]
+        scaling = {"rope_type": rope.type} | {key: getattr(rope, key) for key in keys}
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": {"type": rope.type} | scaling if scaling else None,
+        "rope_parameters": {"rope_type": rope.type, "rope_theta": rope.theta} | scaling,
+    }
