@@ -22,6 +22,13 @@ LLAMA = LlamaConfig(
 LLAMA3_ROPE = RopeConfig(
     type="llama3", theta=5e5, factor=8.0, low_freq_factor=1.5, original_max_position_embeddings=64
 )
+LONGROPE = RopeConfig(
+    type="longrope",
+    factor=32.0,
+    original_max_position_embeddings=64,
+    short_factor=(1.0, 1.25),
+    long_factor=(2.5, 40.0),
+)
 TARGETS = {
     "llama": LLAMA,
     "tied": replace(LLAMA, tie_embeddings=True, eos_token_ids=(3,), bos_token_id=2),
@@ -33,6 +40,8 @@ TARGETS = {
         LLAMA,
         rope=RopeConfig(type="dynamic", factor=2.0, original_max_position_embeddings=2048),
     ),
+    "longrope": replace(LLAMA, rope=LONGROPE),
+    "longrope with its factor": replace(LLAMA, rope=replace(LONGROPE, attention_factor=1.5)),
     "qwen2": replace(LLAMA, qkv_bias=True, tie_embeddings=True),
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=6),
     "qwen3 with biases": replace(LLAMA, qk_norm=True, qkv_bias=True, o_bias=True),
@@ -64,6 +73,7 @@ def test_layers_the_original_does_not_have(layer):
         {"qk_norm": True, "mlp_bias": True},
         {"qkv_bias": True, "mlp_bias": True},
         {"rope": RopeConfig(type="dynamic", factor=2.0, original_max_position_embeddings=64)},
+        {"rope": replace(LONGROPE, factor=2.0)},
     ],
 )
 def test_targets_transformers_does_not_have(fields):

@@ -1,5 +1,7 @@
 """Hugging Face's config.json in both spellings, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 from convert_sources import TINY, target_tensors, write_source
 
@@ -16,6 +18,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LLAMA3_ROPE = RopeConfig(type="llama3", theta=5e5, **LLAMA3)
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2, 40.5]}
+LONG = {"original_max_position_embeddings": 32, "max_position_embeddings": 64}
+LONGROPE_ROPE = RopeConfig(
+    type="longrope",
+    factor=2.0,
+    original_max_position_embeddings=32,
+    short_factor=(1.0, 1.5),
+    long_factor=(2.0, 40.5),
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +54,20 @@ LLAMA3_ROPE = RopeConfig(type="llama3", theta=5e5, **LLAMA3)
                 "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3,
             },
             LLAMA3_ROPE,
+        ),
+        (LONG | {"rope_scaling": LONGROPE}, LONGROPE_ROPE),
+        (LONG | {"rope_scaling": LONGROPE | {"type": "su"}}, LONGROPE_ROPE),
+        (LONG | {"rope_scaling": LONGROPE | {"factor": 2}}, LONGROPE_ROPE),
+        (
+            LONG | {"rope_scaling": LONGROPE | {"attention_factor": 1.5}},
+            replace(LONGROPE_ROPE, attention_factor=1.5),
+        ),
+        (
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": LONGROPE | {"original_max_position_embeddings": 32},
+            },
+            LONGROPE_ROPE,
         ),
     ],
 )
@@ -77,6 +102,23 @@ def test_rope_spellings(values, want):
             {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
             "rope type dynamic wants a head_dim above 2",
         ),
+        ({"rope_scaling": LONGROPE}, "no original_max_position_embeddings"),
+        ({"rope_scaling": LONGROPE} | LONG | {"head_dim": 6}, "wants 3 numbers in short_factor"),
+        (LONG | {"rope_scaling": LONGROPE | {"factor": 4.0}}, "longrope with factor 4.0: want"),
+        (LONG | {"rope_scaling": LONGROPE | {"short_mscale": 1}}, "unknown short_mscale"),
+        (
+            LONG | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 16}},
+            "is given as 32 and as 16",
+        ),
+        (
+            {"rope_scaling": LONGROPE, "original_max_position_embeddings": "32"},
+            "original_max_position_embeddings: want a count, got '32'",
+        ),
+        (
+            {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1},
+            "wants original_max_position_embeddings above 1",
+        ),
+        (LONG | {"rope_scaling": LONGROPE | {"short_factor": [0, 1]}}, "short_factor.0: Input"),
         ({"max_position_embeddings": True}, "max_position_embeddings: want a count, got True"),
         ({"num_hidden_layers": True}, "num_layers: want a number, got True"),
         ({"vocab_size": 2**31}, "vocab_size: Input should be less than 2147483648"),

@@ -8,7 +8,20 @@ from poss_jax.config.reading import UserError, shorten
 
 # Keys that each type of rope has, and must have, by Hugging Face's names.
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_KEYS = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "llama3": _LLAMA3}
+_LONGROPE = ("short_factor", "long_factor", "original_max_position_embeddings")
+_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": _LLAMA3,
+    "longrope": _LONGROPE,
+}
+
+# Keys that change nothing for the types that do not have them, and keys that a type may have.
+_ALWAYS = {"rope_theta", *_LLAMA3}
+_OPTIONAL = {"longrope": {*_LONGROPE, "attention_factor"}}
+
+_OLD_NAMES = {"su": "longrope"}  # of the first Phi-3 checkpoints
 
 
 def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str, Any]:
@@ -30,7 +43,7 @@ def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str,
             f"{origin}: rope type: want one of {known}, got {shorten(kind)}; other types are not "
             "supported"
         )
-    unknown = settings.keys() - {"rope_theta", *_LLAMA3}
+    unknown = settings.keys() - _ALWAYS - _OPTIONAL.get(kind, set())
     missing = [key for key in _KEYS[kind] if key not in settings]
     if unknown or missing:
         listed = [f"unknown {key}" for key in sorted(unknown)] + [f"no {key}" for key in missing]
@@ -42,18 +55,39 @@ def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str,
     rope |= {key: settings[key] for key in _KEYS[kind]}
     if kind == "dynamic":  # as transformers: the base grows beyond the model's own context
         rope["original_max_position_embeddings"] = longest
+    if kind == "longrope":
+        rope["factor"] = _read_stretch(settings, longest, origin)
+        rope["attention_factor"] = settings.get("attention_factor")
     return rope
+
+
+def _read_stretch(settings: Mapping[str, Any], longest: int, origin: str) -> float:
+    """Divides the longest context by the trained one, which a longrope's factor must equal."""
+    trained = settings["original_max_position_embeddings"]
+    if type(trained) is not int or trained < 1:
+        got = shorten(trained)
+        raise UserError(f"{origin}: original_max_position_embeddings: want a count, got {got}")
+    stretch = min(longest, 2**31) / trained  # so large a context is refused with the other numbers
+    if (factor := settings.get("factor", stretch)) != stretch:
+        raise UserError(
+            f"{origin}: rope type longrope with factor {shorten(factor)}: want "
+            f"max_position_embeddings over original_max_position_embeddings ({stretch:g}); "
+            "versions of transformers disagree about any other"
+        )
+    return stretch
 
 
 def _join_spellings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Joins rope_theta and rope_scaling (transformers 4) with rope_parameters (5)."""
     joined: dict[str, Any] = {}
-    top = {"rope_theta": values.get("rope_theta")}
+    top = {key: values.get(key) for key in ("rope_theta", "original_max_position_embeddings")}
     for part in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
         if not isinstance(part, dict):
             raise UserError(f"{origin}: rope settings: want an object, got {shorten(part)}")
         for key, value in part.items():
             name = "type" if key == "rope_type" else key
+            if name == "type" and isinstance(value, str):
+                value = _OLD_NAMES.get(value, value)
             if value is not None and joined.setdefault(name, value) != value:
                 raise UserError(
                     f"{origin}: rope setting {key[:100]} is given as {shorten(joined[name])} and "
@@ -70,18 +104,25 @@ def write_rope(config: LlamaConfig) -> dict[str, Any]:
     Raises:
       UserError: transformers has no such rope.
     """
-    rope, scaling = config.rope, {}
-    trained, longest = rope.original_max_position_embeddings, config.max_position_embeddings
+    rope, trained = config.rope, config.rope.original_max_position_embeddings
+    longest = config.max_position_embeddings
     if rope.type == "dynamic" and trained != longest:  # Hugging Face has one number for both
         raise UserError(
             f"rope type dynamic: transformers takes max_position_embeddings ({longest}) for the "
             f"trained context ({trained}); such a target stays with poss_jax"
         )
-    if rope.type != "default":
-        keys = _KEYS[rope.type]
-        scaling = {"rope_type": rope.type} | {key: getattr(rope, key) for key in keys}
+    if rope.type == "longrope" and rope.factor != longest / trained:
+        raise UserError(
+            f"rope type longrope: transformers takes max_position_embeddings ({longest}) over the "
+            f"trained context ({trained}) for the factor ({rope.factor:g}); such a target stays "
+            "with poss_jax"
+        )
+    scaling = {key: getattr(rope, key) for key in _KEYS[rope.type]}
+    if rope.attention_factor is not None:
+        scaling["attention_factor"] = rope.attention_factor
+    name = {"rope_type": rope.type}
     return {
         "rope_theta": rope.theta,
-        "rope_scaling": {"type": rope.type} | scaling if scaling else None,
-        "rope_parameters": {"rope_type": rope.type, "rope_theta": rope.theta} | scaling,
+        "rope_scaling": {"type": rope.type} | name | scaling if scaling else None,
+        "rope_parameters": name | {"rope_theta": rope.theta} | scaling,
     }
