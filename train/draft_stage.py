@@ -79,7 +79,8 @@ class DraftStage:
 
     def _open_draft(self, *, with_weights: bool) -> None:
         """Settles the draft's shape, after the one it starts from if there is one."""
-        wanted, layer = self._run.specialists, replace(self._record.llama, num_layers=1)
+        wanted = self._run.specialists
+        layer = replace(self._record.llama, num_layers=1, fused_projections=False)
         draft = DraftConfig(layer=layer, fc_bias=wanted.fc_bias)
         self._init_draft, self._vocabulary = None, None
         if self._run.init_draft is not None:

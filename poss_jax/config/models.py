@@ -91,6 +91,8 @@ class LlamaConfig:
       o_bias: Give the attention's output projection a bias.
       qk_norm: Norm each head of queries and keys before it is rotated (Qwen3).
       mlp_bias: Give the projections of the MLP a bias.
+      fused_projections: Keep q, k and v in one tensor of PyTorch checkpoints, gate and up in
+        another (Phi-3).
       bos_token_id: Token that begins a text.
       eos_token_ids: Tokens that end a text.
     """
@@ -110,6 +112,7 @@ class LlamaConfig:
     o_bias: bool = False
     qk_norm: bool = False
     mlp_bias: bool = False
+    fused_projections: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
     bos_token_id: TokenId | None = None
     eos_token_ids: tuple[TokenId, ...] = ()
 

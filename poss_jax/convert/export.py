@@ -20,7 +20,7 @@ from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.convert.hf import CONFIG_KEYS, METADATA, DraftMetadata
-from poss_jax.convert.names import DRAFT_EMBEDDING, FC
+from poss_jax.convert.names import DRAFT_EMBEDDING, FC, fused_name
 from poss_jax.convert.plan import Row
 from poss_jax.convert.rope import write_rope
 from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
@@ -68,9 +68,11 @@ class Export:
         for model, item in self.origins.values():
             loaded = flatten_item(load_item(model.folder, model.record, item))
             arrays = {"/".join((item, *path)): array for path, array in loaded.items()}
-            for row in islice(rows, len(arrays)):
+            while arrays:
+                row = next(rows)
+                parts = [_cast(row, np.asarray(arrays.pop(key))) for key in _split_paths(row.key)]
                 # A copy, so that PyTorch takes it as it is, and so that the item can be freed.
-                yield row.path, _cast(row, np.array(arrays.pop(row.key)))
+                yield row.path, np.concatenate(parts)
 
 
 def plan_export(
@@ -123,6 +125,8 @@ def _plan_target(target: Model, dtype: ExportDType) -> Export:
     """Plans a target in the layout of `transformers`."""
     origins = {name: (target, name) for name in item_shapes(target.record.config)}
     rows = _rows(origins, dtype)
+    if target.record.llama.fused_projections:
+        rows = _fuse_rows(rows)
     config = target_config_json(target.record.llama, rows[0].dtype)
     return Export(config, origins, rows, tokenizer_from=target.folder)
 
@@ -226,6 +230,32 @@ def _rows(origins: dict[str, tuple[Model, str]], dtype: ExportDType) -> list[Row
     return rows
 
 
+def _fuse_rows(rows: list[Row]) -> list[Row]:
+    """Joins the rows whose arrays are written as one tensor, one below the other."""
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(fused_name(row.path), []).append(row)
+    return [_fuse(name, group) for name, group in parts.items()]
+
+
+def _fuse(name: str, parts: list[Row]) -> Row:
+    """Joins rows to one, whose path has a plus between their names: `mlp/gate+up/weight`."""
+    if len(parts) == 1:
+        return parts[0]
+    paths = [part.key.split("/") for part in parts]
+    joined = "+".join(path[-2] for path in paths)
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    types = {part.dtype for part in parts}
+    dtype = types.pop() if len(types) == 1 else "float32"
+    return Row("/".join((*paths[0][:-2], joined, paths[0][-1])), name, shape, dtype)
+
+
+def _split_paths(joined: str) -> list[str]:
+    """Lists the paths that `_fuse` joined."""
+    *outer, names, leaf = joined.split("/")
+    return ["/".join((*outer, name, leaf)) for name in names.split("+")]
+
+
 def _cast(row: Row, array: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         cast = array.astype(_TYPES[row.dtype], copy=False)
@@ -282,6 +312,8 @@ def target_config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     family = _family(config)
     values = {"architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family}
     values |= _shape(config, dtype) | {"tie_word_embeddings": config.tie_embeddings}
+    if family == "phi3":  # its own default for padding lies beyond a small vocabulary
+        return values | {"sliding_window": None, "pad_token_id": None}
     if family != "llama":
         values |= {"use_sliding_window": False}
     if family != "qwen2":
@@ -325,7 +357,9 @@ def draft_config_json(config: DraftConfig, metadata: DraftMetadata, dtype: str) 
 
 
 def _family(config: LlamaConfig) -> str:
-    """Finds the family whose own code has these biases and norms."""
+    """Finds the family whose own code has these projections, biases and norms."""
+    if config.fused_projections:
+        return _check_phi3(config)
     if config.qk_norm and config.qkv_bias == config.o_bias and not config.mlp_bias:
         return "qwen3"
     if not config.qk_norm and config.qkv_bias == config.o_bias:
@@ -337,6 +371,20 @@ def _family(config: LlamaConfig) -> str:
         f"qk_norm {config.qk_norm} and mlp_bias {config.mlp_bias} together; such a target stays "
         "with poss_jax"
     )
+
+
+def _check_phi3(config: LlamaConfig) -> str:
+    """Names the family of fused projections, which has no biases and few types of rope."""
+    fields = ("qkv_bias", "o_bias", "qk_norm", "mlp_bias")
+    wrong = [field for field in fields if getattr(config, field)]
+    if config.rope.type not in ("default", "longrope"):
+        wrong.append(f"rope type {config.rope.type}")
+    if wrong:
+        raise UserError(
+            f"Phi-3, which has fused projections, has no {', '.join(wrong)}; such a target stays "
+            "with poss_jax"
+        )
+    return "phi3"
 
 
 def _shape(config: LlamaConfig, dtype: str) -> dict[str, Any]:

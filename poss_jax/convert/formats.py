@@ -32,6 +32,7 @@ from poss_jax.convert.names import (
     FC_BIAS,
     QUERY,
     Slot,
+    join_rows,
     slots_by_key,
     source_key,
 )
@@ -233,9 +234,8 @@ def _eagle3_config(source: Source) -> str | None:
 
 
 def _whole_target(source: Source) -> str | None:
-    names = source.names.keys()
-    is_whole = {"embed_tokens.weight", "norm.weight"} <= names and FC not in names
-    return f"norm.weight, and no {FC}" if is_whole else None
+    found = {FC, "embed_tokens.weight", "norm.weight"} & source.names.keys()
+    return f"norm.weight, and no {FC}" if found == {"embed_tokens.weight", "norm.weight"} else None
 
 
 _EAGLE3_NAME = _name(r"eagle3")
@@ -347,8 +347,8 @@ def _check_keys(
     optional: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Compares the names, shapes and types of the weights with what the config describes."""
-    shapes = {**optional, **{key: slot.shape for key, slot in slots.items()}}
-    problems = [f"missing {key} {list(shapes[key])}" for key in slots if key not in tensors]
+    shapes = {**optional, **(wanted := join_rows(slots))}
+    problems = [f"missing {key} {list(wanted[key])}" for key in wanted if key not in tensors]
     for key, tensor in tensors.items():
         where = f"in {tensor.file.name}"
         if key not in shapes:

@@ -45,11 +45,20 @@ _QWEN = {
 }
 _LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+_PHI3 = {
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "sliding_window": None,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA | _MISTRAL,
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": 128},
+    "phi3": _PHI3,
 }
 
 
@@ -109,7 +118,7 @@ def parse_llama_config(
             "rms_norm_eps": _get(values, "rms_norm_eps", 1e-6),
             "rope": read_rope(values, longest, origin),
             "tie_embeddings": _get(values, "tie_word_embeddings", False),
-            **_biases_and_norms(values),
+            **_differences(values),
             "bos_token_id": values.get("bos_token_id"),
             "eos_token_ids": _stop_ids(generation) or _stop_ids(values),
         },
@@ -117,7 +126,7 @@ def parse_llama_config(
     )
 
 
-def _biases_and_norms(values: Mapping[str, Any]) -> dict[str, Any]:
+def _differences(values: Mapping[str, Any]) -> dict[str, Any]:
     """Tells the families apart; keys that a family's own code does not read do not count."""
     family = values["model_type"]
     bias = family in ("llama", "qwen3") and _get(values, "attention_bias", False)
@@ -126,6 +135,7 @@ def _biases_and_norms(values: Mapping[str, Any]) -> dict[str, Any]:
         "o_bias": bias,
         "qk_norm": family == "qwen3",
         "mlp_bias": family == "llama" and _get(values, "mlp_bias", False),
+        "fused_projections": family == "phi3",
     }
 
 
@@ -137,7 +147,7 @@ def _refuse_sliding_window(values: Mapping[str, Any], origin: str) -> None:
             f"{origin}: layer_types: want full_attention alone, got {shorten(layer_types)}; models "
             "with other layers cannot be converted"
         )
-    slides = values["model_type"] == "mistral"
+    slides = values["model_type"] in ("mistral", "phi3")
     if values["model_type"] in ("qwen2", "qwen3") and not layer_types:
         first_layer = _count(values, "max_window_layers", origin)
         num_layers = _count(values, "num_hidden_layers", origin)
@@ -285,7 +295,8 @@ def read_layer(source: Source) -> tuple[LlamaConfig, list[str]]:
         assumed.append(f"rope theta {layer.rope.theta:g}, because config.json has none")
     if values.get("rms_norm_eps") is None:
         assumed.append(f"rms_norm_eps {layer.rms_norm_eps:g}, because config.json has none")
-    return replace(layer, **shown), [*assumed, *assumed_biases]
+    layer = replace(layer, fused_projections=False, **shown)  # no layout of drafts has them
+    return layer, [*assumed, *assumed_biases]
 
 
 def _check_widths(source: Source, layer: LlamaConfig) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 from poss_jax.config.models import LlamaConfig
 from poss_jax.config.reading import UserError, shorten
 
+_TRAINED = "original_max_position_embeddings"
+
 # Keys that each type of rope has, and must have, by Hugging Face's names.
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_LONGROPE = ("short_factor", "long_factor", "original_max_position_embeddings")
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _TRAINED)
+_LONGROPE = ("short_factor", "long_factor", _TRAINED)
 _KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -54,7 +56,7 @@ def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str,
     rope = {"type": kind, "theta": settings.get("rope_theta", 10000.0)}
     rope |= {key: settings[key] for key in _KEYS[kind]}
     if kind == "dynamic":  # as transformers: the base grows beyond the model's own context
-        rope["original_max_position_embeddings"] = longest
+        rope[_TRAINED] = longest
     if kind == "longrope":
         rope["factor"] = _read_stretch(settings, longest, origin)
         rope["attention_factor"] = settings.get("attention_factor")
@@ -63,15 +65,15 @@ def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str,
 
 def _read_stretch(settings: Mapping[str, Any], longest: int, origin: str) -> float:
     """Divides the longest context by the trained one, which a longrope's factor must equal."""
-    trained = settings["original_max_position_embeddings"]
+    trained = settings[_TRAINED]
     if type(trained) is not int or trained < 1:
         got = shorten(trained)
-        raise UserError(f"{origin}: original_max_position_embeddings: want a count, got {got}")
+        raise UserError(f"{origin}: {_TRAINED}: want a count, got {got}")
     stretch = min(longest, 2**31) / trained  # so large a context is refused with the other numbers
     if (factor := settings.get("factor", stretch)) != stretch:
         raise UserError(
             f"{origin}: rope type longrope with factor {shorten(factor)}: want "
-            f"max_position_embeddings over original_max_position_embeddings ({stretch:g}); "
+            f"max_position_embeddings over {_TRAINED} ({stretch:g}); "
             "versions of transformers disagree about any other"
         )
     return stretch
@@ -80,7 +82,7 @@ def _read_stretch(settings: Mapping[str, Any], longest: int, origin: str) -> flo
 def _join_spellings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Joins rope_theta and rope_scaling (transformers 4) with rope_parameters (5)."""
     joined: dict[str, Any] = {}
-    top = {key: values.get(key) for key in ("rope_theta", "original_max_position_embeddings")}
+    top = {key: values.get(key) for key in ("rope_theta", _TRAINED)}
     for part in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
         if not isinstance(part, dict):
             raise UserError(f"{origin}: rope settings: want an object, got {shorten(part)}")
@@ -118,11 +120,14 @@ def write_rope(config: LlamaConfig) -> dict[str, Any]:
             "with poss_jax"
         )
     scaling = {key: getattr(rope, key) for key in _KEYS[rope.type]}
-    if rope.attention_factor is not None:
+    if rope.type == "longrope" and rope.attention_factor is not None:
         scaling["attention_factor"] = rope.attention_factor
-    name = {"rope_type": rope.type}
+    old = {"type": rope.type, "rope_type": rope.type} | scaling
+    if config.fused_projections:  # in transformers 4, Phi-3 refuses these two keys there
+        old = {key: old[key] for key in old if key not in ("rope_type", _TRAINED)}
     return {
         "rope_theta": rope.theta,
-        "rope_scaling": {"type": rope.type} | name | scaling if scaling else None,
-        "rope_parameters": name | {"rope_theta": rope.theta} | scaling,
+        "rope_scaling": old if scaling else None,
+        "rope_parameters": {"rope_type": rope.type, "rope_theta": rope.theta} | scaling,
+        **({_TRAINED: trained} if rope.type == "longrope" else {}),
     }
