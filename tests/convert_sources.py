@@ -51,6 +51,30 @@ def draft_tensors(num_layers=1, dtype=np.float32, **extra):
     return draw(shapes, dtype)
 
 
+PHI3 = {
+    "model_type": "phi3",
+    "sliding_window": 256,
+    "max_position_embeddings": 128,
+    "original_max_position_embeddings": 16,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.25], "long_factor": [2.0, 24.5]},
+    "eos_token_id": 3,
+}
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def fuse(tensors):
+    """The same target in the layout of Phi-3."""
+    fused = dict(tensors)
+    for index in range(2):
+        for whole, parts in FUSED.items():
+            rows = [fused.pop(f"model.layers.{index}.{part}.weight") for part in parts]
+            fused[f"model.layers.{index}.{whole}.weight"] = np.concatenate(rows)
+    return fused
+
+
 def write_source(folder: Path, tensors, **config) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     one_layer = {"num_hidden_layers": 1} if "fc.weight" in tensors else {}  # as drafts' files say

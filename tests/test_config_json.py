@@ -24,6 +24,13 @@ LLAMA = LlamaConfig(
 LLAMA3_ROPE = RopeConfig(
     type="llama3", theta=5e5, factor=8.0, low_freq_factor=1.5, original_max_position_embeddings=64
 )
+LONGROPE = RopeConfig(
+    type="longrope",
+    factor=32.0,
+    original_max_position_embeddings=64,
+    short_factor=(1.0, 1.25),
+    long_factor=(2.5, 40.0),
+)
 TARGETS = {
     "llama": LLAMA,
     "tied": replace(LLAMA, tie_embeddings=True, eos_token_ids=(3,), bos_token_id=2),
@@ -34,6 +41,13 @@ TARGETS = {
     "dynamic rope": replace(
         LLAMA,
         rope=RopeConfig(type="dynamic", factor=2.0, original_max_position_embeddings=2048),
+    ),
+    "longrope": replace(LLAMA, rope=LONGROPE),
+    "longrope with its factor": replace(LLAMA, rope=replace(LONGROPE, attention_factor=1.5)),
+    "phi3": replace(LLAMA, fused_projections=True, eos_token_ids=(3, 5), bos_token_id=1),
+    "phi3 with longrope": replace(LLAMA, fused_projections=True, rope=LONGROPE),
+    "phi3 with its factor": replace(
+        LLAMA, fused_projections=True, rope=replace(LONGROPE, attention_factor=1.5)
     ),
     "qwen2": replace(LLAMA, qkv_bias=True, tie_embeddings=True),
     "qwen3": replace(LLAMA, qk_norm=True, head_dim=6),
@@ -68,11 +82,21 @@ def test_layers_the_original_does_not_have(layer):
         {"qk_norm": True, "mlp_bias": True},
         {"qkv_bias": True, "mlp_bias": True},
         {"rope": RopeConfig(type="dynamic", factor=2.0, original_max_position_embeddings=64)},
+        {"rope": replace(LONGROPE, factor=2.0)},
+        {"fused_projections": True, "qk_norm": True},
+        {"fused_projections": True, "rope": RopeConfig(type="linear", factor=2.0)},
     ],
 )
 def test_targets_transformers_does_not_have(fields):
     with pytest.raises(UserError, match="stays with poss_jax"):
         target_config_json(replace(LLAMA, **fields), "float32")
+
+
+def test_longrope_as_phi3_reads_it():
+    """In transformers 4 it takes these three keys alone, and the trained context beside them."""
+    values = target_config_json(TARGETS["phi3 with longrope"], "float32")
+    assert values["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
+    assert values["original_max_position_embeddings"] == 64
 
 
 def test_rope_as_the_original_reads_it():

@@ -1,5 +1,7 @@
 """Hugging Face's config.json in both spellings, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 from convert_sources import TINY, target_tensors, write_source
 
@@ -16,6 +18,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LLAMA3_ROPE = RopeConfig(type="llama3", theta=5e5, **LLAMA3)
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2, 40.5]}
+LONG = {"original_max_position_embeddings": 32, "max_position_embeddings": 64}
+LONGROPE_ROPE = RopeConfig(
+    type="longrope",
+    factor=2.0,
+    original_max_position_embeddings=32,
+    short_factor=(1.0, 1.5),
+    long_factor=(2.0, 40.5),
+)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +55,20 @@ LLAMA3_ROPE = RopeConfig(type="llama3", theta=5e5, **LLAMA3)
             },
             LLAMA3_ROPE,
         ),
+        (LONG | {"rope_scaling": LONGROPE}, LONGROPE_ROPE),
+        (LONG | {"rope_scaling": LONGROPE | {"type": "su"}}, LONGROPE_ROPE),
+        (LONG | {"rope_scaling": LONGROPE | {"factor": 2}}, LONGROPE_ROPE),
+        (
+            LONG | {"rope_scaling": LONGROPE | {"attention_factor": 1.5}},
+            replace(LONGROPE_ROPE, attention_factor=1.5),
+        ),
+        (
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": LONGROPE | {"original_max_position_embeddings": 32},
+            },
+            LONGROPE_ROPE,
+        ),
     ],
 )
 def test_rope_spellings(values, want):
@@ -60,6 +85,7 @@ def test_rope_spellings(values, want):
         ({"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2}}, "rope_type"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "10000.0 and as 500000.0"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor: want 1.0, got 0.75"),
         ({"rope_scaling": "linear"}, "want an object"),
         (
             {"rope_scaling": {"type": ["linear"]}},
@@ -77,6 +103,23 @@ def test_rope_spellings(values, want):
             {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}},
             "rope type dynamic wants a head_dim above 2",
         ),
+        ({"rope_scaling": LONGROPE}, "no original_max_position_embeddings"),
+        ({"rope_scaling": LONGROPE} | LONG | {"head_dim": 6}, "wants 3 numbers in short_factor"),
+        (LONG | {"rope_scaling": LONGROPE | {"factor": 4.0}}, "longrope with factor 4.0: want"),
+        (LONG | {"rope_scaling": LONGROPE | {"short_mscale": 1}}, "unknown short_mscale"),
+        (
+            LONG | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 16}},
+            "is given as 32 and as 16",
+        ),
+        (
+            {"rope_scaling": LONGROPE, "original_max_position_embeddings": "32"},
+            "original_max_position_embeddings: want a count, got '32'",
+        ),
+        (
+            {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1},
+            "wants original_max_position_embeddings above 1",
+        ),
+        (LONG | {"rope_scaling": LONGROPE | {"short_factor": [0, 1]}}, "short_factor.0: Input"),
         ({"max_position_embeddings": True}, "max_position_embeddings: want a count, got True"),
         ({"num_hidden_layers": True}, "num_layers: want a number, got True"),
         ({"vocab_size": 2**31}, "vocab_size: Input should be less than 2147483648"),
@@ -89,7 +132,7 @@ def test_rope_spellings(values, want):
         ),
         ({"hidden_act": "gelu"}, "hidden_act: want 'silu', got 'gelu'"),
         ({"pretraining_tp": 2}, "pretraining_tp: want 1, got 2"),
-        ({"model_type": "gemma"}, "want one of llama, mistral, qwen2, qwen3, got 'gemma'"),
+        ({"model_type": "gemma"}, "want one of llama, mistral, qwen2, qwen3, phi3, got 'gemma'"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"max_position_embeddings": "long"}, "max_position_embeddings: want a count"),
         ({"vocab_size": None}, "vocab_size is missing"),
@@ -142,20 +185,21 @@ def test_stop_tokens_of_the_generation_config_win(config_ids, generation_ids, wa
         ({"attention_bias": True}, {"qkv_bias", "o_bias"}),
         ({"mlp_bias": True}, {"mlp_bias"}),
         ({"model_type": "mistral", "sliding_window": None, "attention_bias": True}, set()),
+        ({"model_type": "phi3", "attention_bias": True}, {"fused_projections"}),
         ({"model_type": "qwen2"}, {"qkv_bias"}),
         ({"model_type": "qwen2", "attention_bias": True, "mlp_bias": True}, {"qkv_bias"}),
         ({"model_type": "qwen3"}, {"qk_norm"}),
         ({"model_type": "qwen3", "attention_bias": True}, {"qk_norm", "qkv_bias", "o_bias"}),
     ],
 )
-def test_biases_and_norms_of_the_families(values, want):
+def test_differences_of_the_families(values, want):
     config = parse_llama_config(TINY | values, {}, origin="config")
-    names = ("qkv_bias", "o_bias", "qk_norm", "mlp_bias")
+    names = ("qkv_bias", "o_bias", "qk_norm", "mlp_bias", "fused_projections")
     assert {name for name in names if getattr(config, name)} == set(want)
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
 def test_defaults_are_those_of_transformers(family):
     from transformers import AutoConfig
 
@@ -176,6 +220,7 @@ def test_defaults_are_those_of_transformers(family):
 
 
 MISTRAL = {"model_type": "mistral", "max_position_embeddings": 64}
+PHI3 = {"model_type": "phi3"}
 QWEN = {"model_type": "qwen2", "max_position_embeddings": 64, "sliding_window": 16}
 
 
@@ -187,6 +232,10 @@ QWEN = {"model_type": "qwen2", "max_position_embeddings": 64, "sliding_window": 
         (MISTRAL | {"sliding_window": 64}, False),
         (MISTRAL | {"sliding_window": None}, False),
         ({"model_type": "mistral"}, True),  # 4096 of 131072, as transformers
+        (PHI3 | {"sliding_window": 2047}, True),  # of Phi-3-mini-4k
+        (PHI3 | {"sliding_window": 4096}, False),
+        (PHI3 | {"sliding_window": 2047, "max_position_embeddings": 2047}, False),
+        (PHI3, False),
         (QWEN, False),
         (QWEN | {"use_sliding_window": True}, False),  # from layer 28 on; there are 2
         (QWEN | {"use_sliding_window": True, "max_window_layers": 2}, False),

@@ -128,6 +128,40 @@ def test_llama3_frequencies():
     np.testing.assert_allclose(out, want[None], rtol=2e-6)
 
 
+def test_longrope_divides_by_other_numbers_in_texts_beyond_the_trained_context():
+    rng = np.random.default_rng(0)
+    short, long = rng.uniform(1, 2, 8), rng.uniform(5, 60, 8)
+    rope = RopeConfig(
+        type="longrope",
+        original_max_position_embeddings=100,
+        short_factor=tuple(short.tolist()),
+        long_factor=tuple(long.tolist()),
+    )
+    plain = plain_frequencies(1e4, 16)
+    out = rope_frequencies(rope, 16, jnp.array([1, 100, 101], jnp.int32))
+    np.testing.assert_allclose(out, [plain / short, plain / short, plain / long], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "want"),
+    [
+        ({"factor": 32.0, "original_max_position_embeddings": 4096}, 1.190238),
+        ({"factor": 100.0, "original_max_position_embeddings": 100}, 2**0.5),
+        ({"factor": 0.5, "original_max_position_embeddings": 100}, 1.0),
+        ({"factor": 100.0, "attention_factor": 1.25}, 1.25),
+        ({"type": "linear", "factor": 100.0}, 1.0),
+    ],
+)
+def test_longrope_lengthens_queries_and_keys(settings, want):
+    scale = RopeConfig(**{"type": "longrope"} | settings).scale
+    assert abs(scale - want) < 1e-6
+    x, frequencies = normal(2, 4, 3, 8), jnp.abs(normal(2, 4, seed=1))
+    positions = jnp.array([[0, 1, 5], [9, 2, 2]], jnp.int32)
+    turned = rotate(x, positions, frequencies)
+    scaled = rotate(x, positions, frequencies, scale=scale)
+    np.testing.assert_allclose(scaled, turned * scale, atol=1e-6)
+
+
 def test_rotation_is_a_turn_of_each_pair():
     x, frequencies = normal(2, 4, 3, 8), jnp.abs(normal(2, 4, seed=1))
     positions = jnp.array([[0, 1, 5], [9, 2, 2]], jnp.int32)

@@ -24,11 +24,21 @@ SHAPES = {
     "tiny": ((1, 4, 2), (1,), 3),
 }
 
+# Both rotate the keys of texts beyond 24 tokens in another way.
+DYNAMIC = RopeConfig(type="dynamic", original_max_position_embeddings=24)
+LONGROPE = RopeConfig(
+    type="longrope",
+    factor=8.0,
+    original_max_position_embeddings=24,
+    short_factor=(1.0, 1.2, 1.5, 2.0),
+    long_factor=(1.5, 3.0, 6.0, 12.0),
+)
+
 
 def check_shape(shape: tuple, *, cases: int, seed: int, is_sampled: bool = False) -> None:
     """Compares both ways of decoding over so many drawn models, prompts, limits and oracles."""
     (depth, top_k, total_tokens), spans, batch = shape
-    llama = tiny_llama(rope=RopeConfig(type="dynamic", original_max_position_embeddings=24))
+    llama = tiny_llama(rope=DYNAMIC if is_sampled else LONGROPE)
     config = DraftConfig(layer=llama, positions_per_specialist=spans)
     tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
     programs = Shape(llama, config, tree, batch, is_sampled=is_sampled)

@@ -78,24 +78,32 @@ ROPES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
+    "longrope": {  # the second text outgrows the trained context
+        "rope_type": "longrope",
+        "rope_theta": 1e3,
+        "short_factor": [1.0, 1.2, 1.5, 2.0],
+        "long_factor": [1.5, 3.0, 6.0, 12.0],
+        "original_max_position_embeddings": 14,
+    },
 }
 
 
-def random_llama(folder, **changes):
+def random_model(folder, **changes):
     """A random model of `transformers`, saved to a folder."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=53,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=8,
-        **changes,
-    )
-    model = LlamaForCausalLM(config).eval()
+    shape = {
+        "model_type": "llama",
+        "vocab_size": 53,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 8,
+    }
+    config = AutoConfig.for_model(**shape | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         width = parameter.shape[-1] if parameter.ndim == 2 else 25
@@ -103,6 +111,15 @@ def random_llama(folder, **changes):
         torch.nn.init.normal_(parameter, mean=float(is_scale), std=width**-0.5)
     model.save_pretrained(folder)
     return model
+
+
+PHI3 = {
+    "model_type": "phi3",
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 14,
+    "pad_token_id": None,
+}
 
 
 @pytest.mark.torch
@@ -113,12 +130,13 @@ def random_llama(folder, **changes):
         ("linear", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
         ("dynamic", {"num_key_value_heads": 1, "head_dim": 12}),
         ("llama3", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+        ("longrope", PHI3),
     ],
 )
 def test_transformers(tmp_path, rope, changes):
     import torch
 
-    model = random_llama(tmp_path / "source", rope_parameters=ROPES[rope], **changes)
+    model = random_model(tmp_path / "source", rope_parameters=ROPES[rope], **changes)
     convert("target", source=tmp_path / "source", output=tmp_path / "target")
     record, params = load_target(tmp_path / "target")
     assert record.config.rope.type == rope
@@ -132,7 +150,7 @@ def test_transformers(tmp_path, rope, changes):
         for ours, theirs in zip(got, (out.logits, out.hidden_states[-1]), strict=True):
             np.testing.assert_allclose(ours[row], theirs[0, first:], rtol=0, atol=2e-5)
 
-    # Dynamic frequencies follow the longest text seen: short ones first.
+    # Dynamic frequencies and longrope's follow the longest text seen: short ones first.
     for row, length in enumerate(LENGTHS):
         assert_equal(row, length + NUM_STEPS, length - 1, through_cache)
     for row in range(len(LENGTHS)):

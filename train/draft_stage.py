@@ -237,7 +237,7 @@ def describe_draft(wanted: SpecialistsConfig, target: LlamaConfig, num_tokens: i
             f"has, got {max(fields['aux_layers'])}"
         )
     return DraftConfig(
-        layer=replace(target, num_layers=1),
+        layer=replace(target, num_layers=1, fused_projections=False),
         positions_per_specialist=wanted.positions_per_specialist,
         trained_depth=wanted.depth,
         fc_bias=wanted.fc_bias,

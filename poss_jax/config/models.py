@@ -22,6 +22,7 @@ from poss_jax.config.reading import UserError
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Spans = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
+Divisors = tuple[Positive, ...]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -30,25 +31,44 @@ class RopeConfig:
 
     Attributes:
       type: `default`, `linear` (positions divided by the factor), `dynamic` (the base grows with
-        the sequence's length), or `llama3` (low frequencies divided by the factor, smoothly).
+        the sequence's length), `llama3` (low frequencies divided by the factor, smoothly), or
+        `longrope` (every frequency divided by a number of its own, a larger one in long texts).
       theta: Base of the geometric series of frequencies.
       factor: Ratio of the stretched context to the trained one.
       low_freq_factor: Ratio of trained context to wavelength below which llama3 divides.
       high_freq_factor: Ratio of trained context to wavelength above which llama3 does not divide.
-      original_max_position_embeddings: Trained context in tokens (dynamic and llama3).
+      original_max_position_embeddings: Trained context in tokens (dynamic, llama3 and longrope).
+      short_factor: Divisor of each frequency in texts within the trained context (longrope).
+      long_factor: Divisor of each frequency in longer texts (longrope).
+      attention_factor: Factor of rotated queries and keys (longrope); None: `factor` gives it.
     """
 
-    type: Literal["default", "linear", "dynamic", "llama3"] = "default"
+    type: Literal["default", "linear", "dynamic", "llama3", "longrope"] = "default"
     theta: Positive = 10000.0
     factor: Positive = 1.0
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_max_position_embeddings: Count = 8192
+    short_factor: Divisors = Field(default=(), exclude_if=lambda divisors: not divisors)
+    long_factor: Divisors = Field(default=(), exclude_if=lambda divisors: not divisors)
+    attention_factor: Positive | None = Field(default=None, exclude_if=lambda given: given is None)
 
     def __post_init__(self) -> None:
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.type == "llama3" and not low < high:
             raise ValueError(f"want low_freq_factor below high_freq_factor, got {low} and {high}")
+        if self.type == "longrope" and self.original_max_position_embeddings == 1:
+            raise ValueError("rope type longrope wants original_max_position_embeddings above 1")
+
+    @property
+    def scale(self) -> float:
+        """Factor of rotated queries and keys, which keeps attention sharp in a long context."""
+        if self.type != "longrope":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        log_factor = math.log(max(self.factor, 1.0))
+        return math.sqrt(1 + log_factor / math.log(self.original_max_position_embeddings))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -71,6 +91,8 @@ class LlamaConfig:
       o_bias: Give the attention's output projection a bias.
       qk_norm: Norm each head of queries and keys before it is rotated (Qwen3).
       mlp_bias: Give the projections of the MLP a bias.
+      fused_projections: Keep q, k and v in one tensor of PyTorch checkpoints, gate and up in
+        another (Phi-3).
       bos_token_id: Token that begins a text.
       eos_token_ids: Tokens that end a text.
     """
@@ -90,6 +112,7 @@ class LlamaConfig:
     o_bias: bool = False
     qk_norm: bool = False
     mlp_bias: bool = False
+    fused_projections: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
     bos_token_id: TokenId | None = None
     eos_token_ids: tuple[TokenId, ...] = ()
 
@@ -100,6 +123,12 @@ class LlamaConfig:
             )
         if self.rope.type == "dynamic" and self.head_dim == 2:
             raise ValueError("rope type dynamic wants a head_dim above 2")
+        counts = [len(self.rope.short_factor), len(self.rope.long_factor)]
+        if self.rope.type == "longrope" and counts != [self.head_dim // 2] * 2:
+            raise ValueError(
+                f"rope type longrope wants {self.head_dim // 2} numbers in short_factor and in "
+                f"long_factor, got {counts[0]} and {counts[1]}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -6,6 +6,7 @@ signs.py       what formats are recognised by
 reading.py     what a reader makes of a checkpoint
 eagle3.py      EAGLE-3: its signs and its reader
 hf.py          config.json of Hugging Face and of the original code -> our configs
+rope.py        its rope settings, read and written
 names.py       PyTorch key <-> our item and path
 plan.py        what a conversion writes: targets, drafts, and PosS starts from trained drafts
 export.py      a model folder as a PyTorch checkpoint

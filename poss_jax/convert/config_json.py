@@ -4,7 +4,8 @@ from typing import Any
 
 from poss_jax.config.models import LlamaConfig
 from poss_jax.config.reading import UserError
-from poss_jax.convert.hf import CONFIG_KEYS, ROPE_KEYS
+from poss_jax.convert.hf import CONFIG_KEYS
+from poss_jax.convert.rope import write_rope
 
 
 def target_config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
@@ -20,6 +21,8 @@ def target_config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     family = _family(config)
     values = {"architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family}
     values |= layer_json(config, dtype) | {"tie_word_embeddings": config.tie_embeddings}
+    if family == "phi3":  # its own default for padding lies beyond a small vocabulary
+        return values | {"sliding_window": None, "pad_token_id": None}
     if family != "llama":
         values |= {"use_sliding_window": False}
     if family != "qwen2":
@@ -28,7 +31,9 @@ def target_config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 
 
 def _family(config: LlamaConfig) -> str:
-    """Finds the family whose own code has these biases and norms."""
+    """Finds the family whose own code has these projections, biases and norms."""
+    if config.fused_projections:
+        return _check_phi3(config)
     if config.qk_norm and config.qkv_bias == config.o_bias and not config.mlp_bias:
         return "qwen3"
     if not config.qk_norm and config.qkv_bias == config.o_bias:
@@ -42,6 +47,20 @@ def _family(config: LlamaConfig) -> str:
     )
 
 
+def _check_phi3(config: LlamaConfig) -> str:
+    """Names the family of fused projections, which has no biases and few types of rope."""
+    fields = ("qkv_bias", "o_bias", "qk_norm", "mlp_bias")
+    wrong = [field for field in fields if getattr(config, field)]
+    if config.rope.type not in ("default", "longrope"):
+        wrong.append(f"rope type {config.rope.type}")
+    if wrong:
+        raise UserError(
+            f"Phi-3, which has fused projections, has no {', '.join(wrong)}; such a target stays "
+            "with poss_jax"
+        )
+    return "phi3"
+
+
 def layer_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     """Describes the layers of a model, of any kind."""
     stop_ids = list(config.eos_token_ids)
@@ -49,28 +68,9 @@ def layer_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         **{key: getattr(config, field) for field, key in CONFIG_KEYS.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
-        **_rope(config),
+        **write_rope(config),
         "bos_token_id": config.bos_token_id,
         "eos_token_id": stop_ids if len(stop_ids) > 1 else next(iter(stop_ids), None),
         "torch_dtype": dtype,
         "dtype": dtype,
-    }
-
-
-def _rope(config: LlamaConfig) -> dict[str, Any]:
-    """Writes both spellings: rope_theta and rope_scaling (transformers 4), rope_parameters (5)."""
-    rope, scaling = config.rope, {}
-    trained, longest = rope.original_max_position_embeddings, config.max_position_embeddings
-    if rope.type == "dynamic" and trained != longest:  # Hugging Face has one number for both
-        raise UserError(
-            f"rope type dynamic: transformers takes max_position_embeddings ({longest}) for the "
-            f"trained context ({trained}); such a target stays with poss_jax"
-        )
-    if rope.type != "default":
-        keys = ROPE_KEYS[rope.type]
-        scaling = {"rope_type": rope.type} | {key: getattr(rope, key) for key in keys}
-    return {
-        "rope_theta": rope.theta,
-        "rope_scaling": {"type": rope.type} | scaling if scaling else None,
-        "rope_parameters": {"rope_type": rope.type, "rope_theta": rope.theta} | scaling,
     }

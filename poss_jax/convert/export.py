@@ -23,7 +23,7 @@ from poss_jax.convert.card import model_card
 from poss_jax.convert.config_json import target_config_json
 from poss_jax.convert.eagle3_layouts import EAGLE3_LAYOUTS
 from poss_jax.convert.layouts import EAGLE_LAYOUTS, Layout, Outgoing
-from poss_jax.convert.names import DRAFT_EMBEDDING, FC
+from poss_jax.convert.names import DRAFT_EMBEDDING, FC, fused_name
 from poss_jax.convert.plan import Row
 from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
 
@@ -80,9 +80,11 @@ class Export:
         for model, item in self.origins.values():
             loaded = flatten_item(load_item(model.folder, model.record, item))
             arrays = {"/".join((item, *path)): array for path, array in loaded.items()}
-            for row in islice(rows, len(arrays)):
+            while arrays:
+                row = next(rows)
+                parts = [_cast(row, np.asarray(arrays.pop(key))) for key in _split_paths(row.key)]
                 # A copy, so that PyTorch takes it as it is, and so that the item can be freed.
-                yield row.path, _cast(row, np.array(arrays.pop(row.key)))
+                yield row.path, np.concatenate(parts)
         yield from self.maps.items()
 
 
@@ -158,6 +160,8 @@ def _plan_target(target: Model, dtype: ExportDType) -> Export:
     """Plans a target in the layout of `transformers`."""
     origins = {name: (target, name) for name in item_shapes(target.record.config)}
     rows = _rows(origins, dtype)
+    if target.record.llama.fused_projections:
+        rows = _fuse_rows(rows)
     config = target_config_json(target.record.llama, rows[0].dtype)
     return Export(config, origins, rows, tokenizer_from=target.folder)
 
@@ -268,6 +272,32 @@ def _rows(origins: dict[str, tuple[Model, str]], dtype: ExportDType) -> list[Row
                 )
             )
     return rows
+
+
+def _fuse_rows(rows: list[Row]) -> list[Row]:
+    """Joins the rows whose arrays are written as one tensor, one below the other."""
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(fused_name(row.path), []).append(row)
+    return [_fuse(name, group) for name, group in parts.items()]
+
+
+def _fuse(name: str, parts: list[Row]) -> Row:
+    """Joins rows to one, whose path has a plus between their names: `mlp/gate+up/weight`."""
+    if len(parts) == 1:
+        return parts[0]
+    paths = [part.key.split("/") for part in parts]
+    joined = "+".join(path[-2] for path in paths)
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    types = {part.dtype for part in parts}
+    dtype = types.pop() if len(types) == 1 else "float32"
+    return Row("/".join((*paths[0][:-2], joined, paths[0][-1])), name, shape, dtype)
+
+
+def _split_paths(joined: str) -> list[str]:
+    """Lists the paths that `_fuse` joined."""
+    *outer, names, leaf = joined.split("/")
+    return ["/".join((*outer, name, leaf)) for name in names.split("+")]
 
 
 def _cast(row: Row, array: np.ndarray) -> np.ndarray:

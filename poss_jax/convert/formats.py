@@ -154,9 +154,8 @@ def _read_draft(source: Source) -> Reading:
 
 
 def _whole_target(source: Source) -> str | None:
-    names = source.names.keys()
-    is_whole = {"embed_tokens.weight", "norm.weight"} <= names and FC not in names
-    return f"norm.weight, and no {FC}" if is_whole else None
+    found = {FC, "embed_tokens.weight", "norm.weight"} & source.names.keys()
+    return f"norm.weight, and no {FC}" if found == {"embed_tokens.weight", "norm.weight"} else None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from poss_jax.config.models import LlamaConfig, Spans
 from poss_jax.config.numbers import CountOrZero, Depth
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
+from poss_jax.convert.rope import read_rope
 from poss_jax.convert.source import Source
 
 # Field of LlamaConfig -> key of config.json; the first five are required.
@@ -44,16 +45,21 @@ _QWEN = {
 }
 _LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+_PHI3 = {
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "sliding_window": None,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA | _MISTRAL,
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": 128},
+    "phi3": _PHI3,
 }
-
-# Keys that each type of rope has, and must have, by Hugging Face's names.
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-ROPE_KEYS = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "llama3": _LLAMA3}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -101,17 +107,18 @@ def parse_llama_config(
             )
     _refuse_sliding_window(values, origin)
     required = {field: _require(values, CONFIG_KEYS[field], origin) for field in _REQUIRED}
+    longest = _count(values, "max_position_embeddings", origin)
     return build_config(
         LlamaConfig,
         {
             **required,
             "num_kv_heads": _get(values, "num_key_value_heads", required["num_heads"]),
             "head_dim": _head_dim(values, origin),
-            "max_position_embeddings": _count(values, "max_position_embeddings", origin),
+            "max_position_embeddings": longest,
             "rms_norm_eps": _get(values, "rms_norm_eps", 1e-6),
-            "rope": _parse_rope(values, origin),
+            "rope": read_rope(values, longest, origin),
             "tie_embeddings": _get(values, "tie_word_embeddings", False),
-            **_biases_and_norms(values),
+            **_differences(values),
             "bos_token_id": values.get("bos_token_id"),
             "eos_token_ids": _stop_ids(generation) or _stop_ids(values),
         },
@@ -119,7 +126,7 @@ def parse_llama_config(
     )
 
 
-def _biases_and_norms(values: Mapping[str, Any]) -> dict[str, Any]:
+def _differences(values: Mapping[str, Any]) -> dict[str, Any]:
     """Tells the families apart; keys that a family's own code does not read do not count."""
     family = values["model_type"]
     bias = family in ("llama", "qwen3") and _get(values, "attention_bias", False)
@@ -128,6 +135,7 @@ def _biases_and_norms(values: Mapping[str, Any]) -> dict[str, Any]:
         "o_bias": bias,
         "qk_norm": family == "qwen3",
         "mlp_bias": family == "llama" and _get(values, "mlp_bias", False),
+        "fused_projections": family == "phi3",
     }
 
 
@@ -139,7 +147,7 @@ def _refuse_sliding_window(values: Mapping[str, Any], origin: str) -> None:
             f"{origin}: layer_types: want full_attention alone, got {shorten(layer_types)}; models "
             "with other layers cannot be converted"
         )
-    slides = values["model_type"] == "mistral"
+    slides = values["model_type"] in ("mistral", "phi3")
     if values["model_type"] in ("qwen2", "qwen3") and not layer_types:
         first_layer = _count(values, "max_window_layers", origin)
         num_layers = _count(values, "num_hidden_layers", origin)
@@ -177,49 +185,6 @@ def _head_dim(values: Mapping[str, Any], origin: str) -> Any:
             "head_dim"
         )
     return hidden_size // num_heads
-
-
-def _parse_rope(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    settings = _rope_settings(values, origin)
-    kind = settings.pop("type")
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        known = ", ".join(ROPE_KEYS)
-        raise UserError(
-            f"{origin}: rope type: want one of {known}, got {shorten(kind)}; other types are not "
-            "supported"
-        )
-    unknown = settings.keys() - {"rope_theta", *_LLAMA3}
-    missing = [key for key in ROPE_KEYS[kind] if key not in settings]
-    if unknown or missing:
-        listed = [f"unknown {key}" for key in sorted(unknown)] + [f"no {key}" for key in missing]
-        raise UserError(
-            f"{origin}: rope type {kind} with {', '.join(listed)[:200]}; give the model's own "
-            "config.json (other settings are not supported)"
-        )
-    rope = {"type": kind, "theta": settings.get("rope_theta", 10000.0)}
-    rope |= {key: settings[key] for key in ROPE_KEYS[kind]}
-    if kind == "dynamic":  # as transformers: the base grows beyond the model's own context
-        rope["original_max_position_embeddings"] = _count(values, "max_position_embeddings", origin)
-    return rope
-
-
-def _rope_settings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Joins the spellings of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
-    joined: dict[str, Any] = {}
-    top = {"rope_theta": values.get("rope_theta")}
-    for part in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
-        if not isinstance(part, dict):
-            raise UserError(f"{origin}: rope settings: want an object, got {shorten(part)}")
-        for key, value in part.items():
-            name = "type" if key == "rope_type" else key
-            if value is not None and joined.setdefault(name, value) != value:
-                raise UserError(
-                    f"{origin}: rope setting {key[:100]} is given as {shorten(joined[name])} and "
-                    f"as {shorten(value)}; keep the one the model was trained with"
-                )
-    if joined.get("partial_rotary_factor") == 1.0:
-        del joined["partial_rotary_factor"]
-    return {"type": "default"} | joined
 
 
 def _stop_ids(values: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -328,7 +293,8 @@ def read_layer(source: Source) -> tuple[LlamaConfig, list[str]]:
         assumed.append(f"rope theta {layer.rope.theta:g}, because config.json has none")
     if values.get("rms_norm_eps") is None:
         assumed.append(f"rms_norm_eps {layer.rms_norm_eps:g}, because config.json has none")
-    return replace(layer, **shown), [*assumed, *assumed_biases]
+    layer = replace(layer, fused_projections=False, **shown)  # no layout of drafts has them
+    return layer, [*assumed, *assumed_biases]
 
 
 def _check_widths(source: Source, layer: LlamaConfig) -> None:

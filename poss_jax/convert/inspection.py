@@ -16,7 +16,7 @@ from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.plan import PUBLISHED, Row, find_published, place_specialists
 from poss_jax.convert.reading import Reading
 from poss_jax.convert.signs import model_names
-from poss_jax.convert.source import Source, open_source
+from poss_jax.convert.source import Source, cut_tensors, open_source
 from poss_jax.model.parameters import flatten_item, item_shapes
 
 
@@ -120,9 +120,10 @@ def _describe_reading(found: Inspection, reading: Reading) -> None:
         _describe_draft(found, reading, reading.config)
     notes = {key: f"(not stored: {why})" for key, why in reading.dropped.items()}
     notes |= dict.fromkeys(reading.copies, "(a copy of the target's)")
+    tensors = cut_tensors(reading.source.tensors, reading.slots)
     found.rows = [
         Row(key, notes.get(key) or str(reading.slots[key]), t.shape, t.dtype)
-        for key, t in reading.source.tensors.items()
+        for key, t in tensors.items()
     ]
 
 

@@ -1,6 +1,7 @@
 """PyTorch key <-> our item and path, by the tables of the models."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
@@ -9,7 +10,14 @@ from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch
 from poss_jax.model.target import TARGET
 
 _PREFIX = re.compile(r"^((draft_)?model\.)+")
+_ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
 _MIDDLE = re.compile(r"^midlayer(s(?=\.\d)|(?=\.))")  # EAGLE-3's names of what others call layers
+
+# Projections that Phi-3's checkpoints keep in one tensor, one below the other as in our tables.
+_FUSED = {
+    ".self_attn.qkv_proj.": re.compile(r"\.self_attn\.[qkv]_proj\."),
+    ".mlp.gate_up_proj.": re.compile(r"\.mlp\.(gate|up)_proj\."),
+}
 
 DRAFT_EMBEDDING = "embed_tokens.weight"
 """A draft's copy of the target's embedding, which we do not store."""
@@ -42,13 +50,55 @@ def source_key(item: str, path: tuple[str, ...]) -> str:
 
 
 def slots_by_key(config: LlamaConfig | DraftConfig) -> dict[str, Slot]:
-    """Finds the place of every PyTorch key of a model."""
+    """Finds the place of every PyTorch key of a model.
+
+    A part of a fused tensor has the key `NAME[START:STOP]`, by its rows; the parts of a tensor
+    follow each other.
+    """
     table = table_of(config)
-    return {
+    slots = {
         torch_name(table, item, path): Slot(item, path, shape)
         for item, tree in item_shapes(config).items()
         for path, shape in flatten_item(tree).items()
     }
+    is_fused = isinstance(config, LlamaConfig) and config.fused_projections
+    return _name_rows(slots) if is_fused else slots
+
+
+def fused_name(key: str) -> str:
+    """Names the tensor of a fused checkpoint that holds a parameter, alone or with others."""
+    for whole, part in _FUSED.items():
+        key = part.sub(whole, key)
+    return key
+
+
+def _name_rows(slots: Mapping[str, Slot]) -> dict[str, Slot]:
+    """Names parts of fused tensors by their rows."""
+    named: dict[str, Slot] = {}
+    ends: dict[str, int] = {}
+    for key, slot in slots.items():
+        whole = fused_name(key)
+        if whole != key:
+            start = ends.get(whole, 0)
+            ends[whole] = start + slot.shape[0]
+            key = f"{whole}[{start}:{ends[whole]}]"
+        named[key] = slot
+    return named
+
+
+def split_rows(key: str) -> tuple[str, slice | None]:
+    """Splits a key into the name of a tensor and the rows of it; None: all of them."""
+    match = _ROWS.fullmatch(key)
+    return (match[1], slice(int(match[2]), int(match[3]))) if match else (key, None)
+
+
+def join_rows(slots: Mapping[str, Slot]) -> dict[str, tuple[int, ...]]:
+    """Finds the shapes of the tensors in the files, whose parts the slots may be."""
+    shapes = {}
+    for key, slot in slots.items():
+        name, rows = split_rows(key)
+        shapes[name] = slot.shape if rows is None else (rows.stop, *slot.shape[1:])
+    return shapes
 
 
 def plain_name(key: str) -> str:

@@ -27,7 +27,7 @@ from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.hf import DraftMetadata
 from poss_jax.convert.names import HEAD, source_key
 from poss_jax.convert.reading import Reading
-from poss_jax.convert.source import LazyTensor, Source, open_source
+from poss_jax.convert.source import LazyTensor, Source, cut_tensors, open_source
 from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.shapes import Params
 
@@ -250,7 +250,8 @@ def _convert(
     dtype: DType,
     tokenizer_from: Path,
 ) -> Conversion:
-    tensors, slots = reading.source.tensors, reading.slots
+    slots = reading.slots
+    tensors = cut_tensors(reading.source.tensors, slots)
     rows = [
         Row(key, str(slot), slot.shape, tensors[key].dtype if dtype == "keep" else dtype)
         for key, slot in slots.items()

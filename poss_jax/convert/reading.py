@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.hf import DraftMetadata
-from poss_jax.convert.names import Slot
+from poss_jax.convert.names import Slot, join_rows
 from poss_jax.convert.source import LazyTensor, Source
 
 _READABLE = ("float32", "bfloat16", "float16")
@@ -46,8 +46,8 @@ def check_keys(
     optional: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Compares the names, shapes and types of the weights with what the config describes."""
-    shapes = {**optional, **{key: slot.shape for key, slot in slots.items()}}
-    problems = [f"missing {key} {list(shapes[key])}" for key in slots if key not in tensors]
+    shapes = {**optional, **(wanted := join_rows(slots))}
+    problems = [f"missing {key} {list(wanted[key])}" for key in wanted if key not in tensors]
     for key, tensor in tensors.items():
         where = f"in {tensor.file.name}"
         if key not in shapes:

@@ -7,7 +7,7 @@ is imported late: that is slow, and folders do not need it.
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from poss_jax.checkpoint.record import TOKENIZER_FILES
 from poss_jax.checkpoint.sums import SUMS_FILE, check_file, read_sums
 from poss_jax.config.json_reading import check_own_file, parse_object, read_json
 from poss_jax.config.reading import UserError
-from poss_jax.convert.names import plain_name
+from poss_jax.convert.names import plain_name, split_rows
 
 # What is fetched from the Hub: configs, tokenizer, and weights (.bin only without safetensors).
 # Weights by their usual names: some repositories hold a second copy under another.
@@ -203,6 +203,23 @@ def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
     if shards:
         _check_index(weights, shards, tensors)
     return tensors
+
+
+def cut_tensors(tensors: Mapping[str, LazyTensor], keys: Iterable[str]) -> dict[str, LazyTensor]:
+    """Replaces tensors by their parts, where keys name rows of them (`split_rows`)."""
+    cut = dict(tensors)
+    for key in keys:
+        name, rows = split_rows(key)
+        if rows is not None:
+            whole = tensors[name]
+            cut.pop(name, None)
+            shape = (rows.stop - rows.start, *whole.shape[1:])
+            cut[key] = replace(whole, shape=shape, read=partial(_read_rows, whole, rows))
+    return cut
+
+
+def _read_rows(tensor: LazyTensor, rows: slice) -> np.ndarray:
+    return tensor.read()[rows]
 
 
 def _check_index(index: Path, shards: Mapping[str, str], tensors: Mapping[str, LazyTensor]) -> None:

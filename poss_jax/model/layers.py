@@ -120,8 +120,8 @@ def rope_frequencies(
     Args:
       rope: the kind of embedding and its numbers.
       head_dim: width of a head.
-      length: how many positions each row will ever hold; only `dynamic` looks at it. One number
-        per sequence keeps all its keys rotated alike, however they are computed.
+      length: how many positions each row will ever hold; `dynamic` and `longrope` look at it. One
+        number per sequence keeps all its keys rotated alike, however they are computed.
     """
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32)[None] / head_dim
     theta = jnp.full((len(length), 1), rope.theta, jnp.float32)
@@ -134,6 +134,10 @@ def rope_frequencies(
         return frequencies / rope.factor
     if rope.type == "llama3":
         return _llama3_frequencies(rope, frequencies)
+    if rope.type == "longrope":
+        is_long = (length > rope.original_max_position_embeddings)[:, None]
+        short, long = (jnp.array([x], jnp.float32) for x in (rope.short_factor, rope.long_factor))
+        return frequencies / jnp.where(is_long, long, short)
     return frequencies
 
 
@@ -149,10 +153,19 @@ def rotate(
     x: Float[Array, "B heads T H"],
     positions: Int[Array, "B T"],
     frequencies: Float[Array, "B half"],
+    *,
+    scale: float = 1.0,
 ) -> Float[Array, "B heads T H"]:
-    """Applies the rotary embedding in the half-split convention of Hugging Face checkpoints."""
+    """Applies the rotary embedding in the half-split convention of Hugging Face checkpoints.
+
+    Args:
+      x: queries or keys.
+      positions: position of every row.
+      frequencies: angle per position, see `rope_frequencies`.
+      scale: factor of the result, see `RopeConfig.scale`. Static.
+    """
     angles = (positions.astype(jnp.float32)[..., None] * frequencies[:, None])[:, None]
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    cos, sin = ((scale * part(angles)).astype(x.dtype) for part in (jnp.cos, jnp.sin))
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
@@ -296,7 +309,8 @@ class DecoderLayer(nn.Module):
         frequencies: Float[Array, "B half"],
     ) -> Float[Array, "B N T H"]:
         """Projects and rotates queries."""
-        return rotate(self.attention.queries(normed), positions, frequencies)
+        q = self.attention.queries(normed)
+        return rotate(q, positions, frequencies, scale=self.config.rope.scale)
 
     def keys_values(
         self,
@@ -305,7 +319,8 @@ class DecoderLayer(nn.Module):
         frequencies: Float[Array, "B half"],
     ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Projects keys (rotated) and values."""
-        k = rotate(self.attention.keys(normed), positions, frequencies)
+        k = self.attention.keys(normed)
+        k = rotate(k, positions, frequencies, scale=self.config.rope.scale)
         return k, split_heads(self.attention.v(normed), self.config.head_dim)
 
     def finish(

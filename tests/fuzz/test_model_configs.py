@@ -24,8 +24,13 @@ ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 2.0],
+    "long_factor": [1.0, 2.0],
+    "attention_factor": 1.5,
 }
-LISTED = ["llama", "mistral", "qwen2", "qwen3", "eagle", "linear", "dynamic", "default", "yarn"]
+LISTED = """
+    llama mistral qwen2 qwen3 phi3 eagle linear dynamic default longrope su yarn
+""".split()
 OTHERS = """
     rope_scaling rope_parameters rope_theta layer_types sliding_window use_sliding_window head_dim
     max_window_layers max_position_embeddings eos_token_id bos_token_id attention_bias mlp_bias bias
@@ -33,6 +38,7 @@ OTHERS = """
     architectures quantization_config compression_config speculators_model_type draft_vocab_size
     num_experts num_local_experts model transformer_layer_config eagle_fc_bias eagle_config fc_norm
     norm_before_fc norm_before_residual norm_output eagle_aux_hidden_state_layer_ids
+    original_max_position_embeddings
 """.split()
 KEYS = [*TINY, "model_type", METADATA, *OTHERS]
 DRAFT = draft_tensors(2)
