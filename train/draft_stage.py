@@ -168,18 +168,21 @@ class DraftStage:
         return plan_draft_step(self._task, self._run, self._dtype, self.mesh)
 
     def init_params(self) -> Params:
-        """See `Stage`."""
-        is_shared = self._run.specialists.kv == "shared"
+        """See `Stage`; a head of the draft's own begins as the target's rows of its tokens."""
+        is_tied = self.config.kv == "shared" and not family_of(self.config).is_trained_in_chains
 
         def stack(draft: Params) -> Params:
             return draft | {"specialists": stack_layers(draft["specialists"])}
 
-        def init(key: Array) -> Params:
+        def init(key: Array, head: Array) -> Params:
             draft = stack(init_draft(self.config, key))
-            return share_keys_values(draft, lambda leaf: leaf[:1]) if is_shared else draft
+            if "head" in draft:
+                ids = self._task.vocabulary_ids
+                draft["head"] = {"weight": (head if ids is None else head[ids]).astype(jnp.float32)}
+            return share_keys_values(draft, lambda leaf: leaf[:1]) if is_tied else draft
 
         if self._init_draft is None:
-            return make_on(self.mesh, init, self._key)
+            return make_on(self.mesh, init, self._key, self._target["head"]["weight"])
         return make_on(self.mesh, stack, self._init_draft)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
