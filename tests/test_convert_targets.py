@@ -40,8 +40,8 @@ ROPES = {
     "dynamic": {"factor": 2.0},  # max_position_embeddings is 8, and texts are longer
     "llama3": {"factor": 8.0, **LLAMA3},
     "longrope": {  # texts are longer than the trained context, and 8 is twice of it
-        "short_factor": [1.0, 1.2, 1.5, 2.0],
-        "long_factor": [1.5, 3.0, 6.0, 12.0],
+        "short_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 4.0],  # as many as a head has pairs
+        "long_factor": [1.5, 3.0, 6.0, 12.0, 16.0, 20.0],
         "original_max_position_embeddings": 4,
     },
 }
@@ -67,7 +67,9 @@ def choose_cases():
             for rest in itertools.product(ROPES, SPELLINGS, DTYPES)
             if (family, rest[0]) not in NOT_IN_TRANSFORMERS
         ]
-        cases.append(max(candidates, key=lambda case: len(pairs(case) - seen)))
+        # The ropes of a family first: there are no more forms than ropes.
+        newness = {case: (case[:2] not in seen, len(pairs(case) - seen)) for case in candidates}
+        cases.append(max(candidates, key=newness.__getitem__))
         seen |= pairs(cases[-1])
     return cases
 
@@ -87,6 +89,8 @@ def random_model(family: str, rope: str, dtype: str):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, changes = FAMILIES[family]
+    num_pairs = changes.get("head_dim", 8) // 2
+    settings = {k: v[:num_pairs] if isinstance(v, list) else v for k, v in ROPES[rope].items()}
     shape = {
         "vocab_size": 53,
         "hidden_size": 32,
@@ -95,7 +99,7 @@ def random_model(family: str, rope: str, dtype: str):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 8,
-        "rope_parameters": {"rope_type": rope, "rope_theta": THETA, **ROPES[rope]},
+        "rope_parameters": {"rope_type": rope, "rope_theta": THETA, **settings},
     }
     config = AutoConfig.for_model(model_type, **shape, **changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -124,8 +128,9 @@ def save_model(model, folder: Path, rope: str, spelling: str, dtype: str, form: 
     values = json.loads((folder / "config.json").read_text())
     assert values["dtype"] == dtype
     if spelling != "rope_parameters":
-        del values["rope_parameters"]
-        scaling = {spelling: rope, **ROPES[rope]} if rope != "default" else None
+        settings = values.pop("rope_parameters")
+        scaling = {spelling: rope} | {key: settings[key] for key in ROPES[rope]}
+        scaling = scaling if rope != "default" else None
         values |= {"rope_theta": THETA, "rope_scaling": scaling, "torch_dtype": values.pop("dtype")}
     (folder / "config.json").write_text(json.dumps(values))
 
