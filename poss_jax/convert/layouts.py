@@ -33,7 +33,7 @@ class Outgoing:
     dtype: str
 
     def metadata(self, *, vocabulary: tuple[int, ...] | None = None) -> dict[str, Any]:
-        """What config.json says of a draft under `METADATA`, for our own converter."""
+        """Contents of config.json about a draft under `METADATA`, for our own converter."""
         metadata = DraftMetadata(
             positions_per_specialist=self.config.positions_per_specialist,
             trained_depth=self.config.trained_depth,

@@ -1,4 +1,4 @@
-"""What a reader makes of a checkpoint: its config, and the place of every weight."""
+"""The reading of a checkpoint: its config, and the place of every weight."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -114,7 +114,7 @@ def follow(
     position = positions_in(inputs.documents) + index
     B, T = position.shape
     frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
-    # Rows whose chain has left their document read what is no token of theirs: none is trained.
+    # A chain that has left its document reads tokens of another one: it is not trained.
     embedded = jnp.roll(inputs.embedded, -index, axis=1)
     of_tokens = family.join_tokens(shared, embedded)
     x = split_batch(family.join_features(shared, of_tokens, state))
@@ -145,91 +145,89 @@ def chain_gradients(
       Gradients like `draft`, from the first step on that a trained specialist serves; loss terms,
       each [R].
     """
-    config, block, dtype = task.draft, task.step.attention_block, head.dtype
-    R, first, weights = config.trained_depth, task.first_trained_depth, task.depth_weights()
+    dtype, R, first = head.dtype, task.draft.trained_depth, task.first_trained_depth
+    block = task.step.attention_block
     states, stream, _ = unroll_chains(
-        cast(draft, dtype), config, data.inputs, R, lambda *_: None, block=block
+        cast(draft, dtype), task.draft, data.inputs, R, lambda *_: None, block=block
     )
-
-    def run(index: Array, shared: Params, specialist: Params, state: Array, *others: Any):
-        shared, specialist = cast(shared, dtype), cast(specialist, dtype)
-        stream, expected = others
-        prediction, new = follow(
-            shared, specialist, config, data.inputs, index, state, stream, block=block
-        )
-        losses = measure_step(shared, prediction, index, _with_heads(data, expected), task)
-        state = family_of(config).feed_back(shared, config, prediction)
-        return (state, new, weights[index] * losses.total), losses
+    kept = stream, (data.targets.expected_head, data.targets.top_expected_head)
+    run = partial(_run_step, task, data, dtype)
 
     def look(_: None, step: tuple[Array, ...]):
         index, specialist, state = step
-        return None, run(index, *take_specialist(draft, specialist), state, stream, expected)[1]
+        return None, run(index, *take_specialist(draft, specialist), state, *kept)[1]
 
     def go_back(carry: Backward, step: tuple[Array, ...]):
         index, specialist, state = step
-        inputs = *take_specialist(draft, specialist), state, stream, expected
+        inputs = *take_specialist(draft, specialist), state, *kept
         (_, new, loss), pull, losses = jax.vjp(partial(run, index), *inputs, has_aux=True)
         grad_new = jax.tree.map(lambda of, leaf: of[index].astype(leaf.dtype), carry.stream, new)
         *parts, state, of_stream, of_expected = pull((carry.state, grad_new, jnp.ones_like(loss)))
         return Backward(
-            add_gradients(carry.gradients, specialist, *parts),
+            add_gradients(carry.parameters, specialist, *parts),
             state,
-            jax.tree.map(_add_wide, carry.stream, of_stream),
-            jax.tree.map(jnp.add, carry.expected, of_expected),
+            *jax.tree.map(_add_wide, (carry.stream, carry.expected), (of_stream, of_expected)),
         ), losses
 
-    expected = data.targets.expected_head, data.targets.top_expected_head
-    carry = Backward(
-        jax.tree.map(jnp.zeros_like, draft),
-        jnp.zeros_like(states[0]),
-        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), stream),
-        jax.tree.map(jnp.zeros_like, expected),
-    )
-    steps = *_steps(config, R), states
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (draft, *kept))
+    carry = Backward(zeros[0], jnp.zeros_like(states[0]), *zeros[1:])
+    steps = *_steps(task.draft, R), states
     _, before = lax.scan(look, None, tuple(leaf[:first] for leaf in steps))
     carry, after = lax.scan(go_back, carry, tuple(leaf[first:] for leaf in steps), reverse=True)
+    losses = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), before, after)
     shared = {name: leaves for name, leaves in draft.items() if name != "specialists"}
     _, pull = jax.vjp(lambda shared: _outside_of_steps(shared, head, task, data), shared)
     (of_shared,) = pull((carry.state, carry.expected))
-    gradients = jax.tree.map(jnp.add, of_shared, {n: carry.gradients[n] for n in of_shared})
-    losses = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), before, after)
-    return carry.gradients | gradients, losses
+    within = {name: carry.parameters[name] for name in of_shared}
+    return carry.parameters | jax.tree.map(jnp.add, of_shared, within), losses
 
 
 class Backward(NamedTuple):
     """Gradients on the way back, of all that the steps before one have a part in.
 
     Attributes:
-      gradients: of the parameters.
-      state: of what the step before predicted.
-      stream: of all keys and values, float32.
-      expected: of the expected heads of the targets.
+      parameters: gradients like the draft.
+      state: gradient of what the step before predicted.
+      stream: gradients of all keys and values, float32.
+      expected: gradients of the targets' expected heads.
     """
 
-    gradients: Params
+    parameters: Params
     state: Array
     stream: Stream
     expected: tuple[Array, Array]
 
 
-def measure_step(
-    shared: Params,
-    prediction: Float[Array, "B T D"],
-    index: Int[Array, ""],
-    data: DraftData,
+def _run_step(
     task: DraftTask,
-) -> DraftLosses:
-    """Losses of one step."""
-    return draft_losses(
+    data: DraftData,
+    dtype: Any,
+    index: Array,
+    shared: Params,
+    specialist: Params,
+    state: Array,
+    stream: Stream,
+    expected: tuple[Array, Array],
+) -> tuple[tuple[Array, Stream, Array], DraftLosses]:
+    """((what is fed back, keys and values, weighted loss), loss terms) of one step."""
+    shared, specialist = cast(shared, dtype), cast(specialist, dtype)
+    config, block = task.draft, task.step.attention_block
+    prediction, new = follow(
+        shared, specialist, config, data.inputs, index, state, stream, block=block
+    )
+    targets = data.targets.replace(expected_head=expected[0], top_expected_head=expected[1])
+    losses = draft_losses(
         shared["head"]["weight"],
-        place_predictions(shared, task.draft, prediction, index),
-        data.targets,
+        place_predictions(shared, config, prediction, index),
+        targets,
         has_prediction(data, index),
         data.num_trained,
         task.objective,
         chunk=task.step.vocabulary_chunk,
         trains_head=True,
     )
+    state = family_of(config).feed_back(shared, config, prediction)
+    return (state, new, task.depth_weights()[index] * losses.total), losses
 
 
 def place_predictions(
@@ -263,11 +261,6 @@ def _outside_of_steps(
 
 def _first_state(shared: Params, config: DraftConfig, inputs: DraftInputs) -> Array:
     return split_batch(family_of(config).fuse(shared, config, inputs.features))
-
-
-def _with_heads(data: DraftData, expected: tuple[Array, Array]) -> DraftData:
-    targets = data.targets.replace(expected_head=expected[0], top_expected_head=expected[1])
-    return data.replace(targets=targets)
 
 
 def _add_own_rows(q: Array, stream: Stream, index: Array, context: Attended) -> Array:
