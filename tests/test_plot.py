@@ -126,6 +126,19 @@ def test_a_run_that_logged_no_step_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").is_file()
 
 
+def test_eagle3_has_no_feature_to_compare(
+    tmp_path: Path, draft: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {key: v for key, v in validation(2, 2.0).items() if not key.startswith("feature")}
+    folder = write_run(tmp_path / "eagle3", "draft", {"step": 1, "loss": 1.0}, line)
+    main([folder, draft, "--table"])
+    table = capsys.readouterr().out
+    assert "| eagle3 | 0 | 0 | 0.500 |  | 1.000 | 0.300 | 0.800 |  | 0.800 |" in table
+    if has_matplotlib:
+        main([folder, draft, "--output", str(tmp_path / "plot.png")])
+        assert (tmp_path / "plot.png").is_file()
+
+
 @pytest.mark.parametrize(
     "content", [None, "", "stage: draft", "- 1", "{", "[" * 5000, "a: 2024-13-45", "a: &a [*a]"]
 )

@@ -112,7 +112,8 @@ def format_table(runs: list[RunMetrics]) -> str:
         lines += ["", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for run in drafts:
         for depth, specialist in enumerate(run.specialists):
-            cells = [f"{run.best[key][depth]:.3f}" for key in _BY_DEPTH]
+            known = [run.best.get(key) for key in _BY_DEPTH]  # not every family has a feature loss
+            cells = ["" if values is None else f"{values[depth]:.3f}" for values in known]
             lines.append(f"| {run.name} | {depth} | {specialist} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -167,7 +168,8 @@ def _draw_acceptance(axes: Any, drafts: list[RunMetrics]) -> None:
 
 def _draw_by_depth(axes: Any, drafts: list[RunMetrics], key: str, label: str) -> None:
     for run in drafts:
-        axes.plot(range(len(run.specialists)), run.best[key], "o-", label=run.name)
+        if key in run.best:
+            axes.plot(range(len(run.specialists)), run.best[key], "o-", label=run.name)
     axes.set(xlabel="depth", ylabel=label, xticks=range(max(len(r.specialists) for r in drafts)))
 
 
