@@ -55,7 +55,7 @@ def _predict(
     B, T, _ = embedded.shape
     row = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
-    x = [join({"fc": fc}, embedded, features) for features in versions]
+    x = [join({"fc": fc}, config, embedded, features) for features in versions]
     q = layer.queries(x[-1], row, frequencies)
     K, H = config.layer.num_kv_heads, config.layer.head_dim
     q = q.reshape(B, K, -1, T, H)

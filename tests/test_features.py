@@ -22,7 +22,7 @@ from poss_jax.data.feature_cache import FeatureCache, open_cache
 from poss_jax.data.features import RowsWithFeatures, join_features
 from poss_jax.data.prepared import Prepared
 from poss_jax.data.rows import Rows, batch_at, rows_at
-from poss_jax.learn import step
+from poss_jax.learn import task
 from poss_jax.model.sharding import make_mesh
 from train.devices import put_batch
 from train.main import main
@@ -72,11 +72,11 @@ def cached(runs: Runs, folder: Path, values: dict[str, Any]) -> str:
 def online_rounded(config: str, *arguments: str) -> None:
     """Trains with features as online, but rounded as a cache rounds them."""
 
-    def encode(*args: Any, encode: Any = step.encode, **kwargs: Any) -> Any:
+    def encode(*args: Any, encode: Any = task.encode, **kwargs: Any) -> Any:
         return lax.reduce_precision(encode(*args, **kwargs), 8, 7)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "encode", encode)
+        patch.setattr(task, "encode", encode)
         main(["--config", config, *arguments])
 
 

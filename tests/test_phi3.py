@@ -37,7 +37,8 @@ from poss_jax.convert.source import cut_tensors, open_source
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Weights
 from poss_jax.learn.state import init_state
-from poss_jax.learn.step import DraftTask, make_draft_step
+from poss_jax.learn.step import make_draft_step
+from poss_jax.learn.task import DraftTask
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import flatten_item, item_shapes

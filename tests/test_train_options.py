@@ -76,9 +76,10 @@ def test_a_draft_is_continued_in_its_own_family(
     stage = open_stage(config, tmp_path, plan_for="here")
     assert isinstance(stage.config, DraftConfig) and stage.config.family == "other"
     assert stage.config.positions_per_specialist == (2, 2)
-    record["config"]["aux_layers"] = [0, 1]  # features that training does not have yet
-    (draft / "model.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match="drafts of the family other cannot be trained yet"):
+    specialists = {**POSS2["specialists"], "family": "eagle"}
+    changes = {"specialists": specialists, "init_draft": str(draft)}
+    config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2, **changes))
+    with pytest.raises(UserError, match=r"specialists\.family: init_draft .* has another"):
         open_stage(config, tmp_path, plan_for="here")
 
 
