@@ -21,6 +21,7 @@ from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.task import DraftTask
+from poss_jax.model.families import find_family
 from train.draft_stage import describe_draft
 from train.memory import compile_memory, mesh_for, plan_draft_step
 
@@ -99,7 +100,7 @@ def measure(recipe: str, slice_name: str, overrides: list[str]) -> dict[str, Any
 def task_of(config: TrainConfig, target: LlamaConfig) -> DraftTask:
     """Describes the run of `train.main` for such a target."""
     wanted = config.specialists
-    if wanted.family != "eagle3":
+    if not find_family(wanted.family or "eagle").is_trained_in_chains:
         return DraftTask(
             target, describe_draft(wanted, target, target.vocab_size), config.objective, config.step
         )

@@ -117,7 +117,7 @@ def recorded_data(golden: Golden, task: DraftTask) -> DraftData:
         )
     )(target, golden.draft)
     real = np.asarray(attended, bool)
-    np.testing.assert_allclose(data.inputs.features[real], recorded["aux_hidden"][real], atol=5e-5)
+    np.testing.assert_allclose(data.inputs.features[real], recorded["aux_hidden"][real], atol=3e-5)
     return data
 
 

@@ -31,7 +31,7 @@ from poss_jax.learn.validation import (
     make_draft_validation,
 )
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.families import FAMILIES, family_of, init_draft
+from poss_jax.model.families import family_of, find_family, init_draft
 from poss_jax.model.parameters import place_weights
 from poss_jax.model.specialists import extend_specialists, has_shared_keys_values, share_keys_values
 from poss_jax.model.target import stack_layers
@@ -231,14 +231,19 @@ def describe_draft(wanted: SpecialistsConfig, target: LlamaConfig, num_tokens: i
       UserError: the target does not have the layers that the draft is to read.
     """
     name = wanted.family or "eagle"
-    fields: dict[str, Any] = {"kv": wanted.kv} | FAMILIES[name].settle(target, num_tokens)
-    if wanted.aux_layers is not None:
-        fields["aux_layers"] = wanted.aux_layers
-    if max(fields.get("aux_layers", (0,))) >= target.num_layers:
+    fields: dict[str, Any] = {"kv": wanted.kv} | find_family(name).settle(target, num_tokens)
+    layers = wanted.aux_layers
+    if layers is not None and "aux_layers" not in fields:
+        raise UserError(
+            f"specialists.aux_layers: a draft of the family {name} reads none of the target's "
+            "layers; leave it out"
+        )
+    if layers is not None and max(layers) >= target.num_layers:
         raise UserError(
             f"specialists.aux_layers: want layers below {target.num_layers}, which the target "
-            f"has, got {max(fields['aux_layers'])}"
+            f"has, got {max(layers)}"
         )
+    fields |= {} if layers is None else {"aux_layers": layers}
     return DraftConfig(
         layer=replace(target, num_layers=1, fused_projections=False),
         positions_per_specialist=wanted.positions_per_specialist,

@@ -151,7 +151,7 @@ class SpecialistsConfig:
     fc_bias: bool = False
     kv: Literal["per_specialist", "shared"] = "per_specialist"
     num_frozen: CountOrZero = 0
-    family: Literal["eagle", "eagle3"] | None = None
+    family: str | None = None
     aux_layers: tuple[CountOrZero, ...] | None = None
     draft_vocabulary: str | None = None
 
@@ -162,8 +162,6 @@ class SpecialistsConfig:
                 f"num_frozen {self.num_frozen} leaves none of {num_specialists} to be trained"
             )
         layers = self.aux_layers
-        if layers is not None and self.family != "eagle3":
-            raise ValueError("aux_layers wants family eagle3")
         if layers is not None and (len(layers) < 2 or sorted({*layers}) != list(layers)):
             raise ValueError(f"aux_layers: want two or more, in order, got {list(layers)}")
         if self.num_frozen and self.kv == "shared":

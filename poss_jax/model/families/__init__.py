@@ -12,14 +12,19 @@ FAMILIES: dict[str, Family] = {"eagle": EAGLE, "eagle3": EAGLE3}
 
 
 def family_of(config: DraftConfig) -> Family:
-    """Finds the family of a draft.
+    """Finds the family of a draft; see `find_family`."""
+    return find_family(config.family)
+
+
+def find_family(name: str) -> Family:
+    """Finds a family by its name.
 
     Raises:
       UserError: no family has this name.
     """
-    if config.family not in FAMILIES:
-        raise UserError(f"draft family: want one of {', '.join(FAMILIES)}, got {config.family!r}")
-    return FAMILIES[config.family]
+    if name not in FAMILIES:
+        raise UserError(f"draft family: want one of {', '.join(FAMILIES)}, got {name!r}")
+    return FAMILIES[name]
 
 
 def init_draft(config: DraftConfig, key: Array) -> Params:

@@ -167,8 +167,13 @@ def settle(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
     """Settles what a new draft for a target reads, and the size of its head.
 
     It reads layers 2, n/2 and n - 3 of n, as EAGLE-3 does; the last three of fewer than 7.
+
+    Raises:
+      UserError: the target has one layer.
     """
     n = target.num_layers
+    if n < 2:
+        raise UserError("an EAGLE-3 draft reads two layers of the target or more, which has one")
     layers = (2, n // 2, n - 3) if n >= 7 else tuple(range(max(0, n - 3), n))
     return {"kv": "shared", "aux_layers": layers, "head_size": num_tokens}
 
