@@ -173,7 +173,7 @@ def settle(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
     """
     n = target.num_layers
     if n < 2:
-        raise UserError("an EAGLE-3 draft reads two layers of the target or more, which has one")
+        raise UserError("an EAGLE-3 draft wants a target of two layers or more, got one layer")
     layers = (2, n // 2, n - 3) if n >= 7 else tuple(range(max(0, n - 3), n))
     return {"kv": "shared", "aux_layers": layers, "head_size": num_tokens}
 
