@@ -53,6 +53,51 @@ def plain(predictions, head, features, mask, top_k):
     return 0.7 * terms[0] + 0.3 * terms[1] + 1.3 * terms[2], terms
 
 
+@pytest.mark.parametrize("has_own_head", [False, True])
+def test_losses_restricted_to_a_vocabulary(has_own_head):
+    """Targets are renormalised; rows whose best token is unknown count in the feature term only."""
+    ids = jnp.asarray([1, 2, 5, 8, 11, 14, 20], jnp.int32)
+    objective = ObjectiveConfig(**WEIGHTS, top_k=3)
+    own = draw(len(ids), D, seed=5)
+
+    def restricted(predictions, own):
+        draft_head = own if has_own_head else None
+        targets = describe_targets(
+            HEAD, FEATURES, objective, chunk=4, vocabulary=ids, draft_head=draft_head
+        )
+        count, head = MASK.sum(dtype=jnp.float32), own if has_own_head else HEAD[ids]
+        losses = draft_losses(
+            head, predictions, targets, MASK, count, objective, chunk=4, trains_head=has_own_head
+        )
+        return losses.total, targets
+
+    def naive(predictions, own):
+        logits = FEATURES @ HEAD.T
+        known = MASK & jnp.isin(logits.argmax(-1), ids)
+        target = jax.nn.softmax(logits[..., ids])
+        head = own if has_own_head else HEAD[ids]
+        products = target * jax.nn.log_softmax(predictions @ head.T)
+        smallest = jnp.sort(target, axis=-1)[..., -3][..., None]
+        size = jnp.abs(predictions - FEATURES)
+        feature = jnp.where(size < 1, size**2 / 2, size - 1 / 2).mean(axis=-1)
+        rows = (0.7, MASK, feature), (0.3, known, -products.sum(-1))
+        rows += ((1.3, known, -jnp.where(target >= smallest, products, 0.0).sum(-1)),)
+        terms = [weight * jnp.where(mask, row, 0.0).sum() for weight, mask, row in rows]
+        return sum(terms) / (MASK.sum() + 1e-5), target.argmax(-1)
+
+    with jax.numpy_dtype_promotion("standard"):
+        got, want = (
+            jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(PREDICTIONS, own)
+            for run in (restricted, naive)
+        )
+    targets = got[0][1]
+    np.testing.assert_array_equal(targets.tokens, want[0][1])
+    assert 0 < targets.is_known.sum() < targets.is_known.size
+    np.testing.assert_allclose(got[0][0], want[0][0], rtol=1e-5)
+    for ours_of, wanted in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(ours_of, wanted, atol=1e-6)
+
+
 # 11 positions in chunks that hold them all, or do not divide them.
 @pytest.mark.parametrize(("chunk", "top_k"), [(1024, 4), (11, 1), (4, V + 1)])
 def test_draft_losses_and_their_gradient(chunk, top_k):

@@ -88,6 +88,21 @@ def test_it_drafts(runs: Runs, run: Path, tmp_path: Path) -> None:
     assert drafted[0]["text"] == plain[0]["text"]
 
 
+def test_a_vocabulary_for_the_target_s_head(runs: Runs, vocabulary: Path, tmp_path: Path) -> None:
+    """EAGLE-2 learns over a part of the vocabulary, keeps it, and drafts losslessly."""
+    config = config_file(runs, tmp_path, DRAFT)
+    main(["--config", config, f"specialists.draft_vocabulary={vocabulary}"])
+    first, *_, last = [line for line in metrics(tmp_path / "run") if "agreement" in line]
+    assert first["validation_loss"][0] > last["validation_loss"][0]
+    record = read_record(tmp_path / "run/model")
+    assert record.method == "eagle2" and len(record.draft_vocabulary or ()) == 200
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "def area(width):"})
+    draft = str(tmp_path / "run/model")
+    plain = generate(runs.model("target"), None, tmp_path, "--prompts", prompts)
+    drafted = generate(runs.model("target"), draft, tmp_path, "--prompts", prompts)
+    assert drafted[0]["text"] == plain[0]["text"]
+
+
 def test_features_on_disk_are_those_of_the_step(
     runs: Runs, run: Path, vocabulary: Path, tmp_path: Path
 ) -> None:

@@ -190,11 +190,6 @@ def _read_aux_layers(source: Source) -> tuple[int, ...]:
     return tuple(layers) if is_of_speculators else tuple(layer + 1 for layer in layers)
 
 
-def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Layers of a target of this many whose inputs EAGLE-3 reads."""
-    return (2, num_layers // 2, num_layers - 3)
-
-
 def _assume_sound_training(source: Source) -> list[str]:
     """Says what cannot be seen of a draft that SpecForge seems to have made."""
     is_inner = any(key.startswith("midlayer.") for key in source.tensors)

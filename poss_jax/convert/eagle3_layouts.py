@@ -6,8 +6,9 @@ from typing import Any
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.config_json import layer_json, target_config_json
-from poss_jax.convert.eagle3 import AUX_KEY, default_aux_layers
+from poss_jax.convert.eagle3 import AUX_KEY
 from poss_jax.convert.layouts import Layout, Outgoing
+from poss_jax.model.families.eagle3 import default_aux_layers
 
 # Number of tokens to draft that a file of speculators suggests where the trained depth is unknown.
 _USUAL_TOKENS = 3

@@ -22,12 +22,13 @@ from poss_jax.checkpoint.record import (
 )
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, change_config
-from poss_jax.convert.eagle3 import UNPLACED, default_aux_layers
+from poss_jax.convert.eagle3 import UNPLACED
 from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.hf import DraftMetadata
 from poss_jax.convert.names import HEAD, source_key
 from poss_jax.convert.reading import Reading
 from poss_jax.convert.source import LazyTensor, Source, cut_tensors, open_source
+from poss_jax.model.families.eagle3 import default_aux_layers
 from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.shapes import Params
 

@@ -163,10 +163,15 @@ def read(
     return features if config.output_norm is None else _norm_output(params, config, features)
 
 
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Layers whose inputs EAGLE-3 reads of a target with this many, at least 7."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
 def settle(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
     """Settles what a new draft for a target reads, and the size of its head.
 
-    It reads layers 2, n/2 and n - 3 of n, as EAGLE-3 does; the last three of fewer than 7.
+    It reads the layers that EAGLE-3 does; of fewer than 7 the last three.
 
     Raises:
       UserError: the target has one layer.
@@ -174,7 +179,7 @@ def settle(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
     n = target.num_layers
     if n < 2:
         raise UserError("an EAGLE-3 draft wants a target of two layers or more, got one layer")
-    layers = (2, n // 2, n - 3) if n >= 7 else tuple(range(max(0, n - 3), n))
+    layers = default_aux_layers(n) if n >= 7 else tuple(range(max(0, n - 3), n))
     return {"kv": "shared", "aux_layers": layers, "head_size": num_tokens}
 
 
