@@ -33,6 +33,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.batches import read_tree
+from benchmarks.reports import tree_name, write_report
 from infer.bench import first_prompts, load_decoders, read_questions
 from infer.measure import Decoder
 from poss_jax.checkpoint.record import provenance
@@ -147,7 +148,7 @@ def measure(config: BenchConfig, trees: Sequence[TreeConfig], batch_size: int) -
     with tqdm(total=len(decoders) * len(trees) * len(WAYS), desc="context") as progress:
         for decoder in decoders:
             for tree in trees:
-                row: dict[str, Any] = {"draft": decoder.name, "tree": _tree_name(tree), "ways": {}}
+                row: dict[str, Any] = {"draft": decoder.name, "tree": tree_name(tree), "ways": {}}
                 for way in WAYS:
                     progress.update()
                     if way == OWN_CACHES and tree.top_k > 1:
@@ -189,10 +190,6 @@ def _decode(
 ) -> tuple[list[list[int]], list[list[int]]]:
     answers = engine.decode(prompts, batch_size=batch_size)
     return [one.output_ids for one in answers], [one.accepted_per_round for one in answers]
-
-
-def _tree_name(tree: TreeConfig) -> str:
-    return f"{tree.depth}/{tree.top_k}/{tree.total_tokens}"
 
 
 def format_table(report: dict[str, Any]) -> str:
@@ -239,9 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = measure(config, [read_tree(text) for text in args.trees], args.batch_size)
     print(format_table(report))
     if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-        (args.output / "report.md").write_text(format_table(report) + "\n")
+        write_report(report, format_table(report), args.output)
     print(json.dumps(report))
     if _num_different(report):
         raise UserError("outputs differ from autoregressive ones; see the report")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.reports import tree_name, write_report
 from infer.bench import first_prompts, load_decoders, read_questions
 from infer.report import LOOPING_BELOW
 from poss_jax.checkpoint.record import provenance
@@ -75,7 +76,7 @@ def measure(config: BenchConfig, num_seeds: int, batch_size: int) -> dict[str, A
                 for is_coupled in (False, True)
             ]
             rows.append(
-                {"draft": decoder.name, "tree": _tree_name(tree)} | _summarise(jobs, *answers)
+                {"draft": decoder.name, "tree": tree_name(tree)} | _summarise(jobs, *answers)
             )
     return {
         "prompts": len(prompts),
@@ -135,10 +136,6 @@ def _with_intervals(per_prompt: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _tree_name(tree: TreeConfig) -> str:
-    return f"{tree.depth}/{tree.top_k}/{tree.total_tokens}"
-
-
 def format_table(report: dict[str, Any]) -> str:
     """The report as a Markdown table."""
     lines = [
@@ -163,19 +160,6 @@ def _cell(entry: dict[str, Any]) -> str:
     means = f"{entry['plain']['mean']:.2f} -> {entry['coupled']['mean']:.2f}"
     gain = entry["gain"]
     return f"{means} [{gain['low']:+.2f}, {gain['high']:+.2f}]"
-
-
-def write_report(report: dict[str, Any], folder: Path) -> None:
-    """Writes report.json, report.md and, where matplotlib is installed, coupling.png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    (folder / "report.md").write_text(format_table(report) + "\n")
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    _plot(report, folder / "coupling.png")
 
 
 def _plot(report: dict[str, Any], path: Path) -> None:
@@ -227,7 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = measure(config, args.seeds, args.batch_size)
     print(format_table(report))
     if args.output is not None:
-        write_report(report, args.output)
+        picture = args.output / "coupling.png"
+        write_report(report, format_table(report), args.output, plot=lambda: _plot(report, picture))
     print(json.dumps(report))
     if any(e["different_outputs"] for row in report["rows"] for e in row["settings"].values()):
         raise UserError("outputs differ between plain and coupled drafting; see the report")

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from benchmarks.batches import read_tree
 from benchmarks.coupling import DEMO, DEMO_DRAFTS
+from benchmarks.reports import write_report
 from infer.bench import first_prompts, load_decoders, read_questions
 from infer.measure import Decoder, Run, measure_phases, time_questions
 from poss_jax.checkpoint.record import provenance
@@ -171,19 +172,6 @@ def _num_different(report: dict[str, Any]) -> int:
     return sum(report["prompts"] - row["equal_outputs"] for row in report["rows"])
 
 
-def write_report(report: dict[str, Any], folder: Path) -> None:
-    """Writes report.json, report.md and, where matplotlib is installed, draft_vocabulary.png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    (folder / "report.md").write_text(format_table(report) + "\n")
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    _plot(report["rows"], folder / "draft_vocabulary.png")
-
-
 def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Acceptance length and milliseconds of a round over the size."""
     from matplotlib import pyplot
@@ -235,7 +223,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = measure(config, counts, args.sizes)
     print(format_table(report))
     if args.output is not None:
-        write_report(report, args.output)
+        picture = args.output / "draft_vocabulary.png"
+        write_report(
+            report, format_table(report), args.output, plot=lambda: _plot(report["rows"], picture)
+        )
     print(json.dumps(report))
     if _num_different(report):
         raise UserError("outputs differ from autoregressive ones; see the report")
