@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks import reports
 from infer.bench import first_prompts, load_decoders, read_questions
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty
@@ -136,22 +137,15 @@ def format_table(report: dict[str, Any]) -> str:
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Writes report.json, report.md, trees.yaml and, where matplotlib is installed, a plot."""
-    folder.mkdir(parents=True, exist_ok=True)
     best = {size: report["trees"][entry["best"]] for size, entry in report["batch_sizes"].items()}
     device = report["provenance"]["device_kind"]
     header = (
         f"# Batch size -> fastest tree on {device} (python -m benchmarks.batches); null: no draft\n"
     )
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    (folder / "report.md").write_text(format_table(report) + "\n")
+    table, picture = format_table(report), folder / "batches.png"
+    reports.write_report(report, table, folder, plot=lambda: _plot(report, picture))
     lines = [f"{size}: {json.dumps(tree)}\n" for size, tree in best.items()]  # JSON is YAML, too
     (folder / "trees.yaml").write_text(header + "".join(lines))
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    _plot(report, folder / "batches.png")
 
 
 def _plot(report: dict[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the benchmarks of drafts have in common: the files of a report, and the names of trees."""
+"""The files of a benchmark's report, and the names of trees."""
 
 import json
 from collections.abc import Callable
