@@ -16,6 +16,7 @@ from flax import linen as nn
 from jax import lax
 
 from poss_jax.config.models import LlamaConfig, RopeConfig
+from poss_jax.model.quantise import Quantised
 from poss_jax.model.sharding import Axes
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
@@ -80,10 +81,16 @@ _FEW_ROWS = 64
 
 def linear(
     x: Float[Array, "*rows in_dim"],
-    weight: Float[Array, "out_dim in_dim"],
+    weight: Float[Array, "out_dim in_dim"] | Quantised,
     bias: Float[Array, " out_dim"] | None = None,
 ) -> Float[Array, "*rows out_dim"]:
     """Multiplies rows by a weight kept `[out, in]`, in the spelling its backend runs fastest."""
+    if isinstance(weight, Quantised):
+        # The scale comes after the product, whose operand is then a conversion of 8 bits alone,
+        # which compilers for TPU and GPU make part of the product.
+        out = linear(x, weight.values.astype(x.dtype)).astype(jnp.float32)
+        out = (out * weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+        return out if bias is None else out + bias.reshape((1,) * (out.ndim - 1) + (-1,))
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if len(rows) == 1:
         out = lax.platform_dependent(
