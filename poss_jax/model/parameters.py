@@ -20,7 +20,7 @@ public: other programs may read them. In memory the numbered items of a model ar
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -160,7 +160,7 @@ def _shapes_of_one(
     else:
         params = jax.eval_shape(lambda: init_target(replace(config, num_layers=1), key))
         if is_quantised:
-            params = jax.eval_shape(lambda: quantise_target(params, "int8"))
+            params = jax.eval_shape(partial(quantise_target, kind="int8"), params)
         elif config.tie_embeddings:
             del params["head"]
     return {

@@ -32,8 +32,8 @@ class Quantised(struct.PyTreeNode):
       scale: factor of every output.
     """
 
-    values: Array  # [out in]
-    scale: Array  # [out] float32
+    values: Any  # [out in]; an array, or what stands for one, such as its sharding
+    scale: Any  # [out] float32
 
     def __len__(self) -> int:
         return len(self.values)
@@ -78,7 +78,7 @@ def weight_path(path: str) -> str:
 def quantise_target(params: Params, kind: Quantisation) -> Params:
     """Quantises the matrices of a target, or of some of its items by their names."""
 
-    def visit(path: tuple[Any, ...], leaf: Array) -> Array | Quantised:
+    def visit(path: tuple[Any, ...], leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return quantise(leaf, kind) if is_quantisable(name) else leaf
 
@@ -103,10 +103,10 @@ def quantise_items(
         yield name, item if dtype is None else _cast(item, dtype)
 
 
-def pack(item: Params) -> Params:
+def pack(item: Params) -> Any:
     """Makes a `Quantised` of every dict of values and scale, as items are stored."""
     if item.keys() == {"values", "scale"}:
-        return Quantised(**item)  # type: ignore[return-value]
+        return Quantised(**item)
     return {name: pack(part) if isinstance(part, dict) else part for name, part in item.items()}
 
 
@@ -114,7 +114,7 @@ def unpack(item: Params) -> Params:
     """Reverses `pack`."""
 
     def visit(part: Any) -> Any:
-        return vars(part) if isinstance(part, Quantised) else part
+        return dict(vars(part)) if isinstance(part, Quantised) else part
 
     return jax.tree.map(visit, item, is_leaf=lambda part: isinstance(part, Quantised))
 
