@@ -35,12 +35,9 @@ class Quantised(struct.PyTreeNode):
     values: Any  # [out in]; an array, or what stands for one, such as its sharding
     scale: Any  # [out] float32
 
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, rows: Any) -> "Quantised":
-        """Takes some of the outputs."""
-        return Quantised(self.values[rows], self.scale[rows])
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
 
 
 @partial(jax.jit, static_argnames="kind")
