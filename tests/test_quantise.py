@@ -42,6 +42,7 @@ from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.convert.__main__ import main as convert_main
 from poss_jax.decode import speculate
+from poss_jax.model import layers
 from poss_jax.model.layers import linear
 from poss_jax.model.parameters import partition, place_tree, place_weights
 from poss_jax.model.quantise import (
@@ -186,6 +187,18 @@ def test_linear_is_that_of_the_dequantised_weight(kind, shape):
     np.testing.assert_allclose(
         narrow.astype(jnp.float32), linear(x, weight, bias), rtol=0.02, atol=0.1
     )
+
+
+@pytest.mark.parametrize("num_outputs", [1, 20, 23])
+def test_blocks_give_the_same_product(monkeypatch, num_outputs):
+    """CPUs convert large weights in blocks of outputs, here of five; the last may be shorter."""
+    rng = np.random.default_rng(0)
+    weight = quantise(jnp.asarray(rng.normal(size=(num_outputs, 16)), jnp.float32), "int8")
+    x = jnp.asarray(rng.normal(size=(2, 3, 16)), jnp.float32)
+    whole = linear(x, weight)
+    monkeypatch.setattr(layers, "_BLOCK", 5 * 16)
+    assert ("scan" in str(jax.make_jaxpr(linear)(x, weight))) == (num_outputs > 5)
+    np.testing.assert_allclose(linear(x, weight), whole, rtol=1e-5, atol=1e-5)
 
 
 @kinds

@@ -78,6 +78,9 @@ def layer_rows(path: str, torch: str) -> dict[str, Parameter]:
 # (benchmarks/linear.py).
 _FEW_ROWS = 64
 
+# Numbers of a quantised weight that CPUs convert at a time.
+_BLOCK = 1 << 19
+
 
 def linear(
     x: Float[Array, "*rows in_dim"],
@@ -86,11 +89,7 @@ def linear(
 ) -> Float[Array, "*rows out_dim"]:
     """Multiplies rows by a weight kept `[out, in]`, in the spelling its backend runs fastest."""
     if isinstance(weight, Quantised):
-        # The scale comes after the product, whose operand is then a conversion of 8 bits alone,
-        # which compilers for TPU and GPU make part of the product.
-        out = linear(x, weight.values.astype(x.dtype)).astype(jnp.float32)
-        out = (out * weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
-        return out if bias is None else out + bias.reshape((1,) * (out.ndim - 1) + (-1,))
+        return _quantised(x, weight, bias)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if len(rows) == 1:
         out = lax.platform_dependent(
@@ -102,6 +101,31 @@ def linear(
         out = _plain(rows, weight)
     out = out.reshape(*x.shape[:-1], len(weight))
     return out if bias is None else out + bias.reshape((1,) * (out.ndim - 1) + (-1,))
+
+
+def _quantised(x: Array, weight: Quantised, bias: Array | None) -> Array:
+    # The scale comes after the product, whose operand is then a conversion of 8 bits alone, which
+    # compilers for TPU and GPU make part of the product.
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if weight.values.size <= _BLOCK:
+        out = _converted(rows, weight.values)
+    else:
+        out = lax.platform_dependent(rows, weight.values, cpu=_blocks_on_cpu, default=_converted)
+    out = (out.astype(jnp.float32) * weight.scale[None]).astype(x.dtype)
+    out = out if bias is None else out + bias[None]
+    return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _converted(rows: Array, values: Array) -> Array:
+    return linear(rows, values.astype(rows.dtype))
+
+
+def _blocks_on_cpu(rows: Array, values: Array) -> Array:
+    # XLA on CPU writes what it converts to memory. A block at a time stays in the cache.
+    def product(output: Array) -> Array:
+        return rows @ output.astype(rows.dtype)
+
+    return lax.map(product, values, batch_size=max(1, _BLOCK // values.shape[1])).T
 
 
 def _plain(rows: Array, weight: Array) -> Array:
