@@ -16,6 +16,7 @@ from flax import linen as nn
 from jax import lax
 
 from poss_jax.config.models import LlamaConfig, RopeConfig
+from poss_jax.model.quantise import Quantised
 from poss_jax.model.sharding import Axes
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
@@ -77,13 +78,18 @@ def layer_rows(path: str, torch: str) -> dict[str, Parameter]:
 # (benchmarks/linear.py).
 _FEW_ROWS = 64
 
+# Numbers of a quantised weight that CPUs convert at a time.
+_BLOCK = 1 << 19
+
 
 def linear(
     x: Float[Array, "*rows in_dim"],
-    weight: Float[Array, "*out_dims in_dim"],
+    weight: Float[Array, "*out_dims in_dim"] | Quantised,
     bias: Float[Array, "*out_dims"] | None = None,
 ) -> Float[Array, "..."]:
     """Multiplies rows by a weight kept `[out, in]`, in the spelling its backend runs fastest."""
+    if isinstance(weight, Quantised):
+        return _quantised(x, weight, bias)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if len(rows) == 1:
         out = lax.platform_dependent(
@@ -95,6 +101,34 @@ def linear(
         out = _plain(rows, weight)
     out = out.reshape(*x.shape[:-1], *weight.shape[:-1])
     return out if bias is None else out + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+
+
+def _quantised(x: Array, weight: Quantised, bias: Array | None) -> Array:
+    # The scale comes after the product, whose operand is then a conversion of 8 bits alone, which
+    # compilers for TPU and GPU make part of the product.
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if weight.values.size <= _BLOCK:
+        out = _converted(rows, weight.values)
+    else:
+        out = lax.platform_dependent(rows, weight.values, cpu=_blocks_on_cpu, default=_converted)
+    out = (out.astype(jnp.float32) * weight.scale[None]).astype(x.dtype)
+    out = out if bias is None else out + bias[None]
+    return out.reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+def _converted(rows: Array, values: Array) -> Array:
+    return linear(rows, values.astype(rows.dtype))
+
+
+def _blocks_on_cpu(rows: Array, values: Array) -> Array:
+    # XLA on CPU writes what it converts to memory. A block at a time stays in the cache.
+    def product(output: Array) -> Array:
+        return rows @ output.astype(rows.dtype)
+
+    width = values.shape[-1]
+    outputs = values.reshape(-1, width)
+    out = lax.map(product, outputs, batch_size=max(1, _BLOCK // width)).T
+    return out.reshape(-1, *values.shape[:-1])
 
 
 def _plain(rows: Array, weight: Array) -> Array:
