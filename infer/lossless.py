@@ -20,7 +20,7 @@ from tqdm import tqdm
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.decode import speculate
-from poss_jax.decode.sampling import Text, draw_noise, process_logits
+from poss_jax.decode.sampling import Text, draw_noise, process_logits, shift_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.verify import accept
 from poss_jax.engine.answers import Generation
@@ -266,15 +266,10 @@ def _scores(
     if sampling is None:
         return Scores(wide, wide, jnp.zeros_like(wide))
     V = wide.shape[-1]
-    unfiltered = sampling.replace(
-        top_k=jnp.zeros_like(sampling.top_k),
-        top_p=jnp.ones_like(sampling.top_p),
-        min_p=jnp.zeros_like(sampling.min_p),
-    )
     noise = draw_noise(sampling, first, num_positions=depths.shape[1], vocab_size=V)
     return Scores(
-        process_logits(wide, unfiltered, text, vocab_size=V),
-        process_logits(wide, sampling, text, vocab_size=V),
+        shift_logits(wide, sampling, text, vocab_size=V),
+        process_logits(wide, sampling, text),
         jnp.take_along_axis(noise, depths[:, :, None], axis=1),
     )
 

@@ -12,8 +12,8 @@ from test_sampling import settings, text_of
 from watch import Watch
 
 from poss_jax.decode import speculate
-from poss_jax.decode.drafting import Level, _top_k_of_blocks, coupled_children, top_children
-from poss_jax.decode.sampling import draw_noise
+from poss_jax.decode.drafting import Level, coupled_children, top_children
+from poss_jax.decode.sampling import _top_k_of_blocks, draw_noise
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 
 LENGTH, V = 48, 30

@@ -60,7 +60,7 @@ def exact_distribution() -> np.ndarray:
             tokens, jnp.zeros_like(tokens, bool).at[:, :end].set(True), tokens[:, :0], nothing
         )
         given = settings(len(texts), **GIVEN)
-        scores = process_logits(logits[:, end - 1 : end], given, text, vocab_size=V)
+        scores = process_logits(logits[:, end - 1 : end], given, text)
         chosen = np.array(jax.nn.softmax(scores[:, 0]), np.float64)
         probability *= np.take_along_axis(chosen, texts[:, n : n + 1], axis=1)[:, 0]
     np.testing.assert_allclose(probability.sum(), 1, atol=1e-5)

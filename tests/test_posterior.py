@@ -32,7 +32,7 @@ def scores_of(case: int) -> jax.Array:
     top_p = record["top_p"] or 1.0  # 0 is off there
     given = settings(1, temperature=record["temperature"], top_k=record["top_k"], top_p=top_p)
     text = text_of([], np.zeros((len(logits), 0)))
-    return process_logits(jnp.asarray(logits[None]), given, text, vocab_size=logits.shape[1])
+    return process_logits(jnp.asarray(logits[None]), given, text)
 
 
 def probabilities_of(case: int) -> np.ndarray:

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax.decode.sampling import Sampling, Text, draw_noise, process_logits
+from poss_jax.decode.sampling import (
+    Sampling,
+    Text,
+    draw,
+    draw_noise,
+    lower_unlikely,
+    process_logits,
+    shift_logits,
+)
 
 V = 40
 
@@ -43,7 +51,7 @@ def text_of(tokens, on_path=None, path=()) -> Text:
 def scores_of(logits, text=None, **given) -> np.ndarray:
     """Scores of the rows of one sequence."""
     logits = jnp.asarray([logits], jnp.float32)
-    out = process_logits(logits, settings(1, **given), text or text_of([]), vocab_size=4)
+    out = process_logits(logits, settings(1, **given), text or text_of([]))
     return np.array(out[0])
 
 
@@ -75,9 +83,62 @@ def test_filters(given, kept):
     np.testing.assert_array_equal(scores[0][kept], logits[kept])
 
 
+@pytest.mark.parametrize("sharpness", [0.0, 1.0, 30.0])
+def test_a_draw_is_the_best_of_what_the_filters_keep(sharpness):
+    """Whatever the filters, one at a time or together; with equal scores, too."""
+    rng = np.random.default_rng(0)
+    B, rows = 60, 3
+    given = settings(
+        B,
+        temperature=rng.choice([0.0, 0.7, 1.5], B),
+        top_k=rng.choice([0, 1, 3, 30], B),
+        top_p=rng.choice([1.0, 0.9, 0.3, 1e-6], B),
+        min_p=rng.choice([0.0, 0.1, 1.0], B),
+    )
+    rounded = np.round(sharpness * rng.normal(size=(B, rows, V)), 1) + 0.0  # no -0.0
+    logits = jnp.asarray(rounded, jnp.float32)
+    noise = jnp.asarray(4 * rng.gumbel(size=(B, rows, V)), jnp.float32)
+    nothing = jnp.zeros((B, 0), jnp.int32)
+    text = Text(nothing, nothing > 0, nothing, jnp.zeros((B, rows, 0), bool))
+
+    @jax.jit
+    def run(logits, given, noise):
+        shifted = shift_logits(logits, given, text, vocab_size=V)
+        wanted = jnp.argmax(process_logits(logits, given, text) + noise, axis=-1)
+        return draw(shifted, noise, given), wanted, jnp.argmax(shifted + noise, axis=-1)
+
+    drawn, wanted, unfiltered = run(logits, given, noise)
+    np.testing.assert_array_equal(drawn, wanted)
+    assert (wanted != unfiltered).any()
+
+
+def test_a_draw_ends_where_scores_are_no_numbers():
+    scores = jnp.full((1, 2, V), jnp.nan)
+    assert draw(scores, jnp.zeros_like(scores), settings(1, top_p=0.5)).shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"top_k": 2}, [1, 3]),
+        ({"top_p": 0.51}, [1, 3]),
+        ({"top_k": 2, "top_p": 0.62}, [1]),
+        ({"min_p": 0.25}, [0, 1, 3]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"temperature": 0.0, "top_k": 1}, [0, 1, 2, 3]),
+    ],
+)
+def test_a_draft_lowers_what_the_filters_leave_out(given, kept):
+    logits = np.log(np.float32([0.15, 0.5, 0.05, 0.3]))
+    scores = jnp.asarray(logits[None, None])
+    lowered = np.array(lower_unlikely(scores, settings(1, **given), 1.5))[0, 0]
+    want = np.where(np.isin(np.arange(4), kept), logits, logits - 1.5)
+    np.testing.assert_allclose(lowered, want, rtol=1e-6)
+
+
 def test_scores_are_float32_whatever_the_model_computes_in():
     logits = jnp.asarray([[[1.0, 2.0, 3.0, 4.0]]], jnp.bfloat16)
-    scores = process_logits(logits, settings(1, temperature=0.3), text_of([]), vocab_size=4)
+    scores = process_logits(logits, settings(1, temperature=0.3), text_of([]))
     assert scores.dtype == jnp.float32
     np.testing.assert_allclose(scores[0, 0], np.float32([1, 2, 3, 4]) / np.float32(0.3), rtol=1e-7)
 
@@ -120,8 +181,8 @@ def test_a_draft_with_its_own_vocabulary_is_processed_alike():
     )
     given = settings(1, repetition_penalty=1.3, temperature=0.7, bias_ids=[[9, 4]], bias=[[2, -2]])
     vocabulary = jnp.asarray([9, 3, 11, 4])
-    whole = process_logits(logits, given, text, vocab_size=V)
-    part = process_logits(logits[..., vocabulary], given, text, vocab_size=V, vocabulary=vocabulary)
+    whole = shift_logits(logits, given, text, vocab_size=V)
+    part = shift_logits(logits[..., vocabulary], given, text, vocab_size=V, vocabulary=vocabulary)
     np.testing.assert_array_equal(part, whole[..., vocabulary])
 
 
@@ -150,7 +211,7 @@ def test_processors_are_those_of_transformers():
         jnp.ones((batch, 1, 4), bool),
     )
     sampling = settings(batch, **given, bias_ids=bias_ids, bias=bias)
-    ours = jax.jit(partial(process_logits, vocab_size=V))(logits[:, None], sampling, text)[:, 0]
+    ours = jax.jit(process_logits)(logits[:, None], sampling, text)[:, 0]
     for row in range(batch):
         one = {name: value[row].item() for name, value in given.items()}
         biases = {(int(i),): float(b) for i, b in zip(bias_ids[row], bias[row], strict=True)}

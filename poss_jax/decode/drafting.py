@@ -14,15 +14,14 @@ cache of the stream that reads them:
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from poss_jax.config.models import DraftConfig, TreeConfig
-from poss_jax.decode.sampling import Sampling, Text, process_logits
+from poss_jax.decode.sampling import Sampling, Text, lower_unlikely, shift_logits
+from poss_jax.decode.sampling import top_k as best_of
 from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
 from poss_jax.model.cache import KVCache, Rows, attend_cached, commit_rows
 from poss_jax.model.families import family_of
@@ -171,14 +170,8 @@ def coupled_children(
       vocabulary: target id of every logit; None: all, in order.
     """
     text = text._replace(path=level.path, on_path=level.on_path)
-    scores = process_logits(
-        logits,
-        sampling,
-        text,
-        vocab_size=noise.shape[-1],
-        vocabulary=vocabulary,
-        filter_margin=_FILTER_MARGIN,
-    )
+    scores = shift_logits(logits, sampling, text, vocab_size=noise.shape[-1], vocabulary=vocabulary)
+    scores = lower_unlikely(scores, sampling, _FILTER_MARGIN)
     noise = noise[:, level.depth]
     noisy = scores + (noise if vocabulary is None else noise[:, vocabulary])[:, None]
     noisy *= jnp.where(sampling.temperature > 0, _SHARPNESS, 1.0)[:, None, None]
@@ -189,42 +182,10 @@ def _most_likely(
     scores: Float[Array, "B rows Vd"], top_k: int
 ) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
     """The best tokens and the logarithm of their softmax, none above 0."""
-    best, ids = _top_k(scores, top_k)
+    best, ids = best_of(scores, top_k)
     log_probs = best - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     # XLA may compute `scores` twice and round them apart: a certain token would exceed 0.
     return ids, jnp.minimum(log_probs, 0.0)
-
-
-def _top_k(
-    scores: Float[Array, "B rows Vd"], k: int
-) -> tuple[Float[Array, "B rows k"], Int[Array, "B rows k"]]:
-    """Finds what `lax.top_k` finds, ties included."""
-
-    def whole(scores: Array) -> tuple[Array, Array]:
-        best, ids = lax.top_k(scores, k)
-        return best, ids
-
-    blocks = partial(_top_k_of_blocks, k=k)
-    best, ids = lax.platform_dependent(scores, tpu=blocks, default=whole)
-    return best, ids
-
-
-def _top_k_of_blocks(scores: Array, k: int) -> tuple[Array, Array]:
-    # A TPU sorts whole rows, and long sorts take long to run and longer to compile. The best k lie
-    # in the k blocks of the highest maxima.
-    width = scores.shape[-1]
-    block = 128 if width > 128 * 128 else 16
-    if width <= max(512, 2 * k * block):
-        best, ids = lax.top_k(scores, k)
-        return best, ids
-    padding = ((0, 0), (0, 0), (0, -width % block))
-    padded = jnp.pad(scores, padding, constant_values=-jnp.inf)
-    blocks = padded.reshape(*scores.shape[:2], -1, block)
-    kept = jnp.sort(_top_k_of_blocks(blocks.max(axis=-1), k)[1], axis=-1)
-    among = jnp.take_along_axis(blocks, kept[..., None], axis=2)
-    best, place = _top_k_of_blocks(among.reshape(*scores.shape[:2], -1), k)
-    index = jnp.take_along_axis(kept, place // block, axis=-1)
-    return best, index * block + place % block
 
 
 def _target_ids(params: Params, ids: Int[Array, "*any"]) -> Int[Array, "*any"]:

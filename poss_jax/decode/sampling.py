@@ -10,8 +10,8 @@ of temperature 0 get no noise: they are greedy.
 Scores and noise are float32 whatever the model's dtype.
 """
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from poss_jax.decode.verify import choose
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
@@ -85,16 +86,15 @@ def draw_noise(
     return jnp.where(_is_sampled(sampling)[:, None, None], noise, 0.0)
 
 
-def process_logits(
+def shift_logits(
     logits: Float[Array, "B rows Vd"],
     sampling: Sampling,
     text: Text,
     *,
     vocab_size: int,
     vocabulary: Int[Array, " Vd"] | None = None,
-    filter_margin: float = math.inf,
 ) -> Float[Array, "B rows Vd"]:
-    """Scores of the tokens that may be chosen; -inf for the others.
+    """Scores before the filters: logits after bias, repetition penalty and temperature.
 
     What no sequence asks for takes no time: it is skipped by conditions on the settings.
 
@@ -104,8 +104,6 @@ def process_logits(
       text: what the repetition penalty looks at.
       vocab_size: V of the target.
       vocabulary: target id of every logit, for a draft that has its own; None: all, in order.
-      filter_margin: amount by which top-k, top-p and min-p lower a score. A draft lowers it by
-        little, since it does not quite know what the target's filters leave.
     """
 
     def own(values: Array) -> Array:
@@ -119,17 +117,115 @@ def process_logits(
         lower = jnp.where(scores > 0, scores / penalty, scores * penalty)
         return jnp.where(own(_seen(text, vocab_size)), lower, scores)
 
-    is_sampled = _is_sampled(sampling)
-    has_filter = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
     scores = logits.astype(jnp.float32)
     scores = _where_any(sampling.bias_ids >= 0, biased, scores)
     scores = _where_any(sampling.repetition_penalty != 1, penalised, scores)
-    scores = scores / jnp.where(is_sampled, sampling.temperature, 1.0)[:, None, None]
+    return scores / jnp.where(_is_sampled(sampling), sampling.temperature, 1.0)[:, None, None]
+
+
+def process_logits(
+    logits: Float[Array, "B rows V"], sampling: Sampling, text: Text
+) -> Float[Array, "B rows V"]:
+    """Scores of the tokens that may be chosen, -inf for the others: what `draw` draws from."""
+    scores = shift_logits(logits, sampling, text, vocab_size=logits.shape[-1])
     return _where_any(
-        has_filter & is_sampled,
-        lambda scores: jnp.where(_is_kept(scores, sampling), scores, scores - filter_margin),
+        _has_filter(sampling),
+        lambda scores: jnp.where(_is_kept(scores, sampling), scores, -jnp.inf),
         scores,
     )
+
+
+def draw(
+    scores: Float[Array, "B rows V"], noise: Float[Array, "B rows V"], sampling: Sampling
+) -> Int[Array, "B rows"]:
+    """Chooses the token of the highest score and noise among those that the filters keep.
+
+    The filters keep all scores above some score, so it is enough to look at one candidate after
+    the other: one that is not kept rules out all that score no more. Few are looked at, where the
+    filters themselves would take dozens of passes over the vocabulary.
+
+    Args:
+      scores: result of `shift_logits`.
+      noise: noise of every row.
+      sampling: the settings.
+    """
+    noisy = scores + noise
+    chosen = choose(noisy)
+    first = _is_drawable(scores, chosen, sampling)
+
+    def propose(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        chosen, is_kept = state
+        bound = jnp.take_along_axis(scores, chosen[..., None], axis=-1)
+        other = choose(jnp.where(scores > bound, noisy, -jnp.inf))
+        chosen = jnp.where(is_kept, chosen, other)
+        return chosen, is_kept | _is_drawable(scores, chosen, sampling)
+
+    return lax.while_loop(lambda state: ~state[1].all(), propose, (chosen, first))[0]
+
+
+def lower_unlikely(
+    scores: Float[Array, "B rows Vd"], sampling: Sampling, margin: float
+) -> Float[Array, "B rows Vd"]:
+    """Lowers the scores that the filters would leave out, as far as the best few tell.
+
+    For a draft, which does not quite know what the target's filters leave.
+
+    Args:
+      scores: result of `shift_logits`.
+      sampling: the settings.
+      margin: amount by which they are lowered.
+    """
+
+    def lowered(scores: Array) -> Array:
+        best = top_k(scores, min(_NUM_BEST, scores.shape[-1]))[0]
+        ks, ps, min_p = _filters(sampling)
+        weights = jnp.exp(best - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
+        is_counted = (jnp.arange(best.shape[-1])[None, None] < ks) | (ks <= 0)
+        weights = jnp.where(is_counted, weights, 0.0)
+        share = jnp.where(ks > 0, weights.sum(axis=-1, keepdims=True), 1.0)
+        above = jnp.cumsum(weights, axis=-1) - weights
+        is_kept = is_counted & ((above < ps * share) | (ps >= 1))
+        is_kept &= best >= best[..., :1] + jnp.log(min_p)
+        least = jnp.where(is_kept, best, jnp.inf).min(axis=-1, keepdims=True)
+        least = jnp.where(is_kept.all(axis=-1, keepdims=True), -jnp.inf, least)
+        return jnp.where(scores < least, scores - margin, scores)
+
+    return _where_any(_has_filter(sampling), lowered, scores)
+
+
+_NUM_BEST = 64
+
+
+def top_k(
+    scores: Float[Array, "B rows Vd"], k: int
+) -> tuple[Float[Array, "B rows k"], Int[Array, "B rows k"]]:
+    """Finds what `lax.top_k` finds, ties included, on a TPU without sorting the row."""
+
+    def whole(scores: Array) -> tuple[Array, Array]:
+        best, ids = lax.top_k(scores, k)
+        return best, ids
+
+    blocks = partial(_top_k_of_blocks, k=k)
+    best, ids = lax.platform_dependent(scores, tpu=blocks, default=whole)
+    return best, ids
+
+
+def _top_k_of_blocks(scores: Array, k: int) -> tuple[Array, Array]:
+    # Long sorts take long to run and longer to compile. The best k lie in the k blocks of the
+    # highest maxima.
+    width = scores.shape[-1]
+    block = 128 if width > 128 * 128 else 16
+    if width <= max(512, 2 * k * block):
+        best, ids = lax.top_k(scores, k)
+        return best, ids
+    padding = ((0, 0), (0, 0), (0, -width % block))
+    padded = jnp.pad(scores, padding, constant_values=-jnp.inf)
+    blocks = padded.reshape(*scores.shape[:2], -1, block)
+    kept = jnp.sort(_top_k_of_blocks(blocks.max(axis=-1), k)[1], axis=-1)
+    among = jnp.take_along_axis(blocks, kept[..., None], axis=2)
+    best, place = _top_k_of_blocks(among.reshape(*scores.shape[:2], -1), k)
+    index = jnp.take_along_axis(kept, place // block, axis=-1)
+    return best, index * block + place % block
 
 
 def _is_sampled(sampling: Sampling) -> Bool[Array, " B"]:
@@ -159,19 +255,66 @@ def _seen(text: Text, vocab_size: int) -> Bool[Array, "B rows V"]:
     return seen.at[sequence[:, None], jnp.arange(rows)[None, :, None], path].set(True, mode="drop")
 
 
+def _has_filter(sampling: Sampling) -> Bool[Array, " B"]:
+    has_filter = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    return has_filter & _is_sampled(sampling)
+
+
+def _filters(sampling: Sampling) -> tuple[Array, Array, Array]:
+    """Top-k, top-p and min-p [B 1 1]; greedy sequences have none."""
+    is_sampled = _is_sampled(sampling)
+    settings = (sampling.top_k, 0), (sampling.top_p, 1.0), (sampling.min_p, 0.0)
+    ks, ps, min_p = (jnp.where(is_sampled, own, none)[:, None, None] for own, none in settings)
+    return ks, ps, min_p
+
+
+def _is_drawable(
+    scores: Float[Array, "B rows V"], token: Int[Array, "B rows"], sampling: Sampling
+) -> Bool[Array, "B rows"]:
+    """Tells whether one token of every row passes the filters; see `_is_kept`."""
+
+    def passes(scores: Array) -> Array:
+        ks, ps, min_p = _filters(sampling)
+        highest = scores.max(axis=-1, keepdims=True)
+        score = jnp.take_along_axis(scores, token[..., None], axis=-1)
+        is_above = scores > score
+        mass = jnp.exp(scores - highest)
+        rank = is_above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+        above = jnp.where(is_above, mass, 0.0).sum(axis=-1, keepdims=True)
+        limit = ps * _mass_of_top_k(scores, mass, sampling)
+        is_kept = ((rank < ks) | (ks <= 0)) & ((above < limit) | (ps >= 1))
+        is_kept &= score >= highest + jnp.log(min_p)
+        return (is_kept | ~(score < highest))[..., 0]  # also where a score is no number
+
+    everything = jnp.ones(token.shape, bool)
+    return lax.cond(_has_filter(sampling).any(), passes, lambda scores: everything, scores)
+
+
+def _mass_of_top_k(scores: Array, mass: Array, sampling: Sampling) -> Float[Array, "B rows 1"]:
+    """Sums the mass of the tokens that top-k leaves for top-p."""
+    ks, ps, _ = _filters(sampling)
+
+    def of_best(mass: Array) -> Array:
+        order = _order(scores)
+        least = _least_kept(order, jnp.ones_like(mass), ks.astype(jnp.float32))
+        return jnp.where((order >= least) | (ks <= 0), mass, 0.0).sum(axis=-1, keepdims=True)
+
+    return lax.cond(
+        ((ks > 0) & (ps < 1)).any(), of_best, lambda mass: mass.sum(axis=-1, keepdims=True), mass
+    )
+
+
 def _is_kept(scores: Float[Array, "B rows Vd"], sampling: Sampling) -> Bool[Array, "B rows Vd"]:
     """Top-k, then top-p over what is left, then min-p; equal scores stay or go together."""
     # Differs from transformers: among scores equal to the last one kept, top-p there keeps some.
-    top_k, top_p, min_p = (
-        setting[:, None, None] for setting in (sampling.top_k, sampling.top_p, sampling.min_p)
-    )
+    ks, ps, min_p = _filters(sampling)
     highest = scores.max(axis=-1, keepdims=True)
     order = _order(scores)
-    least = _least_kept(order, jnp.ones_like(scores), top_k.astype(jnp.float32))
-    kept = (order >= least) | (top_k <= 0)
+    least = _least_kept(order, jnp.ones_like(scores), ks.astype(jnp.float32))
+    kept = (order >= least) | (ks <= 0)
     mass = jnp.where(kept, jnp.exp(scores - highest), 0.0)
-    least = _least_kept(order, mass, top_p * mass.sum(axis=-1, keepdims=True))
-    kept &= (order >= least) | (top_p >= 1)
+    least = _least_kept(order, mass, ps * mass.sum(axis=-1, keepdims=True))
+    kept &= (order >= least) | (ps >= 1)
     return kept & (scores >= highest + jnp.log(min_p))
 
 

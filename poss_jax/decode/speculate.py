@@ -14,7 +14,7 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting
-from poss_jax.decode.sampling import Text, draw_noise, process_logits
+from poss_jax.decode.sampling import Text, draw, draw_noise, shift_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, DraftState, Output, Request, Weights
 from poss_jax.decode.tree import Tree, root_tree, select
 from poss_jax.decode.verify import Acceptance, accept, choose
@@ -171,13 +171,10 @@ def choose_tokens(
     """The token the target chooses after every node."""
     if request.sampling is None or noise is None:
         return choose(logits)
-    scores = process_logits(
-        logits,
-        request.sampling,
-        text_before(request, state.output, tree),
-        vocab_size=logits.shape[-1],
-    )
-    return choose(scores + jnp.take_along_axis(noise, tree.depths[:, :, None], axis=1))
+    text = text_before(request, state.output, tree)
+    scores = shift_logits(logits, request.sampling, text, vocab_size=logits.shape[-1])
+    noise = jnp.take_along_axis(noise, tree.depths[:, :, None], axis=1)
+    return draw(scores, noise, request.sampling)
 
 
 @jax.named_scope("commit")
@@ -263,8 +260,8 @@ def _choose_first(config: DecodeConfig, request: Request, logits: Array) -> Int[
     V = config.target.vocab_size
     noise = draw_noise(request.sampling, request.lengths, num_positions=1, vocab_size=V)
     text = prompt_text(request)
-    scores = process_logits(logits[:, None], request.sampling, text, vocab_size=V)
-    return choose(scores + noise)[:, 0]
+    scores = shift_logits(logits[:, None], request.sampling, text, vocab_size=V)
+    return draw(scores, noise, request.sampling)[:, 0]
 
 
 def prompt_text(request: Request) -> Text:
