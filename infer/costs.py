@@ -128,22 +128,22 @@ def describe_workload(
 
 
 def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
-    """Costs of all phases by name: prefill, decode, and those of a round.
+    """Costs of the prompt and of a round's phases by name.
 
     Args:
       work: what is decoded.
       prompt_tokens: length of the prompts.
+
+    Returns:
+      `prefill`, `draft/level0`, `draft/level1`, ..., all levels as `draft`, `verify`, `accept`,
+      `commit`, and all phases but the prefill as `round`; without a draft none of drafting.
     """
-    card = {"prefill": prefill(work, prompt_tokens), "decode": decode(work)}
-    return card | (round_phases(work) if work.draft else {})
-
-
-def round_phases(work: Workload) -> dict[str, Cost]:
-    """Costs of the phases of a round by name, and their sum as `round`."""
     levels = range(work.tree.depth if work.draft else 0)
     phases = {f"draft/level{depth}": draft_level(work, depth) for depth in levels}
-    phases |= {"verify": verify(work), "accept": accept(work), "commit": commit(work)}
-    return phases | {"round": add_costs(phases.values())}
+    drafting = {"draft": add_costs(phases.values())} if work.draft else {}
+    rest = {"verify": verify(work), "accept": accept(work), "commit": commit(work)}
+    whole = add_costs([*phases.values(), *rest.values()])
+    return {"prefill": prefill(work, prompt_tokens), **phases, **drafting, **rest, "round": whole}
 
 
 def add_costs(costs: Iterable[Cost]) -> Cost:
