@@ -22,6 +22,9 @@ from .costs import Device
 
 ROWS = (1, 8, 16, 64, 512)
 _SECONDS = 0.3  # spent on every program
+_WIDTHS = {"cpu": (8192, 2048)}
+"""Widths of a weight larger than all caches, and of a square product that keeps all units busy."""
+_OTHER_WIDTHS = (32768, 8192)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +52,7 @@ def find_roofline() -> Roofline:
 
 def measure_roofline() -> Roofline:
     """Measures this device, and keeps the rates beside the compiled programs."""
-    is_cpu = jax.default_backend() == "cpu"
-    # Larger than caches; a square product that keeps all units busy.
-    wide, square = (8192, 2048) if is_cpu else (32768, 8192)
+    wide, square = _WIDTHS.get(jax.default_backend(), _OTHER_WIDTHS)
     weight = jnp.ones((wide, wide), default_dtype())
     read = [weight.nbytes / _best_seconds(jax.jit(jnp.sum), weight)]
     rates = {}
