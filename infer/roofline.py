@@ -43,7 +43,7 @@ class Roofline:
 
 def find_roofline() -> Roofline:
     """Returns the kept rates of this device; measures them if there are none."""
-    kept = _read_kept().get(_device_name())
+    kept = read_kept().get(device_name())
     with suppress(TypeError, KeyError):  # of another version
         if kept is not None:
             return Roofline(Device(**kept["device"]), kept["flops_by_rows"])
@@ -64,13 +64,13 @@ def measure_roofline() -> Roofline:
     corner = weight[:square, :square]
     rates["square"] = 2 * square**3 / _best_seconds(_plain, corner, corner)
     device = Device(
-        name=_device_name(),
+        name=device_name(),
         bytes_per_second=max(read),
         flops_per_second=max(rates.values()),
         memory_bytes=device_memory() or 0,
     )
     roofline = Roofline(device, rates)
-    _keep(roofline)
+    keep(roofline)
     return roofline
 
 
@@ -99,7 +99,7 @@ def _best_seconds(program: Callable[..., Any], *arrays: Array) -> float:
     return best
 
 
-def _device_name() -> str:
+def device_name() -> str:
     """Name of the device; CPUs are all called alike, so theirs is the machine's."""
     kind = jax.devices()[0].device_kind
     if jax.default_backend() != "cpu":
@@ -114,7 +114,8 @@ def _file() -> Path | None:
     return None if folder is None else Path(folder) / "roofline.json"
 
 
-def _read_kept() -> dict[str, Any]:
+def read_kept() -> dict[str, Any]:
+    """Reads the kept rates of all devices, by name; none where they cannot be read."""
     file = _file()
     with suppress(OSError, ValueError):
         kept = json.loads(file.read_text()) if file else {}
@@ -122,11 +123,12 @@ def _read_kept() -> dict[str, Any]:
     return {}
 
 
-def _keep(roofline: Roofline) -> None:
+def keep(roofline: Roofline) -> None:
+    """Keeps the rates of a device, where there is a folder for them."""
     file = _file()
     if file is None:
         return
-    kept = _read_kept() | {roofline.device.name: dataclasses.asdict(roofline)}
+    kept = read_kept() | {roofline.device.name: dataclasses.asdict(roofline)}
     with suppress(OSError):  # a folder that may not be written to
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f"{file.name}.{os.getpid()}")
