@@ -25,8 +25,8 @@ import numpy as np
 
 from benchmarks.batches import read_tree
 from benchmarks.reports import tree_name, write_report
-from infer.costs import Device, Workload, cost_card, decode, describe_workload
-from infer.phases import measure_phases, phases_to_round, start
+from infer.costs import Device, cost_card, describe_workload, floors
+from infer.phases import describe_phases, measure_phases, phases_to_round, start
 from infer.report import format_card
 from infer.roofline import measure_roofline
 from poss_jax.checkpoint.record import TargetIdentity, new_record, provenance
@@ -180,34 +180,15 @@ def measure_decoding(
     num_tokens = len(prompts[0].ids)
     context = num_tokens + round(num_rounds * rounds["tokens_per_round"] / 2)
     work = describe_workload(engine.weights, config, batch=len(prompts), context=context)
-    floor = _round_floor(work, device)
-    one = describe_workload(engine.weights, config, batch=1, context=num_tokens)
-    card = cost_card(one, prompt_tokens=num_tokens)
-    floors = {name: cost.milliseconds(device) for name, cost in card.items()}
+    floor = floors(cost_card(work, prompt_tokens=num_tokens), device)["round"]
     return {
         **rounds,
         "round_floor_milliseconds": floor,
         "floor_to_round": floor / rounds["round_milliseconds"],
         "phase_milliseconds": phases,
         "phases_to_round": phases_to_round(phases),
-        "costs": {
-            name: {
-                **asdict(cost),
-                "floor_milliseconds": floors[name],
-                "floor_to_measured": floors[name] / phases[name],
-            }
-            for name, cost in card.items()
-        },
+        "costs": describe_phases(engine, prompts[0], phases, device),
     }
-
-
-def _round_floor(work: Workload, device: Device) -> float:
-    if work.draft is None:
-        return decode(work).milliseconds(device)
-    card = cost_card(work, prompt_tokens=1)
-    levels = [cost for name, cost in card.items() if name.startswith("draft/")]
-    rest = [card[name] for name in ("verify", "accept", "commit")]
-    return sum(cost.milliseconds(device) for cost in [*levels, *rest])
 
 
 # --------------------------------------------------------------------------------------------------

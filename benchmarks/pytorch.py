@@ -404,16 +404,18 @@ def time_rounds(engine: Engine, prompt: Sequence[int], num_rounds: int) -> Calla
 
     def run() -> float:
         started = time.perf_counter()
-        jax.block_until_ready(_repeat_round(engine.weights, config, request, state, num_rounds))
+        jax.block_until_ready(repeat_round(engine.weights, config, request, state, num_rounds))
         return 1000 * (time.perf_counter() - started) / num_rounds
 
     return run
 
 
 @partial(jax.jit, static_argnums=(1, 4))
-def _repeat_round(
+def repeat_round(
     weights: Weights, config: DecodeConfig, request: Request, state: DecodeState, num_rounds: int
 ) -> DecodeState:
+    """Runs rounds one after the other in one program, as decoding does."""
+
     def body(_: Any, state: DecodeState) -> DecodeState:
         return speculate.run_round(weights, config, request, state)
 

@@ -146,6 +146,15 @@ def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
     return {"prefill": prefill(work, prompt_tokens), **phases, **drafting, **rest, "round": whole}
 
 
+def floors(card: dict[str, Cost], device: Device) -> dict[str, float]:
+    """Least milliseconds of all phases of a card; those of a sum are the sum of its parts'."""
+    least = {name: cost.milliseconds(device) for name, cost in card.items()}
+    levels = [least[name] for name in card if name.startswith("draft/")]
+    least |= {"draft": sum(levels)} if levels else {}
+    parts = [least[name] for name in ("draft", "verify", "accept", "commit") if name in least]
+    return least | {"round": sum(parts)}
+
+
 def add_costs(costs: Iterable[Cost]) -> Cost:
     """Adds costs up."""
     return sum(costs, Cost())

@@ -24,7 +24,7 @@ from poss_jax.engine.answers import run_round, start
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 
-from .costs import Device, cost_card, describe_workload
+from .costs import Device, cost_card, describe_workload, floors
 
 PARTS = ("draft", "verify", "accept", "commit")
 """Phases whose sum is compared with the round."""
@@ -125,12 +125,13 @@ def describe_phases(
     num_tokens = len(prompt.ids)
     work = describe_workload(engine.weights, config, batch=1, context=num_tokens)
     card = cost_card(work, prompt_tokens=num_tokens)
+    least = floors(card, device)
     return {
         name: {
             "bytes": cost.bytes,
             "flops": cost.flops,
-            "floor_milliseconds": cost.milliseconds(device),
-            "floor_to_measured": cost.milliseconds(device) / milliseconds[name],
+            "floor_milliseconds": least[name],
+            "floor_to_measured": least[name] / milliseconds[name],
         }
         for name, cost in card.items()
     }

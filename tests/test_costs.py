@@ -96,6 +96,8 @@ def test_card_adds_up() -> None:
     device = Device("d", bytes_per_second=1e3, flops_per_second=1e4, memory_bytes=0)
     assert Cost(bytes=2, flops=30).milliseconds(device) == 3
     assert Cost(bytes=4, flops=30).milliseconds(device) == 4
+    least = costs.floors({"verify": Cost(bytes=2, flops=30), "commit": Cost(bytes=4)}, device)
+    assert least == {"verify": 3, "commit": 4, "round": 7}
     with pytest.raises(ValueError, match="want a workload with a draft"):
         costs.draft_level(replace(WORK, draft=None), 0)
 
