@@ -7,6 +7,7 @@ as one JSON object; --output keeps report.json, report.md and a plot.
     python -m infer.bench --config configs/demo/bench.yaml
     python -m infer.bench --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl
     python -m infer.bench --config configs/demo/bench.yaml --check-lossless
+    python -m infer.bench --config configs/demo/bench.yaml --roofline
 """
 
 import argparse
@@ -14,6 +15,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +43,10 @@ from poss_jax.program.options import check_writable, read_arguments
 from poss_jax.program.running import run_program
 
 from .lossless import check_lossless, format_check
-from .measure import Decoder, Run, measure_phases, measure_steps, time_questions
-from .report import build_report, format_report, write_report
+from .measure import Decoder, Run, measure_steps, time_questions
+from .phases import describe_phases, measure_phases, phases_to_round
+from .report import build_report, format_card, format_report, write_report
+from .roofline import Roofline, find_roofline, measure_roofline
 
 if TYPE_CHECKING:
     import transformers
@@ -75,12 +79,26 @@ def bench(config: BenchConfig) -> dict[str, Any]:
             for decoder in decoders:
                 runs[decoder.name].append(time_questions(decoder, questions, progress))
     report = build_report(config.max_new_tokens, AUTOREGRESSIVE, runs)
+    roofline = find_roofline()
     for decoder in decoders:
         entry = report["methods"][decoder.name]
         entry["compile_seconds"] = decoder.compile_seconds
-        entry["phase_milliseconds"] = measure_phases(decoder.engine, first)
-    report["autoregressive_step_milliseconds"] = measure_steps(decoders[0].engine, first)
+        entry["first_token_seconds"] = decoder.first_token_seconds
+        entry |= measure_card(decoder, first, roofline)
+    device = roofline.device
+    report["autoregressive_step_milliseconds"] = measure_steps(decoders[0].engine, first, device)
+    report["roofline"] = asdict(roofline)
     return report | {"config": config_to_dict(config), "provenance": provenance()}
+
+
+def measure_card(decoder: Decoder, prompt: PreparedPrompt, roofline: Roofline) -> dict[str, Any]:
+    """Times the phases of a decoder, and puts their floors beside them."""
+    phases = measure_phases(decoder.engine, prompt)
+    return {
+        "phase_milliseconds": phases,
+        "phases_to_round": phases_to_round(phases),
+        "costs": describe_phases(decoder.engine, prompt, phases, roofline.device),
+    }
 
 
 def load_decoders(config: BenchConfig) -> list[Decoder]:
@@ -185,6 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.check_lossless:
         _check_lossless(config)
         return
+    if args.roofline:
+        _show_roofline(config)
+        return
     if config.output is not None:
         _check_output(Path(config.output), overwrite=args.overwrite)
     report = bench(config)
@@ -208,6 +229,17 @@ def _check_lossless(config: BenchConfig) -> None:
         raise SystemExit(1)
 
 
+def _show_roofline(config: BenchConfig) -> None:
+    """Measures the device anew, and prints the cost card of every method on the first prompt."""
+    roofline = measure_roofline()
+    decoders = load_decoders(config)
+    prompt = first_prompts(read_questions(config, decoders[0].engine))[0]
+    methods = {one.name: measure_card(one, prompt, roofline) for one in decoders}
+    report = {"prompt_tokens": len(prompt.ids), "roofline": asdict(roofline), "methods": methods}
+    print(format_card(report))
+    print(json.dumps(report | {"config": config_to_dict(config), "provenance": provenance()}))
+
+
 def _check_output(folder: Path, *, overwrite: bool) -> None:
     if not (overwrite and folder.is_dir()):
         refuse_non_empty(folder)
@@ -220,6 +252,12 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Compare outputs instead of speed: every draft, several trees and batch sizes, greedy "
         "and sampled; the exit code is 1 if a difference is more than rounding.",
+    )
+    parser.add_argument(
+        "--roofline",
+        action="store_true",
+        help="Measure the bandwidth and the matrix products of this device anew, and print bytes, "
+        "FLOPs, least and measured time of every phase instead of comparing methods.",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="Replace a report that is there already."

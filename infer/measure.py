@@ -1,4 +1,4 @@
-"""Timing for the benchmark: whole prompts, the phases of a round, and a bare decode step."""
+"""Timing for the benchmark: whole prompts, the first token, and a bare decode step."""
 
 import logging
 import time
@@ -13,16 +13,18 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
-from poss_jax.decode.tree import Tree, root_tree
-from poss_jax.decode.verify import accept, choose
+from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
+from poss_jax.decode.verify import choose
 from poss_jax.engine.answers import Generation, decode_batch
 from poss_jax.engine.dialogue import Dialogue, answer_all, join_answers
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.model import target
 
-_PHASE_CALLS = 20
+from .costs import Device, decode, describe_workload
+
+_STEP_CALLS = 20
+_FIRST_TOKEN_CALLS = 5
 _LOG = logging.getLogger(__name__)
 
 
@@ -33,20 +35,27 @@ class Decoder:
     Attributes:
       name: name in the table.
       engine: the engine that decodes.
-      compile_seconds: seconds that compiling took.
+      compile_seconds: seconds that compiling took, with all that was run for it.
+      first_token_seconds: seconds from a prompt to its first token: `cold`, the engine's first
+        call, and `warm`, the median of later ones.
     """
 
     name: str
     engine: Engine
     compile_seconds: float = 0.0
+    first_token_seconds: dict[str, float] = field(default_factory=dict)
 
     def compile(self, questions: Sequence[Dialogue]) -> None:
         """Decodes prompts of every shape, so that later calls compile nothing.
 
+        The first prompt's first token is timed before that, cold, and after it, warm.
+
         A question of one turn is skipped if one of its shape was decoded already. The shapes of a
         conversation follow from its answers, so it is played as a whole.
         """
+        first = next(one.prompt for one in questions if one.prompt is not None)
         started = time.monotonic()
+        cold = time_first_token(self.engine, first)
         shapes = set()
         for question in questions:
             shape = None
@@ -56,6 +65,8 @@ class Decoder:
                 play(self.engine, question)
                 shapes.add(shape)
         self.compile_seconds = time.monotonic() - started
+        warm = [time_first_token(self.engine, first) for _ in range(_FIRST_TOKEN_CALLS)]
+        self.first_token_seconds = {"cold": cold, "warm": float(np.median(warm))}
 
 
 @dataclass
@@ -113,39 +124,27 @@ def time_questions(decoder: Decoder, questions: Sequence[Dialogue], progress: tq
     return run
 
 
-def measure_phases(engine: Engine, prompt: PreparedPrompt) -> dict[str, float]:
-    """Times draft, verify and commit as programs of their own, on the state after the prompt.
-
-    Returns:
-      Median milliseconds of each; their sum is more than a round, which is one program.
-    """
-    config, request = engine.request([prompt])
-    start = jax.jit(speculate.start, static_argnums=1)
-    state = start(engine.weights, config, request)
-    # A sequence that is done is computed like any other, but its caches do not grow.
-    done = state.output.replace(is_done=state.output.is_done | True)
-    state = state.replace(output=done)
-    phases: dict[str, float] = {}
-    tree = root_tree(state.root)
-    if config.draft is not None:
-        phases["draft"], tree = _timed(
-            lambda _: _draft(engine.weights, config, request, state), tree
-        )
-    phases["verify"], out = _timed(lambda _: _verify(engine.weights, config, state, tree), None)
-    phases["commit"], _ = _timed(
-        lambda previous: _commit(engine.weights, config, request, previous, out, tree), state
-    )
-    return {name: 1000 * seconds for name, seconds in phases.items()}
+def time_first_token(engine: Engine, prompt: PreparedPrompt) -> float:
+    """Seconds until a stream shows the first token of an answer."""
+    started = time.perf_counter()
+    next(engine.decode_rounds(prompt))
+    return time.perf_counter() - started
 
 
-def measure_steps(engine: Engine, prompt: PreparedPrompt) -> dict[str, float]:
+def measure_steps(engine: Engine, prompt: PreparedPrompt, device: Device) -> dict[str, float]:
     """Times the autoregressive loop against plain decode steps, interleaved, without the prompt.
 
     The plain program takes a step and the argmax, and knows nothing of trees, rounds or stop
     tokens; if the loop is much slower, the baseline of every speed-up is too.
 
+    Args:
+      engine: an engine without a draft.
+      prompt: the prompt to continue.
+      device: rates of this device.
+
     Returns:
-      Median milliseconds per token of `plain` and `loop`, and of their ratio `loop_to_plain`.
+      Median milliseconds per token of `plain` and `loop`, and of their ratio `loop_to_plain`; the
+      `floor` of a step in the middle, and `floor_to_loop`.
     """
     num_steps = max(prompt.max_new_tokens, 32) - 1  # so that there are steps
     config, request = engine.request([PreparedPrompt(prompt.ids, num_steps + 1)])
@@ -156,10 +155,19 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt) -> dict[str, float]:
         lambda: _plain_steps(engine.weights, config, num_steps, state),
         lambda: loop(engine.weights, config, request, state),
     )
-    seconds = np.array([[_seconds(run) for run in programs] for _ in range(_PHASE_CALLS + 1)])[1:]
+    seconds = np.array([[_seconds(run) for run in programs] for _ in range(_STEP_CALLS + 1)])[1:]
     plain, whole = 1000 * np.median(seconds, axis=0) / num_steps
     ratio = np.median(seconds[:, 1] / seconds[:, 0])
-    return {"plain": float(plain), "loop": float(whole), "loop_to_plain": float(ratio)}
+    context = len(prompt.ids) + num_steps // 2
+    work = describe_workload(engine.weights, config, batch=1, context=context)
+    floor = decode(work).milliseconds(device)
+    return {
+        "plain": float(plain),
+        "loop": float(whole),
+        "loop_to_plain": float(ratio),
+        "floor": floor,
+        "floor_to_loop": floor / float(whole),
+    }
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -179,38 +187,3 @@ def _seconds(function: Callable[[], Any]) -> float:
     started = time.perf_counter()
     jax.block_until_ready(function())
     return time.perf_counter() - started
-
-
-@partial(jax.jit, static_argnums=1)
-def _draft(weights: Weights, config: DecodeConfig, request: Request, state: DecodeState) -> Tree:
-    noise = speculate.round_noise(config, request, state)
-    return speculate.draft_tree(weights, config, request, state, noise)
-
-
-_verify = jax.jit(speculate.verify_tree, static_argnums=1)
-
-
-@partial(jax.jit, static_argnums=1, donate_argnums=3)
-def _commit(
-    weights: Weights,
-    config: DecodeConfig,
-    request: Request,
-    state: DecodeState,
-    out: target.Verified,
-    tree: Tree,
-) -> DecodeState:
-    noise = speculate.round_noise(config, request, state)
-    chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
-    acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
-    return speculate.commit(weights, config, request, state, out, acceptance)
-
-
-def _timed(function: Callable[[Any], Any], first: Any) -> tuple[float, Any]:
-    """Median seconds of calls that each take what the one before returned."""
-    result = jax.block_until_ready(function(first))
-    seconds = []
-    for _ in range(_PHASE_CALLS):
-        started = time.perf_counter()
-        result = jax.block_until_ready(function(result))
-        seconds.append(time.perf_counter() - started)
-    return float(np.median(seconds)), result

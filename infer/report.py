@@ -16,6 +16,7 @@ from poss_jax.decode.metrics import (
 )
 
 from .measure import Run
+from .phases import PARTS
 
 LOOPING_BELOW = 0.5
 
@@ -132,25 +133,45 @@ def _group_table(methods: dict[str, Any], group: str) -> list[str]:
 
 
 def _phase_table(report: dict[str, Any]) -> list[str]:
-    lines = [
-        "",
-        "| method | draft ms | verify ms | commit ms | compile s |",
-        "|---|---|---|---|---|",
-    ]
+    head = [*(f"{name} ms" for name in (*PARTS, "round")), "sum / round", "compile s"]
+    head += ["first token, cold s", "warm s"]
+    lines = ["", f"| method | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
     for name, entry in report["methods"].items():
-        phases = entry["phase_milliseconds"]
-        cells = [f"{phases[key]:.2f}" if key in phases else "" for key in _PHASES]
-        lines.append(f"| {name} | {' | '.join(cells)} | {entry['compile_seconds']:.1f} |")
+        phases, first = entry["phase_milliseconds"], entry["first_token_seconds"]
+        cells = [f"{phases[key]:.2f}" if key in phases else "" for key in (*PARTS, "round")]
+        cells += [f"{entry['phases_to_round']:.2f}", f"{entry['compile_seconds']:.1f}"]
+        cells += [f"{first['cold']:.2f}", f"{first['warm']:.4f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     steps = report["autoregressive_step_milliseconds"]
     return [
         *lines,
         "",
         f"autoregressive loop {steps['loop']:.2f} ms per token, plain decode step "
-        f"{steps['plain']:.2f} ms: ratio {steps['loop_to_plain']:.2f}",
+        f"{steps['plain']:.2f} ms: ratio {steps['loop_to_plain']:.2f}; floor {steps['floor']:.2f} "
+        f"ms: {steps['floor_to_loop']:.0%} of the loop",
+        "",
+        format_card(report),
     ]
 
 
-_PHASES = ("draft", "verify", "commit")
+def format_card(report: dict[str, Any]) -> str:
+    """Bytes, FLOPs and floors of all phases beside the measured times, as a Markdown table."""
+    device = report["roofline"]["device"]
+    lines = [
+        f"{device['name']}: {device['bytes_per_second'] / 1e9:.1f} GB/s, "
+        f"{device['flops_per_second'] / 1e9:.0f} GFLOP/s",
+        "",
+        "| method | phase | MB | GFLOP | floor ms | ms | floor / ms |",
+        "|---" * 7 + "|",
+    ]
+    for method, entry in report["methods"].items():
+        for phase, cost in entry["costs"].items():
+            cells = [f"{cost['bytes'] / 1e6:.2f}", f"{cost['flops'] / 1e9:.3f}"]
+            cells += [f"{cost['floor_milliseconds']:.3f}"]
+            cells += [f"{entry['phase_milliseconds'][phase]:.3f}"]
+            cells += [f"{cost['floor_to_measured']:.0%}"]
+            lines.append(f"| {method} | {phase} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:

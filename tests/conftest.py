@@ -35,6 +35,17 @@ def fixtures() -> Path:
     return FIXTURES
 
 
+@pytest.fixture(scope="session", autouse=True)
+def device_rates() -> None:
+    """Keeps made-up rates of this device, which take long to measure in unoptimised programs."""
+    from infer import roofline  # not before pytest has hooked the type checks into poss_jax
+
+    name = roofline.device_name()
+    if name not in roofline.read_kept():
+        rates = roofline.Device(name, 1e10, 1e11, memory_bytes=0)
+        roofline.keep(roofline.Roofline(rates, {"square": 1e11}))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def watched_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Watches the trees of all programs in modules that have `tiny_runs`."""

@@ -22,8 +22,11 @@ from programs import (
 
 from infer import bench as program
 from infer.bench import first_prompts, load_decoders, main, read_questions
+from infer.costs import Device
 from infer.measure import Run, play
-from infer.report import build_report, format_report
+from infer.phases import phases_to_round
+from infer.report import build_report, format_card, format_report
+from infer.roofline import Roofline
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
 from poss_jax.config.models import CPU_TREE, TreeConfig
 from poss_jax.config.reading import UserError
@@ -109,17 +112,27 @@ def test_report_of_a_group() -> None:
     assert groups["looping"]["acceptance_length"] == 3
 
 
+def made_up_card(milliseconds: dict[str, float]) -> dict[str, Any]:
+    """Phases of a method, all with the same costs."""
+    floor = {"bytes": 2.5e6, "flops": 1e7, "floor_milliseconds": 0.25, "floor_to_measured": 0.125}
+    return {
+        "phase_milliseconds": milliseconds,
+        "phases_to_round": phases_to_round(milliseconds),
+        "costs": {"verify": floor},
+        "first_token_seconds": {"cold": 1.5, "warm": 0.0125},
+    }
+
+
 def test_report_is_printed_as_tables() -> None:
-    steps = {"plain": 2.5, "loop": 3, "loop_to_plain": 1.2}
+    steps = {"plain": 2.5, "loop": 3, "loop_to_plain": 1.2, "floor": 1.5, "floor_to_loop": 0.5}
+    device = {"name": "abacus", "bytes_per_second": 1e10, "flops_per_second": 2e11}
     report = made_up_report() | {"autoregressive_step_milliseconds": steps}
-    report["methods"]["plain"] |= {
-        "phase_milliseconds": {"verify": 2, "commit": 0.25},
-        "compile_seconds": 1,
-    }
-    report["methods"]["draft"] |= {
-        "phase_milliseconds": {"draft": 1.5, "verify": 3, "commit": 0.5},
-        "compile_seconds": 2.25,
-    }
+    report["roofline"] = {"device": device}
+    plain = made_up_card({"verify": 2, "accept": 0.5, "commit": 0.25, "round": 2.5})
+    parts = {"draft": 1.5, "draft/level0": 1.5, "verify": 2, "accept": 0, "commit": 0.5}
+    draft = made_up_card(parts | {"round": 5})
+    report["methods"]["plain"] |= plain | {"compile_seconds": 1}
+    report["methods"]["draft"] |= draft | {"compile_seconds": 2.25}
     cells = (
         "acceptance length | pooled | tokens/s | speed-up | pos 1 | pos 2 | pos 3 | pos 4 | equal"
     )
@@ -145,12 +158,21 @@ prompts: all
 | plain | 1.00 | 1.00 | 4 | 1.00 |  |  |  |  | 2 |
 | draft | 2.83 | 2.80 | 12 | 3.00 | 80 % | 67 % | 100 % | 50 % | 1 |
 
-| method | draft ms | verify ms | commit ms | compile s |
-|---|---|---|---|---|
-| plain |  | 2.00 | 0.25 | 1.0 |
-| draft | 1.50 | 3.00 | 0.50 | 2.2 |
+| method | draft ms | verify ms | accept ms | commit ms | round ms | sum / round | compile s | \
+first token, cold s | warm s |
+|---|---|---|---|---|---|---|---|---|---|
+| plain |  | 2.00 | 0.50 | 0.25 | 2.50 | 1.10 | 1.0 | 1.50 | 0.0125 |
+| draft | 1.50 | 2.00 | 0.00 | 0.50 | 5.00 | 0.80 | 2.2 | 1.50 | 0.0125 |
 
-autoregressive loop 3.00 ms per token, plain decode step 2.50 ms: ratio 1.20"""
+autoregressive loop 3.00 ms per token, plain decode step 2.50 ms: ratio 1.20; floor 1.50 ms: 50% \
+of the loop
+
+abacus: 10.0 GB/s, 200 GFLOP/s
+
+| method | phase | MB | GFLOP | floor ms | ms | floor / ms |
+|---|---|---|---|---|---|---|
+| plain | verify | 2.50 | 0.010 | 0.250 | 2.000 | 12% |
+| draft | verify | 2.50 | 0.010 | 0.250 | 2.000 | 12% |"""
     assert format_report(report) == expected
 
 
@@ -197,13 +219,32 @@ def test_bench_by_flags(
     for name, method in report["methods"].items():
         drafts = name != "autoregressive"
         assert method["all"]["equal_outputs"] == 2
-        assert set(method["phase_milliseconds"]) == {*["draft"] * drafts, "verify", "commit"}
-        assert min(method["phase_milliseconds"].values()) > 0
+        levels = ["draft", *(f"draft/level{depth}" for depth in range(3))] * drafts
+        names = {"prefill", *levels, "verify", "accept", "commit", "round"}
+        assert set(method["phase_milliseconds"]) == set(method["costs"]) == names
+        assert method["phases_to_round"] > 0.5
+        assert method["first_token_seconds"]["cold"] > 0 < method["first_token_seconds"]["warm"]
         assert (len(method["all"]["positionwise_acceptance"]) in range(1, 4)) == drafts
         assert (method["all"]["acceptance_length"] > 1.2) == drafts
         assert len(method["all"]["speed_up_per_repeat"]) == 3
     assert report["methods"]["autoregressive"]["all"]["speed_up"] == 1
     assert min(report["autoregressive_step_milliseconds"].values()) > 0
+    assert set(report["roofline"]) == {"device", "flops_by_rows"}
+
+
+def test_roofline_is_measured_anew_and_shown(
+    flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roofline = Roofline(Device("abacus", 1e3, 1e3, 1e3), {"square": 1e3})
+    monkeypatch.setattr(program, "measure_roofline", lambda: roofline)
+    main([*flags, *TREE, "--roofline"])
+    table, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    report = json.loads(last)
+    assert table == format_card(report)
+    assert table.startswith("abacus: 0.0 GB/s, 0 GFLOP/s")
+    assert list(report["methods"]) == ["autoregressive", "PosS-2"]
+    verify = report["methods"]["PosS-2"]["costs"]["verify"]
+    assert verify["floor_milliseconds"] == max(verify["bytes"], verify["flops"])
 
 
 def test_sampled_outputs_are_equal_too(

@@ -33,6 +33,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
     "python -m benchmarks.coupling ": "compiles many trees, which takes minutes",
     "python -m benchmarks.draft_vocabulary ": "needs the models of make demo",
+    "python -m benchmarks.pytorch ": "needs torch, and compiles many trees",
     "python -m train.plot runs/demo/": "needs the runs of make demo; another command plots",
 }
 SMALLER = {  # program -> arguments that are added

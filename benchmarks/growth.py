@@ -1,0 +1,219 @@
+"""Round time by used context, batch size, depth and nodes of the tree, with the floor beside it.
+
+A random pair of a small shape decodes in caches of one size, whose used part is set without a
+prompt; only one of the four numbers changes at a time. A round that grows with the room instead of
+the used context shows as a flat line far above its floor. Prints a table, and as its last line one
+JSON object; --output keeps report.json, report.md and a plot.
+
+    python -m benchmarks.growth --output docs/results/growth
+    python -m benchmarks.growth --size 1024 --contexts 128 512 --batch-sizes 1 4 --depths 2 4
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.pytorch import interleaved, random_engines, repeat_round
+from benchmarks.reports import tree_name, write_report
+from infer.costs import Device, cost_card, describe_workload, floors
+from infer.phases import start
+from infer.roofline import find_roofline
+from poss_jax.checkpoint.record import provenance
+from poss_jax.config.models import LlamaConfig, TreeConfig
+from poss_jax.config.reading import UserError
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.program.options import at_least
+from poss_jax.program.running import Parser, run_program
+
+_PROMPT = 8
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a round is timed with; the fields but `tree` are the parts of a name.
+
+    Attributes:
+      context: committed tokens of every sequence.
+      batch: number of sequences.
+      tree: size of the tree; None decodes autoregressively.
+    """
+
+    context: int
+    batch: int
+    tree: TreeConfig | None
+
+    @property
+    def name(self) -> str:
+        """Name of the point in reports."""
+        tree = "autoregressive" if self.tree is None else tree_name(self.tree)
+        return f"context {self.context}, batch {self.batch}, {tree}"
+
+
+def plan_sweeps(args: argparse.Namespace) -> dict[str, list[tuple[int, Point]]]:
+    """Points of every sweep by its name: the number that changes, and what is timed."""
+    middle = Point(args.contexts[0], 1, TreeConfig(depth=6, top_k=10, total_tokens=60))
+    alone = replace(middle, tree=None)
+    tree = middle.tree
+    assert tree is not None
+    return {
+        "context": [(n, replace(middle, context=n)) for n in args.contexts],
+        "context, autoregressive": [(n, replace(alone, context=n)) for n in args.contexts],
+        "batch": [(n, replace(middle, batch=n)) for n in args.batch_sizes],
+        "batch, autoregressive": [(n, replace(alone, batch=n)) for n in args.batch_sizes],
+        "depth": [(n, replace(middle, tree=replace(tree, depth=n))) for n in args.depths],
+        "total_tokens": [
+            (n, replace(middle, tree=replace(tree, total_tokens=n))) for n in args.total_tokens
+        ],
+    }
+
+
+def time_point(
+    baseline: Engine, drafted: Engine, point: Point, *, size: int, num_rounds: int
+) -> Callable[[], float]:
+    """Returns a function that gives milliseconds per round."""
+    engine = baseline if point.tree is None else drafted.with_tree(point.tree)
+    config, request = _request(engine, point.batch, size)
+    state = start(engine.weights, config, request)
+    length = state.target_cache.length * 0 + point.context
+    state = state.replace(
+        target_cache=state.target_cache.replace(length=length),
+        output=state.output.replace(is_done=state.output.is_done | True),
+    )
+    if state.draft is not None:
+        cache = state.draft.cache.replace(length=length)
+        state = state.replace(draft=state.draft.replace(cache=cache))
+
+    def run() -> float:
+        started = time.perf_counter()
+        jax.block_until_ready(repeat_round(engine.weights, config, request, state, num_rounds))
+        return 1000 * (time.perf_counter() - started) / num_rounds
+
+    return run
+
+
+def floor_of(baseline: Engine, drafted: Engine, point: Point, device: Device, size: int) -> float:
+    """Least milliseconds of a round."""
+    engine = baseline if point.tree is None else drafted.with_tree(point.tree)
+    config, _ = _request(engine, point.batch, size)
+    work = describe_workload(engine.weights, config, batch=point.batch, context=point.context)
+    return floors(cost_card(work, prompt_tokens=1), device)["round"]
+
+
+def _request(engine: Engine, batch: int, size: int) -> tuple[Any, Any]:
+    prompt = PreparedPrompt([1] * _PROMPT, 1)
+    margin = engine.request([prompt], batch_size=batch)[0].margin
+    prompt = PreparedPrompt(prompt.ids, size - _PROMPT - margin)
+    return engine.request([prompt] * batch, batch_size=batch)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Times all points, each once however many sweeps it is part of.
+
+    Raises:
+      UserError: a context that leaves no room for a round.
+    """
+    llama, sweeps, device = _shape(args), plan_sweeps(args), find_roofline().device
+    longest = max(args.contexts)
+    if longest > args.size:
+        raise UserError(f"contexts: want at most the size of the cache, {args.size}, got {longest}")
+    baseline, drafted, _ = random_engines(llama, llama.vocab_size)
+    points = {point.name: point for sweep in sweeps.values() for _, point in sweep}
+    make = partial(time_point, baseline, drafted, size=args.size, num_rounds=args.rounds)
+    runs = {name: make(point) for name, point in points.items()}
+    times = interleaved(runs, args.repeats, "growth")
+    rows = [
+        {
+            "sweep": sweep,
+            "value": value,
+            "milliseconds": float(np.median(times[point.name])),
+            "floor_milliseconds": floor_of(baseline, drafted, point, device, args.size),
+        }
+        for sweep, sweep_points in sweeps.items()
+        for value, point in sweep_points
+    ]
+    options = {key: str(value) for key, value in vars(args).items()}
+    return {
+        "rows": rows,
+        "device": asdict(device),
+        "options": options,
+        "provenance": provenance(),
+    }
+
+
+def format_table(report: dict[str, Any]) -> str:
+    """The report as a Markdown table."""
+    lines = ["| sweep | value | ms per round | floor ms | floor / ms |", "|---" * 5 + "|"]
+    for row in report["rows"]:
+        share = row["floor_milliseconds"] / row["milliseconds"]
+        numbers = f"{row['milliseconds']:.2f} | {row['floor_milliseconds']:.2f} | {share:.0%}"
+        lines.append(f"| {row['sweep']} | {row['value']} | {numbers} |")
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Plots every sweep, and its floor dashed."""
+    from matplotlib import pyplot
+
+    sweeps = dict.fromkeys(row["sweep"] for row in report["rows"])
+    figure, panels = pyplot.subplots(2, 3, figsize=(12, 7), layout="constrained")
+    for axes, sweep in zip(panels.flat, sweeps, strict=True):
+        rows = [row for row in report["rows"] if row["sweep"] == sweep]
+        values = [row["value"] for row in rows]
+        axes.plot(values, [row["milliseconds"] for row in rows], marker="o", label="measured")
+        least = [row["floor_milliseconds"] for row in rows]
+        axes.plot(values, least, linestyle="--", color="grey", label="floor")
+        axes.set(xlabel=sweep, ylabel="ms per round", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    panels.flat[0].legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, measures, prints, writes."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    lists = {
+        "contexts": (128, 256, 512, 1024, 2048, 4096, 8000),
+        "batch-sizes": (1, 2, 4, 8, 16),
+        "depths": (1, 2, 3, 4, 6, 8),
+        "total-tokens": (8, 16, 32, 64, 96, 128),
+    }
+    for name, default in lists.items():
+        parser.add_argument(f"--{name}", nargs="+", type=at_least(1), default=default, metavar="N")
+    sizes = {"size": 8192, "rounds": 4, "repeats": 5, "hidden-size": 512, "layers": 4, "heads": 8}
+    for name, default in (sizes | {"kv-heads": 4, "vocab-size": 4096}).items():
+        parser.add_argument(f"--{name}", type=at_least(1), default=default, metavar="N")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
+    args = parser.parse_args(arguments)
+    report = measure(args)
+    print(format_table(report))
+    if args.output is not None:
+        plot = partial(draw, report, args.output / "growth.png")
+        write_report(report, format_table(report), args.output, plot=plot)
+    print(json.dumps(report))
+
+
+def _shape(args: argparse.Namespace) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.hidden_size * 11 // 4,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.hidden_size // args.heads,
+        max_position_embeddings=args.size,
+    )
+
+
+if __name__ == "__main__":
+    run_program(main)

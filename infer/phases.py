@@ -1,0 +1,160 @@
+"""The phases of a round as programs of their own, timed in turn with the whole round.
+
+    draft ── verify ── accept ── commit        round
+      └ a level is the tree of this depth less the tree that is one level less deep
+
+Every phase takes what the one before it returned, on the state after a prompt. The sequence is
+marked as done: it is computed like any other, but its caches do not grow from call to call.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from poss_jax.decode import speculate, verify
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.tree import Tree, root_tree
+from poss_jax.decode.verify import Acceptance
+from poss_jax.engine.answers import run_round, start
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+
+from .costs import Device, cost_card, describe_workload, floors
+
+PARTS = ("draft", "verify", "accept", "commit")
+"""Phases whose sum is compared with the round."""
+
+_CALLS = 20
+_Result = TypeVar("_Result")
+
+verify_tree = jax.jit(speculate.verify_tree, static_argnums=1)
+commit = jax.jit(speculate.commit, static_argnums=1, donate_argnums=3)
+
+
+@partial(jax.jit, static_argnums=1)
+def draft_tree(
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+) -> Tree:
+    """First phase of a round."""
+    noise = speculate.round_noise(config, request, state)
+    return speculate.draft_tree(weights, config, request, state, noise)
+
+
+@partial(jax.jit, static_argnums=0)
+def accept(
+    config: DecodeConfig, request: Request, state: DecodeState, tree: Tree, logits: jax.Array
+) -> Acceptance:
+    """Third phase of a round: the target's choices, and the path that agrees with them."""
+    noise = speculate.round_noise(config, request, state)
+    chosen = speculate.choose_tokens(request, state, tree, logits, noise)
+    return verify.accept(tree, chosen, max_accepted=config.max_accepted)
+
+
+def state_after(
+    engine: Engine, prompt: PreparedPrompt
+) -> tuple[DecodeConfig, Request, DecodeState]:
+    """Runs a prompt and marks its sequence as done."""
+    config, request = engine.request([prompt])
+    state = start(engine.weights, config, request)
+    return (
+        config,
+        request,
+        state.replace(output=state.output.replace(is_done=state.output.is_done | True)),
+    )
+
+
+def shallower(config: DecodeConfig) -> list[DecodeConfig]:
+    """Settings of trees of one level, of two, and so on, up to the whole tree."""
+    if config.draft is None:
+        return []
+    depths = range(1, config.tree.depth + 1)
+    return [config._replace(tree=replace(config.tree, depth=depth)) for depth in depths]
+
+
+def measure_phases(
+    engine: Engine, prompt: PreparedPrompt, *, num_calls: int = _CALLS
+) -> dict[str, float]:
+    """Times prefill, the phases of a round, and the round.
+
+    Returns:
+      Median milliseconds by the names of `costs.cost_card`.
+    """
+    config, request, state = state_after(engine, prompt)
+    weights, trees = engine.weights, shallower(config)
+    calls: list[dict[str, float]] = []
+    for _ in range(num_calls + 1):
+        now: dict[str, float] = {}
+        _time(now, "prefill", lambda: start(weights, config, request))
+        tree = root_tree(state.root)
+        for depth, shallow in enumerate(trees):
+            run = partial(draft_tree, weights, shallow, request, state)
+            tree = _time(now, f"draft/level{depth}", run)
+        out = _time(now, "verify", partial(verify_tree, weights, config, state, tree))
+        run = partial(accept, config, request, state, tree, out.logits)
+        acceptance = _time(now, "accept", run)
+        run = partial(commit, weights, config, request, state, out, acceptance)
+        state = _time(now, "commit", run)
+        state = _time(now, "round", partial(run_round, weights, config, request, state))
+        calls.append(now)
+    medians = {
+        name: 1000 * float(np.median([call[name] for call in calls[1:]])) for name in calls[0]
+    }
+    return _split_levels(medians, len(trees))
+
+
+def describe_phases(
+    engine: Engine, prompt: PreparedPrompt, milliseconds: dict[str, float], device: Device
+) -> dict[str, Any]:
+    """Puts floors beside measured phases.
+
+    Args:
+      engine: the engine that was measured.
+      prompt: the prompt whose state it was measured on.
+      milliseconds: what `measure_phases` returned.
+      device: rates of this device.
+
+    Returns:
+      Per phase: bytes, FLOPs, floor in milliseconds, and floor / measured.
+    """
+    config = engine.request([prompt])[0]
+    num_tokens = len(prompt.ids)
+    work = describe_workload(engine.weights, config, batch=1, context=num_tokens)
+    card = cost_card(work, prompt_tokens=num_tokens)
+    least = floors(card, device)
+    return {
+        name: {
+            "bytes": cost.bytes,
+            "flops": cost.flops,
+            "floor_milliseconds": least[name],
+            "floor_to_measured": least[name] / milliseconds[name],
+        }
+        for name, cost in card.items()
+    }
+
+
+def phases_to_round(milliseconds: dict[str, float]) -> float:
+    """Sum of the phases measured apart, relative to the round."""
+    parts = [milliseconds[name] for name in PARTS if name in milliseconds]
+    return sum(parts) / milliseconds["round"]
+
+
+def _split_levels(medians: dict[str, float], num_levels: int) -> dict[str, float]:
+    """Turns times of ever deeper trees into times of their last levels."""
+    if not num_levels:
+        return medians
+    names = [f"draft/level{depth}" for depth in range(num_levels)]
+    whole = [medians[name] for name in names]
+    levels = np.diff(whole, prepend=0.0).tolist()
+    return medians | {"draft": whole[-1]} | dict(zip(names, levels, strict=True))
+
+
+def _time(seconds: dict[str, float], name: str, run: Callable[[], _Result]) -> _Result:
+    started = time.perf_counter()
+    result = jax.block_until_ready(run())
+    seconds[name] = time.perf_counter() - started
+    return result

@@ -1,0 +1,247 @@
+"""The cost card: a small config counted by hand, XLA's own count, and phases that add up."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from models import random_draft, random_target, tiny_llama
+
+from infer import costs, phases, roofline
+from infer.costs import DEVICES, Cost, Device, Workload, cost_card
+from poss_jax.checkpoint.record import new_record, target_identity
+from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.decode.state import DecodeConfig
+from poss_jax.engine.engine import Engine
+from poss_jax.model.families import init_draft
+from poss_jax.model.target import init_target
+
+# One layer: q and o 4 x 6 each, k and v 4 x 2 each, MLP 3 x 4 x 5; the head 10 x 4.
+LLAMA = LlamaConfig(
+    vocab_size=10,
+    hidden_size=4,
+    intermediate_size=5,
+    num_layers=2,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=2,
+)
+QO, KV, MLP, HEAD, FC = 48, 16, 60, 40, 32
+LAYERS = 2 * (QO + KV + MLP)
+PAIR = 2 * 2  # numbers in a key and a value of one row
+SPANS = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
+WORK = Workload(
+    target=LLAMA,
+    draft=SPANS,
+    tree=TreeConfig(depth=3, top_k=2, total_tokens=5),
+    batch=2,
+    context=7,
+)
+
+
+def test_target_by_hand() -> None:
+    step = costs.decode(WORK)
+    # 8 rows are attended: 7 and the row itself, by each of 2 sequences in each of 2 layers.
+    assert step.bytes == 4 * (LAYERS + HEAD + 2 * 2 * 8 * PAIR)
+    assert step.flops == 2 * 2 * (LAYERS + HEAD) + 4 * 2 * 3 * (2 * 2 * 8)
+    tree = costs.verify(WORK)
+    assert tree.bytes == 4 * (LAYERS + HEAD + 2 * 2 * 12 * PAIR)
+    assert tree.flops == 2 * 10 * (LAYERS + HEAD) + 4 * 2 * 3 * (2 * 10 * 12)
+    assert costs.accept(WORK) == Cost(bytes=4 * 2 * 5 * 10)
+    quantised = costs.decode(replace(WORK, target_bytes=1.0, cache_bytes=2.0))
+    assert quantised.bytes == LAYERS + HEAD + 2 * (2 * 2 * 8 * PAIR)
+
+
+def test_draft_by_hand() -> None:
+    first, second, third = (costs.draft_level(WORK, depth) for depth in range(3))
+    assert first.bytes == 4 * (QO + MLP + HEAD + 2 * 7 * PAIR)
+    assert first.flops == 2 * 2 * (QO + MLP + HEAD) + 4 * 2 * 3 * (2 * 7)
+    # Two new rows of each sequence are written, and attended with the context.
+    level = FC + QO + KV + MLP + HEAD
+    assert second.bytes == 4 * (level + (2 * 9 + 4) * PAIR)
+    assert second.flops == 2 * 4 * level + 4 * 2 * 3 * (4 * 9)
+    assert third.bytes == 4 * (level + (2 * 11 + 4) * PAIR)  # the same specialist's own stream
+    moved = costs.draft_level(
+        replace(WORK, draft=replace(SPANS, positions_per_specialist=(2, 1))), 2
+    )
+    assert moved.bytes - third.bytes == 4 * 4 * PAIR  # another one's: the level before it, too
+    assert moved.flops - third.flops == 2 * 4 * KV
+    small = costs.draft_level(replace(WORK, draft_vocabulary=3), 1)
+    assert second.bytes - small.bytes == 4 * 7 * 4
+
+
+def test_commit_and_prefill_by_hand() -> None:
+    # Rows of 4 nodes are read and written; both specialists' caches take in 4 pairs.
+    assert costs.commit(WORK).bytes == 4 * (2 * 2 * 8 * PAIR + FC + 2 * KV + 2 * 8 * PAIR)
+    assert costs.commit(WORK).flops == 2 * 8 * (FC + 2 * KV)
+    shallow = costs.commit(replace(WORK, tree=TreeConfig(depth=1, top_k=3, total_tokens=4)))
+    assert shallow.flops == 2 * 4 * (FC + KV)  # one stream is read
+    assert costs.commit(replace(WORK, draft=None)) == Cost()
+    prompt = costs.prefill(replace(WORK, draft=None), 3)
+    assert prompt.bytes == 4 * (LAYERS + HEAD + 2 * 6 * PAIR)
+    assert prompt.flops == 2 * (6 * LAYERS + 2 * HEAD) + 2 * 4 * 2 * 3 * (2 * 6)
+    pairs = costs.prefill(WORK, 3)
+    assert pairs.flops - prompt.flops == 2 * 6 * (FC + 2 * KV)
+
+
+def test_card_adds_up() -> None:
+    card = cost_card(WORK, prompt_tokens=3)
+    levels = [f"draft/level{depth}" for depth in range(3)]
+    assert list(card) == ["prefill", *levels, "draft", "verify", "accept", "commit", "round"]
+    for total, parts in (("draft", levels), ("round", phases.PARTS)):
+        assert card[total].flops == sum(card[part].flops for part in parts)
+        assert card[total].bytes == sum(card[part].bytes for part in parts)
+    device = Device("d", bytes_per_second=1e3, flops_per_second=1e4, memory_bytes=0)
+    assert Cost(bytes=2, flops=30).milliseconds(device) == 3
+    assert Cost(bytes=4, flops=30).milliseconds(device) == 4
+    least = costs.floors({"verify": Cost(bytes=2, flops=30), "commit": Cost(bytes=4)}, device)
+    assert least == {"verify": 3, "commit": 4, "round": 7}
+    with pytest.raises(ValueError, match="want a workload with a draft"):
+        costs.draft_level(replace(WORK, draft=None), 0)
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_weights_are_those_of_the_models(family: str) -> None:
+    """Norms apart, a card's weights are the parameters that random models have."""
+    llama, spans = tiny_llama(), {"positions_per_specialist": (2,)}
+    if family == "eagle3":
+        spans |= {"family": family, "kv": "shared", "aux_layers": (0, 1), "head_size": 40}
+    draft = DraftConfig(layer=llama, **spans)
+    work = Workload(target=llama, draft=draft, tree=TreeConfig(depth=2, top_k=1, total_tokens=3))
+
+    def count(tree: Any) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.ndim > 1)
+
+    key = jax.random.key(0)
+    target, drafted = (
+        jax.eval_shape(init, config, key) for init, config in _partials(llama, draft)
+    )
+    step = costs.decode(replace(work, cache_bytes=0))
+    assert step.bytes == 4 * (count(target["layers"]) + count(target["head"]))
+    level = costs.draft_level(replace(work, cache_bytes=0), 1)
+    head = count(drafted.get("head", target["head"]))
+    fc = 0 if family == "eagle3" else count(drafted["fc"])
+    assert level.bytes == 4 * (count(drafted["specialists"]) + head + fc)
+    commit = costs.commit(replace(work, cache_bytes=0))
+    attention = drafted["specialists"][0]["attention"]
+    assert commit.bytes == 4 * (count(drafted["fc"]) + count([attention["k"], attention["v"]]))
+
+
+def _partials(llama: LlamaConfig, draft: DraftConfig) -> list[Any]:
+    return [
+        (lambda _, key: init_target(llama, key), None),
+        (lambda _, key: init_draft(draft, key), None),
+    ]
+
+
+def test_datasheets() -> None:
+    assert list(DEVICES) == ["v5e", "v5p", "v6e", "h100", "h200"]
+    for name, device in DEVICES.items():
+        assert device.name == name
+        assert 100 < device.flops_per_second / device.bytes_per_second < 1000
+        assert device.int8_per_second == pytest.approx(2 * device.flops_per_second, rel=2e-3)
+
+
+# --------------------------------------------------------------------------------------------------
+# Against XLA's count of the programs that run
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """A pair whose weights outweigh everything else, as those of real models do."""
+    llama = tiny_llama(
+        vocab_size=512, hidden_size=128, intermediate_size=512, num_heads=4, head_dim=16
+    )
+    config = DraftConfig(layer=llama, positions_per_specialist=(2, 2))
+    target, draft = random_target(llama), random_draft(config)
+    identity = target_identity("tiny", None, *map(np.asarray, (target["embed"]["weight"],) * 2))
+    tree = TreeConfig(depth=3, top_k=8, total_tokens=24)
+    engine = Engine(new_record(llama, identity, tokenizer_from=None), target, tree=tree)
+    return engine.with_draft(new_record(config, identity, tokenizer_from=None), draft)
+
+
+def test_xla_counts_the_same(engine: Engine) -> None:
+    """FLOPs are at most those of XLA and 0.8 of them at least; the phases' add up to the round's.
+
+    XLA counts what the cards leave out: softmax and norms, and attention over all rows there is
+    room for.
+    """
+    prompt = engine.prepare(list(range(64)), 8)  # a chunk, which XLA counts once
+    config, request, state = phases.state_after(engine, prompt)
+    weights = engine.weights
+    shallow = phases.shallower(config)
+    tree = phases.draft_tree(weights, shallow[-1], request, state)
+    out = phases.verify_tree(weights, config, state, tree)
+    acceptance = phases.accept(config, request, state, tree, out.logits)
+
+    def flops(program: Any, *arguments: Any) -> float:
+        place = next(i for i, one in enumerate(arguments) if isinstance(one, DecodeConfig))
+        arrays = [one for i, one in enumerate(arguments) if i != place]
+        leaves, treedef = jax.tree.flatten(arrays)
+
+        def run(leaves: list[Any]) -> Any:  # lowered with types that jaxtyping knows
+            given = treedef.unflatten(leaves)
+            return program(*given[:place], arguments[place], *given[place:])
+
+        return jax.jit(run).lower(leaves).cost_analysis()["flops"]
+
+    deeper = [flops(phases.draft_tree, weights, one, request, state) for one in shallow]
+    levels = np.diff(deeper, prepend=0.0)
+    found = {f"draft/level{depth}": number for depth, number in enumerate(levels)}
+    found |= {
+        "draft": deeper[-1],
+        "verify": flops(phases.verify_tree, weights, config, state, tree),
+        "accept": flops(phases.accept, config, request, state, tree, out.logits),
+        "commit": flops(phases.commit, weights, config, request, state, out, acceptance),
+        "round": flops(phases.run_round, weights, config, request, state),
+        "prefill": flops(phases.start, weights, config, request),
+    }
+    assert phases.phases_to_round(found) == pytest.approx(1, abs=0.1)
+    work = costs.describe_workload(weights, config, batch=1, context=len(prompt.ids))
+    card = cost_card(work, prompt_tokens=len(prompt.ids))
+    assert set(found) == set(card)
+    del card["accept"]  # holds no product
+    found["commit"] /= 2  # 4 rows, padded to 8 on CPU
+    ratios = {name: cost.flops / found[name] for name, cost in card.items()}
+    assert min(ratios.values()) > 0.8 and max(ratios.values()) <= 1, ratios
+
+
+def test_phases_are_timed(engine: Engine) -> None:
+    prompt = engine.prepare([1, 2, 3], 8)
+    times = phases.measure_phases(engine, prompt, num_calls=2)
+    described = phases.describe_phases(engine, prompt, times, DEVICES["v5e"])
+    assert set(times) == set(described)
+    assert sum(times[f"draft/level{depth}"] for depth in range(3)) == pytest.approx(times["draft"])
+    assert phases.phases_to_round({"verify": 2.0, "commit": 1.0, "round": 4.0}) == 0.75
+
+
+# --------------------------------------------------------------------------------------------------
+# Rates of this device
+
+
+def test_rates_are_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def seconds(program: Any, *arrays: Any) -> float:
+        del program
+        sizes.append(arrays[-1].nbytes)
+        return 0.5 if len(arrays) == 1 else 1.0
+
+    monkeypatch.setattr(roofline, "_best_seconds", seconds)
+    monkeypatch.setattr(roofline, "_WIDTHS", {"cpu": (64, 16)})
+    file = tmp_path / "new" / "roofline.json"
+    monkeypatch.setattr(roofline, "_file", lambda: file)
+    found = roofline.find_roofline()
+    assert found.device.bytes_per_second == 4 * 64 * 64 / 0.5
+    assert found.flops_by_rows["16"] == 2 * 16 * 64 * 64
+    assert found.device.flops_per_second == max(found.flops_by_rows.values())
+    count = len(sizes)
+    assert roofline.find_roofline() == found and len(sizes) == count
+    assert roofline.measure_roofline() == found and len(sizes) == 2 * count
+    for broken in ("{", "[]", json.dumps({found.device.name: {}})):
+        file.write_text(broken)
+        assert roofline.find_roofline() == found
+    monkeypatch.setattr(roofline, "_file", lambda: None)
+    assert roofline.find_roofline() == found

@@ -1,0 +1,84 @@
+"""The benchmarks of speed: the original's figures by hand, and whole runs on tiny models."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import accelerator, growth, pytorch
+from infer.costs import Device
+from infer.roofline import Roofline
+
+TINY = "--layers 2 --heads 2 --kv-heads 1 --repeats 1".split()
+
+
+def test_original_is_a_multiple_of_the_torch_loop() -> None:
+    # Measured together: the original's own loop has 672 of the torch loop's 884 tokens/s.
+    assert pytorch.original_speed(442, "together", "6/10/60", "poss3") == pytest.approx(580 / 2)
+    assert pytorch.original_speed(442, "together", pytorch.STEP, "") == pytest.approx(672 / 2)
+    own = pytorch.original_speed(884, "recorded", pytorch.STEP, "")
+    assert own == pytest.approx(672)
+    drafted = pytorch.original_speed(884, "recorded", "4/4/16", "eagle")
+    assert drafted / own == pytest.approx(792.5 / 630.5)
+    assert pytorch.original_milliseconds(47.6, "together", "4/4/16") == pytest.approx(2 * 124)
+    step = pytorch.original_milliseconds(1.0, "recorded", pytorch.STEP)
+    assert pytorch.original_milliseconds(1.0, "recorded", "6/10/60") / step == pytest.approx(
+        8.34, 1e-3
+    )
+
+
+def test_recorded_spans() -> None:
+    assert [pytorch.recorded_spans(name) for name in ("eagle", "hass", "poss2", "poss3")] == [
+        ("1", 1),
+        ("1", 3),
+        ("2,2,2", 6),
+        ("3,3", 6),
+    ]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_beside_torch(
+    fixtures: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytorch, "use_cores", lambda num_threads: None)
+    sizes = "--hidden-size 32 --intermediate-size 64 --vocab-size 200 --draft-vocabulary 50"
+    options = "--steps 4 --trees 2/2/5 --new-tokens 8 --models".split()
+    pytorch.main([*TINY, *sizes.split(), *options, str(fixtures)])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = report["recorded"]["rows"]
+    assert [row["draft"] for row in rows] == ["", "eagle", "poss3"]
+    assert [row["equal_outputs"] for row in rows] == [8, 8, 8]
+    assert min(row["to_torch"] for row in rows) > 0
+    assert [row["draft_vocabulary"] for row in report["random"]["rows"]] == [0, 200, 50]
+
+
+@pytest.mark.slow
+def test_accelerator(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    roofline = Roofline(Device("abacus", 1e9, 1e9, 1e9), {"square": 1e9})
+    monkeypatch.setattr(accelerator, "measure_roofline", lambda: roofline)
+    sizes = "--hidden-size 32 --intermediate-size 64 --head-dim 16 --vocab-size 300 --layers 4"
+    options = "--draft-vocabulary 100 --prompt 8 --rounds 4 --train-tokens 32 --trees 2/2/5"
+    accelerator.main([*TINY, *sizes.split(), *options.split(), "--batch-size", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads(lines[-1])
+    assert list(report["methods"]) == ["autoregressive", "poss3 2/2/5", "poss3_e3 2/2/5"]
+    drafted = report["methods"]["poss3 2/2/5"]
+    assert drafted["tokens_per_round"] == 1 + (1 + 2 + 2 + 2) / 4  # of 1, 2, 6, 2 at depth 2
+    assert list(report["training"]) == ["poss3", "poss3_e3"]
+    assert lines[0].startswith("abacus: 1 GB/s")
+
+
+@pytest.mark.slow
+def test_growth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--size 512 --hidden-size 32 --vocab-size 200 --rounds 1 --batch-sizes 1 2"
+    options = f"--contexts 128 --depths 1 --total-tokens 8 --output {tmp_path}"
+    growth.main([*TINY, *sizes.split(), *options.split()])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = [(row["sweep"], row["value"]) for row in report["rows"]]
+    assert found[2:4] == [("batch", 1), ("batch", 2)]
+    assert found[-2:] == [("depth", 1), ("total_tokens", 8)]
+    assert all(row["floor_milliseconds"] > 0 for row in report["rows"])
+    has_plot = importlib.util.find_spec("matplotlib") is not None
+    assert (tmp_path / "growth.png").exists() == has_plot
