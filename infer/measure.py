@@ -13,8 +13,8 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax.decode import speculate
+from poss_jax.decode.ranking import choose
 from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
-from poss_jax.decode.verify import choose
 from poss_jax.engine.answers import Generation, decode_batch
 from poss_jax.engine.dialogue import Dialogue, answer_all, join_answers
 from poss_jax.engine.engine import Engine

@@ -13,7 +13,8 @@ from watch import Watch
 
 from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, coupled_children, top_children
-from poss_jax.decode.sampling import _top_k_of_blocks, draw_noise
+from poss_jax.decode.ranking import _top_k_of_blocks, choose
+from poss_jax.decode.sampling import draw_noise
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 
 LENGTH, V = 48, 30
@@ -48,6 +49,7 @@ def test_the_best_of_blocks_are_the_best(width, k):
         found = jax.jit(_top_k_of_blocks, static_argnums=1)(scores, k)
         for got, want in zip(found, jax.lax.top_k(scores, k), strict=True):
             np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(choose(scores), scores.argmax(axis=-1))
 
 
 def test_greedy_sequences_are_drafted_as_by_eagle():

@@ -13,9 +13,10 @@ from plain_step import PlainBatch, plain_gradients
 
 from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.decode import drafting, speculate
+from poss_jax.decode.ranking import choose
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import select
-from poss_jax.decode.verify import accept, choose
+from poss_jax.decode.verify import accept
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.learn.losses import describe_targets

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.decode.ranking import top_k as best_of
 from poss_jax.decode.sampling import Sampling, Text, lower_unlikely, shift_logits
-from poss_jax.decode.sampling import top_k as best_of
 from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
 from poss_jax.model.cache import KVCache, Rows, attend_cached, commit_rows
 from poss_jax.model.families import family_of

@@ -11,7 +11,6 @@ Scores and noise are float32 whatever the model's dtype.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from poss_jax.decode.verify import choose
+from poss_jax.decode.ranking import choose, top_k
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
@@ -194,38 +193,6 @@ def lower_unlikely(
 
 
 _NUM_BEST = 64
-
-
-def top_k(
-    scores: Float[Array, "B rows Vd"], k: int
-) -> tuple[Float[Array, "B rows k"], Int[Array, "B rows k"]]:
-    """Finds what `lax.top_k` finds, ties included, on a TPU without sorting the row."""
-
-    def whole(scores: Array) -> tuple[Array, Array]:
-        best, ids = lax.top_k(scores, k)
-        return best, ids
-
-    blocks = partial(_top_k_of_blocks, k=k)
-    best, ids = lax.platform_dependent(scores, tpu=blocks, default=whole)
-    return best, ids
-
-
-def _top_k_of_blocks(scores: Array, k: int) -> tuple[Array, Array]:
-    # Long sorts take long to run and longer to compile. The best k lie in the k blocks of the
-    # highest maxima.
-    width = scores.shape[-1]
-    block = 128 if width > 128 * 128 else 16
-    if width <= max(512, 2 * k * block):
-        best, ids = lax.top_k(scores, k)
-        return best, ids
-    padding = ((0, 0), (0, 0), (0, -width % block))
-    padded = jnp.pad(scores, padding, constant_values=-jnp.inf)
-    blocks = padded.reshape(*scores.shape[:2], -1, block)
-    kept = jnp.sort(_top_k_of_blocks(blocks.max(axis=-1), k)[1], axis=-1)
-    among = jnp.take_along_axis(blocks, kept[..., None], axis=2)
-    best, place = _top_k_of_blocks(among.reshape(*scores.shape[:2], -1), k)
-    index = jnp.take_along_axis(kept, place // block, axis=-1)
-    return best, index * block + place % block
 
 
 def _is_sampled(sampling: Sampling) -> Bool[Array, " B"]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from poss_jax.decode.tree import Tree, is_child
-from poss_jax.shapes import Array, Float, Int
+from poss_jax.shapes import Array, Int
 
 
 class Acceptance(struct.PyTreeNode):
@@ -26,11 +26,6 @@ class Acceptance(struct.PyTreeNode):
     num_accepted: Array  # [B] int32
     num_offered: Array  # [B] int32
     emitted: Array  # [B A] int32
-
-
-def choose(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """The token of the highest score (logits, or scores with noise), the lowest id among equals."""
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
 def accept(tree: Tree, chosen: Int[Array, "B M"], *, max_accepted: int) -> Acceptance:

@@ -161,17 +161,19 @@ def attend_cached(
       own: keys and values of the forward's rows; M may be 0 where `length` is not.
       can_attend: which of them each query attends, at least one of all it is given.
     """
-    block = _block(stored[0].shape[2])
+    size = stored[0].shape[2]
+    whole = partial(_attend_blocks, size)
+    blocks, tpu = (partial(_attend_blocks, block_rows(size, least)) for least in (128, 512))
     args = q, stored, length, own, can_attend
-    if block == stored[0].shape[2]:
-        return _attend_blocks(block, *args)
-    whole, blocks = partial(_attend_blocks, stored[0].shape[2]), partial(_attend_blocks, block)
-    return lax.platform_dependent(*args, cuda=whole, rocm=whole, default=blocks)
+    return lax.platform_dependent(*args, cuda=whole, rocm=whole, tpu=tpu, default=blocks)
 
 
-def _block(size: int) -> int:
-    """Rows per block: few enough to stop near the used length, and not too many blocks in all."""
-    return min(size, max(128, size // 1024 * 128))
+def block_rows(size: int, least: int = 128) -> int:
+    """Rows per block: few enough to stop near the used length, and not too many blocks in all.
+
+    A turn of a loop costs a TPU more than it does a CPU, so it takes more rows at `least`.
+    """
+    return min(size, max(least, size // 1024 * 128))
 
 
 def _attend_blocks(
