@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
-from poss_jax.learn.task import DraftTask
+from poss_jax.learn.task import DraftTask, describe_draft
 from poss_jax.model.families import find_family
-from train.draft_stage import describe_draft
 from train.memory import compile_memory, mesh_for, plan_draft_step
 
 ROOT = Path(__file__).parent.parent

@@ -1,0 +1,179 @@
+"""The programs of decoding, from shapes alone: what `infer.aot` compiles."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.ahead import AheadConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.engine.prompts import sampling_arrays
+from poss_jax.learn.task import describe_draft
+from poss_jax.model.ahead import shapes_on
+from poss_jax.model.families import init_draft
+from poss_jax.model.sharding import BATCH, dividing_axes, replicate
+from poss_jax.model.specialists import attach
+from poss_jax.model.target import init_target
+
+_SMALLEST_BUCKET = 32
+
+
+class Plan(NamedTuple):
+    """What is compiled: models, request and devices.
+
+    Attributes:
+      weights: shapes of both models, placed.
+      decode: static settings; its draft is None without one.
+      request: shapes of a batch.
+      mesh: devices.
+      shared_bytes: bytes per device of what the draft borrows: the programs take it twice, a
+        device holds it once.
+    """
+
+    weights: Weights
+    decode: DecodeConfig
+    request: Request
+    mesh: Mesh
+
+
+class Compiled(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+      program: the program.
+      text: its optimised HLO.
+      seconds: what tracing and compiling took.
+    """
+
+    program: jax.stages.Compiled
+    text: str
+    seconds: float
+
+
+def plan(config: AheadConfig, mesh: Mesh) -> Plan:
+    """Describes models and request by their shapes.
+
+    Raises:
+      UserError: a folder is missing or broken, or the models do not fit.
+    """
+    target, draft, num_tokens = _describe_models(config)
+    dtype = jnp.dtype(config.dtype)
+    weights = Weights(shapes_on(mesh, lambda: init_target(target, jax.random.key(0)), dtype), {})
+    if draft is not None:
+        own = shapes_on(mesh, lambda: init_draft(draft, jax.random.key(0)), dtype)
+        weights = weights._replace(draft=_attach(own, weights.target, num_tokens, mesh))
+    decode = DecodeConfig(target, draft, config.tree, _round_up(config.max_new_tokens))
+    return Plan(weights, decode, _request(config, target, mesh), mesh)
+
+
+def compile_program(name: str, plan: Plan) -> Compiled:
+    """Compiles one program.
+
+    Args:
+      name: one of `AheadConfig.programs`.
+      plan: what it is made for.
+    """
+    decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
+    functions: dict[str, Callable[..., Any]] = {
+        "prefill": speculate.start,
+        "step": speculate.run_round,
+        "round": speculate.run_round,
+        "rounds": speculate.run_rounds,
+    }
+    others: tuple[Any, ...] = () if name == "prefill" else (_state(plan, decode),)
+    donated = () if name == "prefill" else (3,)
+    jitted = jax.jit(functions[name], static_argnums=1, donate_argnums=donated)
+    started = time.monotonic()
+    program = jitted.lower(plan.weights, decode, plan.request, *others).compile()
+    return Compiled(program, program.as_text() or "", time.monotonic() - started)
+
+
+def cache_shapes(plan: Plan, decode: DecodeConfig) -> list[tuple[int, ...]]:
+    """Shapes per device of the keys (and values) of one layer in each cache."""
+    state = _state(plan, decode)
+    caches = [state.target_cache, *([state.draft.cache] if state.draft else [])]
+    leaves = [cache.k[0] for cache in caches]
+    return [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+
+
+def weight_shapes(plan: Plan) -> list[tuple[int, ...]]:
+    """Shapes per device of all weights that are matrices."""
+    leaves = jax.tree.leaves(plan.weights)
+    shapes = {leaf.sharding.shard_shape(leaf.shape) for leaf in leaves}
+    return sorted(shape for shape in shapes if len(shape) == 2)
+
+
+def _describe_models(config: AheadConfig) -> tuple[LlamaConfig, DraftConfig | None, int | None]:
+    """Target, draft, and the size of a draft vocabulary (None: all tokens)."""
+    target = config.model or read_record(str(config.target)).llama
+    num_tokens = config.draft_tokens
+    if config.draft is not None:
+        record = read_record(config.draft)
+        if record.draft_vocabulary is not None and num_tokens is None:
+            num_tokens = len(record.draft_vocabulary)
+        return target, record.draft, num_tokens
+    if config.specialists is None:
+        return target, None, None
+    return (
+        target,
+        describe_draft(config.specialists, target, num_tokens or target.vocab_size),
+        (num_tokens),
+    )
+
+
+def _attach(own: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
+    """Shapes of a draft with what it borrows; the rows of the head that it reads are its own."""
+    if num_tokens is None:
+        attached = jax.eval_shape(attach, own, target)
+    else:
+        ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+        attached = jax.eval_shape(attach, own, target, ids)
+    vocabulary = attached.pop("vocabulary")
+    placed = shapes_on(mesh, lambda: attached)
+    return placed | {"vocabulary": _placed(vocabulary, replicate(mesh))}
+
+
+def _request(config: AheadConfig, target: LlamaConfig, mesh: Mesh) -> Request:
+    size = max(_SMALLEST_BUCKET, 1 << (config.context - 1).bit_length())
+    B = config.batch_size
+
+    def make() -> Request:
+        return Request(
+            tokens=jnp.zeros((B, size), jnp.int32),
+            lengths=jnp.zeros(B, jnp.int32),
+            limits=jnp.zeros(B, jnp.int32),
+            stop_ids=jnp.zeros(max(1, len(target.eos_token_ids)), jnp.int32),
+            sampling=sampling_arrays([config.sampling] * B),
+        )
+
+    whole = replicate(mesh)
+    return jax.tree.map(lambda leaf: _placed(leaf, whole), jax.eval_shape(make))
+
+
+def _state(plan: Plan, decode: DecodeConfig) -> Any:
+    """Shapes of the state after the prompt: caches cut by heads, all else whole."""
+    start = jax.jit(speculate.start, static_argnums=1)
+    state = jax.eval_shape(lambda w, r: start(w, decode, r), plan.weights, plan.request)
+
+    def place(leaf: Any) -> Any:
+        if leaf.ndim != 4:
+            return _placed(leaf, replicate(plan.mesh))
+        cut = (dividing_axes(BATCH, leaf.shape[0], plan.mesh),)
+        cut += (dividing_axes("tensor", leaf.shape[1], plan.mesh),)
+        return _placed(leaf, NamedSharding(plan.mesh, PartitionSpec(*cut)))
+
+    return jax.tree.map(place, state)
+
+
+def _placed(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+
+def _round_up(rows: int) -> int:
+    return -(-rows // _SMALLEST_BUCKET) * _SMALLEST_BUCKET
