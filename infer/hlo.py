@@ -5,6 +5,7 @@ device runs by itself: one of the entry, or of a loop's body or a branch that th
 a fusion calls is part of the fusion. Everything here is a pure function of the text.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -197,31 +198,21 @@ class Program:
 
 def is_copy(program: Program, place: Place) -> bool:
     """Tells whether a kernel moves an array within the main memory and computes nothing."""
-    op = place.op
-    inner = [one.op for one in program.inside(place)]
-    if any(one.kind not in _MOVES | _FREE | {"fusion"} for one in inner):
+    inner = {one.op.kind for one in program.inside(place)} - _FREE - {"fusion", "broadcast"}
+    if not inner or not inner <= _MOVES or inner == {"convert"}:
         return False
-    if not any(one.kind in ("copy", "transpose") for one in inner):
-        return False
-    moved = {*(shape.space for shape in (*program.operand_shapes(place), *op.shapes))}
-    return moved <= {0} or bool(is_relayout(program, place))
+    spaces = {shape.space for shape in (*program.operand_shapes(place), *place.op.shapes)}
+    return spaces == {0} or is_relayout(program, place)
 
 
 def is_relayout(program: Program, place: Place) -> bool:
     """Tells whether a kernel copies an array into another order of its dimensions."""
-    taken = [shape for shape in program.operand_shapes(place) if shape.size > 1]
-    if place.op.kind not in ("copy", "transpose", "fusion") or len(taken) != 1:
-        return False
+    inner = {one.op.kind for one in program.inside(place)} - _FREE - {"fusion", "broadcast"}
     given = place.op.shapes[0]
-    inner = {one.op.kind for one in program.inside(place)} - _FREE - {"fusion"}
-    if not inner or not inner <= _MOVES or given.size != taken[0].size:
+    taken = [s for s in program.operand_shapes(place) if s.size == given.size > 1]
+    if not inner or not inner <= _MOVES or len(taken) != 1:
         return False
-    return "transpose" in inner or given.strides != taken[0].strides
-
-
-def is_prefetch(place: Place) -> bool:
-    """Tells whether an operation only brings an array into a faster memory, or back."""
-    return place.op.kind in ("copy-start", "slice-start", "async-start")
+    return bool(inner & {"transpose", "reshape"}) or given.strides != taken[0].strides
 
 
 def is_upcast(program: Program, place: Place) -> bool:
@@ -307,15 +298,15 @@ def count_kernels(program: Program, root: str | None = None) -> dict[str, int]:
 
 
 def scope_of(path: str, depth: int = 2) -> str:
-    """The named scopes of a traced operation, without what JAX adds; `-` if there are none.
+    """The named scopes of a traced operation, without what JAX and Flax add; `-` if there are none.
 
     Args:
       path: an `Op.path`.
       depth: most scopes.
     """
     parts = [part for part in path.split("/")[:-1] if not _ADDED.fullmatch(part)]
-    scopes = [part for part in parts if re.fullmatch(r"[a-z_]+\d*", part)]
-    return "/".join(scopes[:depth]) or "-"
+    scopes = itertools.takewhile(re.compile(r"[a-z_]+\d*").fullmatch, parts)
+    return "/".join([*scopes][:depth]) or "-"
 
 
 def cycles_by(program: Program, key: str = "scope", root: str | None = None) -> dict[str, int]:
@@ -348,7 +339,9 @@ _FREE = {  # no work on the device by themselves
     *("copy-done", "slice-done", "async-done", "all-reduce-done", "all-gather-done", "send-done"),
     *("collective-permute-done", "recv-done", "async-update"),
 }
-_MOVES = {"copy", "transpose", "reshape", "bitcast-convert", "broadcast", "convert"}
+_MOVES = {  # write what they read, elsewhere or in another order
+    *("copy", "transpose", "reshape", "bitcast-convert", "convert", "pad", "concatenate", "slice"),
+}
 _ADDED = re.compile(
     r"jit\(.*\)|while|body|cond|closed_call|pjit|branch_\d+_fun|checkpoint|vmap\(.*"
 )
