@@ -1,8 +1,8 @@
 """The cost card: bytes and FLOPs of every phase of decoding, and the least time that they take.
 
-Counted are the weights, once per phase, the rows of the caches that are attended or written, and the
-logits that are looked at; FLOPs are those of matrix products. Norms, biases, looked-up embeddings and
-activations are left out: beside weights they are small.
+Counted are the weights, once per phase, the rows of the caches that are attended or written, and
+the logits that are looked at; FLOPs are those of matrix products. Norms, biases, looked-up
+embeddings and activations are left out: beside weights they are small.
 
     level = draft_level(work, depth=0)
     level.milliseconds(DEVICES["h100"])    # its floor on this device
@@ -13,12 +13,12 @@ computing its FLOPs. Phases follow one another, so the floor of a round is the s
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
-from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.config.models import ACCELERATOR_TREE, DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.model.target import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Workload:
 
     target: LlamaConfig
     draft: DraftConfig | None = None
-    tree: TreeConfig = TreeConfig()
+    tree: TreeConfig = ACCELERATOR_TREE
     batch: int = 1
     context: int = 0
     draft_vocabulary: int | None = None
@@ -117,19 +117,14 @@ def describe_workload(
         target=target,
         batch=batch,
         context=context,
-        target_bytes=_num_bytes(arrays) / size,
-        cache_bytes=weights.target["embed"]["weight"].dtype.itemsize,
+        target_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)) / size,
+        draft_bytes=compute_dtype(weights.target).itemsize,
+        cache_bytes=compute_dtype(weights.target).itemsize,
     )
     if config.draft is None:
         return work
-    (draft_bytes,) = {leaf.dtype.itemsize for leaf in jax.tree.leaves(weights.draft["fc"])}
-    return replace(
-        work,
-        draft=config.draft,
-        tree=config.tree,
-        draft_vocabulary=len(weights.draft["vocabulary"]),
-        draft_bytes=draft_bytes,
-    )
+    num_tokens = len(weights.draft["head"]["weight"])
+    return replace(work, draft=config.draft, tree=config.tree, draft_vocabulary=num_tokens)
 
 
 def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
@@ -305,7 +300,3 @@ def _draft_of(work: Workload) -> DraftConfig:
     if work.draft is None:
         raise ValueError("want a workload with a draft, got one that decodes autoregressively")
     return work.draft
-
-
-def _num_bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
