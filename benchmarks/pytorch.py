@@ -1,0 +1,548 @@
+"""This engine beside PyTorch on the same machine: recorded models, and a larger random pair.
+
+Needs torch and transformers (`pip install 'poss_jax[torch]'`). Everything of one table is timed in
+one process, interleaved, on cores that nothing else may run on. Three figures stand beside ours:
+
+    torch        a greedy loop over the model of `transformers`, with its cache of keys and values
+    generate     `generate` of `transformers`
+    original     the PyTorch code of EAGLE-2, HASS and PosS. It is not run: its times, recorded on
+                 other days, are kept as multiples of a step of plain decoding and multiplied with
+                 the torch loop measured here. There are two records: `recorded` is the timing file
+                 of the recorded models, `together` a run of the original beside the torch loop
+
+Recorded models (a folder as `tests/fixtures`): tokens/s, the prompt included. Random pair:
+milliseconds of an autoregressive step and of a round on the state after the prompt, many in one
+program. Prints Markdown tables, and as its last line one JSON object.
+
+    python -m benchmarks.pytorch
+    python -m benchmarks.pytorch --only recorded --models tests/fixtures --repeats 5
+    python -m benchmarks.pytorch --only random --output runs/pytorch
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.batches import read_tree
+from benchmarks.reports import tree_name, write_report
+from poss_jax.checkpoint.record import new_record, provenance, target_identity, with_vocabulary
+from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.config.reading import UserError
+from poss_jax.convert.__main__ import main as convert
+from poss_jax.decode import speculate
+from poss_jax.decode.metrics import mean_acceptance_length
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.engine.engine import Engine
+from poss_jax.model.families import init_draft
+from poss_jax.model.target import init_target
+from poss_jax.program.options import at_least
+from poss_jax.program.running import Parser, run_program
+
+if TYPE_CHECKING:
+    import transformers
+
+TREES = ("6/10/60", "4/4/16")
+STEP, LOOP, GENERATE, ORIGINAL = "autoregressive", "torch", "generate", "original"
+
+# The original's tokens per second with the recorded models, 8 prompts x 128 tokens, in fp32 on two
+# threads (torch 2.13): `recorded` of the timing file of the recorded models, `together` measured
+# beside a loop over transformers 5.23, on another machine.
+TOKENS_PER_SECOND: dict[str, dict[str, Any]] = {
+    "recorded": {
+        STEP: 630.5,
+        "6/10/60": {"eagle": 611.5, "hass": 677.7, "poss1": 590.2, "poss2": 636.5, "poss3": 645.1},
+        "4/4/16": {"eagle": 792.5, "hass": 836.6, "poss1": 804.4, "poss2": 837.3, "poss3": 823.6},
+    },
+    "together": {
+        LOOP: 884.0,
+        STEP: 672.0,
+        "6/10/60": {"eagle": 579.0, "hass": 596.0, "poss1": 509.0, "poss2": 568.0, "poss3": 580.0},
+        "4/4/16": {"eagle": 736.0, "hass": 802.0, "poss1": 739.0, "poss2": 752.0, "poss3": 763.0},
+    },
+}
+# Its milliseconds per round (drafting and verifying) of the random pair with PosS-3, likewise.
+MILLISECONDS: dict[str, dict[str, float]] = {
+    "recorded": {STEP: 24.34, "6/10/60": 202.98, "4/4/16": 106.53},
+    "together": {LOOP: 23.8, STEP: 24.5, "6/10/60": 258.0, "4/4/16": 124.0},
+}
+
+
+def original_speed(loop: float, record: str, tree: str, method: str) -> float:
+    """Tokens per second of the original, from those of the torch loop measured here.
+
+    Args:
+      loop: tokens per second of the torch loop.
+      record: `recorded` or `together`.
+      tree: `autoregressive`, or name of the tree.
+      method: name of the draft.
+    """
+    speeds, together = TOKENS_PER_SECOND[record], TOKENS_PER_SECOND["together"]
+    known = speeds[tree] if tree == STEP else speeds[tree][method]
+    return loop * together[STEP] / together[LOOP] * known / speeds[STEP]
+
+
+def original_milliseconds(loop: float, record: str, tree: str) -> float:
+    """Milliseconds of the original's round, from those of a step of the torch loop."""
+    times, together = MILLISECONDS[record], MILLISECONDS["together"]
+    return loop * together[STEP] / together[LOOP] * times[tree] / times[STEP]
+
+
+# --------------------------------------------------------------------------------------------------
+# PyTorch
+
+
+class TorchLoop:
+    """Greedy decoding of one prompt with a model of `transformers`."""
+
+    def __init__(self, model: "transformers.PreTrainedModel") -> None:
+        self.model = model.eval()
+
+    def decode(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Continues a prompt, one step after the other."""
+        import torch
+
+        with torch.inference_mode():
+            out = self.model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+            tokens = [int(out.logits[0, -1].argmax())]
+            while len(tokens) < num_tokens:
+                out = self._step(tokens[-1], out.past_key_values)
+                tokens.append(int(out.logits[0, -1].argmax()))
+        return tokens
+
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Continues a prompt as users of `transformers` do."""
+        import torch
+
+        ids = torch.tensor([prompt])
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return out[0, len(prompt) :].tolist()
+
+    def time_steps(self, prompt: Sequence[int], num_steps: int) -> float:
+        """Milliseconds per step after the prompt, the median."""
+        import torch
+
+        seconds = []
+        with torch.inference_mode():
+            out = self.model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+            for _ in range(num_steps):
+                started = time.perf_counter()
+                out = self._step(int(out.logits[0, -1].argmax()), out.past_key_values)
+                seconds.append(time.perf_counter() - started)
+        return 1000 * float(np.median(seconds))
+
+    def _step(self, token: int, cache: Any) -> Any:
+        import torch
+
+        return self.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+
+
+def use_cores(num_threads: int) -> None:
+    """Keeps this process on so many cores, and PyTorch on so many threads.
+
+    XLA takes as many threads as the process has cores when it starts.
+
+    Raises:
+      UserError: torch or transformers is missing, or there are fewer cores.
+    """
+    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
+    if missing:
+        raise UserError(f"{' and '.join(missing)} missing; pip install 'poss_jax[torch]'")
+    import torch
+
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < num_threads:
+            raise UserError(f"threads: want at most {len(cores)}, got {num_threads}")
+        os.sched_setaffinity(0, cores[:num_threads])
+    torch.set_num_threads(num_threads)
+
+
+def interleaved(
+    runs: dict[str, Callable[[], float]], repeats: int, name: str
+) -> dict[str, list[float]]:
+    """Calls every function in turn; the first round of calls compiles and is not counted."""
+    results: dict[str, list[float]] = {key: [] for key in runs}
+    with tqdm(total=(1 + repeats) * len(runs), desc=name, unit="run") as progress:
+        for repeat in range(1 + repeats):
+            for key, run in runs.items():
+                result = run()
+                progress.update()
+                if repeat:
+                    results[key].append(result)
+    return results
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median of the ratios of neighbouring runs."""
+    return float(np.median(np.divide(ours, theirs)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Recorded models
+
+
+def measure_recorded(
+    folder: Path, trees: Sequence[TreeConfig], num_tokens: int, repeats: int
+) -> dict[str, Any]:
+    """Times all drafts of a folder of recorded models beside the torch loop.
+
+    Raises:
+      UserError: the folder is none of recorded models.
+    """
+    import torch
+    import transformers
+
+    methods = sorted(path.name for path in folder.glob("draft/*"))
+    recordings = sorted(folder.glob("generate_*.json"))
+    if not (methods and recordings and (folder / "target").is_dir()):
+        raise UserError(f"{folder}: want target/, draft/ and generate_*.json of recorded models")
+    cases = json.loads(recordings[0].read_text())["cases"]
+    prompts = [case["prompt"] for case in cases]
+    loop = TorchLoop(
+        transformers.AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    )
+    baseline, drafts = load_recorded(folder, methods)
+    engines = {(STEP, ""): baseline}
+    for tree in trees:
+        engines |= {(tree_name(tree), name): drafts[name].with_tree(tree) for name in methods}
+    outputs: dict[str, list[list[int]]] = {}
+    accepted: dict[str, float] = {}
+
+    def timed(name: str, decode: Callable[[Sequence[int]], list[int]]) -> float:
+        started = time.perf_counter()
+        outputs[name] = [decode(prompt) for prompt in prompts]
+        return num_tokens * len(prompts) / (time.perf_counter() - started)
+
+    def run_ours(name: str, engine: Engine) -> float:
+        answers: list[Any] = []
+
+        def decode(prompt: Sequence[int]) -> list[int]:
+            answers.extend(engine.generate([prompt], max_new_tokens=num_tokens))
+            return answers[-1].output_ids
+
+        speed = timed(name, decode)
+        accepted[name] = mean_acceptance_length([one.accepted_per_round for one in answers])
+        return speed
+
+    runs: dict[str, Callable[[], float]] = {
+        LOOP: lambda: timed(LOOP, lambda prompt: loop.decode(prompt, num_tokens)),
+        GENERATE: lambda: timed(GENERATE, lambda prompt: loop.generate(prompt, num_tokens)),
+        **{
+            " ".join(key): partial(run_ours, " ".join(key), engine)
+            for key, engine in engines.items()
+        },
+    }
+    speeds = interleaved(runs, repeats, "recorded models")
+    expected = outputs[LOOP]
+    rows = [
+        _recorded_row(tree, method, speeds)
+        | {
+            "acceptance_length": accepted[f"{tree} {method}"],
+            "equal_outputs": sum(map(list.__eq__, outputs[f"{tree} {method}"], expected)),
+        }
+        for tree, method in engines
+    ]
+    return {
+        "prompts": len(prompts),
+        "new_tokens": num_tokens,
+        "tokens_per_second": {name: float(np.median(speeds[name])) for name in (LOOP, GENERATE)},
+        "generate_equal_outputs": sum(map(list.__eq__, outputs[GENERATE], expected)),
+        "rows": rows,
+    }
+
+
+def _recorded_row(tree: str, method: str, speeds: dict[str, list[float]]) -> dict[str, Any]:
+    ours = speeds[f"{tree} {method}"]
+    row: dict[str, Any] = {
+        "tree": tree,
+        "draft": method,
+        "tokens_per_second": float(np.median(ours)),
+        "to_torch": ratio(ours, speeds[LOOP]),
+        "to_generate": ratio(ours, speeds[GENERATE]),
+        "original": {},
+    }
+    for record, known in TOKENS_PER_SECOND.items():
+        if tree == STEP or method in known.get(tree, {}):
+            theirs = [original_speed(loop, record, tree, method) for loop in speeds[LOOP]]
+            row["original"][record] = {
+                "tokens_per_second": float(np.median(theirs)),
+                "ratio": ratio(ours, theirs),
+            }
+    return row
+
+
+def load_recorded(folder: Path, methods: Sequence[str]) -> tuple[Engine, dict[str, Engine]]:
+    """Converts and loads the target and all drafts."""
+    with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(io.StringIO()):
+        target = Path(temporary) / "target"
+        convert(["target", "--source", str(folder / "target"), "--output", str(target)])
+        baseline = Engine.load(target)
+        engines = {}
+        for name in methods:
+            draft = Path(temporary) / name
+            spans, depth = recorded_spans(name)
+            arguments = ["--source", str(folder / "draft" / name), "--target", str(target)]
+            arguments += ["--positions-per-specialist", spans, "--trained-depth", str(depth)]
+            convert(["draft", *arguments, "--output", str(draft)])
+            engines[name] = baseline.load_draft(draft)
+    return baseline, engines
+
+
+def recorded_spans(method: str) -> tuple[str, int]:
+    """Positions per specialist and trained depth of a draft, which its files do not say."""
+    if not method.startswith("poss"):
+        return "1", 3 if method == "hass" else 1
+    span = int(method.removeprefix("poss"))
+    return ",".join([str(span)] * (6 // span)), 6
+
+
+# --------------------------------------------------------------------------------------------------
+# A larger random pair
+
+
+def measure_random(
+    llama: LlamaConfig,
+    trees: Sequence[TreeConfig],
+    *,
+    num_draft_tokens: int,
+    prompt_tokens: int,
+    num_steps: int,
+    repeats: int,
+) -> dict[str, Any]:
+    """Times steps and rounds of a random pair beside the torch loop.
+
+    Args:
+      llama: shape of the target, and of a specialist of its PosS-3 draft.
+      trees: trees to time.
+      num_draft_tokens: size of the reduced draft vocabulary, which is timed as well.
+      prompt_tokens: length of the prompt.
+      num_steps: autoregressive steps per run, and a quarter as many rounds.
+      repeats: runs that are timed.
+    """
+    import transformers
+
+    baseline, drafted, reduced = random_engines(llama, num_draft_tokens)
+    prompt = np.random.default_rng(0).integers(0, llama.vocab_size, prompt_tokens).tolist()
+    loop = TorchLoop(transformers.LlamaForCausalLM(torch_shape(llama)))
+    runs: dict[str, Callable[[], float]] = {LOOP: lambda: loop.time_steps(prompt, num_steps)}
+    runs[STEP] = time_rounds(baseline, prompt, num_steps)
+    vocabularies = {llama.vocab_size: drafted, num_draft_tokens: reduced}
+    for tree in trees:
+        for size, engine in vocabularies.items():
+            rounds = time_rounds(engine.with_tree(tree), prompt, -(-num_steps // 4))
+            runs[f"{tree_name(tree)} {size}"] = rounds
+    milliseconds = interleaved(runs, repeats, "random pair")
+    step = milliseconds.pop(LOOP)
+    rows = []
+    for name, ours in milliseconds.items():
+        tree, _, size = name.partition(" ")
+        row: dict[str, Any] = {
+            "tree": tree,
+            "draft_vocabulary": int(size or 0),
+            "milliseconds": float(np.median(ours)),
+            "to_torch": ratio(ours, step),
+            "original": {},
+        }
+        for record, known in MILLISECONDS.items():
+            if tree in known:
+                theirs = [original_milliseconds(one, record, tree) for one in step]
+                row["original"][record] = {
+                    "milliseconds": float(np.median(theirs)),
+                    "ratio": ratio(ours, theirs),
+                }
+        rows.append(row)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "torch_milliseconds": float(np.median(step)),
+        "rows": rows,
+    }
+
+
+def random_engines(llama: LlamaConfig, num_draft_tokens: int) -> tuple[Engine, Engine, Engine]:
+    """Engines of a random target: alone, with a PosS-3 draft, and with fewer draft tokens."""
+    target = jax.jit(init_target, static_argnums=0)(llama, jax.random.key(0))
+    config = DraftConfig(layer=llama, positions_per_specialist=(3, 3), trained_depth=6)
+    draft = jax.jit(init_draft, static_argnums=0)(config, jax.random.key(1))
+    identity = target_identity(
+        "random", None, np.asarray(target["embed"]["weight"]), np.asarray(target["head"]["weight"])
+    )
+    baseline = Engine(new_record(llama, identity, tokenizer_from=None), target)
+    record = new_record(config, identity, tokenizer_from=None)
+    tokens = range(num_draft_tokens)
+    reduced = with_vocabulary(record, tokens, origin="random")
+    return baseline, baseline.with_draft(record, draft), baseline.with_draft(reduced, draft)
+
+
+def time_rounds(engine: Engine, prompt: Sequence[int], num_rounds: int) -> Callable[[], float]:
+    """Returns a function that gives milliseconds per round on the state after the prompt.
+
+    The sequence is marked as done: it is computed like any other, but its caches do not grow.
+    """
+    config, request = engine.request([engine.prepare(prompt, 2 * num_rounds + 64)])
+    state = jax.jit(speculate.start, static_argnums=1)(engine.weights, config, request)
+    state = state.replace(output=state.output.replace(is_done=state.output.is_done | True))
+
+    def run() -> float:
+        started = time.perf_counter()
+        jax.block_until_ready(_repeat_round(engine.weights, config, request, state, num_rounds))
+        return 1000 * (time.perf_counter() - started) / num_rounds
+
+    return run
+
+
+@partial(jax.jit, static_argnums=(1, 4))
+def _repeat_round(
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState, num_rounds: int
+) -> DecodeState:
+    def body(_: Any, state: DecodeState) -> DecodeState:
+        return speculate.run_round(weights, config, request, state)
+
+    return jax.lax.fori_loop(0, num_rounds, body, state)
+
+
+def torch_shape(llama: LlamaConfig) -> "transformers.LlamaConfig":
+    """The same shape for `transformers`."""
+    import transformers
+
+    return transformers.LlamaConfig(
+        vocab_size=llama.vocab_size,
+        hidden_size=llama.hidden_size,
+        intermediate_size=llama.intermediate_size,
+        num_hidden_layers=llama.num_layers,
+        num_attention_heads=llama.num_heads,
+        num_key_value_heads=llama.num_kv_heads,
+        head_dim=llama.head_dim,
+        max_position_embeddings=llama.max_position_embeddings,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The report
+
+
+def format_recorded(report: dict[str, Any]) -> str:
+    """Tokens per second as a Markdown table."""
+    speeds = report["tokens_per_second"]
+    lines = [
+        f"Recorded models, {report['prompts']} prompts x {report['new_tokens']} tokens. Tokens/s: "
+        f"torch loop {speeds[LOOP]:.0f}, transformers' generate {speeds[GENERATE]:.0f} "
+        f"({report['generate_equal_outputs']} outputs equal the loop's).",
+        "",
+        "| tree | draft | tokens/s | x torch | x generate | original, recorded | x | "
+        "original, together | x | acceptance length | equal |",
+        "|---" * 11 + "|",
+    ]
+    for row in report["rows"]:
+        cells = [f"{row['tokens_per_second']:.0f}", f"{row['to_torch']:.2f}"]
+        cells += [f"{row['to_generate']:.2f}", *_original_cells(row, "tokens_per_second")]
+        cells += [f"{row['acceptance_length']:.2f}", str(row["equal_outputs"])]
+        lines.append(f"| {row['tree']} | {row['draft']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def format_random(report: dict[str, Any]) -> str:
+    """Milliseconds as a Markdown table."""
+    lines = [
+        f"Random pair, prompt of {report['prompt_tokens']} tokens; a step of the torch loop takes "
+        f"{report['torch_milliseconds']:.1f} ms.",
+        "",
+        "| tree | draft vocabulary | ms | torch steps | original, recorded, ms | x | "
+        "original, together, ms | x |",
+        "|---" * 8 + "|",
+    ]
+    for row in report["rows"]:
+        cells = [str(row["draft_vocabulary"] or ""), f"{row['milliseconds']:.1f}"]
+        cells += [f"{row['to_torch']:.2f}", *_original_cells(row, "milliseconds")]
+        lines.append(f"| {row['tree']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _original_cells(row: dict[str, Any], unit: str) -> list[str]:
+    """The original's figure and our ratio to it, by both records."""
+    found = [row["original"].get(record) for record in ("recorded", "together")]
+    pairs = [(f"{one[unit]:.0f}", f"{one['ratio']:.2f}") if one else ("", "") for one in found]
+    return [cell for pair in pairs for cell in pair]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, measures, prints, writes."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=("recorded", "random"), help="one of the two tables")
+    parser.add_argument("--models", type=Path, default=Path("tests/fixtures"), metavar="DIR")
+    parser.add_argument("--trees", nargs="+", default=TREES, metavar="DEPTH/TOP_K/TOTAL")
+    parser.add_argument("--new-tokens", type=at_least(1), default=128, metavar="N")
+    parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
+    parser.add_argument("--threads", type=at_least(1), default=2, metavar="N", help="and cores")
+    parser.add_argument("--hidden-size", type=at_least(1), default=1024, metavar="N")
+    parser.add_argument("--intermediate-size", type=at_least(1), default=2816, metavar="N")
+    parser.add_argument("--layers", type=at_least(1), default=8, metavar="N")
+    parser.add_argument("--heads", type=at_least(1), default=16, metavar="N")
+    parser.add_argument("--kv-heads", type=at_least(1), default=8, metavar="N")
+    parser.add_argument("--vocab-size", type=at_least(2), default=32000, metavar="N")
+    parser.add_argument("--draft-vocabulary", type=at_least(2), default=8000, metavar="N")
+    parser.add_argument("--prompt", type=at_least(1), default=64, metavar="TOKENS")
+    parser.add_argument("--steps", type=at_least(1), default=16, metavar="N", help="per run")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
+    args = parser.parse_args(arguments)
+    trees = [read_tree(text) for text in args.trees]
+    use_cores(args.threads)
+    report: dict[str, Any] = {"threads": args.threads, "load_average": os.getloadavg()[0]}
+    tables = [
+        f"{args.threads} threads, load average before: {report['load_average']:.1f} (want 0: "
+        "other programs slow PyTorch's threads down more than XLA's)."
+    ]
+    if args.only != "random":
+        report["recorded"] = measure_recorded(args.models, trees, args.new_tokens, args.repeats)
+        tables.append(format_recorded(report["recorded"]))
+    if args.only != "recorded":
+        report["random"] = measure_random(
+            _shape(args),
+            trees,
+            num_draft_tokens=args.draft_vocabulary,
+            prompt_tokens=args.prompt,
+            num_steps=args.steps,
+            repeats=args.repeats,
+        )
+        tables.append(format_random(report["random"]))
+    report["provenance"] = provenance()
+    table = "\n\n".join(tables)
+    print(table)
+    if args.output is not None:
+        write_report(report, table, args.output)
+    print(json.dumps(report))
+
+
+def _shape(args: argparse.Namespace) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.hidden_size // args.heads,
+    )
+
+
+if __name__ == "__main__":
+    run_program(main)

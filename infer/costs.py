@@ -1,0 +1,302 @@
+"""The cost card: bytes and FLOPs of every phase of decoding, and the least time that they take.
+
+Counted are the weights, once per phase, the rows of the caches that are attended or written, and
+the logits that are looked at; FLOPs are those of matrix products. Norms, biases, looked-up
+embeddings and activations are left out: beside weights they are small.
+
+    level = draft_level(work, depth=0)
+    level.milliseconds(DEVICES["h100"])    # its floor on this device
+
+What a phase takes on a device that does nothing else is at least the longer of moving its bytes and
+computing its FLOPs. Phases follow one another, so the floor of a round is the sum of theirs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import jax
+
+from poss_jax.config.models import ACCELERATOR_TREE, DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.model.target import compute_dtype
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates and memory of one device.
+
+    Attributes:
+      name: name of the device.
+      bytes_per_second: bandwidth of its memory.
+      flops_per_second: matrix products of the dtype that decoding computes in, dense (bfloat16; of
+        a CPU float32).
+      memory_bytes: size of its memory.
+      int8_per_second: the same for int8; None where there are no such products.
+      fp8_per_second: the same for 8-bit floats.
+    """
+
+    name: str
+    bytes_per_second: float
+    flops_per_second: float
+    memory_bytes: float
+    int8_per_second: float | None = None
+    fp8_per_second: float | None = None
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("v5e", 819e9, 197e12, 16e9, 394e12),
+        Device("v5p", 2765e9, 459e12, 95e9, 918e12),
+        Device("v6e", 1640e9, 918e12, 32e9, 1836e12),
+        Device("h100", 3350e9, 989e12, 80e9, 1979e12, 1979e12),
+        Device("h200", 4800e9, 989e12, 141e9, 1979e12, 1979e12),
+    )
+}
+"""Datasheet numbers of TPU chips and GPUs (SXM), by name."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes moved and floating-point operations of matrix products (a multiply-add counts two)."""
+
+    bytes: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+    def milliseconds(self, device: Device) -> float:
+        """The floor: the longer of moving the bytes and computing the FLOPs."""
+        seconds = self.bytes / device.bytes_per_second, self.flops / device.flops_per_second
+        return 1000 * max(seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One way of decoding, whose phases are counted.
+
+    Attributes:
+      target: shape of the target.
+      draft: shape of the draft; None decodes autoregressively.
+      tree: size of the draft tree.
+      batch: number of sequences.
+      context: committed tokens of each sequence.
+      draft_vocabulary: tokens that the draft may propose; None: all of its head.
+      target_bytes: bytes per weight of the target's layers and head (1 if they are quantised).
+      draft_bytes: bytes per weight of the draft.
+      cache_bytes: bytes per number of caches and logits.
+    """
+
+    target: LlamaConfig
+    draft: DraftConfig | None = None
+    tree: TreeConfig = ACCELERATOR_TREE
+    batch: int = 1
+    context: int = 0
+    draft_vocabulary: int | None = None
+    target_bytes: float = 4.0
+    draft_bytes: float = 4.0
+    cache_bytes: float = 4.0
+
+
+def describe_workload(
+    weights: Weights, config: DecodeConfig, *, batch: int, context: int
+) -> Workload:
+    """Counts the bytes per weight that arrays really have, and describes what runs with them.
+
+    Args:
+      weights: parameters of target and draft.
+      config: static settings of decoding.
+      batch: number of sequences.
+      context: committed tokens of each.
+    """
+    target = config.target
+    arrays = weights.target["layers"], weights.target["head"]
+    size = target.num_layers * _layer_weights(target) + target.vocab_size * target.hidden_size
+    work = Workload(
+        target=target,
+        batch=batch,
+        context=context,
+        target_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)) / size,
+        draft_bytes=compute_dtype(weights.target).itemsize,
+        cache_bytes=compute_dtype(weights.target).itemsize,
+    )
+    if config.draft is None:
+        return work
+    num_tokens = len(weights.draft["head"]["weight"])
+    return replace(work, draft=config.draft, tree=config.tree, draft_vocabulary=num_tokens)
+
+
+def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
+    """Costs of all phases by name: prefill, decode, and those of a round.
+
+    Args:
+      work: what is decoded.
+      prompt_tokens: length of the prompts.
+    """
+    card = {"prefill": prefill(work, prompt_tokens), "decode": decode(work)}
+    return card | (round_phases(work) if work.draft else {})
+
+
+def round_phases(work: Workload) -> dict[str, Cost]:
+    """Costs of the phases of a round by name, and their sum as `round`."""
+    levels = range(work.tree.depth if work.draft else 0)
+    phases = {f"draft/level{depth}": draft_level(work, depth) for depth in levels}
+    phases |= {"verify": verify(work), "accept": accept(work), "commit": commit(work)}
+    return phases | {"round": add_costs(phases.values())}
+
+
+def add_costs(costs: Iterable[Cost]) -> Cost:
+    """Adds costs up."""
+    return sum(costs, Cost())
+
+
+def prefill(work: Workload, num_tokens: int) -> Cost:
+    """Prompts of `num_tokens` through the target, and their pairs into the draft's caches."""
+    config, rows = work.target, work.batch * num_tokens
+    weights = config.num_layers * _layer_weights(config)
+    pairs = work.batch * num_tokens * (num_tokens + 1) / 2
+    return add_costs(
+        [
+            _product(weights, rows, work.target_bytes),
+            Cost(flops=config.num_layers * _attention_flops(config, pairs)),
+            _cache_rows(work, config, config.num_layers * rows),
+            _product(config.vocab_size * config.hidden_size, work.batch, work.target_bytes),
+            _commit_pairs(work, rows),
+        ]
+    )
+
+
+def decode(work: Workload) -> Cost:
+    """One autoregressive step."""
+    return _target_pass(work, 1)
+
+
+def verify(work: Workload) -> Cost:
+    """The target's pass over the nodes of a tree; without a draft, over the root."""
+    return _target_pass(work, work.tree.num_nodes if work.draft else 1)
+
+
+def draft_level(work: Workload, depth: int) -> Cost:
+    """One position of drafting: a row that is committed already, or top_k new rows.
+
+    From the second position on the rows' inputs are joined and their keys and values projected; a
+    specialist that reads a stream of its own projects those of all earlier rows of the tree, too.
+    """
+    draft = _draft_of(work)
+    layer, width, top_k = draft.layer, _input_width(draft), work.tree.top_k
+    rows, new = (work.batch, 0) if depth == 0 else (work.batch * top_k, work.batch * top_k)
+    if depth and draft.stream_at(depth) != draft.stream_at(depth - 1):
+        new *= depth
+    attended = work.context + depth * top_k
+    costs = [
+        _product(
+            _layer_weights(layer, width) - _key_value_weights(layer, width), rows, work.draft_bytes
+        ),
+        _cache_rows(work, layer, work.batch * attended + new),
+        Cost(flops=_attention_flops(layer, rows * attended)),
+        _draft_head(work, rows),
+    ]
+    if depth:
+        costs.append(_product(_key_value_weights(layer, width), new, work.draft_bytes))
+        costs.append(_product(_feed_back_weights(draft), rows, work.draft_bytes))
+    return add_costs(costs)
+
+
+def accept(work: Workload) -> Cost:
+    """Choosing a token after every node: reads the logits."""
+    nodes = work.tree.num_nodes if work.draft else 1
+    return Cost(bytes=work.batch * nodes * work.target.vocab_size * work.cache_bytes)
+
+
+def commit(work: Workload) -> Cost:
+    """The accepted path into the caches: rows of the target's, pairs of the draft's."""
+    if work.draft is None:
+        return Cost()
+    rows = work.batch * (work.tree.max_accepted + 1)
+    moved = 2 * work.target.num_layers * rows  # read and written
+    return _cache_rows(work, work.target, moved) + _commit_pairs(work, rows)
+
+
+def _target_pass(work: Workload, num_rows: int) -> Cost:
+    config, rows = work.target, work.batch * num_rows
+    weights = config.num_layers * _layer_weights(config) + config.vocab_size * config.hidden_size
+    attended = work.context + num_rows
+    return add_costs(
+        [
+            _product(weights, rows, work.target_bytes),
+            _cache_rows(work, config, config.num_layers * work.batch * attended),
+            Cost(flops=config.num_layers * _attention_flops(config, rows * attended)),
+        ]
+    )
+
+
+def _commit_pairs(work: Workload, rows: int) -> Cost:
+    """Projects pairs, and their keys and values for every stream that the tree reads."""
+    if work.draft is None:
+        return Cost()
+    draft, layer = work.draft, work.draft.layer
+    streams = len({draft.stream_at(depth) for depth in range(work.tree.depth)})
+    key_value = _key_value_weights(layer, _input_width(draft))
+    return add_costs(
+        [
+            _product(_fuse_weights(draft) + streams * key_value, rows, work.draft_bytes),
+            _cache_rows(work, layer, streams * rows),
+        ]
+    )
+
+
+def _draft_head(work: Workload, rows: int) -> Cost:
+    draft = _draft_of(work)
+    tokens = work.draft_vocabulary or draft.head_size or work.target.vocab_size
+    each = work.target_bytes if draft.head_size is None else work.draft_bytes
+    return _product(tokens * draft.layer.hidden_size, rows, each)
+
+
+def _product(weights: int, rows: int, bytes_per_weight: float) -> Cost:
+    """Cost of multiplying rows by a weight."""
+    return Cost(weights * bytes_per_weight, 2.0 * weights * rows)
+
+
+def _cache_rows(work: Workload, config: LlamaConfig, rows: int) -> Cost:
+    """Cost of reading or writing keys and values of so many rows, of one layer each."""
+    return Cost(bytes=2 * config.num_kv_heads * config.head_dim * rows * work.cache_bytes)
+
+
+def _attention_flops(config: LlamaConfig, pairs: float) -> float:
+    """FLOPs of one layer's scores and means, for so many pairs of a query and a key."""
+    return 4 * config.num_heads * config.head_dim * pairs
+
+
+def _layer_weights(config: LlamaConfig, width: int | None = None) -> int:
+    """Number of weights of a layer's products, for input of a width (None: the hidden size)."""
+    width = width or config.hidden_size
+    heads = config.num_heads * config.head_dim
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    return heads * (width + config.hidden_size) + _key_value_weights(config, width) + mlp
+
+
+def _key_value_weights(config: LlamaConfig, width: int) -> int:
+    return 2 * config.num_kv_heads * config.head_dim * width
+
+
+def _input_width(draft: DraftConfig) -> int:
+    """Width of what a specialist attends with: a state, in EAGLE-3 beside an embedding."""
+    return (2 if draft.family == "eagle3" else 1) * draft.layer.hidden_size
+
+
+def _fuse_weights(draft: DraftConfig) -> int:
+    """Weights of `fc`, which joins a feature of the target to an embedding or to a state."""
+    inputs = max(len(draft.aux_layers), 1) if draft.family == "eagle3" else 2
+    return inputs * draft.layer.hidden_size**2
+
+
+def _feed_back_weights(draft: DraftConfig) -> int:
+    """Weights that a predicted feature passes on its way to the next specialist."""
+    return 0 if draft.family == "eagle3" else _fuse_weights(draft)
+
+
+def _draft_of(work: Workload) -> DraftConfig:
+    if work.draft is None:
+        raise ValueError("want a workload with a draft, got one that decodes autoregressively")
+    return work.draft
