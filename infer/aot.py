@@ -26,8 +26,7 @@ from poss_jax.program.running import run_program
 
 from .aot_programs import compile_program, plan
 from .aot_report import format_report, measure
-
-_CLOCKS_GHZ = {"v5e": 1.5, "v5p": 1.75, "v6e": 1.75}
+from .costs import DEVICES
 
 
 def compile_all(
@@ -45,7 +44,7 @@ def compile_all(
       The report, JSON-compatible.
     """
     planned = plan(config, make_mesh(config.mesh, devices))
-    clock = _CLOCKS_GHZ.get(name.partition(":")[0])
+    device = DEVICES[name.partition(":")[0]]
     programs = {}
     for wanted in config.programs:
         if planned.decode.draft is None and wanted in ("round", "rounds"):
@@ -53,7 +52,7 @@ def compile_all(
         compiled = compile_program(wanted, planned)
         if dump is not None:
             (dump / f"{wanted}.txt").write_text(compiled.text)
-        programs[wanted] = measure(wanted, compiled, planned, clock_ghz=clock)
+        programs[wanted] = measure(wanted, compiled, planned, device)
         print(format_report(wanted, programs[wanted]), flush=True)
     return {"device": name, "programs": programs}
 

@@ -15,11 +15,13 @@ from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.engine.prompts import sampling_arrays
 from poss_jax.learn.task import describe_draft
-from poss_jax.model.ahead import shapes_on
+from poss_jax.model.ahead import bytes_per_device, shapes_on
 from poss_jax.model.families import init_draft
 from poss_jax.model.sharding import BATCH, dividing_axes, replicate
 from poss_jax.model.specialists import attach
 from poss_jax.model.target import init_target
+
+from . import costs
 
 _SMALLEST_BUCKET = 32
 
@@ -32,14 +34,42 @@ class Plan(NamedTuple):
       decode: static settings; its draft is None without one.
       request: shapes of a batch.
       mesh: devices.
-      shared_bytes: bytes per device of what the draft borrows: the programs take it twice, a
-        device holds it once.
+      work: the same for counting floors.
     """
 
     weights: Weights
     decode: DecodeConfig
     request: Request
     mesh: Mesh
+    work: costs.Workload
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens whose scores one device has, of the target or of the draft: the smaller."""
+        sizes = [self.work.target.vocab_size, self.work.draft_vocabulary]
+        return min(size for size in sizes if size) // self.mesh.shape["tensor"]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes per device that programs take twice, though a device holds them once."""
+        draft, target = self.weights.draft, self.weights.target
+        shared = [
+            draft[name]
+            for name in ("embed", "head")
+            if name in draft and draft[name]["weight"].shape == target[name]["weight"].shape
+        ]
+        return bytes_per_device(shared)
+
+    def floor(self, name: str) -> costs.Cost:
+        """What a program must move and compute, per device (a loop's: one round)."""
+        if name == "prefill":
+            cost = costs.prefill(self.work, self.work.context)
+        elif name == "step":
+            cost = costs.decode(self.work)
+        else:
+            cost = costs.round_phases(self.work)["round"]
+        parts = self.mesh.size
+        return costs.Cost(cost.bytes / parts, cost.flops / parts)
 
 
 class Compiled(NamedTuple):
@@ -69,7 +99,18 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         own = shapes_on(mesh, lambda: init_draft(draft, jax.random.key(0)), dtype)
         weights = weights._replace(draft=_attach(own, weights.target, num_tokens, mesh))
     decode = DecodeConfig(target, draft, config.tree, _round_up(config.max_new_tokens))
-    return Plan(weights, decode, _request(config, target, mesh), mesh)
+    work = costs.Workload(
+        target=target,
+        draft=draft,
+        tree=config.tree,
+        batch=config.batch_size,
+        context=config.context,
+        draft_vocabulary=num_tokens,
+        target_bytes=dtype.itemsize,
+        draft_bytes=dtype.itemsize,
+        cache_bytes=dtype.itemsize,
+    )
+    return Plan(weights, decode, _request(config, target, mesh), mesh, work)
 
 
 def compile_program(name: str, plan: Plan) -> Compiled:

@@ -7,22 +7,22 @@ from poss_jax.model.ahead import planned_memory
 
 from . import hlo
 from .aot_programs import Compiled, Plan, cache_shapes, weight_shapes
+from .costs import Device
 
+_CLOCKS_GHZ = {"v5e": 1.5, "v5p": 1.75, "v6e": 1.75}  # of the compiler's cycles
 _MOST = 10
 _SMALL = 2**14  # bytes; what is smaller costs a launch and nothing else
 _MB = 1e6
 
 
-def measure(
-    name: str, compiled: Compiled, plan: Plan, *, clock_ghz: float | None
-) -> dict[str, Any]:
+def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[str, Any]:
     """Reads everything that is reported of one program.
 
     Args:
       name: of the program.
       compiled: the program.
       plan: what it was made for.
-      clock_ghz: clock of a TPU, to turn cycles into milliseconds; None elsewhere.
+      device: each of the devices.
 
     Returns:
       JSON-compatible numbers.
@@ -30,29 +30,31 @@ def measure(
     program = hlo.Program(compiled.text)
     loop = _main_loop(program) if name == "rounds" else None
     cost = compiled.program.cost_analysis() or {}
-    decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
+    floor, kinds = plan.floor(name), hlo.count_kernels(program, loop)
     report: dict[str, Any] = {
         "compile_seconds": round(compiled.seconds, 1),
-        "memory": planned_memory(compiled.program),
-        "bytes_accessed": cost.get("bytes accessed"),
-        "kernels": sum(hlo.count_kernels(program, loop).values()),
-        "kernels_by_kind": hlo.count_kernels(program, loop),
+        "memory": _memory(compiled, plan, device),
+        "floor_bytes": floor.bytes,
+        "floor_ms": floor.milliseconds(device),
+        "bytes_accessed": None if loop else cost.get("bytes accessed"),
+        "kernels": sum(kinds.values()),
+        "kernels_by_kind": kinds,
         "loops": [_show(program, place) for place in program.loops(loop)],
     }
-    if clock_ghz is not None:
-        per_ms = clock_ghz * 1e6
+    if device.name in _CLOCKS_GHZ:
+        per_ms = _CLOCKS_GHZ[device.name] * 1e6
         report["estimated_ms"] = hlo.total_cycles(program, loop) / per_ms
         for key in ("scope", "source"):
             cycles = hlo.cycles_by(program, key, loop)
             report[f"estimated_ms_by_{key}"] = {k: v / per_ms for k, v in cycles.items() if v}
+    decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
     weights, caches = weight_shapes(plan), cache_shapes(plan, decode)
-    vocabulary = min(shape[0] for shape in [plan.weights.target["head"]["weight"].shape])
     lists: dict[str, Sequence[hlo.Place]] = {
-        "copies": _kernels(program, loop, hlo.is_copy),
+        "copies": _kernels(program, loop, _is_mere_copy),
         "relayouts": _kernels(program, loop, hlo.is_relayout),
         "upcasts": _kernels(program, loop, hlo.is_upcast),
         "collectives": _kernels(program, loop, lambda _, place: hlo.is_collective(place)),
-        "vocabulary_sorts": hlo.sorts(program, vocabulary // plan.mesh.size),
+        "vocabulary_sorts": hlo.sorts(program, plan.vocabulary),
         "one_row_products": hlo.one_row_products(program, weights),
         "copied_weights_and_caches": hlo.copies_of(program, [*weights, *caches]),
         "scatters": hlo.scatters(program),
@@ -64,16 +66,20 @@ def measure(
 
 def format_report(name: str, report: dict[str, Any]) -> str:
     """The report of one program for people."""
-    memory = report["memory"]
+    memory, floor = report["memory"], report["floor_ms"]
+    sizes = (f"{key} {memory[key] / 2**30:.2f}" for key in ("arguments", "temporaries", "total"))
     lines = [
         f"{name}: compiled in {report['compile_seconds']} s, {report['kernels']} kernels, "
         f"{len(report['loops'])} loops",
-        "  memory  " + ", ".join(f"{key} {value / 2**30:.2f} GiB" for key, value in memory.items()),
+        f"  memory  {', '.join(sizes)} of {memory['available'] / 2**30:.2f} GiB",
+        f"  floor   {report['floor_bytes'] / 1e9:.2f} GB, {floor:.2f} ms",
     ]
     if report["bytes_accessed"]:
-        lines.append(f"  bytes   {report['bytes_accessed'] / 1e9:.2f} GB accessed")
+        ratio = report["bytes_accessed"] / report["floor_bytes"]
+        lines.append(f"  bytes   {report['bytes_accessed'] / 1e9:.2f} GB, {ratio:.2f} x floor")
     if "estimated_ms" in report:
-        lines.append(f"  time    {report['estimated_ms']:.2f} ms estimated (without sorts)")
+        time = report["estimated_ms"]
+        lines.append(f"  time    {time:.2f} ms estimated (no sorts), {time / floor:.2f} x floor")
         for key in ("scope", "source"):
             items = list(report[f"estimated_ms_by_{key}"].items())[:_MOST]
             lines.append(f"    by {key}: " + ", ".join(f"{k} {v:.2f}" for k, v in items))
@@ -91,6 +97,18 @@ _LISTS = (
     *("copies", "relayouts", "upcasts", "collectives", "vocabulary_sorts", "one_row_products"),
     *("copied_weights_and_caches", "scatters"),
 )
+
+
+def _memory(compiled: Compiled, plan: Plan, device: Device) -> dict[str, float]:
+    """Bytes per device; what the draft borrows of the target is one buffer, given twice."""
+    memory = planned_memory(compiled.program)
+    for key in ("arguments", "total"):
+        memory[key] -= plan.shared_bytes
+    return memory | {"available": device.memory_bytes}
+
+
+def _is_mere_copy(program: hlo.Program, place: hlo.Place) -> bool:
+    return hlo.is_copy(program, place) and not hlo.is_relayout(program, place)
 
 
 def _main_loop(program: hlo.Program) -> str:
