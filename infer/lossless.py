@@ -246,13 +246,12 @@ def _run_round(
 ) -> tuple[DecodeState, Scores]:
     """A round that also gives the scores along the accepted path."""
     noise = speculate.round_noise(config, request, state)
-    before = state
-    state, tree = speculate.draft_tree(weights, config, request, state, noise)
+    tree = speculate.draft_tree(weights, config, request, state, noise)
     out = speculate.verify_tree(weights, config, state, tree)
     chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
     acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
     text = speculate.text_before(request, state.output, tree)
-    first = before.target_cache.length + 1
+    first = state.target_cache.length + 1
     scores = _scores(request, text, out.logits, first, tree.depths)
     path = acceptance.path[:, :, None]
     scores = Scores(*(jnp.take_along_axis(part, path, axis=1) for part in scores))

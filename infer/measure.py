@@ -16,9 +16,9 @@ from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Tree, root_tree
 from poss_jax.decode.verify import accept, choose
-from poss_jax.engine.answers import Generation
+from poss_jax.engine.answers import Generation, decode_batch
 from poss_jax.engine.dialogue import Dialogue, answer_all, join_answers
-from poss_jax.engine.engine import Engine, generate_jit
+from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.model import target
 
@@ -85,7 +85,7 @@ def play(engine: Engine, question: Dialogue) -> tuple[list[Generation], float]:
         config, request = engine.request(prompts)
         request = jax.block_until_ready(request)
         started = time.perf_counter()
-        state = jax.block_until_ready(generate_jit(engine.weights, config, request))
+        state = jax.block_until_ready(decode_batch(engine.weights, config, request))
         seconds[0] += time.perf_counter() - started
         return engine.read(prompts, state.output)
 
@@ -126,15 +126,12 @@ def measure_phases(engine: Engine, prompt: PreparedPrompt) -> dict[str, float]:
     done = state.output.replace(is_done=state.output.is_done | True)
     state = state.replace(output=done)
     phases: dict[str, float] = {}
+    tree = root_tree(state.root)
     if config.draft is not None:
-        phases["draft"], (state, tree) = _timed(
-            lambda previous: _draft(engine.weights, config, request, previous[0]), (state, None)
+        phases["draft"], tree = _timed(
+            lambda _: _draft(engine.weights, config, request, state), tree
         )
-    else:
-        tree = root_tree(state.root)
-    phases["verify"], (state, out) = _timed(
-        lambda previous: _verify(engine.weights, config, previous[0], tree), (state, None)
-    )
+    phases["verify"], out = _timed(lambda _: _verify(engine.weights, config, state, tree), None)
     phases["commit"], _ = _timed(
         lambda previous: _commit(engine.weights, config, request, previous, out, tree), state
     )
@@ -150,9 +147,8 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt) -> dict[str, float]:
     Returns:
       Median milliseconds per token of `plain` and `loop`, and of their ratio `loop_to_plain`.
     """
-    size = engine.decode_config(prompt.max_new_tokens).max_new_tokens  # so that there are steps
-    num_steps = size - 1
-    config, request = engine.request([PreparedPrompt(prompt.ids, size)])
+    num_steps = max(prompt.max_new_tokens, 32) - 1  # so that there are steps
+    config, request = engine.request([PreparedPrompt(prompt.ids, num_steps + 1)])
     request = request.replace(stop_ids=jnp.full_like(request.stop_ids, -1))
     state = jax.jit(speculate.start, static_argnums=1)(engine.weights, config, request)
     loop = jax.jit(speculate.run_rounds, static_argnums=1)
@@ -172,8 +168,8 @@ def _plain_steps(
 ) -> jax.Array:
     def step(carry: tuple[Any, Any], _: None) -> tuple[Any, None]:
         cache, token = carry
-        out = target.decode(weights.target, config.target, cache, token)
-        return (out.cache, choose(out.logits)[:, 0]), None
+        logits, cache = target.decode(weights.target, config.target, cache, token)
+        return (cache, choose(logits)), None
 
     (_, token), _ = jax.lax.scan(step, (state.target_cache, state.root), length=num_steps)
     return token
@@ -185,20 +181,13 @@ def _seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-@partial(jax.jit, static_argnums=1, donate_argnums=3)
-def _draft(
-    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
-) -> tuple[DecodeState, Tree]:
+@partial(jax.jit, static_argnums=1)
+def _draft(weights: Weights, config: DecodeConfig, request: Request, state: DecodeState) -> Tree:
     noise = speculate.round_noise(config, request, state)
     return speculate.draft_tree(weights, config, request, state, noise)
 
 
-@partial(jax.jit, static_argnums=1, donate_argnums=2)
-def _verify(
-    weights: Weights, config: DecodeConfig, state: DecodeState, tree: Tree
-) -> tuple[DecodeState, tuple[Any, Any]]:
-    out = speculate.verify_tree(weights, config, state, tree)
-    return state.replace(target_cache=out.cache), (out.logits, out.features)
+_verify = jax.jit(speculate.verify_tree, static_argnums=1)
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=3)
@@ -207,14 +196,13 @@ def _commit(
     config: DecodeConfig,
     request: Request,
     state: DecodeState,
-    out: tuple[Any, Any],
+    out: target.Verified,
     tree: Tree,
 ) -> DecodeState:
-    verified = target.TargetOutput(logits=out[0], features=out[1], cache=state.target_cache)
     noise = speculate.round_noise(config, request, state)
-    chosen = speculate.choose_tokens(request, state, tree, out[0], noise)
+    chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
     acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
-    return speculate.commit(weights, config, request, state, verified, acceptance)
+    return speculate.commit(weights, config, request, state, out, acceptance)
 
 
 def _timed(function: Callable[[Any], Any], first: Any) -> tuple[float, Any]:

@@ -7,9 +7,10 @@ A one-layer draft has keys and values that depend on a row's own pair alone, so 
   - a specialist with a stream of its own that takes over at some depth projects the rows drafted
     before it again; in one stream a row stays as the specialist that drafted it projected it.
 
-While drafting, the scratch rows of the cache hold the beam of every level after the first:
+While drafting, the keys and values of the beam of every level after the first stand beside the
+cache of the stream that reads them:
 
-    [ committed pairs | level 1: W rows | level 2: W rows | ... ]
+    [ committed pairs ]   [ level 1: W rows | level 2: W rows | ... ]
 """
 
 from collections.abc import Callable
@@ -17,16 +18,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode.sampling import Sampling, Text, process_logits
 from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
-from poss_jax.model.cache import KVCache, scratch_mask, write_layer
+from poss_jax.model.cache import KVCache, Rows, attend_cached, commit_rows
 from poss_jax.model.families import family_of
-from poss_jax.model.layers import DecoderLayer, attend, linear
-from poss_jax.shapes import Array, Bool, Float, Int, Params
+from poss_jax.model.layers import DecoderLayer, linear
+from poss_jax.shapes import Array, Float, Int, Params
 
 
 class Level(NamedTuple):
@@ -53,13 +53,6 @@ _SHARPNESS = 1.5
 _FILTER_MARGIN = 1.5
 
 
-class Drafted(struct.PyTreeNode):
-    """Result of drafting: all candidates, and the cache whose scratch rows were used."""
-
-    candidates: Candidates
-    cache: KVCache
-
-
 def join_pairs(
     params: Params, config: DraftConfig, tokens: Int[Array, "B T"], features: Float[Array, "B T F"]
 ) -> Float[Array, "B T width"]:
@@ -75,7 +68,7 @@ def commit_pairs(
     x: Float[Array, "B T width"],
     num_pairs: Int[Array, " B"],
 ) -> KVCache:
-    """Appends pairs to the context of every specialist.
+    """Appends pairs to the context of every specialist that the cache has a stream of.
 
     Args:
       params: the draft.
@@ -85,10 +78,11 @@ def commit_pairs(
       num_pairs: how many of the T pairs count.
     """
     positions = cache.length[:, None] + jnp.arange(x.shape[1])[None]
-    for index in range(config.num_streams):
-        layer = _specialist(params, config, index)
-        cache = _write_keys_values(layer, cache, index, x, positions, cache.length)
-    return cache.replace(length=cache.length + num_pairs)
+    rows = Rows([], [])
+    for index in range(len(cache.k)):
+        k, v = _keys_values(params, config, index, cache, x, positions)
+        rows = Rows([*rows.k, k], [*rows.v, v])
+    return commit_rows(cache, rows, num_pairs)
 
 
 def draft(
@@ -98,39 +92,47 @@ def draft(
     cache: KVCache,
     root_input: Float[Array, "B 1 width"],
     children: ChildrenFn,
-) -> Drafted:
+) -> Candidates:
     """Drafts `tree.depth` levels after the last committed pair.
 
     Args:
       params: the draft, with the target's embedding and head (`attach`).
       config: its shape.
       tree: how deep and how wide.
-      cache: all pairs committed; (depth - 1) * W rows free above `length`.
+      cache: all pairs committed.
       root_input: x of the last committed pair.
       children: proposes the children of each node.
     """
     beam, x = root_beam(len(root_input)), root_input
     rows = x[:, :0]  # draft inputs of the levels after the first, as they come
     path = jnp.zeros((len(x), 0), jnp.int32)  # their tokens
+    own = None  # their keys and values in this level's stream
     levels: list[Candidates] = []
     for depth in range(tree.depth):
-        if depth:
-            rows = jnp.concatenate([rows, x], axis=1)
-            cache = _enter_level(params, config, cache, rows, depth)
-        features = _run_level(params, config, cache, beam, x, depth)
-        read = family_of(config).read(params, config, features)
-        logits = linear(read, params["head"]["weight"])
-        level = Level(depth, cache.length + depth + 1, path, beam.ancestors)
-        ids, log_probs = children(logits, level, tree.top_k)
-        levels.append(expand(beam, params["vocabulary"][ids], log_probs))
-        if depth + 1 < tree.depth:
-            first_index = sum(level.tokens.shape[1] for level in levels[:-1])
-            beam, picks = next_beam(beam, levels[-1], first_index=first_index, top_k=tree.top_k)
-            tokens = jnp.take_along_axis(levels[-1].tokens, picks, axis=1)
-            path = jnp.concatenate([path, tokens], axis=1)
-            parent = (picks // tree.top_k)[:, :, None]
-            x = join_pairs(params, config, tokens, jnp.take_along_axis(features, parent, axis=1))
-    return Drafted(candidates=join_levels(levels), cache=cache)
+        with jax.named_scope(f"draft_level_{depth}"):
+            if depth:
+                rows = jnp.concatenate([rows, x], axis=1)
+                own = _enter_level(params, config, cache, own, rows, depth)
+            features = _run_level(params, config, cache, own, beam, x, depth)
+            read = family_of(config).read(params, config, features)
+            logits = linear(read, params["head"]["weight"])
+            level = Level(depth, cache.length + depth + 1, path, beam.ancestors)
+            ids, log_probs = children(logits, level, tree.top_k)
+            levels.append(expand(beam, _target_ids(params, ids), log_probs))
+            if depth + 1 < tree.depth:
+                first_index = sum(level.tokens.shape[1] for level in levels[:-1])
+                beam, picks = next_beam(beam, levels[-1], first_index=first_index, top_k=tree.top_k)
+                tokens = jnp.take_along_axis(levels[-1].tokens, picks, axis=1)
+                path = jnp.concatenate([path, tokens], axis=1)
+                parent = (picks // tree.top_k)[:, :, None]
+                parents = jnp.take_along_axis(features, parent, axis=1)
+                x = join_pairs(params, config, tokens, parents)
+    return join_levels(levels)
+
+
+def num_streams(config: DraftConfig, depth: int) -> int:
+    """Streams of keys and values that drafting so many positions reads."""
+    return max(config.stream_at(position) for position in range(depth)) + 1
 
 
 def top_children(
@@ -149,7 +151,7 @@ def coupled_children(
     sampling: Sampling,
     text: Text,
     noise: Float[Array, "B positions V"],
-    vocabulary: Int[Array, " Vd"],
+    vocabulary: Int[Array, " Vd"] | None,
 ) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
     """The tokens the target is likely to draw with the noise it is going to use.
 
@@ -165,7 +167,7 @@ def coupled_children(
       sampling: the request's settings.
       text: tokens so far; the path in it is not looked at.
       noise: noise for the children of every depth.
-      vocabulary: target id of every logit.
+      vocabulary: target id of every logit; None: all, in order.
     """
     text = text._replace(path=level.path, on_path=level.on_path)
     scores = process_logits(
@@ -176,7 +178,8 @@ def coupled_children(
         vocabulary=vocabulary,
         filter_margin=_FILTER_MARGIN,
     )
-    noisy = scores + noise[:, level.depth, vocabulary][:, None]
+    noise = noise[:, level.depth]
+    noisy = scores + (noise if vocabulary is None else noise[:, vocabulary])[:, None]
     noisy *= jnp.where(sampling.temperature > 0, _SHARPNESS, 1.0)[:, None, None]
     return _most_likely(noisy, top_k)
 
@@ -185,52 +188,100 @@ def _most_likely(
     scores: Float[Array, "B rows Vd"], top_k: int
 ) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
     """The best tokens and the logarithm of their softmax, none above 0."""
-    best, ids = lax.top_k(scores, top_k)
+    best, ids = _top_k(scores, top_k)
     log_probs = best - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     # XLA may compute `scores` twice and round them apart: a certain token would exceed 0.
     return ids, jnp.minimum(log_probs, 0.0)
 
 
-def _enter_level(
-    params: Params, config: DraftConfig, cache: KVCache, rows: Array, depth: int
-) -> KVCache:
-    """Writes this level's keys and values; a new specialist with its own stream writes all."""
-    # Differs from PosS: the first round of a generation is like every other; there, levels that do
-    # not begin a span run specialist 0 in it.
-    stream, num_rows, width = config.stream_at(depth), rows.shape[1], rows.shape[1] // depth
-    first = 0 if stream != config.stream_at(depth - 1) else num_rows - width
-    level = jnp.arange(first, num_rows)[None] // width
-    positions = cache.length[:, None] + level
-    layer = _specialist(params, config, config.specialist_at(depth))
-    return _write_keys_values(
-        layer, cache, stream, rows[:, first:], positions, cache.length + first
+_TOP_K_BLOCK = 128
+
+
+def _top_k(
+    scores: Float[Array, "B rows Vd"], k: int
+) -> tuple[Float[Array, "B rows k"], Int[Array, "B rows k"]]:
+    """Finds what `lax.top_k` finds, ties included."""
+    if scores.shape[-1] <= 2 * k * _TOP_K_BLOCK:
+        best, ids = lax.top_k(scores, k)
+        return best, ids
+    return lax.platform_dependent(
+        scores,
+        tpu=lambda scores: _top_k_of_blocks(scores, k),
+        default=lambda scores: tuple(lax.top_k(scores, k)),
     )
 
 
+def _top_k_of_blocks(scores: Array, k: int) -> tuple[Array, Array]:
+    # A TPU sorts the whole row otherwise. The best k lie in the k blocks of the highest maxima.
+    padding = -scores.shape[-1] % _TOP_K_BLOCK
+    padded = jnp.pad(scores, ((0, 0), (0, 0), (0, padding)), constant_values=-jnp.inf)
+    blocks = padded.reshape(*scores.shape[:2], -1, _TOP_K_BLOCK)
+    kept = jnp.sort(lax.top_k(blocks.max(axis=-1), k)[1], axis=-1)
+    among = jnp.take_along_axis(blocks, kept[..., None], axis=2)
+    best, place = lax.top_k(among.reshape(*scores.shape[:2], -1), k)
+    block = jnp.take_along_axis(kept, place // _TOP_K_BLOCK, axis=-1)
+    return best, block * _TOP_K_BLOCK + place % _TOP_K_BLOCK
+
+
+def _target_ids(params: Params, ids: Int[Array, "*any"]) -> Int[Array, "*any"]:
+    """Ids of the target's vocabulary."""
+    vocabulary = params["vocabulary"]
+    return ids if vocabulary is None else vocabulary[ids]
+
+
+def _enter_level(
+    params: Params,
+    config: DraftConfig,
+    cache: KVCache,
+    before: tuple[Array, Array] | None,
+    rows: Array,
+    depth: int,
+) -> tuple[Array, Array]:
+    """Keys and values of all drafted rows in this level's stream.
+
+    Only this level's are computed, unless its specialist is the first to read a stream of its own.
+    """
+    # Differs from PosS: the first round of a generation is like every other; there, levels that do
+    # not begin a span run specialist 0 in it.
+    num_rows, width = rows.shape[1], rows.shape[1] // depth
+    is_new = before is None or config.stream_at(depth) != config.stream_at(depth - 1)
+    first = 0 if is_new else num_rows - width
+    level = jnp.arange(first, num_rows)[None] // width
+    positions = cache.length[:, None] + level
+    new = _keys_values(
+        params, config, config.specialist_at(depth), cache, rows[:, first:], positions
+    )
+    if is_new or before is None:
+        return new
+    k, v = (jnp.concatenate(pair, axis=2) for pair in zip(before, new, strict=True))
+    return k, v
+
+
 def _run_level(
-    params: Params, config: DraftConfig, cache: KVCache, beam: Beam, x: Array, depth: int
+    params: Params,
+    config: DraftConfig,
+    cache: KVCache,
+    own: tuple[Array, Array] | None,
+    beam: Beam,
+    x: Array,
+    depth: int,
 ) -> Array:
     """Features of one level's rows; all of them share a position."""
-    stream = config.stream_at(depth)
     layer = _specialist(params, config, config.specialist_at(depth))
     positions = jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])
-    can_attend = _level_mask(cache, beam, depth)
     q = layer.queries(layer.normed(x), positions, cache.frequencies)
-    return layer.finish(x, attend(q, cache.k[stream], cache.v[stream], can_attend))
+    stream = config.stream_at(depth)
+    k, v = cache.k[stream], cache.v[stream]
+    own = own or (k[:, :, :0], v[:, :, :0])
+    attended = attend_cached(q, (k, v), cache.length, own, beam.ancestors)
+    return layer.finish(x, attended)
 
 
-def _level_mask(cache: KVCache, beam: Beam, depth: int) -> Bool[Array, "B rows S"]:
-    if depth == 0:
-        committed = jnp.arange(cache.size)[None] < cache.length[:, None]
-        return committed[:, None]
-    return scratch_mask(cache.length, beam.ancestors, size=cache.size)
-
-
-def _write_keys_values(
-    layer: DecoderLayer, cache: KVCache, stream: int, x: Array, positions: Array, start: Array
-) -> KVCache:
-    k, v = layer.keys_values(layer.normed(x), positions, cache.frequencies)
-    return write_layer(cache, stream, k, v, start)
+def _keys_values(
+    params: Params, config: DraftConfig, specialist: int, cache: KVCache, x: Array, positions: Array
+) -> tuple[Array, Array]:
+    layer = _specialist(params, config, specialist)
+    return layer.keys_values(layer.normed(x), positions, cache.frequencies)
 
 
 def _specialist(params: Params, config: DraftConfig, index: int) -> DecoderLayer:

@@ -8,6 +8,7 @@ through the same prefill, the same choosing of tokens and the same commit.
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -18,14 +19,13 @@ from poss_jax.decode.state import DecodeConfig, DecodeState, DraftState, Output,
 from poss_jax.decode.tree import Tree, root_tree, select
 from poss_jax.decode.verify import Acceptance, accept, choose
 from poss_jax.model import target as targets
-from poss_jax.model.cache import KVCache, commit_rows, init_cache, write_rows
+from poss_jax.model.cache import KVCache, commit_rows, init_cache, take_rows, write_rows
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
 def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
     """Runs the prompts through target and draft, and chooses the first token."""
-    B, P = request.tokens.shape
-    N = config.max_new_tokens
+    B = len(request.tokens)
     out = prefill(weights, config, request)
     root = _choose_first(config, request, out.logits)
     state = DecodeState(
@@ -33,47 +33,55 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
         draft=None,
         root=root,
         output=Output(
-            tokens=jnp.zeros((B, N + config.max_accepted + 1), jnp.int32).at[:, 0].set(root),
+            tokens=jnp.zeros((B, config.rows), jnp.int32).at[:, 0].set(root),
             num_tokens=jnp.ones(B, jnp.int32),
-            num_accepted=jnp.zeros((B, N), jnp.int32),
-            num_offered=jnp.zeros((B, N), jnp.int32),
+            num_accepted=jnp.zeros((B, config.rows), jnp.int32),
+            num_offered=jnp.zeros((B, config.rows), jnp.int32),
             num_rounds=jnp.zeros(B, jnp.int32),
             is_done=_is_stop(root, request) | (request.limits == 1),
         ),
     )
     if config.draft is None:
         return state
-    draft_cache = init_cache(
-        config.draft.layer,
-        num_layers=config.draft.num_streams,
-        size=config.draft_cache_size(P),
-        rope_length=request.lengths + request.limits,
-        dtype=out.features.dtype,
-    )
-    is_last = jnp.arange(P)[None] == (request.lengths - 1)[:, None]
-    following = jnp.where(is_last, root[:, None], jnp.roll(request.tokens, -1, axis=1))
-    draft = _commit_draft(
-        weights, config.draft, draft_cache, following, out.features, request.lengths
-    )
+    cache = out.visited.replace(length=request.lengths - 1)
+    one = jnp.ones_like(root)
+    draft = _commit_draft(weights, config.draft, cache, root[:, None], out.features, one)
     return state.replace(draft=draft)
 
 
-def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.TargetOutput:
-    """The target's pass over the prompts."""
-    cache = init_cache(
-        config.target,
-        num_layers=config.target.num_layers,
-        size=config.target_cache_size(request.tokens.shape[1]),
+@jax.named_scope("prefill")
+def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.Prefilled:
+    """The target's pass over the prompts; it visits the draft's cache with all pairs but the last.
+
+    The last pair of a prompt has to wait for the first chosen token.
+    """
+    make_cache = partial(
+        init_cache,
+        size=config.rows,
         rope_length=request.lengths + request.limits,
         dtype=targets.compute_dtype(weights.target),
     )
+    following = jnp.roll(request.tokens, -1, axis=1)
+
+    def append_pairs(cache: KVCache | None, first: Array, features: Array) -> KVCache | None:
+        if config.draft is None or cache is None:
+            return None
+        tokens = lax.dynamic_slice_in_dim(following, first, config.chunk, axis=1)
+        x = drafting.join_pairs(weights.draft, config.draft, tokens, features)
+        num_pairs = jnp.full_like(request.lengths, config.chunk)
+        return drafting.commit_pairs(weights.draft, config.draft, cache, x, num_pairs)
+
+    draft = config.draft
     return targets.prefill(
         weights.target,
         config.target,
-        cache,
+        make_cache(config.target, num_layers=config.target.num_layers),
         request.tokens,
         request.lengths,
+        chunk=config.chunk,
         aux_layers=config.aux_layers,
+        visit=append_pairs,
+        carry=make_cache(draft.layer, num_layers=config.num_streams) if draft else None,
     )
 
 
@@ -82,10 +90,11 @@ def run_round(
 ) -> DecodeState:
     """Drafts, verifies, accepts and commits once; a sequence that is done stays as it is."""
     noise = round_noise(config, request, state)
-    state, tree = draft_tree(weights, config, request, state, noise)
+    tree = draft_tree(weights, config, request, state, noise)
     out = verify_tree(weights, config, state, tree)
-    chosen = choose_tokens(request, state, tree, out.logits, noise)
-    acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
+    with jax.named_scope("accept"):
+        chosen = choose_tokens(request, state, tree, out.logits, noise)
+        acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
     return commit(weights, config, request, state, out, acceptance)
 
 
@@ -110,10 +119,10 @@ def draft_tree(
     request: Request,
     state: DecodeState,
     noise: Float[Array, "B positions V"] | None,
-) -> tuple[DecodeState, Tree]:
+) -> Tree:
     """First part of a round: the tree to verify."""
     if config.draft is None or state.draft is None:
-        return state, root_tree(state.root)
+        return root_tree(state.root)
     children = config.children or drafting.top_children
     if config.children is None and config.is_coupled and request.sampling and noise is not None:
         children = partial(
@@ -123,7 +132,7 @@ def draft_tree(
             noise=noise,
             vocabulary=weights.draft["vocabulary"],
         )
-    drafted = drafting.draft(
+    candidates = drafting.draft(
         weights.draft,
         config.draft,
         config.tree,
@@ -131,13 +140,14 @@ def draft_tree(
         state.draft.root_input,
         children,
     )
-    state = state.replace(draft=state.draft.replace(cache=drafted.cache))
-    return state, select(state.root, drafted.candidates, config.tree)
+    with jax.named_scope("select"):
+        return select(state.root, candidates, config.tree)
 
 
+@jax.named_scope("verify")
 def verify_tree(
     weights: Weights, config: DecodeConfig, state: DecodeState, tree: Tree
-) -> targets.TargetOutput:
+) -> targets.Verified:
     """The target's one pass over the tree."""
     return targets.verify(
         weights.target,
@@ -169,20 +179,22 @@ def choose_tokens(
     return choose(scores + jnp.take_along_axis(noise, tree.depths[:, :, None], axis=1))
 
 
+@jax.named_scope("commit")
 def commit(
     weights: Weights,
     config: DecodeConfig,
     request: Request,
     state: DecodeState,
-    out: targets.TargetOutput,
+    out: targets.Verified,
     acceptance: Acceptance,
 ) -> DecodeState:
     """Last part of a round: output, statistics and both caches take in the accepted path."""
     num_new = jnp.where(state.output.is_done, 0, acceptance.num_accepted + 1)
     root = jnp.take_along_axis(acceptance.emitted, acceptance.num_accepted[:, None], axis=1)
     path = acceptance.path
+    kept = take_rows(out.rows, path) if config.draft else out.rows
     state = state.replace(
-        target_cache=commit_rows(out.cache, path, num_new),
+        target_cache=commit_rows(state.target_cache, kept, num_new),
         root=root[:, 0],
         output=_write_output(request, state.output, acceptance),
     )

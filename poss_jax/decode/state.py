@@ -5,7 +5,7 @@ from typing import NamedTuple
 from flax import struct
 
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
-from poss_jax.decode.drafting import ChildrenFn
+from poss_jax.decode.drafting import ChildrenFn, num_streams
 from poss_jax.decode.sampling import Sampling
 from poss_jax.model.cache import KVCache
 from poss_jax.shapes import Array, Params
@@ -18,7 +18,9 @@ class DecodeConfig(NamedTuple):
       target: shape of the target.
       draft: shape of the draft; None decodes autoregressively.
       tree: size of the draft tree.
-      max_new_tokens: N, room for output; a request's own limit may be lower.
+      rows: S, room of every sequence for its prompt, its new tokens and `margin`; a multiple of
+        `chunk`.
+      chunk: tokens of a prompt that the target reads in one forward.
       is_coupled: whether the draft looks at the noise the target will sample with.
       children: how the draft proposes the children of a node, instead of either way of its own.
     """
@@ -26,7 +28,8 @@ class DecodeConfig(NamedTuple):
     target: LlamaConfig
     draft: DraftConfig | None
     tree: TreeConfig
-    max_new_tokens: int
+    rows: int
+    chunk: int = 64
     is_coupled: bool = True
     children: ChildrenFn | None = None
 
@@ -38,15 +41,15 @@ class DecodeConfig(NamedTuple):
     def aux_layers(self) -> tuple[int, ...]:
         return self.draft.aux_layers if self.draft else ()
 
-    def target_cache_size(self, prompt_size: int) -> int:
-        """Rows for prompt, new tokens and one tree."""
-        nodes = self.tree.num_nodes if self.draft else 1
-        return _round_up(prompt_size + self.max_new_tokens + nodes)
+    @property
+    def num_streams(self) -> int:
+        """Streams of keys and values that a tree of this depth reads."""
+        return num_streams(self.draft, self.tree.depth) if self.draft else 0
 
-    def draft_cache_size(self, prompt_size: int) -> int:
-        """Rows for the pairs of prompt and new tokens, and the beam of every level."""
-        scratch = max((self.tree.depth - 1) * self.tree.top_k, self.max_accepted + 1)
-        return _round_up(prompt_size + self.max_new_tokens + scratch)
+    @property
+    def margin(self) -> int:
+        """Rows that the last round and those after the end write beyond the limit."""
+        return 2 * (self.max_accepted + 1)
 
 
 class Weights(NamedTuple):
@@ -62,12 +65,12 @@ class Request(struct.PyTreeNode):
     Attributes:
       tokens: prompts, padded on the right.
       lengths: tokens of each prompt, at least 1.
-      limits: most new tokens, 1 to N.
+      limits: most new tokens, at least 1.
       stop_ids: tokens that end a text, the same for all; -1 is none.
       sampling: how tokens are chosen; None is the argmax of the target's logits.
     """
 
-    tokens: Array  # [B P] int32
+    tokens: Array  # [B S] int32
     lengths: Array  # [B] int32
     limits: Array  # [B] int32
     stop_ids: Array  # [num_stop] int32
@@ -98,10 +101,10 @@ class Output(struct.PyTreeNode):
       is_done: the text ended: stop token or limit.
     """
 
-    tokens: Array  # [B N+A] int32
+    tokens: Array  # [B S] int32
     num_tokens: Array  # [B] int32
-    num_accepted: Array  # [B N] int32
-    num_offered: Array  # [B N] int32
+    num_accepted: Array  # [B S] int32
+    num_offered: Array  # [B S] int32
     num_rounds: Array  # [B] int32
     is_done: Array  # [B] bool
 
@@ -120,8 +123,3 @@ class DecodeState(struct.PyTreeNode):
     draft: DraftState | None
     root: Array  # [B] int32
     output: Output
-
-
-def _round_up(rows: int) -> int:
-    """Cache sizes in steps, so that few shapes are compiled."""
-    return -(-rows // 32) * 32

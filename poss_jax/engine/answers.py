@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine.text import Piece, TextStream
 
 StopReason = Literal["stop", "length"]
 
-_start = jax.jit(speculate.start, static_argnums=1)
-_run_round = jax.jit(speculate.run_round, static_argnums=1, donate_argnums=3)
+# Two programs rather than one: the caches of a running batch are the same arrays in both, and what
+# differs from call to call (prompts, limits) is data.
+start = jax.jit(speculate.start, static_argnums=1)
+run_round = jax.jit(speculate.run_round, static_argnums=1, donate_argnums=3)
+run_rounds = jax.jit(speculate.run_rounds, static_argnums=1, donate_argnums=3)
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,11 @@ def read_answer(
     )
 
 
+def decode_batch(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+    """Decodes until every sequence is done, without a word to the host in between."""
+    return run_rounds(weights, config, request, start(weights, config, request))
+
+
 def run_live(
     weights: Weights, config: DecodeConfig, request: Request, answers: Sequence["LiveAnswer"]
 ) -> Iterator[list[Chunk]]:
@@ -103,7 +111,7 @@ def run_live(
     Yields:
       A chunk per answer and round; it is empty if the answer has ended before.
     """
-    state = _start(weights, config, request)
+    state = start(weights, config, request)
     while True:
         output = jax.device_get(vars(state.output))
         yield [answer.land(output) for answer in answers]
@@ -112,7 +120,7 @@ def run_live(
         is_done = output["is_done"].copy()
         is_done[: len(answers)] = [answer.is_ended for answer in answers]
         state = state.replace(output=state.output.replace(is_done=jnp.asarray(is_done)))
-        state = _run_round(weights, config, request, state)
+        state = run_round(weights, config, request, state)
 
 
 class LiveAnswer:

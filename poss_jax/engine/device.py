@@ -21,6 +21,8 @@ _SLOW_DEPTH = 16
 """Every drafted position is compiled by itself. A tiny draft took 12, 14, 26, 55 and 64 s at depths
 4, 8, 16, 32 and 64 on two busy CPU cores; `tests/test_compilation.py` measures it again."""
 
+_LEAST_ROWS = 256
+
 _LOG = logging.getLogger(__package__)
 
 
@@ -63,6 +65,30 @@ def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
     return fitted
 
 
+def prefill_chunk() -> int:
+    """Tokens of a prompt per forward: many where reading the weights costs as much as using them.
+
+    On CPU a short prompt would pay for rows that it does not have.
+    """
+    return 64 if jax.default_backend() == "cpu" else 512
+
+
+def rows_for(config: DecodeConfig, length: int, *, max_length: int) -> int:
+    """Rows of room for texts: a power of two, or all that `max_length` can fill, if that is less.
+
+    So a handful of programs serve all lengths.
+
+    Args:
+      config: static settings of decoding; its own `rows` are not looked at.
+      length: most tokens of prompt and answer together.
+      max_length: longest text that will ever be asked for.
+    """
+    least = max(_LEAST_ROWS, config.chunk)
+    rows = max(least, 1 << (length + config.margin - 1).bit_length())
+    most = -(-(max_length + config.margin) // least) * least
+    return min(rows, most)
+
+
 def tree_for(trees: Trees, batch_size: int) -> TreeConfig | None:
     """The tree of the largest batch size that is not above the given one; else of the smallest."""
     below = [size for size in trees if size <= batch_size]
@@ -79,46 +105,38 @@ def device_memory() -> int | None:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_memory(
-    weights: Weights, config: DecodeConfig, *, batch_size: int, prompt_size: int
-) -> None:
+def check_memory(weights: Weights, config: DecodeConfig, *, batch_size: int) -> None:
     """Refuses a batch that cannot fit.
 
     Args:
       weights: parameters of target and draft.
       config: static settings of decoding.
       batch_size: number of sequences.
-      prompt_size: length that the prompts are padded to.
 
     Raises:
       UserError: the weights, the caches and one round's logits alone exceed the memory.
     """
-    needed = least_bytes(weights, config, batch_size=batch_size, prompt_size=prompt_size)
+    needed = least_bytes(weights, config, batch_size=batch_size)
     available = device_memory()
     if available is not None and needed > available:
         raise UserError(
-            f"batch_size {batch_size}, prompts of up to {prompt_size} tokens and "
-            f"{config.max_new_tokens} new ones need at least {_gib(needed)}, the device has "
-            f"{_gib(available)}; lower batch_size, max_new_tokens or the tree, or shorten the "
-            "prompts"
+            f"batch_size {batch_size} and room for {config.rows} tokens of prompt and answer need "
+            f"at least {_gib(needed)}, the device has {_gib(available)}; lower batch_size, "
+            "max_new_tokens or the tree, or shorten the prompts"
         )
 
 
-def least_bytes(
-    weights: Weights, config: DecodeConfig, *, batch_size: int, prompt_size: int
-) -> int:
+def least_bytes(weights: Weights, config: DecodeConfig, *, batch_size: int) -> int:
     """Counts the bytes held at once: weights, caches, the output, the logits of a round."""
     size = compute_dtype(weights.target).itemsize
     arrays = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(weights)}  # some are shared
     target, num_nodes = config.target, config.tree.num_nodes if config.draft else 1
-    rows = config.target_cache_size(prompt_size)
-    each = 4 * prompt_size + 12 * config.max_new_tokens
-    each += size * (target.num_layers * rows * _pair(target) + num_nodes * target.vocab_size)
+    per_row = 16 + size * target.num_layers * _pair(target)
+    each = size * num_nodes * target.vocab_size
     if config.draft is not None:
-        rows = config.draft_cache_size(prompt_size)
-        each += size * config.draft.num_streams * rows * _pair(config.draft.layer)
+        per_row += size * config.num_streams * _pair(config.draft.layer)
         each += 8 * config.tree.num_candidates
-    return sum(arrays.values()) + batch_size * each
+    return sum(arrays.values()) + batch_size * (each + config.rows * per_row)
 
 
 def _pair(config: LlamaConfig) -> int:

@@ -26,15 +26,23 @@ from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.tokenizer import load_tokenizer
-from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
-from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, read_answer, run_live
+from poss_jax.engine.answers import (
+    Chunk,
+    Generation,
+    LiveAnswer,
+    decode_batch,
+    read_answer,
+    run_live,
+)
 from poss_jax.engine.device import (
     Trees,
     check_memory,
     default_dtype,
     default_tree,
     fit_tree,
+    prefill_chunk,
+    rows_for,
     tree_for,
 )
 from poss_jax.engine.prompts import (
@@ -47,12 +55,9 @@ from poss_jax.engine.prompts import (
     sampling_per_prompt,
 )
 from poss_jax.engine.text import check_stop
-from poss_jax.model.specialists import attach
+from poss_jax.model.specialists import attach, fuse_draft
+from poss_jax.model.target import fuse_target
 from poss_jax.shapes import Params
-
-_SMALLEST_BUCKET = 32
-
-generate_jit = jax.jit(speculate.generate, static_argnums=1)
 
 
 class Engine:
@@ -64,7 +69,7 @@ class Engine:
     Attributes:
       target_config: shape of the target.
       draft_config: shape of the draft; None decodes autoregressively.
-      weights: parameters of both, on the device.
+      weights: parameters of both, on the device, fused for decoding.
       trees: size of the draft tree per batch size, clamped to what can be drafted.
       is_coupled: True if the draft uses the noise that the target samples with.
       tokenizer: the target's tokenizer; None if the model folder has none (token ids still work).
@@ -95,7 +100,8 @@ class Engine:
         self._record = record
         self.target_config = record.llama
         self.draft_config: DraftConfig | None = None
-        self.weights = Weights(params, {})
+        layers = list(params["layers"])  # the caller keeps a list of its own
+        self.weights = Weights(fuse_target(params | {"layers": layers}, record.llama), {})
         self.trees = _fit_trees(tree or default_tree(), {})
         self.is_coupled = is_coupled
         self.tokenizer = tokenizer
@@ -135,6 +141,7 @@ class Engine:
             vocabulary does not fit the draft.
         """
         record, params = load_target(target, dtype or default_dtype())
+        params = fuse_target(params, record.llama)
         tokenizer = load_tokenizer(Path(target)) if record.tokenizer_sha256 is not None else None
         engine = cls(
             record,
@@ -185,7 +192,8 @@ class Engine:
         vocabulary = record.draft_vocabulary
         ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
         target = self.weights.target
-        other.weights = Weights(target, attach(params, target, ids))
+        draft = attach(fuse_draft(params, record.draft), target, ids)
+        other.weights = Weights(target, draft)
         return other.with_tree(self.trees)
 
     def with_tree(self, tree: TreeConfig | Trees, *, is_coupled: bool | None = None) -> "Engine":
@@ -321,7 +329,7 @@ class Engine:
                 ended = [chunk.answer for chunks in zip(*rounds, strict=True) for chunk in chunks]
                 answers += [answer for answer in ended if answer is not None]
             else:
-                state = generate_jit(self.weights, config, request)
+                state = decode_batch(self.weights, config, request)
                 answers += self.read(batch, state.output)
         return answers
 
@@ -331,22 +339,28 @@ class Engine:
         live = [self._live_answer(prompt, 0, stop)]
         return (chunks[0] for chunks in run_live(self.weights, config, request, live))
 
-    def decode_config(self, max_new_tokens: int, batch_size: int = 1) -> DecodeConfig:
-        """Static settings of a call; limits are rounded up to a bucket, to share programs."""
-        steps = -(-max_new_tokens // _SMALLEST_BUCKET)
+    def decode_config(self, length: int, batch_size: int = 1) -> DecodeConfig:
+        """Static settings of a call; rooms are rounded up (`rows_for`), to share programs.
+
+        Args:
+          length: most tokens of prompt and answer together.
+          batch_size: number of sequences.
+        """
         tree = tree_for(self.trees, batch_size)
-        return DecodeConfig(
+        config = DecodeConfig(
             self.target_config,
             self.draft_config if tree else None,
             tree or TreeConfig(),
-            steps * _SMALLEST_BUCKET,
-            self.is_coupled,
+            rows=0,
+            chunk=prefill_chunk(),
+            is_coupled=self.is_coupled,
         )
+        return config._replace(rows=rows_for(config, length, max_length=self.max_length))
 
     def request(
         self, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1
     ) -> tuple[DecodeConfig, Request]:
-        """Lays prompts into arrays, padded to a bucketed length.
+        """Lays prompts into arrays that have room for the answers.
 
         Args:
           prompts: prepared prompts, at most `batch_size`.
@@ -358,12 +372,12 @@ class Engine:
         Raises:
           UserError: more than the memory can hold.
         """
-        size = _bucket(max(len(prompt.ids) for prompt in prompts))
-        config = self.decode_config(max(one.max_new_tokens for one in prompts), batch_size)
-        check_memory(self.weights, config, batch_size=batch_size, prompt_size=size)
+        length = max(len(prompt.ids) + prompt.max_new_tokens for prompt in prompts)
+        config = self.decode_config(length, batch_size)
+        check_memory(self.weights, config, batch_size=batch_size)
         padding = PreparedPrompt(prompts[0].ids, 1)
         rows = [*prompts, *[padding] * (batch_size - len(prompts))]
-        tokens = np.zeros((batch_size, size), np.int32)
+        tokens = np.zeros((batch_size, config.rows), np.int32)
         for row, prompt in zip(tokens, rows, strict=True):
             row[: len(prompt.ids)] = prompt.ids
         request = Request(
@@ -401,7 +415,10 @@ def _fit_trees(tree: TreeConfig | Trees, draft: Params) -> Trees:
     trees = {1: tree} if isinstance(tree, TreeConfig) else tree
     if not draft:
         return trees
-    return {size: tree and fit_tree(tree, len(draft["vocabulary"])) for size, tree in trees.items()}
+    return {
+        size: tree and fit_tree(tree, draft["head"]["weight"].shape[0])
+        for size, tree in trees.items()
+    }
 
 
 def _stop_ids(eos_token_ids: Sequence[int], tokenizer: Any) -> list[int]:
@@ -409,8 +426,3 @@ def _stop_ids(eos_token_ids: Sequence[int], tokenizer: Any) -> list[int]:
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         known.add(tokenizer.eos_token_id)
     return sorted(known)
-
-
-def _bucket(length: int) -> int:
-    """Prompt lengths are padded to powers of two, so that few shapes are compiled."""
-    return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())

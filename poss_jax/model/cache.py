@@ -1,11 +1,15 @@
-"""Key/value caches as explicit structs of static shape, every row (sequence) with its own length.
+"""Key/value caches of static shape, every sequence with its own length, and attention over them.
 
-The rows below `length` are committed. What lies above is scratch: a draft tree is written there,
-attended while its round lasts, and overwritten by the next one.
+A cache is only read while a forward lasts. The keys and values of the forward's own rows (a chunk
+of a prompt, the nodes of a tree, the levels of a draft) stand beside it, and those that are kept
+are written afterwards:
 
-    [ committed ........ | tree nodes or draft levels | not used yet ]
-                         ^ length
+    [ committed ........ | not used yet ]      [ own rows ]
+                         ^ length   <── commit ──┘
 """
+
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +18,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from poss_jax.config.models import LlamaConfig
-from poss_jax.model.layers import rope_frequencies
-from poss_jax.shapes import Array, Bool, Int
+from poss_jax.model.layers import merge_heads, rope_frequencies
+from poss_jax.shapes import Array, Bool, Float, Int
 
 
 class KVCache(struct.PyTreeNode):
@@ -35,7 +39,7 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def size(self) -> int:
-        """S, committed and scratch rows together."""
+        """S, rows there are room for."""
         return self.k[0].shape[2]
 
 
@@ -52,7 +56,7 @@ def init_cache(
     Args:
       config: gives the heads and the rotary embedding.
       num_layers: layers, or specialists.
-      size: S, rows per sequence; room for the prompt, the new tokens, and one tree.
+      size: S, rows per sequence.
       rope_length: how many positions each sequence will hold at most.
       dtype: dtype of keys and values.
     """
@@ -65,6 +69,18 @@ def init_cache(
     )
 
 
+class Rows(NamedTuple):
+    """Keys and values of some rows, layer by layer.
+
+    Attributes:
+      k: rotated keys.
+      v: values.
+    """
+
+    k: list[Array]  # L × [B K T H]
+    v: list[Array]  # L × [B K T H]
+
+
 def write_rows(stored: Array, new: Array, start: Int[Array, " B"], *, axis: int) -> Array:
     """Writes `new` into `stored` at each sequence's own row `start`.
 
@@ -75,53 +91,131 @@ def write_rows(stored: Array, new: Array, start: Int[Array, " B"], *, axis: int)
       start: first row written, per sequence.
       axis: where the rows are.
     """
-    if len(start) == 1:  # in place, where the general form is a scatter
+    if len(start) == 1:
         return lax.dynamic_update_slice_in_dim(stored, new, start[0], axis)
-    return jax.vmap(lambda s, n, at: lax.dynamic_update_slice_in_dim(s, n, at, axis - 1))(
-        stored, new, start
+
+    def scatter(stored: Array, new: Array, start: Array) -> Array:
+        return jax.vmap(lambda s, n, at: lax.dynamic_update_slice_in_dim(s, n, at, axis - 1))(
+            stored, new, start
+        )
+
+    def one_by_one(stored: Array, new: Array, start: Array) -> Array:
+        # In place; a scatter becomes a loop on TPU and copies the whole array.
+        for row in range(len(start)):
+            at = {0: row, axis: start[row]}
+            place = [at.get(i, 0) for i in range(stored.ndim)]
+            stored = lax.dynamic_update_slice(stored, new[row : row + 1], place)
+        return stored
+
+    return lax.platform_dependent(
+        stored, new, start, cuda=scatter, rocm=scatter, default=one_by_one
     )
 
 
-def write_layer(cache: KVCache, index: int, k: Array, v: Array, start: Int[Array, " B"]) -> KVCache:
-    """Writes one layer's keys and values [B K T H] at row `start` of each sequence."""
-    keys, values = list(cache.k), list(cache.v)
-    keys[index] = write_rows(keys[index], k, start, axis=2)
-    values[index] = write_rows(values[index], v, start, axis=2)
-    return cache.replace(k=keys, v=values)
-
-
-def commit_rows(cache: KVCache, rows: Int[Array, "B A"], num_kept: Int[Array, " B"]) -> KVCache:
-    """Moves scratch rows down to the end of the committed ones and counts them in.
+def commit_rows(cache: KVCache, rows: Rows, num_kept: Int[Array, " B"]) -> KVCache:
+    """Writes rows behind the committed ones.
 
     Args:
-      cache: holds the tree's nodes from row `length` on.
-      rows: scratch rows to keep, relative to `length`, in order; those from `num_kept` on are
-        moved too, but stay scratch.
-      num_kept: how many of `rows` are committed.
+      cache: has room for all of them above `length`.
+      rows: keys and values to append.
+      num_kept: how many of them count, the others are overwritten later.
     """
-    if rows.shape[1] > 1:
-        source = (cache.length[:, None] + rows)[:, None, :, None]
+    start = cache.length
 
-        def moved(stored: Array) -> Array:
-            kept = jnp.take_along_axis(stored, source, axis=2)
-            return write_rows(stored, kept, cache.length, axis=2)
+    def written(stored: list[Array], new: list[Array]) -> list[Array]:
+        pairs = zip(stored, new, strict=True)
+        return [write_rows(old, one, start, axis=2) for old, one in pairs]
 
-        cache = cache.replace(k=[moved(k) for k in cache.k], v=[moved(v) for v in cache.v])
-    return cache.replace(length=cache.length + num_kept)
+    k, v = written(cache.k, rows.k), written(cache.v, rows.v)
+    return cache.replace(k=k, v=v, length=start + num_kept)
 
 
-def scratch_mask(
-    length: Int[Array, " B"], among_scratch: Bool[Array, "B T M"], *, size: int
-) -> Bool[Array, "B T S"]:
-    """Lets every query attend all committed rows, and the scratch rows its own mask names.
+def take_rows(rows: Rows, index: Int[Array, "B A"]) -> Rows:
+    """Picks rows, in the order of `index`."""
+
+    def taken(own: Array) -> Array:
+        if len(index) == 1:
+            return jnp.take(own, index[0], axis=2)
+        return jnp.take_along_axis(own, index[:, None, :, None], axis=2)
+
+    return Rows([taken(k) for k in rows.k], [taken(v) for v in rows.v])
+
+
+def attend_cached(
+    q: Float[Array, "B N T H"],
+    stored: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
+    length: Int[Array, " B"],
+    own: tuple[Float[Array, "B K M H"], Float[Array, "B K M H"]],
+    can_attend: Bool[Array, "B T M"],
+) -> Float[Array, "B T N*H"]:
+    """Grouped-query attention over the committed rows of a layer and the forward's own ones.
+
+    A running softmax goes over blocks of the cache up to the longest sequence and no further, so
+    that the time follows the rows in use, not those there are room for. On a GPU, where a loop of
+    unknown length asks the host, and in a small cache, all rows are one block.
 
     Args:
+      q: rotated queries.
+      stored: keys and values of the cache; each query attends those below `length`.
       length: committed rows of each sequence.
-      among_scratch: True where a query attends the scratch row that lies so far above `length`.
-      size: S.
+      own: keys and values of the forward's rows; M may be 0 where `length` is not.
+      can_attend: which of them each query attends, at least one of all it is given.
     """
-    column = jnp.arange(size)[None] - length[:, None]
-    M = among_scratch.shape[-1]
-    named = jnp.take_along_axis(among_scratch, jnp.clip(column, 0, M - 1)[:, None], axis=2)
-    is_scratch = (column >= 0) & (column < M)
-    return (column < 0)[:, None] | (is_scratch[:, None] & named)
+    block = _block(stored[0].shape[2])
+    args = q, stored, length, own, can_attend
+    if block == stored[0].shape[2]:
+        return _attend_blocks(block, *args)
+    whole, blocks = partial(_attend_blocks, stored[0].shape[2]), partial(_attend_blocks, block)
+    return lax.platform_dependent(*args, cuda=whole, rocm=whole, default=blocks)
+
+
+def _block(size: int) -> int:
+    """Rows per block: small enough to stop near the used length, few enough blocks in all."""
+    block = max(128, size // 8)
+    return block if size % block == 0 and size > 256 else size
+
+
+def _attend_blocks(
+    block: int,
+    q: Array,
+    stored: tuple[Array, Array],
+    length: Array,
+    own: tuple[Array, Array],
+    can_attend: Array,
+) -> Array:
+    B, N, T, H = q.shape
+    K, S = stored[0].shape[1:3]
+    rows = q.reshape(B, K, N // K * T, H)  # the queries of a group are rows of one product
+
+    def add(carry: tuple[Array, Array, Array], k: Array, v: Array, allowed: Array):
+        highest, total, mean = carry
+        scores = jnp.einsum("BKRH,BKSH->BKRS", rows, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(allowed, scores * H**-0.5, _NOTHING)
+        new_highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
+        weights = jnp.exp(scores - new_highest)
+        shrink = jnp.exp(highest - new_highest)
+        added = jnp.einsum(
+            "BKRS,BKSH->BKRH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
+        total = total * shrink + weights.sum(axis=-1, keepdims=True)
+        return new_highest, total, mean * shrink + added
+
+    def add_block(j: Array | int, carry: tuple[Array, Array, Array]):
+        first = j * block
+        k, v = (lax.dynamic_slice_in_dim(x, first, block, 2) for x in stored)
+        is_committed = first + jnp.arange(block)[None] < length[:, None]
+        return add(carry, k, v, is_committed[:, None, None])
+
+    start = jnp.full((*rows.shape[:3], 1), _NOTHING), jnp.zeros((*rows.shape[:3], 1))
+    carry = *start, jnp.zeros(rows.shape, jnp.float32)
+    if own[0].shape[2]:
+        carry = add(carry, *own, jnp.tile(can_attend, (1, N // K, 1))[:, None])
+    if block == S:
+        _, total, mean = add_block(0, carry)
+    else:
+        num_blocks = (length.max() + block - 1) // block
+        _, total, mean = lax.fori_loop(0, num_blocks, add_block, carry)
+    return merge_heads((mean / total).astype(q.dtype).reshape(B, N, T, H))
+
+
+_NOTHING = -1e30  # score of a column that may not be attended

@@ -6,8 +6,9 @@ target attends its cache, a specialist its committed pairs and the levels drafte
 training rollout several versions of one row.
 """
 
+import itertools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,9 +73,9 @@ def layer_rows(path: str, torch: str) -> dict[str, Parameter]:
     }
 
 
-# XLA on CPU multiplies a few rows by `x @ w.T` 1.1 to 1.7 times slower than as `(w @ x.T).T`;
-# above this many rows the plain form is as fast or faster (benchmarks/linear.py).
-_FEW_ROWS = 32
+# XLA on CPU multiplies a few rows by `x @ w.T` 1.1 to 1.7 times slower than as `(w @ x.T).T`
+# (benchmarks/linear.py).
+_FEW_ROWS = 64
 
 
 def linear(
@@ -84,7 +85,11 @@ def linear(
 ) -> Float[Array, "*rows out_dim"]:
     """Multiplies rows by a weight kept `[out, in]`, in the spelling its backend runs fastest."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    if 1 < len(rows) <= _FEW_ROWS:
+    if len(rows) == 1:
+        out = lax.platform_dependent(
+            rows, weight, cpu=_one_row_on_cpu, tpu=_one_row_on_tpu, default=_plain
+        )
+    elif len(rows) <= _FEW_ROWS:
         out = lax.platform_dependent(rows, weight, cpu=_few_rows_on_cpu, default=_plain)
     else:
         out = _plain(rows, weight)
@@ -94,6 +99,17 @@ def linear(
 
 def _plain(rows: Array, weight: Array) -> Array:
     return rows @ weight.T
+
+
+def _one_row_on_cpu(rows: Array, weight: Array) -> Array:
+    return (weight @ rows[0])[None]
+
+
+def _one_row_on_tpu(rows: Array, weight: Array) -> Array:
+    # One row alone would be multiplied and summed on the vector unit. The barrier keeps XLA from
+    # seeing that seven rows are zeros.
+    padded = lax.optimization_barrier(jnp.pad(rows, ((0, 7), (0, 0))))
+    return _plain(padded, weight)[:1]
 
 
 def _few_rows_on_cpu(rows: Array, weight: Array) -> Array:
@@ -241,7 +257,10 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The four projections of grouped-query attention, and the norms of queries and keys."""
+    """The four projections of grouped-query attention, and the norms of queries and keys.
+
+    Decoding holds some of them fused (`fuse_layer`): `kv` in place of `k` and `v`, or `qkv`.
+    """
 
     config: LlamaConfig
 
@@ -250,6 +269,8 @@ class Attention(nn.Module):
         self.q = Linear(c.num_heads * c.head_dim, c.qkv_bias)
         self.k = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias)
         self.v = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias)
+        self.kv = Linear(2 * c.num_kv_heads * c.head_dim, c.qkv_bias)
+        self.qkv = Linear((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.qkv_bias)
         self.o = Linear(c.hidden_size, c.o_bias, _residual_scale(c))
         if c.qk_norm:
             self.q_norm = RMSNorm(c.rms_norm_eps)
@@ -257,12 +278,41 @@ class Attention(nn.Module):
 
     def queries(self, normed: Float[Array, "B T D"]) -> Float[Array, "B N T H"]:
         """Projects queries, not yet rotated."""
-        q = split_heads(self.q(normed), self.config.head_dim)
+        return self._normed_queries(split_heads(self.q(normed), self.config.head_dim))
+
+    def keys_values(
+        self, normed: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+        """Projects keys, not yet rotated, and values."""
+        if self.has_variable("params", "kv"):
+            k, v = self._parts(self.kv(normed), 1, 1)
+        else:
+            k, v = (split_heads(part(normed), self.config.head_dim) for part in (self.k, self.v))
+        return self._normed_keys(k), v
+
+    def queries_keys_values(
+        self, normed: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+        """Projects all three, queries and keys not yet rotated."""
+        if not self.has_variable("params", "qkv"):
+            return self.queries(normed), *self.keys_values(normed)
+        group = self.config.num_heads // self.config.num_kv_heads
+        q, k, v = self._parts(self.qkv(normed), group, 1, 1)
+        return self._normed_queries(q), self._normed_keys(k), v
+
+    def _parts(self, projected: Float[Array, "B T width"], *heads: int) -> list[Array]:
+        """Cuts the output of a fused projection: so many heads of each part per key head."""
+        B, T, _ = projected.shape
+        K, H = self.config.num_kv_heads, self.config.head_dim
+        grouped = projected.reshape(B, T, K, sum(heads), H)
+        ends = list(itertools.accumulate(heads))
+        parts = jnp.split(grouped, ends[:-1], axis=3)
+        return [jnp.moveaxis(part.reshape(B, T, -1, H), 2, 1) for part in parts]
+
+    def _normed_queries(self, q: Array) -> Array:
         return self.q_norm(q) if self.config.qk_norm else q
 
-    def keys(self, normed: Float[Array, "B T D"]) -> Float[Array, "B K T H"]:
-        """Projects keys, not yet rotated."""
-        k = split_heads(self.k(normed), self.config.head_dim)
+    def _normed_keys(self, k: Array) -> Array:
         return self.k_norm(k) if self.config.qk_norm else k
 
 
@@ -275,9 +325,15 @@ class MLP(nn.Module):
         c = self.config
         self.gate = Linear(c.intermediate_size, c.mlp_bias)
         self.up = Linear(c.intermediate_size, c.mlp_bias)
+        self.gate_up = Linear(2 * c.intermediate_size, c.mlp_bias)
         self.down = Linear(c.hidden_size, c.mlp_bias, _residual_scale(c))
 
     def __call__(self, x: Array) -> Array:
+        if self.has_variable("params", "gate_up"):
+            both = self.gate_up(x)
+            block = _mlp_block(self.config.intermediate_size)
+            gate, up = jnp.moveaxis(both.reshape(*x.shape[:-1], -1, 2, block), -2, 0)
+            return self.down((nn.silu(gate) * up).reshape(*x.shape[:-1], -1))
         return self.down(nn.silu(self.gate(x)) * self.up(x))
 
 
@@ -319,9 +375,20 @@ class DecoderLayer(nn.Module):
         frequencies: Float[Array, "B half"],
     ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Projects keys (rotated) and values."""
-        k = self.attention.keys(normed)
-        k = rotate(k, positions, frequencies, scale=self.config.rope.scale)
-        return k, split_heads(self.attention.v(normed), self.config.head_dim)
+        k, v = self.attention.keys_values(normed)
+        return rotate(k, positions, frequencies, scale=self.config.rope.scale), v
+
+    def queries_keys_values(
+        self,
+        normed: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        frequencies: Float[Array, "B half"],
+    ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+        """Projects queries and keys (both rotated) and values."""
+        q, k, v = self.attention.queries_keys_values(normed)
+        both = jnp.concatenate([q, k], axis=1)
+        both = rotate(both, positions, frequencies, scale=self.config.rope.scale)
+        return both[:, : q.shape[1]], both[:, q.shape[1] :], v
 
     def finish(
         self, hidden: Float[Array, "B T D"], attended: Float[Array, "B T NH"]
@@ -347,6 +414,43 @@ class DecoderLayer(nn.Module):
 def _residual_scale(config: LlamaConfig) -> float:
     """Keeps the residual's variance independent of depth: each layer adds to it twice."""
     return 1 / (2 * config.num_layers)
+
+
+def fuse_layer(params: Params, config: LlamaConfig, *, parts: Literal["kv", "qkv"]) -> Params:
+    """Joins projections that read the same rows, so that decoding multiplies them at once.
+
+    The heads of queries, keys and values that belong together lie side by side, as do blocks of
+    gate and up, so that a mesh which cuts the fused output cuts all parts alike.
+
+    Args:
+      params: a layer; one that is fused already stays as it is.
+      config: its shape.
+      parts: projections of attention to join: those of keys and values, or all three.
+    """
+    attention, mlp = params["attention"], params["mlp"]
+    if "k" in attention:
+        joined = _interleave([attention[part] for part in parts], config.num_kv_heads)
+        attention = {name: attention[name] for name in attention if name not in parts}
+        attention |= {parts: joined}
+    if "gate" in mlp:
+        num_blocks = config.intermediate_size // _mlp_block(config.intermediate_size)
+        mlp = {"gate_up": _interleave([mlp["gate"], mlp["up"]], num_blocks), "down": mlp["down"]}
+    return params | {"attention": attention, "mlp": mlp}
+
+
+def _interleave(linears: list[Params], num_groups: int) -> Params:
+    """Stacks the outputs of linear maps, a group of each in turn."""
+
+    def join(*leaves: Array) -> Array:
+        groups = [leaf.reshape(num_groups, -1, *leaf.shape[1:]) for leaf in leaves]
+        return jnp.concatenate(groups, axis=1).reshape(-1, *leaves[0].shape[1:])
+
+    return jax.tree.map(join, *linears)
+
+
+def _mlp_block(intermediate_size: int) -> int:
+    """Width of the blocks in which gate and up take turns: a row of TPU lanes, where it divides."""
+    return math.gcd(intermediate_size, 128)
 
 
 def init_layer(layer: DecoderLayer, key: Array, *, width: int | None = None) -> Params:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError
-from poss_jax.model.layers import DecoderLayer, Parameter, init_layer
+from poss_jax.model.layers import DecoderLayer, Parameter, fuse_layer, init_layer
 from poss_jax.shapes import Array, Int, Params
 
 KEY_VALUE = ("k", "v", "k_norm")
@@ -124,10 +124,13 @@ def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None =
       target: the target's parameters.
       vocabulary: target ids the draft may propose; None: all of them.
     """
-    head, is_own = target["head"]["weight"], "head" in draft
-    if vocabulary is None:
-        vocabulary = jnp.arange(len(head), dtype=jnp.int32)
-    elif not is_own:
-        head = head[vocabulary]
-    head = draft["head"] if is_own else {"weight": head}
+    head = draft.get("head", target["head"])
+    if vocabulary is not None and "head" not in draft:
+        head = jax.tree.map(lambda leaf: leaf[vocabulary], head)
     return {**draft, "embed": target["embed"], "head": head, "vocabulary": vocabulary}
+
+
+def fuse_draft(draft: Params, config: DraftConfig) -> Params:
+    """Fuses the projections of every specialist that read the same rows (`fuse_layer`)."""
+    fused = [fuse_layer(one, config.layer, parts="kv") for one in draft["specialists"]]
+    return draft | {"specialists": fused}

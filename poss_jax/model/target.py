@@ -1,4 +1,4 @@
-"""The frozen Llama: prefill, one-token decode, tree verification, and plain encoding of text.
+"""The frozen Llama: prefill in chunks, one-token decode, tree verification, and encoding of text.
 
 A feature is the hidden state after the final norm, `logits = features @ head.T`; or, for drafts
 that ask for it, the inputs of some layers side by side (the residual stream, no norm). Parameters
@@ -7,7 +7,7 @@ holds the same array twice. Decoding wants a list of layers, `encode` the same l
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,13 @@ from jax import lax
 
 from poss_jax.config.models import LlamaConfig
 from poss_jax.model.blockwise import attend_documents, group_heads, ungroup_heads
-from poss_jax.model.cache import KVCache, commit_rows, scratch_mask, write_layer
+from poss_jax.model.cache import KVCache, Rows, attend_cached, commit_rows
 from poss_jax.model.documents import positions_in
 from poss_jax.model.layers import (
     WIDENS,
     DecoderLayer,
     Parameter,
-    attend,
+    fuse_layer,
     init_layer,
     layer_rows,
     linear,
@@ -42,18 +42,34 @@ TARGET = {
 """Every parameter that a target may have."""
 
 
-class TargetOutput(struct.PyTreeNode):
-    """The target's output for some tokens.
+class Prefilled(NamedTuple):
+    """Prompts in the cache.
 
     Attributes:
-      logits: prefill: of each prompt's last row; else of every row given.
-      features: of every row given, F = D, or D for each of the layers asked for.
-      cache: the rows given are written; only prefill and decode commit them.
+      logits: of each prompt's last row.
+      features: of each prompt's last row, F = D, or D for each of the layers asked for.
+      cache: all prompts are committed.
+      visited: what `visit` returned last.
     """
 
-    logits: Array  # [B V] or [B M V]
-    features: Array  # [B T F]
+    logits: Array  # [B V]
+    features: Array  # [B 1 F]
     cache: KVCache
+    visited: Any
+
+
+class Verified(struct.PyTreeNode):
+    """The target's output for the nodes of a tree.
+
+    Attributes:
+      logits: of every node.
+      features: of every node, F as in `Prefilled`.
+      rows: their keys and values, which the cache does not hold yet.
+    """
+
+    logits: Array  # [B M V]
+    features: Array  # [B M F]
+    rows: Rows
 
 
 def init_target(config: LlamaConfig, key: Array) -> Params:
@@ -75,6 +91,17 @@ def stack_layers(layers: list[Params]) -> Params:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
+def fuse_target(params: Params, config: LlamaConfig) -> Params:
+    """Fuses the projections of every layer of a list (`fuse_layer`), one layer after the other.
+
+    The list is emptied on the way, so that no more than one layer is held twice.
+    """
+    layers, given = [], params["layers"]
+    while given:
+        layers.append(fuse_layer(given.pop(0), config, parts="qkv"))
+    return params | {"layers": layers}
+
+
 def compute_dtype(params: Params) -> jnp.dtype:
     """Dtype that a target, its caches and its drafts compute in: the one of its embedding."""
     return params["embed"]["weight"].dtype
@@ -92,31 +119,49 @@ def prefill(
     tokens: Int[Array, "B P"],
     lengths: Int[Array, " B"],
     *,
+    chunk: int,
     aux_layers: tuple[int, ...] = (),
-) -> TargetOutput:
+    visit: Callable[[Any, Array, Array], Any] = lambda carry, first, features: carry,
+    carry: Any = None,
+) -> Prefilled:
     """Runs prompts, padded on the right, through an empty cache and commits them.
+
+    Every forward takes a chunk of all prompts, up to the end of the longest one.
 
     Args:
       params: the target.
       config: its shape.
       cache: empty; at least P rows.
-      tokens: prompts, padded to P with any token.
+      tokens: prompts, padded with any token; P is a multiple of `chunk`.
       lengths: tokens of each prompt, at least 1.
+      chunk: tokens of each prompt per forward. Static.
       aux_layers: layers whose inputs are the features; none: the final hidden state is. Static.
+      visit: (carry, first row of a chunk, its features [B chunk F]) -> carry.
+      carry: what `visit` is given first.
     """
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    causal = positions[:, :, None] >= positions[:, None, :]
-    start = jnp.zeros_like(cache.length)
+    B, dtype = len(tokens), compute_dtype(params)
+    depths = jnp.broadcast_to(jnp.arange(chunk)[None], (B, chunk))
+    causal = depths[:, :, None] >= depths[:, None, :]
 
-    def attention(cache: KVCache, index: int, q: Array, k: Array, v: Array):
-        return write_layer(cache, index, k, v, start), attend(q, k, v, causal)
+    def run(index: Array, state: tuple[KVCache, Array, Array, Any]):
+        cache, hidden, features, carry = state
+        first = index * chunk
+        new = lax.dynamic_slice_in_dim(tokens, first, chunk, axis=1)
+        all_hidden, all_features, rows = _run_layers(
+            params, config, cache, new, depths, causal, aux_layers
+        )
+        hidden = _last_row(hidden, all_hidden, lengths - 1 - first)
+        features = _last_row(features, all_features, lengths - 1 - first)
+        cache = commit_rows(cache, rows, jnp.full_like(lengths, chunk))
+        return cache, hidden, features, visit(carry, first, all_features)
 
-    hidden, features, cache = _run_layers(
-        params, config, cache, tokens, positions, attention, aux_layers
-    )
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-    logits = linear(last, params["head"]["weight"])[:, 0]
-    return TargetOutput(logits=logits, features=features, cache=cache.replace(length=lengths))
+    hidden = jnp.zeros((B, 1, config.hidden_size), dtype)
+    features = jnp.concatenate([hidden] * max(len(aux_layers), 1), axis=-1)
+    num_chunks = (lengths.max() + chunk - 1) // chunk
+    state = cache, hidden, features, carry
+    cache, hidden, features, carry = lax.fori_loop(0, num_chunks, run, state)
+    logits = linear(hidden, params["head"]["weight"])[:, 0]
+    return Prefilled(logits, features, cache.replace(length=lengths), carry)
 
 
 def verify(
@@ -128,40 +173,32 @@ def verify(
     ancestors: Bool[Array, "B M M"],
     *,
     aux_layers: tuple[int, ...] = (),
-) -> TargetOutput:
-    """Scores all nodes of a tree in one pass; their keys and values become scratch rows.
+) -> Verified:
+    """Scores all nodes of a tree in one pass.
 
     Args:
       params: the target.
       config: its shape.
-      cache: M rows must be free above `length`.
+      cache: everything before the root, which is the next token to be committed.
       tokens: the nodes, root first.
-      depths: distance of each node from the root, which is the next token to be committed.
+      depths: distance of each node from the root.
       ancestors: True where the second node is the first one or lies on its path to the root.
       aux_layers: see `prefill`.
     """
-    positions = cache.length[:, None] + depths
-    can_attend = scratch_mask(cache.length, ancestors, size=cache.size)
-
-    def attention(cache: KVCache, index: int, q: Array, k: Array, v: Array):
-        cache = write_layer(cache, index, k, v, cache.length)
-        return cache, attend(q, cache.k[index], cache.v[index], can_attend)
-
-    hidden, features, cache = _run_layers(
-        params, config, cache, tokens, positions, attention, aux_layers
+    hidden, features, rows = _run_layers(
+        params, config, cache, tokens, depths, ancestors, aux_layers
     )
-    logits = linear(hidden, params["head"]["weight"])
-    return TargetOutput(logits=logits, features=features, cache=cache)
+    return Verified(linear(hidden, params["head"]["weight"]), features, rows)
 
 
 def decode(
     params: Params, config: LlamaConfig, cache: KVCache, tokens: Int[Array, " B"]
-) -> TargetOutput:
-    """Runs and commits one token per sequence."""
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Runs and commits one token per sequence; returns the logits of the next one."""
     batch = len(tokens)
     depths, ancestors = jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch, 1, 1), bool)
     out = verify(params, config, cache, tokens[:, None], depths, ancestors)
-    return out.replace(cache=commit_rows(out.cache, depths, jnp.ones_like(tokens)))
+    return out.logits[:, 0], commit_rows(cache, out.rows, jnp.ones_like(tokens))
 
 
 def encode(
@@ -212,33 +249,39 @@ def encode(
     return jnp.concatenate([*(aux[kept.index(n)] for n in aux_layers), final], axis=-1)
 
 
-AttentionFn = Callable[[KVCache, int, Array, Array, Array], tuple[KVCache, Array]]
-
-
 def _run_layers(
     params: Params,
     config: LlamaConfig,
     cache: KVCache,
-    tokens: Array,
-    positions: Array,
-    attention: AttentionFn,
+    tokens: Int[Array, "B T"],
+    depths: Int[Array, "B T"],
+    can_attend: Bool[Array, "B T T"],
     aux_layers: tuple[int, ...],
-) -> tuple[Array, Array, KVCache]:
-    """Runs the list of layers; `attention` says what their queries attend and what is cached.
+) -> tuple[Array, Array, Rows]:
+    """Runs the list of layers over rows that stand `depths` behind the committed ones.
 
     Returns:
-      The hidden state after the final norm, the features, and the cache.
+      Their hidden states after the final norm, their features, their keys and values.
     """
+    positions = cache.length[:, None] + depths
     hidden = embed(params["embed"]["weight"], tokens)
-    inputs = []
+    inputs, rows = [], Rows([], [])
     for index, layer_params in enumerate(params["layers"]):
         inputs.append(hidden)
         layer = DecoderLayer(config).bind({"params": layer_params})
-        normed = layer.normed(hidden)
-        q = layer.queries(normed, positions, cache.frequencies)
-        k, v = layer.keys_values(normed, positions, cache.frequencies)
-        cache, attended = attention(cache, index, q, k, v)
-        hidden = layer.finish(hidden, attended)
+        q, k, v = layer.queries_keys_values(layer.normed(hidden), positions, cache.frequencies)
+        stored = cache.k[index], cache.v[index]
+        hidden = layer.finish(hidden, attend_cached(q, stored, cache.length, (k, v), can_attend))
+        rows = Rows([*rows.k, k], [*rows.v, v])
     final = rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
     aux = [inputs[index] for index in aux_layers]
-    return final, jnp.concatenate(aux, axis=-1) if aux else final, cache
+    return final, jnp.concatenate(aux, axis=-1) if aux else final, rows
+
+
+def _last_row(
+    last: Float[Array, "B 1 F"], rows: Float[Array, "B T F"], index: Int[Array, " B"]
+) -> Float[Array, "B 1 F"]:
+    """Takes the row of every sequence whose index lies among them, else what it was."""
+    T = rows.shape[1]
+    taken = jnp.take_along_axis(rows, jnp.clip(index, 0, T - 1)[:, None, None], axis=1)
+    return jnp.where(((index >= 0) & (index < T))[:, None, None], taken, last)
