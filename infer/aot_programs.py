@@ -1,7 +1,6 @@
 """The programs of decoding, from shapes alone: what `infer.aot` compiles."""
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,19 +10,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig
-from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.engine.answers import run_round, run_rounds, start
+from poss_jax.engine.device import rows_for
 from poss_jax.engine.prompts import sampling_arrays
 from poss_jax.learn.task import describe_draft
 from poss_jax.model.ahead import bytes_per_device, shapes_on
+from poss_jax.model.cache import _block as block_rows
 from poss_jax.model.families import init_draft
 from poss_jax.model.sharding import BATCH, dividing_axes, replicate
-from poss_jax.model.specialists import attach
-from poss_jax.model.target import init_target
+from poss_jax.model.specialists import attach, fuse_draft
+from poss_jax.model.target import fuse_target, init_target
 
 from . import costs
 
-_SMALLEST_BUCKET = 32
+_CHUNK = 512  # of a prompt, as accelerators read it
 
 
 class Plan(NamedTuple):
@@ -48,6 +49,11 @@ class Plan(NamedTuple):
         """Tokens whose scores one device has, of the target or of the draft: the smaller."""
         sizes = [self.work.target.vocab_size, self.work.draft_vocabulary]
         return min(size for size in sizes if size) // self.mesh.shape["tensor"]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a cache that are attended, each in one turn of a loop."""
+        return -(-self.work.context // block_rows(self.decode.rows))
 
     @property
     def shared_bytes(self) -> int:
@@ -94,11 +100,16 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
     """
     target, draft, num_tokens = _describe_models(config)
     dtype = jnp.dtype(config.dtype)
-    weights = Weights(shapes_on(mesh, lambda: init_target(target, jax.random.key(0)), dtype), {})
+    weights = Weights(shapes_on(mesh, lambda: _make_target(target), dtype), {})
     if draft is not None:
-        own = shapes_on(mesh, lambda: init_draft(draft, jax.random.key(0)), dtype)
+        own = shapes_on(
+            mesh, lambda: fuse_draft(init_draft(draft, jax.random.key(0)), draft), dtype
+        )
         weights = weights._replace(draft=_attach(own, weights.target, num_tokens, mesh))
-    decode = DecodeConfig(target, draft, config.tree, _round_up(config.max_new_tokens))
+    decode = DecodeConfig(target, draft, config.tree, rows=0, chunk=_CHUNK)
+    length = config.context + config.max_new_tokens
+    rows = rows_for(decode, length, max_length=target.max_position_embeddings)
+    decode = decode._replace(rows=rows)
     work = costs.Workload(
         target=target,
         draft=draft,
@@ -110,7 +121,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         draft_bytes=dtype.itemsize,
         cache_bytes=dtype.itemsize,
     )
-    return Plan(weights, decode, _request(config, target, mesh), mesh, work)
+    return Plan(weights, decode, _request(config, decode, mesh), mesh, work)
 
 
 def compile_program(name: str, plan: Plan) -> Compiled:
@@ -121,15 +132,8 @@ def compile_program(name: str, plan: Plan) -> Compiled:
       plan: what it is made for.
     """
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
-    functions: dict[str, Callable[..., Any]] = {
-        "prefill": speculate.start,
-        "step": speculate.run_round,
-        "round": speculate.run_round,
-        "rounds": speculate.run_rounds,
-    }
-    others: tuple[Any, ...] = () if name == "prefill" else (_state(plan, decode),)
-    donated = () if name == "prefill" else (3,)
-    jitted = jax.jit(functions[name], static_argnums=1, donate_argnums=donated)
+    jitted = {"prefill": start, "rounds": run_rounds}.get(name, run_round)
+    others = () if name == "prefill" else (_state(plan, decode),)
     started = time.monotonic()
     program = jitted.lower(plan.weights, decode, plan.request, *others).compile()
     return Compiled(program, program.as_text() or "", time.monotonic() - started)
@@ -170,26 +174,31 @@ def _describe_models(config: AheadConfig) -> tuple[LlamaConfig, DraftConfig | No
 
 def _attach(own: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
     """Shapes of a draft with what it borrows; the rows of the head that it reads are its own."""
-    if num_tokens is None:
-        attached = jax.eval_shape(attach, own, target)
-    else:
-        ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-        attached = jax.eval_shape(attach, own, target, ids)
+    ids = None if num_tokens is None else jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    attached = jax.eval_shape(attach, own, target, ids)
     vocabulary = attached.pop("vocabulary")
     placed = shapes_on(mesh, lambda: attached)
-    return placed | {"vocabulary": _placed(vocabulary, replicate(mesh))}
+    whole = jax.tree.map(lambda leaf: _placed(leaf, replicate(mesh)), vocabulary)
+    return placed | {"vocabulary": whole}
 
 
-def _request(config: AheadConfig, target: LlamaConfig, mesh: Mesh) -> Request:
-    size = max(_SMALLEST_BUCKET, 1 << (config.context - 1).bit_length())
+def _make_draft(config: DraftConfig) -> Any:
+    return fuse_draft(init_draft(config, jax.random.key(0)), config)
+
+
+def _make_target(config: LlamaConfig) -> Any:
+    return fuse_target(init_target(config, jax.random.key(0)), config)
+
+
+def _request(config: AheadConfig, decode: DecodeConfig, mesh: Mesh) -> Request:
     B = config.batch_size
 
     def make() -> Request:
         return Request(
-            tokens=jnp.zeros((B, size), jnp.int32),
+            tokens=jnp.zeros((B, decode.rows), jnp.int32),
             lengths=jnp.zeros(B, jnp.int32),
             limits=jnp.zeros(B, jnp.int32),
-            stop_ids=jnp.zeros(max(1, len(target.eos_token_ids)), jnp.int32),
+            stop_ids=jnp.zeros(max(1, len(decode.target.eos_token_ids)), jnp.int32),
             sampling=sampling_arrays([config.sampling] * B),
         )
 
@@ -199,7 +208,6 @@ def _request(config: AheadConfig, target: LlamaConfig, mesh: Mesh) -> Request:
 
 def _state(plan: Plan, decode: DecodeConfig) -> Any:
     """Shapes of the state after the prompt: caches cut by heads, all else whole."""
-    start = jax.jit(speculate.start, static_argnums=1)
     state = jax.eval_shape(lambda w, r: start(w, decode, r), plan.weights, plan.request)
 
     def place(leaf: Any) -> Any:
@@ -214,7 +222,3 @@ def _state(plan: Plan, decode: DecodeConfig) -> Any:
 
 def _placed(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-
-def _round_up(rows: int) -> int:
-    return -(-rows // _SMALLEST_BUCKET) * _SMALLEST_BUCKET

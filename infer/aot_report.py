@@ -27,7 +27,7 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
     Returns:
       JSON-compatible numbers.
     """
-    program = hlo.Program(compiled.text)
+    program = hlo.Program(compiled.text, trips=plan.num_blocks)
     loop = _main_loop(program) if name == "rounds" else None
     cost = compiled.program.cost_analysis() or {}
     floor, kinds = plan.floor(name), hlo.count_kernels(program, loop)
@@ -36,7 +36,10 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
         "memory": _memory(compiled, plan, device),
         "floor_bytes": floor.bytes,
         "floor_ms": floor.milliseconds(device),
-        "bytes_accessed": None if loop else cost.get("bytes accessed"),
+        "moved_bytes": sum(
+            hlo.moved_bytes(program, place) * place.times for place in program.kernels(loop)
+        ),
+        "accessed_bytes": None if loop else cost.get("bytes accessed"),
         "kernels": sum(kinds.values()),
         "kernels_by_kind": kinds,
         "loops": [_show(program, place) for place in program.loops(loop)],
@@ -55,7 +58,7 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
         "upcasts": _kernels(program, loop, hlo.is_upcast),
         "collectives": _kernels(program, loop, lambda _, place: hlo.is_collective(place)),
         "vocabulary_sorts": hlo.sorts(program, plan.vocabulary),
-        "one_row_products": hlo.one_row_products(program, weights),
+        "vector_products": hlo.vector_products(program, weights),
         "copied_weights_and_caches": hlo.copies_of(program, [*weights, *caches]),
         "scatters": hlo.scatters(program),
     }
@@ -74,9 +77,8 @@ def format_report(name: str, report: dict[str, Any]) -> str:
         f"  memory  {', '.join(sizes)} of {memory['available'] / 2**30:.2f} GiB",
         f"  floor   {report['floor_bytes'] / 1e9:.2f} GB, {floor:.2f} ms",
     ]
-    if report["bytes_accessed"]:
-        ratio = report["bytes_accessed"] / report["floor_bytes"]
-        lines.append(f"  bytes   {report['bytes_accessed'] / 1e9:.2f} GB, {ratio:.2f} x floor")
+    ratio = report["moved_bytes"] / report["floor_bytes"]
+    lines.append(f"  bytes   {report['moved_bytes'] / 1e9:.2f} GB, {ratio:.2f} x floor")
     if "estimated_ms" in report:
         time = report["estimated_ms"]
         lines.append(f"  time    {time:.2f} ms estimated (no sorts), {time / floor:.2f} x floor")
@@ -94,7 +96,7 @@ def format_report(name: str, report: dict[str, Any]) -> str:
 
 
 _LISTS = (
-    *("copies", "relayouts", "upcasts", "collectives", "vocabulary_sorts", "one_row_products"),
+    *("copies", "relayouts", "upcasts", "collectives", "vocabulary_sorts", "vector_products"),
     *("copied_weights_and_caches", "scatters"),
 )
 

@@ -105,10 +105,11 @@ class Op:
 
 
 class Place(NamedTuple):
-    """An operation in its computation."""
+    """An operation in its computation, and how often it runs."""
 
     computation: str
     op: Op
+    times: int = 1
 
 
 class Program:
@@ -119,8 +120,14 @@ class Program:
       entry: name of the entry.
     """
 
-    def __init__(self, text: str) -> None:
-        """Reads the text that `compiled.as_text()` returns."""
+    def __init__(self, text: str, *, trips: int = 1) -> None:
+        """Reads the text that `compiled.as_text()` returns.
+
+        Args:
+          text: the text.
+          trips: how often a loop runs whose length is not known.
+        """
+        self._trips = trips
         self.computations: dict[str, dict[str, Op]] = {}
         self.entry = ""
         ops: dict[str, Op] = {}
@@ -136,22 +143,22 @@ class Program:
             raise ValueError("want the text of a compiled program, got none with an entry")
 
     def kernels(self, root: str | None = None) -> Iterator[Place]:
-        """Lists what the device runs by itself, loops' bodies once.
+        """Lists what the device runs by itself.
 
         Args:
           root: computation to begin with; None: the entry.
         """
-        for name in self._reached(root or self.entry):
+        for name, times in self._reached(root or self.entry).items():
             for op in self.computations[name].values():
                 if op.kind not in _FREE and not (op.kind in _CONTROL and op.calls):
-                    yield Place(name, op)
+                    yield Place(name, op, times)
 
     def loops(self, root: str | None = None) -> Iterator[Place]:
         """Lists the loops among the kernels."""
-        for name in self._reached(root or self.entry):
+        for name, times in self._reached(root or self.entry).items():
             for op in self.computations[name].values():
                 if op.kind == "while":
-                    yield Place(name, op)
+                    yield Place(name, op, times)
 
     def inside(self, place: Place) -> Iterator[Place]:
         """Lists an operation and, of a fusion, all that it consists of."""
@@ -182,14 +189,20 @@ class Program:
         found = re.search(r'source_file="([^"]*)" source_line=(\d+)', op.rest)
         return f"{found[1]}:{found[2]}" if found else ""
 
-    def _reached(self, root: str) -> list[str]:
-        """Computations that run kernel by kernel, callers first."""
-        names = [root]
+    def _reached(self, root: str) -> dict[str, int]:
+        """Computations that run kernel by kernel, callers first, and how often each runs."""
+        found, names = {root: 1}, [root]
         for name in names:
             for op in self.computations[name].values():
                 if op.kind in _CONTROL:
-                    names += [n for n in op.calls if n not in names and n in self.computations]
-        return names
+                    called = [n for n in op.calls if n in self.computations and n not in found]
+                    found |= dict.fromkeys(called, found[name] * self._times(op))
+                    names += called
+        return found
+
+    def _times(self, op: Op) -> int:
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.rest)
+        return int(known[1]) if known else self._trips if op.kind == "while" else 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -240,48 +253,44 @@ def sorts(program: Program, least: int) -> list[Place]:
     ]
 
 
-def one_row_products(program: Program, weights: Collection[tuple[int, ...]]) -> list[Place]:
-    """Lists products of a weight with one row.
+def vector_products(program: Program, weights: Collection[tuple[int, ...]]) -> list[Place]:
+    """Lists products of a weight that are multiplied and summed element by element.
 
-    TPU's compiler turns them into a product of every element and a sum, four times as slow as the
-    matrix unit with eight rows.
+    That is what TPU's compiler makes of a product with one row, which takes four times as long as
+    the matrix unit with eight of them.
 
     Args:
       program: the program.
       weights: shapes [out, in] of the weights on a device.
     """
-    known = {tuple(sorted(shape)) for shape in weights if len(shape) == 2}
+    known = {_sides_of(shape) for shape in weights if len(shape) == 2}
 
     def is_one(place: Place) -> bool:
-        if place.op.kind not in ("dot", "convolution", "reduce"):
-            return False
-        shapes = program.operand_shapes(place)
-        given = place.op.shapes[0].size
-        return any(
-            _sides(shape) in known and given in shape.dims for shape in shapes if shape.size > given
-        )
+        taken = program.operand_shapes(place)
+        return place.op.kind == "reduce" and any(_sides(shape) in known for shape in taken)
 
     return [
         place for place in program.kernels() if any(is_one(one) for one in program.inside(place))
     ]
 
 
-def copies_of(
-    program: Program, shapes: Collection[tuple[int, ...]], *, least: int = 2
-) -> list[Place]:
-    """Lists copies, in any order and type, of arrays with the dimensions of one of the shapes.
+def copies_of(program: Program, shapes: Collection[tuple[int, ...]]) -> list[Place]:
+    """Lists kernels that write a whole weight or cache again, as it is or beside other rows.
 
     Args:
       program: the program.
-      shapes: dimensions of weights or caches, on a device.
-      least: fewest elements that count.
+      shapes: dimensions of weights and caches, on a device.
     """
-    known = {_sides_of(shape) for shape in shapes if math.prod(shape) >= least}
-    return [
-        place
-        for place in program.kernels()
-        if is_copy(program, place) and any(_sides(shape) in known for shape in place.op.shapes)
-    ]
+    known = {_sides_of(shape) for shape in shapes}
+
+    def is_one(place: Place) -> bool:
+        if {inner.op.kind for inner in program.inside(place)} & _COMPUTES:
+            return False
+        taken = [shape for shape in program.operand_shapes(place) if _sides(shape) in known]
+        written = _written_bytes(program, place)
+        return any(shape.nbytes <= written for shape in taken)
+
+    return [place for place in program.kernels() if is_one(place)]
 
 
 def scatters(program: Program) -> list[Place]:
@@ -314,13 +323,81 @@ def cycles_by(program: Program, key: str = "scope", root: str | None = None) -> 
     totals: Counter[str] = Counter()
     for place in program.kernels(root):
         name = scope_of(place.op.path) if key == "scope" else program.source(place.op)
-        totals[name] += place.op.cycles
+        totals[name] += place.op.cycles * place.times
     return dict(totals.most_common())
 
 
 def total_cycles(program: Program, root: str | None = None) -> int:
-    """Expected cycles of all kernels, loops' bodies once."""
-    return sum(place.op.cycles for place in program.kernels(root))
+    """Expected cycles of all kernels."""
+    return sum(place.op.cycles * place.times for place in program.kernels(root))
+
+
+def moved_bytes(program: Program, place: Place) -> int:
+    """Bytes of the main memory that a kernel reads and writes.
+
+    Of what is sliced or looked up, the part taken counts; of what is updated in place, the part
+    written.
+    """
+    op = place.op
+    if op.kind in ("copy-start", "slice-start"):  # of an array, into another memory or from it
+        arrays = [shape for shape in op.shapes if shape.dims][:2]
+        return min(shape.nbytes for shape in arrays) * sum(not shape.space for shape in arrays)
+    ops = program.computations[place.computation]
+    taken = [ops[name] for name in op.operands if name in ops]
+    written = _written_bytes(program, place)
+    if op.kind == "fusion":
+        inner = program.computations[op.calls[0]]
+        given = [one for one in inner.values() if one.kind == "parameter"]
+        return written + sum(_read(program, inner, one) for one in given)
+    if op.kind in _PARTS or op.kind == "dynamic-update-slice":
+        return 2 * written
+    return written + sum(_main(one.shapes) for one in taken)
+
+
+def _written_bytes(program: Program, place: Place) -> int:
+    """Bytes of the main memory that a kernel writes."""
+    ops = program.computations[place.computation]
+    if place.op.kind == "fusion":
+        ops = program.computations[place.op.calls[0]]
+        return _written(ops, next(one for one in ops.values() if one.is_root))
+    return _written(ops, place.op)
+
+
+def _read(program: Program, ops: Mapping[str, Op], given: Op) -> int:
+    """Bytes that a fusion reads of one of its operations."""
+    whole, parts = _main(given.shapes), 0
+    if given.is_root:
+        return whole
+    for user in ops.values():
+        if given.name not in user.operands:
+            continue
+        if user.kind in _PARTS and user.operands[0] == given.name:
+            parts += _main(user.shapes, everywhere=True)
+        elif user.kind == "bitcast":
+            parts += _read(program, ops, user)
+        elif user.kind == "fusion":
+            inner = program.computations[user.calls[0]]
+            number = str(user.operands.index(given.name))
+            same = [one for one in inner.values() if one.kind == "parameter"]
+            parts += sum(_read(program, inner, one) for one in same if one.operands == (number,))
+        elif not (user.kind == "dynamic-update-slice" and user.operands[0] == given.name):
+            return whole
+    return min(whole, parts)
+
+
+def _written(ops: Mapping[str, Op], root: Op) -> int:
+    """Bytes that an operation of a computation writes, in place if it can."""
+    if root.kind == "tuple":
+        return sum(_written(ops, ops[name]) for name in root.operands)
+    if root.kind == "dynamic-update-slice":
+        return _main(ops[root.operands[1]].shapes, everywhere=True)
+    if root.kind == "bitcast":
+        return _written(ops, ops[root.operands[0]])
+    return _main(root.shapes)
+
+
+def _main(shapes: Sequence[Shape], *, everywhere: bool = False) -> int:
+    return sum(shape.nbytes for shape in shapes if everywhere or shape.space == 0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -333,6 +410,8 @@ _COLLECTIVES = {
     *("ragged-all-to-all", "collective-broadcast"),
 }
 _CONTROL = {"while", "conditional", "call"}
+_COMPUTES = {"dot", "convolution", "reduce", "custom-call", "gather", "sort"}
+_PARTS = {"dynamic-slice", "gather", "slice"}
 _FREE = {  # no work on the device by themselves
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
     *("opt-barrier", "partition-id", "replica-id", "add-dependency", "domain"),

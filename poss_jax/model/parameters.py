@@ -35,6 +35,7 @@ from poss_jax.model.target import TARGET, init_target
 from poss_jax.shapes import Params
 
 _NUMBER = re.compile(r"(?<=/)\d+(?=/)")
+_FUSED = {"qkv": "q", "kv": "k", "gate_up": "gate"}  # decoding's, which are cut as their parts are
 
 
 def table_of(config: LlamaConfig | DraftConfig) -> Mapping[str, Parameter]:
@@ -113,7 +114,8 @@ def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     """
     if not shape:
         return PartitionSpec()
-    axes = _find_axes([key for key in path.split("/") if not key.isdigit()])
+    keys = [_FUSED.get(key, key) for key in path.split("/") if not key.isdigit()]
+    axes = _find_axes(keys)
     if axes is None:
         raise ValueError(f"{path}: want one row in the table of a model, got none")
     front = (None,) * (len(shape) - len(axes))
