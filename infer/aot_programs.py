@@ -1,6 +1,8 @@
 """The programs of decoding, from shapes alone: what `infer.aot` compiles."""
 
+import tempfile
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -135,8 +137,20 @@ def compile_program(name: str, plan: Plan) -> Compiled:
     jitted = {"prefill": start, "rounds": run_rounds}.get(name, run_round)
     others = () if name == "prefill" else (_state(plan, decode),)
     started = time.monotonic()
-    program = jitted.lower(plan.weights, decode, plan.request, *others).compile()
-    return Compiled(program, program.as_text() or "", time.monotonic() - started)
+    lowered = jitted.lower(plan.weights, decode, plan.request, *others)
+    program, text = _compile(lowered, plan.mesh)
+    return Compiled(program, text, time.monotonic() - started)
+
+
+def _compile(lowered: Any, mesh: Mesh) -> tuple[jax.stages.Compiled, str]:
+    """Compiles, and returns the program with its optimised HLO."""
+    if mesh.devices.flat[0].platform != "tpu":
+        program = lowered.compile()
+        return program, program.as_text()
+    with tempfile.TemporaryDirectory() as folder:  # some programs JAX cannot print
+        program = lowered.compile(compiler_options={"xla_dump_to": folder})
+        (path,) = Path(folder).glob("*after_codegen.txt")
+        return program, path.read_text()
 
 
 def cache_shapes(plan: Plan, decode: DecodeConfig) -> list[tuple[int, ...]]:

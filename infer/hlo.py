@@ -284,9 +284,7 @@ def copies_of(program: Program, shapes: Collection[tuple[int, ...]]) -> list[Pla
     known = {_sides_of(shape) for shape in shapes}
 
     def is_one(place: Place) -> bool:
-        if {inner.op.kind for inner in program.inside(place)} & _COMPUTES:
-            return False
-        taken = [shape for shape in program.operand_shapes(place) if _sides(shape) in known]
+        taken = [shape for shape in _kept(program, place) if _sides(shape) in known]
         written = _written_bytes(program, place)
         return any(shape.nbytes <= written for shape in taken)
 
@@ -361,6 +359,29 @@ def _written_bytes(program: Program, place: Place) -> int:
         ops = program.computations[place.op.calls[0]]
         return _written(ops, next(one for one in ops.values() if one.is_root))
     return _written(ops, place.op)
+
+
+def _kept(program: Program, place: Place) -> list[Shape]:
+    """Arrays of the main memory that a kernel takes and, changed or not, hands on."""
+    if place.op.kind in _COMPUTES | {"copy-start", "slice-start"} or is_collective(place):
+        return []
+    given = program.operand_shapes(place)
+    if place.op.kind == "fusion":
+        ops = program.computations[place.op.calls[0]]
+        given = [
+            shape
+            for one in ops.values()
+            if one.kind == "parameter" and _is_handed_on(ops, one)
+            for shape in one.shapes
+        ]
+    return [shape for shape in given if shape.space == 0]
+
+
+def _is_handed_on(ops: Mapping[str, Op], given: Op) -> bool:
+    users = [op for op in ops.values() if given.name in op.operands]
+    return given.is_root or any(
+        _is_handed_on(ops, user) for user in users if user.kind not in _COMPUTES
+    )
 
 
 def _read(program: Program, ops: Mapping[str, Op], given: Op) -> int:
