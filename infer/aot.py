@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.reading import UserError, config_to_dict
@@ -69,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.dump is not None:
         check_writable(args.dump)
         args.dump.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are part of the report
     devices = gpu(args.gpu) if args.gpu else tpu_slice(args.topology)
     report = compile_all(config, devices, args.gpu or args.topology, dump=args.dump)
     report |= {"config": config_to_dict(config), "provenance": provenance()}

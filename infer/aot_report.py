@@ -28,7 +28,7 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
       JSON-compatible numbers.
     """
     program = hlo.Program(compiled.text, trips=plan.num_blocks)
-    loop = _main_loop(program) if name == "rounds" else None
+    loop = find_main_loop(program) if name == "rounds" else None
     cost = compiled.program.cost_analysis() or {}
     floor, kinds = plan.floor(name), hlo.count_kernels(program, loop)
     report: dict[str, Any] = {
@@ -95,6 +95,12 @@ def format_report(name: str, report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def find_main_loop(program: hlo.Program) -> str:
+    """Body of the loop of rounds: the loop whose body has most kernels."""
+    bodies = [place.op.calls_as("body") for place in program.loops()]
+    return max(bodies, key=lambda body: sum(hlo.count_kernels(program, body).values()))
+
+
 _LISTS = (
     *("copies", "relayouts", "upcasts", "collectives", "vocabulary_sorts", "vector_products"),
     *("copied_weights_and_caches", "scatters"),
@@ -111,12 +117,6 @@ def _memory(compiled: Compiled, plan: Plan, device: Device) -> dict[str, float]:
 
 def _is_mere_copy(program: hlo.Program, place: hlo.Place) -> bool:
     return hlo.is_copy(program, place) and not hlo.is_relayout(program, place)
-
-
-def _main_loop(program: hlo.Program) -> str:
-    """Body of the loop of rounds: the loop whose body has most kernels."""
-    bodies = [place.op.calls_as("body") for place in program.loops()]
-    return max(bodies, key=lambda body: sum(hlo.count_kernels(program, body).values()))
 
 
 def _kernels(
