@@ -337,8 +337,9 @@ def moved_bytes(program: Program, place: Place) -> int:
     written.
     """
     op = place.op
-    if op.kind in ("copy-start", "slice-start"):  # of an array, into another memory or from it
-        arrays = [shape for shape in op.shapes if shape.dims][:2]
+    if op.kind in _STARTS:  # of an array or a part of it, into another memory or from it
+        arrays = [shape for shape in op.shapes if shape.dims]
+        arrays = [arrays[0], arrays[-1]]
         return min(shape.nbytes for shape in arrays) * sum(not shape.space for shape in arrays)
     ops = program.computations[place.computation]
     taken = [ops[name] for name in op.operands if name in ops]
@@ -363,7 +364,7 @@ def _written_bytes(program: Program, place: Place) -> int:
 
 def _kept(program: Program, place: Place) -> list[Shape]:
     """Arrays of the main memory that a kernel takes and, changed or not, hands on."""
-    if place.op.kind in _COMPUTES | {"copy-start", "slice-start"} or is_collective(place):
+    if place.op.kind in _COMPUTES | _STARTS or is_collective(place):
         return []
     given = program.operand_shapes(place)
     if place.op.kind == "fusion":
@@ -432,6 +433,7 @@ _COLLECTIVES = {
 }
 _CONTROL = {"while", "conditional", "call"}
 _COMPUTES = {"dot", "convolution", "reduce", "custom-call", "gather", "sort"}
+_STARTS = {"copy-start", "slice-start", "async-start"}
 _PARTS = {"dynamic-slice", "gather", "slice"}
 _FREE = {  # no work on the device by themselves
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
