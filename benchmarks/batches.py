@@ -29,8 +29,8 @@ from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
-from poss_jax.engine.answers import Generation
-from poss_jax.engine.engine import Engine, generate_jit
+from poss_jax.engine.answers import Generation, decode_batch
+from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import at_least, check_writable
 from poss_jax.program.running import Parser, run_program
@@ -76,7 +76,7 @@ def time_batches(engine: Engine, prompts: Sequence[PreparedPrompt], batch_size: 
         config, request = engine.request(batch, batch_size=batch_size)
         request = jax.block_until_ready(request)
         started = time.perf_counter()
-        state = jax.block_until_ready(generate_jit(engine.weights, config, request))
+        state = jax.block_until_ready(decode_batch(engine.weights, config, request))
         seconds += time.perf_counter() - started
         answers += engine.read(batch, state.output)
     return answers, seconds

@@ -58,7 +58,7 @@ def measure(config: BenchConfig, counts: np.ndarray, sizes: Sequence[int]) -> di
         for draft in full
         for tokens in chosen
     }
-    alone, *drafted = _time([baseline, *drafts.values()], questions, config.repeats)
+    alone, *drafted = time_in_turn([baseline, *drafts.values()], questions, config.repeats)
     phases = _time_drafting(list(drafts.values()), first_prompts(questions)[0])
     written = [token for answer in alone.answers for token in answer.output_ids]
     in_answers = np.bincount(written, minlength=len(counts))
@@ -72,7 +72,7 @@ def measure(config: BenchConfig, counts: np.ndarray, sizes: Sequence[int]) -> di
                 "coverage": coverage_of(counts, tokens),
                 "coverage_of_answers": coverage_of(in_answers, tokens),
                 "draft_milliseconds": milliseconds,
-                **_summarise(run, alone),
+                **summarise(run, alone),
             }
         )
     return {
@@ -83,7 +83,9 @@ def measure(config: BenchConfig, counts: np.ndarray, sizes: Sequence[int]) -> di
     }
 
 
-def _time(decoders: Sequence[Decoder], questions: Sequence[Dialogue], repeats: int) -> list[Run]:
+def time_in_turn(
+    decoders: Sequence[Decoder], questions: Sequence[Dialogue], repeats: int
+) -> list[Run]:
     """Decodes every question with all decoders in turn; keeps the fastest repeat of each."""
     for decoder in tqdm(decoders, desc="compile"):
         decoder.compile(questions)
@@ -121,8 +123,8 @@ def _limit(config: BenchConfig, baseline: Engine, draft: Decoder, tokens: np.nda
     return Decoder(draft.name, engine)
 
 
-def _summarise(run: Run, alone: Run) -> dict[str, Any]:
-    """Acceptance length, times and speed-up of one draft and size."""
+def summarise(run: Run, alone: Run) -> dict[str, Any]:
+    """Acceptance length, times, and speed-up over decoding alone."""
     num_tokens = sum(len(answer.output_ids) for answer in run.answers)
     num_rounds = sum(len(answer.accepted_per_round) for answer in run.answers)
     pairs = zip(run.answers, alone.answers, strict=True)

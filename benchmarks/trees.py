@@ -21,10 +21,11 @@ import numpy as np
 
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode import speculate
+from poss_jax.decode.drafting import num_streams
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.model.families import init_draft
-from poss_jax.model.specialists import attach
-from poss_jax.model.target import init_target
+from poss_jax.model.specialists import attach, fuse_draft
+from poss_jax.model.target import fuse_target, init_target
 
 TREES = ("6/10/60", "4/4/16", "5/2/8", "4/2/8", "3/2/8", "6/1/7")
 NEW, REPEATS = 96, 10
@@ -49,13 +50,21 @@ def demo_shape(layers: int, hidden_size: int) -> LlamaConfig:
     )
 
 
+def rows_of(prompt: int) -> int:
+    """Room for a prompt and its answer."""
+    return -(-(prompt + NEW + 32) // 128) * 128
+
+
 def compile_round(
     llama: LlamaConfig, draft: DraftConfig | None, tree: TreeConfig, prompt: int
 ) -> Callable[[], float]:
     """Returns a function that generates once and gives milliseconds per round."""
-    target = init_target(llama, jax.random.key(0))
-    specialists = attach(init_draft(draft, jax.random.key(1)), target) if draft else {}
-    config = DecodeConfig(llama, draft, tree, NEW)
+    target = fuse_target(init_target(llama, jax.random.key(0)), llama)
+    specialists = {}
+    if draft:
+        fused = fuse_draft(init_draft(draft, jax.random.key(1)), draft)
+        specialists = attach(fused, target)
+    config = DecodeConfig(llama, draft, tree, rows_of(prompt))
     request = Request(
         tokens=jnp.full((1, prompt), 5, jnp.int32),
         lengths=jnp.asarray([prompt], jnp.int32),
@@ -90,9 +99,11 @@ def main() -> None:
     cache_bytes = [0]
     for kv, tree in itertools.product(args.kv, map(read_tree, args.trees)):
         draft = DraftConfig(layer=llama, positions_per_specialist=tuple(args.spans), kv=kv)
-        rows = DecodeConfig(llama, draft, tree, NEW).draft_cache_size(args.prompt)
+        rows = rows_of(args.prompt)
         names.append(f"{tree.depth}/{tree.top_k}/{tree.total_tokens} {kv}")
-        cache_bytes.append(8 * draft.num_streams * llama.num_kv_heads * llama.head_dim * rows)
+        cache_bytes.append(
+            8 * num_streams(draft, tree.depth) * llama.num_kv_heads * llama.head_dim * rows
+        )
         runs.append(compile_round(llama, draft, tree, args.prompt))
     table = np.array([[run() for run in runs] for _ in range(REPEATS)])
     results = {

@@ -166,10 +166,10 @@ def cache_shapes(plan: Plan, decode: DecodeConfig) -> list[tuple[int, ...]]:
 
 
 def weight_shapes(plan: Plan) -> list[tuple[int, ...]]:
-    """Shapes per device of all weights that are matrices."""
+    """Shapes per device of all weights that rows are multiplied by, and of the embedding."""
     leaves = jax.tree.leaves(plan.weights)
     shapes = {leaf.sharding.shard_shape(leaf.shape) for leaf in leaves}
-    return sorted(shape for shape in shapes if len(shape) == 2)
+    return sorted(shape for shape in shapes if len(shape) > 1)
 
 
 def _describe_models(config: AheadConfig) -> tuple[LlamaConfig, DraftConfig | None, int | None]:

@@ -87,7 +87,9 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
     """Loads the target once, and one engine per draft beside the autoregressive one."""
     if AUTOREGRESSIVE in config.drafts:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
-    baseline = Engine.load(config.target, tree=config.tree, is_coupled=config.is_coupled)
+    baseline = Engine.load(
+        config.target, tree=config.tree, is_coupled=config.is_coupled, quantise=config.quantise
+    )
     given = {
         "allow_target_mismatch": config.allow_target_mismatch,
         "vocabulary": config.draft_vocabulary,

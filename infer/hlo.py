@@ -261,9 +261,9 @@ def vector_products(program: Program, weights: Collection[tuple[int, ...]]) -> l
 
     Args:
       program: the program.
-      weights: shapes [out, in] of the weights on a device.
+      weights: shapes of the weights on a device.
     """
-    known = {_sides_of(shape) for shape in weights if len(shape) == 2}
+    known = {_sides_of(shape) for shape in weights}
 
     def is_one(place: Place) -> bool:
         taken = program.operand_shapes(place)

@@ -40,7 +40,6 @@ from poss_jax.data.draft_vocabulary import (
 from poss_jax.data.prepared import make_prepared
 from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
-from poss_jax.model.parameters import item_shapes
 from poss_jax.program.options import at_least, check_writable
 from poss_jax.program.running import Parser, run_program
 
@@ -227,7 +226,7 @@ def _apply(arguments: Sequence[str]) -> None:
         raise UserError(f"{args.draft}: want a draft, got a target; give the folder of a draft")
     tokens = read_draft_vocabulary(args.vocabulary, record.draft.layer.vocab_size)
     limited = with_vocabulary(record, tokens.tolist(), origin=str(args.draft))
-    items = ((name, load_item(args.draft, record, name)) for name in item_shapes(record.config))
+    items = ((name, load_item(args.draft, record, name)) for name in record.items)
     new = replace(limited, provenance=provenance())
     write_model(args.output, new, items, tokenizer_from=args.draft)
     print(json.dumps({"output": str(args.output), "size": len(tokens)}))

@@ -65,7 +65,7 @@ def recorded(model: golden.Golden) -> Dump:
             request = test_golden.pad_prompts(
                 [case["prompt"] for case in rounds["cases"]], limit=96
             )
-            config = model.decode_config(tree, max_new_tokens=96)
+            config = model.decode_config(tree)
             state = jax.jit(speculate.start, static_argnums=1)(model.weights, config, request)
             for index in range(len(rounds["cases"][0]["rounds"])):
                 args = (model.weights, config, request, state)

@@ -24,6 +24,9 @@ from poss_jax.decode.state import DecodeConfig, Weights
 from poss_jax.model.specialists import attach
 from poss_jax.shapes import Params
 
+ROWS = 256
+"""Room for every recorded prompt and answer."""
+
 ROOT = Path(os.environ.get("POSS_JAX_FIXTURES", Path(__file__).parent / "fixtures"))
 SPANS = {"eagle": "1", "hass": "1", "poss1": "1,1,1,1,1,1", "poss2": "2,2,2", "poss3": "3,3"}
 TRAINED_DEPTH = {"eagle": 1, "hass": 3, "poss1": 6, "poss2": 6, "poss3": 6}
@@ -79,8 +82,8 @@ class Golden:
         ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
         return Weights(self.target, attach(self.draft, self.target, ids))
 
-    def decode_config(self, tree: TreeConfig, max_new_tokens: int) -> DecodeConfig:
-        return DecodeConfig(self.llama, self.draft_config, tree, max_new_tokens)
+    def decode_config(self, tree: TreeConfig) -> DecodeConfig:
+        return DecodeConfig(self.llama, self.draft_config, tree, ROWS)
 
 
 def load_golden(folder: Path, method: str) -> Golden:

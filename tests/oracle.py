@@ -21,7 +21,7 @@ from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
 from poss_jax.model.specialists import attach
 from poss_jax.shapes import Array, Params
 
-PROMPT_SIZE, MAX_NEW = 16, 32
+PROMPT_SIZE, MAX_NEW, ROWS = 16, 32, 128
 TEMPERATURES = (0, 1e-6, 0.01, 0.02, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2)  # half below 0.3
 
 
@@ -93,7 +93,7 @@ def draw_request(
 @partial(jax.jit, static_argnums=1)
 def _alone(weights: Weights, llama: LlamaConfig, request: Request) -> Output:
     """Autoregressive text; one program serves every tree."""
-    config = DecodeConfig(llama, None, TreeConfig(depth=1, top_k=1, total_tokens=2), MAX_NEW)
+    config = DecodeConfig(llama, None, TreeConfig(depth=1, top_k=1, total_tokens=2), ROWS)
     return speculate.generate(weights, config, request).output
 
 
@@ -126,7 +126,7 @@ class Shape:
 
         def with_oracle(weights: Weights, request: Request, future: Array, planted: Array):
             children = partial(plant, future, planted)
-            config = DecodeConfig(llama, draft, tree, MAX_NEW, children=children)
+            config = DecodeConfig(llama, draft, tree, ROWS, chunk=8, children=children)
             with self._watch.tracing():
                 return speculate.generate(weights, config, request)
 

@@ -1,11 +1,20 @@
-"""Writing, committing and masking rows of a cache whose sequences have their own lengths."""
+"""Writing and committing rows of a cache whose sequences have their own lengths, and attending."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax.model.cache import KVCache, commit_rows, scratch_mask, write_rows
+from poss_jax.model import cache as caches
+from poss_jax.model.cache import (
+    KVCache,
+    Rows,
+    attend_cached,
+    commit_rows,
+    take_rows,
+    write_rows,
+)
+from poss_jax.model.layers import attend
 
 
 def make_cache(k, v, length) -> KVCache:
@@ -32,39 +41,67 @@ def test_rows_are_written_at_each_start(start, shape, axis):
 
 
 def test_commit_drawn():
-    # Nodes 0 1 2 3 lie in scratch rows 3 4 5 6; nodes 0 and 2 are kept.
-    #   row    0  1  2 | 3  4  5  6 | 7
-    rows = [1, 2, 3, 10, 11, 12, 13, 0]
+    # Of nodes 0 1 2 3, nodes 0 and 2 are kept.
+    #   row    0  1  2 | 3  4  5  6  7
+    rows = [1, 2, 3, 0, 0, 0, 0, 0]
     array = np.array(rows, np.float32).reshape(1, 1, 8, 1)
+    nodes = jnp.array([10, 11, 12, 13], jnp.float32).reshape(1, 1, 4, 1)
     cache = make_cache([array], [10 * array], [3])
-    out = commit_rows(cache, jnp.array([[0, 2, 3]], jnp.int32), jnp.array([2], jnp.int32))
+    path = take_rows(Rows([nodes], [10 * nodes]), jnp.array([[0, 2, 3]], jnp.int32))
+    out = commit_rows(cache, path, jnp.array([2], jnp.int32))
     assert out.length.tolist() == [5]
     assert out.k[0].ravel()[:5].tolist() == [1, 2, 3, 10, 12]
     assert out.v[0].ravel()[:5].tolist() == [10, 20, 30, 100, 120]
 
 
-def test_commit_of_any_path():
+@pytest.mark.parametrize("batch", [1, 64])
+def test_commit_of_any_path(batch):
     rng = np.random.default_rng(0)
-    batch, size, num_nodes, longest = 64, 24, 9, 5
+    size, num_nodes, longest = 24, 9, 5
     k, v = rng.standard_normal((2, 3, batch, 2, size, 4)).astype(np.float32)
-    length = rng.integers(0, size - num_nodes + 1, batch)
+    nodes_k, nodes_v = rng.standard_normal((2, 3, batch, 2, num_nodes, 4)).astype(np.float32)
+    length = rng.integers(0, size - longest + 1, batch)
     num_kept = rng.integers(0, longest + 1, batch)
     paths = np.array([np.sort(rng.permutation(num_nodes)[:longest]) for _ in range(batch)])
-    out = jax.jit(commit_rows)(
-        make_cache(k, v, length), jnp.asarray(paths, jnp.int32), jnp.asarray(num_kept, jnp.int32)
-    )
+    nodes = Rows([*map(jnp.asarray, nodes_k)], [*map(jnp.asarray, nodes_v)])
+
+    @jax.jit
+    def commit(cache, nodes, paths, num_kept):
+        return commit_rows(cache, take_rows(nodes, paths), num_kept)
+
+    counts = jnp.asarray(num_kept, jnp.int32)
+    out = commit(make_cache(k, v, length), nodes, jnp.asarray(paths, jnp.int32), counts)
     np.testing.assert_array_equal(out.length, length + num_kept)
+    befores, afters, news = (*k, *v), (*out.k, *out.v), (*nodes_k, *nodes_v)
     for row in range(batch):
-        kept = [*range(length[row]), *(length[row] + paths[row, : num_kept[row]])]
-        for before, after in zip((*k, *v), (*out.k, *out.v), strict=True):
-            np.testing.assert_array_equal(after[row, :, : len(kept)], before[row][:, kept])
+        kept = paths[row, : num_kept[row]]
+        for before, after, new in zip(befores, afters, news, strict=True):
+            want = np.concatenate([before[row, :, : length[row]], new[row][:, kept]], axis=1)
+            np.testing.assert_array_equal(after[row, :, : want.shape[1]], want)
 
 
-def test_mask_drawn():
-    among_scratch = jnp.array([[[1, 0], [1, 1]], [[1, 0], [0, 1]]], bool)
-    want = [
-        [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]],  # three rows committed
-        [[1, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0]],  # none
-    ]
-    out = scratch_mask(jnp.array([3, 0], jnp.int32), among_scratch, size=6)
-    assert out.astype(int).tolist() == want
+@pytest.mark.parametrize("block", [16, 20, 48])
+@pytest.mark.parametrize(("batch", "num_own"), [(1, 5), (3, 5), (3, 0)])
+def test_cached_and_own_rows_are_attended_as_one_text(monkeypatch, block, batch, num_own):
+    """Rows beyond the length, and own ones that the mask leaves out, hold garbage."""
+    monkeypatch.setattr(caches, "_block", lambda size: block)
+    rng = np.random.default_rng(0)
+    N, K, S, H, T = 4, 2, 48, 8, max(num_own, 1)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    q, k, v = normal(batch, N, T, H), normal(batch, K, S, H), normal(batch, K, S, H)
+    own_k, own_v = normal(batch, K, num_own, H), normal(batch, K, num_own, H)
+    length = jnp.asarray([17, 48, 1][:batch], jnp.int32)
+    among = jnp.asarray((rng.random((batch, T, num_own)) < 0.5) | np.eye(T, num_own, dtype=bool))
+    is_committed = jnp.broadcast_to(
+        jnp.arange(S)[None, None] < length[:, None, None], (batch, T, S)
+    )
+    can_attend = jnp.concatenate([is_committed, among], axis=2)
+    both = [jnp.concatenate(pair, axis=2) for pair in ((k, own_k), (v, own_v))]
+    out = jax.jit(attend_cached)(q, (k, v), length, (own_k, own_v), among)
+    np.testing.assert_allclose(out, attend(q, *both, can_attend), atol=1e-5)
+    garbage = jnp.where(jnp.arange(S)[None, None, :, None] < length[:, None, None, None], 0, 1e30)
+    again = jax.jit(attend_cached)(q, (k + garbage, v + garbage), length, (own_k, own_v), among)
+    np.testing.assert_array_equal(again, out)

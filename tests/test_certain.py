@@ -49,7 +49,7 @@ SETTINGS = (
     {"bias": 4.0, "top_p": 0.5},
 )
 TREES = ((4, 2, 8), (6, 1, 5), (3, 2, 6), (4, 4, 16))  # depth, top_k, total_tokens
-PROMPT_SIZE, NUM_NEW = 8, 24
+PROMPT_SIZE, NUM_NEW, ROWS = 8, 24, 64
 LLAMA = tiny_llama(rms_norm_eps=0.0)  # as `exact_pair` wants it
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(2, 2))
 
@@ -119,7 +119,7 @@ def request() -> Request:
 def program(shape: tuple[int, int, int] | None, watch: Watch | None = None) -> Generate:
     depth, top_k, total_tokens = shape or TREES[0]
     size = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
-    config = DecodeConfig(LLAMA, DRAFT if shape else None, size, NUM_NEW)
+    config = DecodeConfig(LLAMA, DRAFT if shape else None, size, ROWS)
 
     def generate(weights: Weights, request: Request) -> Output:
         if watch is None:

@@ -32,7 +32,6 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m infer.bench --config configs/demo/": "needs the models of make demo",
     "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
     "python -m benchmarks.coupling ": "compiles many trees, which takes minutes",
-    "python -m benchmarks.context ": "compiles many trees, which takes minutes",
     "python -m benchmarks.draft_vocabulary ": "needs the models of make demo",
     "python -m infer.aot ": "needs libtpu or jax[cuda13]; tests/test_aot.py compiles",
     "python -m train.plot runs/demo/": "needs the runs of make demo; another command plots",

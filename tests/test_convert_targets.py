@@ -12,15 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_sources import draw, run, target_tensors, write_source
-from models import random_tokens
+from models import random_tokens, stacked
 from safetensors.numpy import save_file
 
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import TOKENIZER_FILES, read_record
 from poss_jax.config.reading import UserError
-from poss_jax.model.cache import init_cache
 from poss_jax.model.layers import linear
-from poss_jax.model.target import prefill
+from poss_jax.model.target import encode
 
 # Model type, and what differs from the tiny shape below.
 FAMILIES = {
@@ -169,10 +168,7 @@ def test_logits_are_those_of_transformers(tmp_path, family, rope, spelling, dtyp
 
     _, params = load_target(tmp_path / "target", jnp.float32)
     tokens = random_tokens(config, BATCH, LENGTH)
-    lengths = jnp.full(BATCH, LENGTH, jnp.int32)
-    cache = init_cache(config, num_layers=2, size=LENGTH, rope_length=lengths, dtype=jnp.float32)
-    features = prefill(params, config, cache, tokens, lengths).features
-    logits = linear(features, params["head"]["weight"])
+    logits = linear(encode(stacked(params), config, tokens), params["head"]["weight"])
     with torch.no_grad():
         want = model(torch.tensor(np.asarray(tokens), dtype=torch.long)).logits
     np.testing.assert_allclose(logits, want, rtol=0, atol=2e-5)

@@ -12,7 +12,7 @@ from test_sampling import settings, text_of
 from watch import Watch
 
 from poss_jax.decode import speculate
-from poss_jax.decode.drafting import Level, coupled_children, top_children
+from poss_jax.decode.drafting import Level, _top_k_of_blocks, coupled_children, top_children
 from poss_jax.decode.sampling import draw_noise
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 
@@ -37,6 +37,17 @@ def test_children_are_ranked_by_scores_and_noise():
     noisy = np.array(logits[0]) / 0.5 + np.array(noise[0, 2])
     np.testing.assert_array_equal(ids[0], np.argsort(-noisy)[:, :4])
     assert (np.diff(log_probs) < 0).all() and np.exp(log_probs).sum(axis=-1).max() <= 1
+
+
+@pytest.mark.parametrize(("width", "k"), [(20_000, 10), (3000, 4), (600, 10), (20_000, 100)])
+def test_the_best_of_blocks_are_the_best(width, k):
+    """Also among equal scores, of which the first ones count."""
+    rng = np.random.default_rng(0)
+    for scores in (rng.normal(size=(2, 3, width)), rng.integers(0, 9, (2, 3, width))):
+        scores = jnp.asarray(scores, jnp.float32).at[0, 0].set(-jnp.inf).at[0, 0, -3:].set(1.0)
+        found = jax.jit(_top_k_of_blocks, static_argnums=1)(scores, k)
+        for got, want in zip(found, jax.lax.top_k(scores, k), strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 def test_greedy_sequences_are_drafted_as_by_eagle():
@@ -66,7 +77,8 @@ def test_more_is_accepted_and_nothing_changes(given, tmp_path):
 
     def run(is_coupled: bool | None):
         draft = None if is_coupled is None else golden.draft_config
-        config = DecodeConfig(golden.llama, draft, TREES["_small"], LENGTH, bool(is_coupled))
+        tree, coupled = TREES["_small"], bool(is_coupled)
+        config = DecodeConfig(golden.llama, draft, tree, rows=256, is_coupled=coupled)
         return generate(golden.weights, config, request).output
 
     alone, plain, coupled = run(None), run(False), run(True)

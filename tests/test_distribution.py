@@ -70,7 +70,9 @@ def exact_distribution() -> np.ndarray:
 def sample(name: str | None, num_samples: int = NUM_SAMPLES) -> np.ndarray:
     """Texts as numbers of four digits to the base of four; None decodes autoregressively."""
     tree, is_coupled = TREES[name or "chain"]
-    config = DecodeConfig(LLAMA, DRAFT if name else None, tree, LENGTH, is_coupled)
+    config = DecodeConfig(
+        LLAMA, DRAFT if name else None, tree, rows=32, chunk=8, is_coupled=is_coupled
+    )
 
     @jax.jit
     def run(weights: Weights, seeds: jax.Array) -> jax.Array:

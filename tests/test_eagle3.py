@@ -59,13 +59,13 @@ def test_its_own_head_proposes_target_ids() -> None:
     vocabulary = jnp.asarray([3, 7, 11, 13, 20, 41], jnp.int32)
     weights = Weights(target, attach(draft, target, vocabulary))
     assert weights.draft["head"] is draft["head"]
-    decode = DecodeConfig(LLAMA, config, TreeConfig(depth=3, top_k=4, total_tokens=20), 20)
+    decode = DecodeConfig(LLAMA, config, TreeConfig(depth=3, top_k=4, total_tokens=20), 64)
     request = greedy_request([5, 6, 7, 8], limit=20)
 
     @jax.jit
     def draft(weights: Weights, request: Request) -> Any:
         state = speculate.start(weights, decode, request)
-        return speculate.draft_tree(weights, decode, request, state, None)[1]
+        return speculate.draft_tree(weights, decode, request, state, None)
 
     drafted = draft(weights, request)
     assert set(np.array(drafted.tokens[0, 1:]).tolist()) <= set(vocabulary.tolist())

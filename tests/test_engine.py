@@ -18,8 +18,8 @@ from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.models import CPU_TREE
 from poss_jax.decode import speculate
+from poss_jax.engine.answers import decode_batch
 from poss_jax.engine.device import device_memory, fit_tree, least_bytes
-from poss_jax.engine.engine import generate_jit
 from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
 
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
@@ -262,10 +262,10 @@ def test_rows_stop_at_limits_of_their_own(small: Engine) -> None:
     pairs = zip(MIXED[:3], SETTINGS[:3], strict=True)
     prompts = [small.prepare(prompt, N, settings) for prompt, settings in pairs]
     config, request = small.request(prompts, batch_size=3)
-    whole = small.read(prompts, generate_jit(small.weights, config, request).output)
+    whole = small.read(prompts, decode_batch(small.weights, config, request).output)
     limits = [N, 1, 7]
     shorter = request.replace(limits=jnp.asarray(limits, jnp.int32))
-    answers = small.read(prompts, generate_jit(small.weights, config, shorter).output)
+    answers = small.read(prompts, decode_batch(small.weights, config, shorter).output)
     expected = [ids[:limit] for ids, limit in zip(outputs(whole), limits, strict=True)]
     assert outputs(answers) == expected
     assert answers[0] == whole[0]
@@ -286,7 +286,7 @@ def test_prompts_that_share_settings_have_seeds_of_their_own() -> None:
 def test_biased_tokens_are_checked_before_anything_is_decoded(
     plain: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poss_jax.engine.engine.generate_jit", None)
+    monkeypatch.setattr("poss_jax.engine.engine.decode_batch", None)
     settings = [SamplingConfig(), SamplingConfig(logit_bias={300: 1})]
     with pytest.raises(UserError, match="logit_bias: want token ids of 0 to 299, got 300"):
         plain.generate(["a", "b"], max_new_tokens=1, sampling=settings)
@@ -358,7 +358,7 @@ def test_trees_of_too_many_candidates_are_refused() -> None:
 
 def test_the_least_memory_is_less_than_what_is_held(engine: Engine) -> None:
     config, request = engine.request([engine.prepare([1, 2, 3], N)], batch_size=3)
-    counted = least_bytes(engine.weights, config, batch_size=3, prompt_size=32)
+    counted = least_bytes(engine.weights, config, batch_size=3)
     state = jax.jit(speculate.start, static_argnums=1)(engine.weights, config, request)
     held = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves((engine.weights, request, state))}
     logits_and_candidates = 3 * (4 * config.tree.num_nodes * 300 + 8 * config.tree.num_candidates)
@@ -368,11 +368,9 @@ def test_the_least_memory_is_less_than_what_is_held(engine: Engine) -> None:
 def test_what_cannot_fit_is_refused_before_it_is_tried(
     plain: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poss_jax.engine.engine.generate_jit", None)
+    monkeypatch.setattr("poss_jax.engine.engine.decode_batch", None)
     call = {"max_new_tokens": N, "batch_size": 10_000_000}
-    with pytest.raises(
-        UserError, match="batch_size 10000000, prompts of up to 32 tokens and 32 ne"
-    ):
+    with pytest.raises(UserError, match="batch_size 10000000 and room for 384 tokens of prompt"):
         plain.generate(PROMPTS, **call)
     monkeypatch.setattr("poss_jax.engine.device.device_memory", lambda: 1000)
     with pytest.raises(UserError, match=r"at least 0\.0 GiB, the device has 0\.0 GiB; lower batch"):

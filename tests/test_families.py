@@ -116,10 +116,10 @@ def test_it_is_decoded_with():
 
     @jax.jit
     def run(weights: Weights):
-        drafted = DecodeConfig(LLAMA, CONFIG, TreeConfig(depth=3, top_k=2, total_tokens=8), 12)
+        drafted = DecodeConfig(LLAMA, CONFIG, TreeConfig(depth=3, top_k=2, total_tokens=8), 64)
         alone = drafted._replace(draft=None)
         state = speculate.start(weights, drafted, request)
-        _, tree = speculate.draft_tree(weights, drafted, request, state, None)
+        tree = speculate.draft_tree(weights, drafted, request, state, None)
         texts = (speculate.generate(weights, config, request) for config in (drafted, alone))
         return tree.tokens, *(state.output.tokens[:, :12] for state in texts)
 

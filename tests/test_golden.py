@@ -55,12 +55,12 @@ def test_target_features_and_logits(golden):
 def round_in_pieces(weights: Weights, config: DecodeConfig, request: Request, state: DecodeState):
     """A round that shows what lies between its parts."""
     args = (config.tree, state.draft.cache, state.draft.root_input, drafting.top_children)
-    drafted = drafting.draft(weights.draft, config.draft, *args)
-    tree = select(state.root, drafted.candidates, config.tree)
+    candidates = drafting.draft(weights.draft, config.draft, *args)
+    tree = select(state.root, candidates, config.tree)
     out = speculate.verify_tree(weights, config, state, tree)
     acceptance = accept(tree, choose(out.logits), max_accepted=config.max_accepted)
     state = speculate.commit(weights, config, request, state, out, acceptance)
-    return state, drafted.candidates, tree, acceptance
+    return state, candidates, tree, acceptance
 
 
 def check_round(recorded, row, candidates, tree, acceptance, root):
@@ -89,7 +89,7 @@ def check_rounds(golden: Golden, suffix: str) -> None:
     """Runs the recorded rounds of one tree setting, all prompts in one batch."""
     cases = golden.recorded(f"draft_rounds{suffix}")["cases"]
     request = pad_prompts([case["prompt"] for case in cases], limit=96)
-    config = golden.decode_config(golden.trees[suffix], max_new_tokens=96)
+    config = golden.decode_config(golden.trees[suffix])
     state = jax.jit(speculate.start, static_argnums=1)(golden.weights, config, request)
     for index in range(len(cases[0]["rounds"])):
         state, *shown = round_in_pieces(golden.weights, config, request, state)

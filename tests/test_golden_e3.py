@@ -38,10 +38,21 @@ def test_inner_states_and_logits_of_the_target(tmp_path_factory):
     def run(params):
         size = {"num_layers": golden.llama.num_layers, "size": tokens.shape[1]}
         cache = init_cache(golden.llama, **size, rope_length=lengths, dtype=jnp.float32)
-        return prefill(params, golden.llama, cache, tokens, lengths, aux_layers=aux_layers)
+        return prefill(
+            params,
+            golden.llama,
+            cache,
+            tokens,
+            lengths,
+            chunk=tokens.shape[1],
+            aux_layers=aux_layers,
+            visit=lambda carry, first, features: features,
+            carry=jnp.zeros_like(recorded["aux_hidden"]),
+        )
 
     out = run(golden.target)
-    np.testing.assert_allclose(out.features, recorded["aux_hidden"], atol=3e-5)
+    np.testing.assert_allclose(out.visited, recorded["aux_hidden"], atol=3e-5)
+    np.testing.assert_allclose(out.features[:, 0], recorded["aux_hidden"][:, -1], atol=3e-5)
     np.testing.assert_allclose(out.logits, recorded["logits"][:, -1], atol=3e-5)
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import random_target, tiny_llama
 
 from poss_jax.config.models import RopeConfig
 from poss_jax.model import layers
@@ -49,8 +50,10 @@ def test_linear_keeps_leading_axes():
     [
         (1, "cpu", False),
         (2, "cpu", True),
-        (32, "cpu", True),
-        (33, "cpu", False),
+        (64, "cpu", True),
+        (65, "cpu", False),
+        (1, "tpu", True),  # padded rows
+        (2, "tpu", False),
         (8, "cuda", False),
     ],
 )
@@ -204,3 +207,29 @@ def test_attention_with_any_mask():
         weights = np.exp(keys @ np.asarray(q[b, n, t], float) / np.sqrt(8))
         want = weights @ values / weights.sum()
         np.testing.assert_allclose(out[b, t, n], want, atol=2e-6)
+
+
+@pytest.mark.parametrize("parts", ["kv", "qkv"])
+def test_fused_projections_compute_the_same(parts):
+    config = tiny_llama(qkv_bias=True, mlp_bias=True, qk_norm=True)
+    params = random_target(config)["layers"][0]
+    fused = layers.fuse_layer(params, config, parts=parts)
+    assert layers.fuse_layer(fused, config, parts=parts) == fused
+    assert not {*parts} & {*fused["attention"]} and {*fused["mlp"]} == {"gate_up", "down"}
+    hidden, frequencies = normal(2, 3, config.hidden_size), jnp.ones((2, config.head_dim // 2))
+    positions = jnp.broadcast_to(jnp.arange(3)[None], (2, 3))
+
+    @jax.jit
+    def run(params):
+        layer = layers.DecoderLayer(config).bind({"params": params})
+        rows = layer.normed(hidden), positions, frequencies
+        projected = layer.queries_keys_values(*rows)
+        alone = layer.queries(*rows) if "q" in params["attention"] else projected[0]
+        return (
+            projected,
+            (alone, *layer.keys_values(*rows)) if parts == "kv" else projected,
+            (layer.finish(hidden, hidden)),
+        )
+
+    for got, want in zip(jax.tree.leaves(run(fused)), jax.tree.leaves(run(params)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)

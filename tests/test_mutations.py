@@ -12,11 +12,11 @@ from poss_jax.model import cache, target
 
 
 def test_a_tree_mask_off_by_one_is_noticed(monkeypatch):
-    def shifted(length, among_scratch, *, size):
-        return cache.scratch_mask(length, jnp.roll(among_scratch, 1, axis=2), size=size)
+    def shifted(q, stored, length, own, can_attend):
+        return cache.attend_cached(q, stored, length, own, jnp.roll(can_attend, 1, axis=2))
 
     check_shape(SHAPES["wide"], cases=1, seed=0)
-    monkeypatch.setattr(target, "scratch_mask", shifted)
+    monkeypatch.setattr(target, "attend_cached", shifted)
     with pytest.raises(AssertionError):
         check_shape(SHAPES["wide"], cases=5, seed=0)
 

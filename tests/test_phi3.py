@@ -172,7 +172,7 @@ def test_a_draft_is_trained_and_decoded_with(phi3):
 
     @jax.jit
     def decode(weights: Weights):
-        drafted = DecodeConfig(llama, config, tree, 12)
+        drafted = DecodeConfig(llama, config, tree, 64)
         alone = drafted._replace(draft=None)
         return [speculate.generate(weights, way, request).output for way in (drafted, alone)]
 

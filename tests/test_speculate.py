@@ -91,10 +91,10 @@ def test_a_draft_with_its_own_vocabulary_proposes_target_ids():
 
     @jax.jit
     def run(weights: Weights, request: Request):
-        config_drafted = DecodeConfig(llama, config, tree, 20)
+        config_drafted = DecodeConfig(llama, config, tree, 64)
         state = speculate.start(weights, config_drafted, request)
-        _, drafted = speculate.draft_tree(weights, config_drafted, request, state, None)
-        alone = DecodeConfig(llama, None, tree, 20)
+        drafted = speculate.draft_tree(weights, config_drafted, request, state, None)
+        alone = DecodeConfig(llama, None, tree, 64)
         return (
             drafted.tokens,
             speculate.generate(weights, config_drafted, request).output.tokens[:, :20],
@@ -120,7 +120,7 @@ def test_shared_keys_and_values_take_one_cache():
     weights = Weights(target, attach(draft, target))
 
     def run(config: DraftConfig):
-        decode = DecodeConfig(llama, config, TreeConfig(depth=4, top_k=3, total_tokens=12), 24)
+        decode = DecodeConfig(llama, config, TreeConfig(depth=4, top_k=3, total_tokens=12), 64)
         state = jax.jit(lambda: speculate.generate(weights, decode, request))()
         return len(state.draft.cache.k), state.output
 

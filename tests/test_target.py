@@ -12,12 +12,12 @@ from models import random_target, random_tokens, stacked, tiny_llama
 
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.models import LlamaConfig, RopeConfig
-from poss_jax.decode.tree import make_tree
+from poss_jax.decode.tree import make_tree, root_tree
 from poss_jax.model.cache import KVCache, init_cache
 from poss_jax.model.layers import linear
 from poss_jax.model.target import decode, encode, prefill, verify
 
-LENGTHS, PROMPT_SIZE, NUM_STEPS = (5, 12), 14, 6
+LENGTHS, PROMPT_SIZE, NUM_STEPS, CHUNK = (5, 12), 14, 6, 4
 ENDS = tuple(length + NUM_STEPS for length in LENGTHS)
 CONFIG = tiny_llama(
     qkv_bias=True,
@@ -31,7 +31,7 @@ def empty_cache(config: LlamaConfig, dtype=jnp.float32) -> KVCache:
     return init_cache(
         config,
         num_layers=config.num_layers,
-        size=PROMPT_SIZE + 16,
+        size=4 * CHUNK + 16,
         rope_length=jnp.array(ENDS, jnp.int32),
         dtype=dtype,
     )
@@ -41,16 +41,18 @@ def read_through_cache(params, config: LlamaConfig, tokens):
     """(logits, features) of rows length - 1 to the end, by prefill and decode steps."""
     lengths = jnp.array(LENGTHS, jnp.int32)
     cache = empty_cache(config, params["embed"]["weight"].dtype)
-    out = prefill(params, config, cache, tokens[:, :PROMPT_SIZE], lengths)
-    last = jnp.take_along_axis(out.features, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    out = prefill(params, config, cache, tokens[:, :PROMPT_SIZE], lengths, chunk=CHUNK)
+    tree = root_tree(tokens[:, 0])
 
     def step(cache, index):
-        following = jnp.take_along_axis(tokens, (lengths + index)[:, None], axis=1)[:, 0]
-        out = decode(params, config, cache, following)
-        return out.cache, (out.logits[:, 0], out.features[:, 0])
+        following = jnp.take_along_axis(tokens, (lengths + index)[:, None], axis=1)
+        node = verify(params, config, cache, following, tree.depths, tree.ancestors)
+        logits, cache = decode(params, config, cache, following[:, 0])
+        return cache, (logits, node.features[:, 0])
 
     _, rest = lax.scan(step, out.cache, jnp.arange(NUM_STEPS))
-    steps = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), (out.logits, last), rest)
+    first = out.logits, out.features[:, 0]
+    steps = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
     return jax.tree.map(lambda x: x.swapaxes(0, 1), steps)
 
 
@@ -198,46 +200,70 @@ def test_each_node_of_a_tree_reads_its_own_path(target):
     @jax.jit
     def run(params, tokens, tree, texts):
         cache, lengths = empty_cache(CONFIG), jnp.array(LENGTHS, jnp.int32)
-        cache = prefill(params, CONFIG, cache, tokens, lengths).cache
+        cache = prefill(params, CONFIG, cache, tokens, lengths, chunk=CHUNK).cache
         out = verify(params, CONFIG, cache, tree.tokens, tree.depths, tree.ancestors)
         return out, encode(stacked(params), CONFIG, texts)
 
     out, features = run(target, tokens, tree, jnp.asarray(texts.reshape(16, -1)))
-    np.testing.assert_array_equal(out.cache.length, LENGTHS)
     want = np.asarray(features)[np.arange(16), np.array(ends) - 1]
     np.testing.assert_allclose(out.features.reshape(16, -1), want, rtol=0, atol=1e-5)
     want = want @ np.asarray(target["head"]["weight"]).T
     np.testing.assert_allclose(out.logits.reshape(16, -1), want, rtol=0, atol=1e-5)
 
 
-def test_scratch_rows_and_padding_are_never_read(target):
+def test_rows_beyond_the_length_and_padding_are_never_read(target):
     tokens, tree = random_tokens(CONFIG, 2, PROMPT_SIZE), random_tree(8)
     lengths = jnp.array(LENGTHS, jnp.int32)
 
     def spoil(cache: KVCache, first_row) -> KVCache:
-        is_scratch = jnp.arange(cache.size)[None] >= first_row[:, None]
-        spoilt = [jnp.where(is_scratch[:, None, :, None], 1e30, x) for x in (*cache.k, *cache.v)]
+        is_free = jnp.arange(cache.size)[None] >= first_row[:, None]
+        spoilt = [jnp.where(is_free[:, None, :, None], 1e30, x) for x in (*cache.k, *cache.v)]
         return cache.replace(k=spoilt[: CONFIG.num_layers], v=spoilt[CONFIG.num_layers :])
 
     @jax.jit
     def run(tokens, is_spoilt):
         cache = empty_cache(CONFIG)
         cache = lax.cond(is_spoilt, spoil, lambda cache, _: cache, cache, 0 * lengths)
-        prompt = prefill(target, CONFIG, cache, tokens, lengths)
+        prompt = prefill(target, CONFIG, cache, tokens, lengths, chunk=CHUNK)
         cache = lax.cond(is_spoilt, spoil, lambda cache, _: cache, prompt.cache, lengths)
         nodes = verify(target, CONFIG, cache, tree.tokens, tree.depths, tree.ancestors)
-        following = decode(target, CONFIG, cache, tree.tokens[:, 0])
-        return [(out.logits, out.features) for out in (prompt, nodes, following)]
+        following = decode(target, CONFIG, cache, tree.tokens[:, 0])[0]
+        first_values = prompt.cache.v[0][:, :, : PROMPT_SIZE + 2]
+        return prompt.logits, prompt.features, nodes.logits, nodes.features, following, first_values
 
     is_padding = jnp.arange(PROMPT_SIZE)[None] >= lengths[:, None]
-    (logits, features), *later = run(tokens, jnp.array(False))
-    (spoilt_logits, spoilt_features), *spoilt_later = run(
-        jnp.where(is_padding, 7, tokens), jnp.array(True)
-    )
-    np.testing.assert_array_equal(spoilt_logits, logits)
-    np.testing.assert_array_equal(spoilt_features[~is_padding], features[~is_padding])
-    assert (spoilt_features[is_padding] != features[is_padding]).any()
-    jax.tree.map(np.testing.assert_array_equal, spoilt_later, later)
+    *clean, values = run(tokens, jnp.array(False))
+    *spoilt, spoilt_values = run(jnp.where(is_padding, 7, tokens), jnp.array(True))
+    jax.tree.map(np.testing.assert_array_equal, spoilt, clean)
+    assert (spoilt_values != values).any()  # the padding was another
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 14, 16])
+def test_prefill_in_chunks_of_any_size(target, chunk):
+    """Every row's features are visited in order; the cache holds the same keys and values."""
+    tokens, lengths = random_tokens(CONFIG, 2, PROMPT_SIZE), jnp.array(LENGTHS, jnp.int32)
+
+    def collect(seen, first, features):
+        return lax.dynamic_update_slice_in_dim(seen, features, first, axis=1)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(chunk):
+        seen = jnp.zeros((2, 32, CONFIG.hidden_size))
+        cache = empty_cache(CONFIG)
+        given = {"chunk": chunk, "visit": collect, "carry": seen}
+        return prefill(target, CONFIG, cache, tokens, lengths, **given)
+
+    whole, out = run(PROMPT_SIZE), run(chunk)
+    np.testing.assert_array_equal(out.cache.length, LENGTHS)
+    for row, length in enumerate(LENGTHS):
+        stored = (*out.cache.k, *out.cache.v), (*whole.cache.k, *whole.cache.v)
+        for got, want in zip(*stored, strict=True):
+            np.testing.assert_allclose(got[row, :, :length], want[row, :, :length], atol=1e-5)
+        np.testing.assert_allclose(
+            out.visited[row, :length], whole.visited[row, :length], atol=1e-5
+        )
+        np.testing.assert_allclose(out.features[row, 0], whole.visited[row, length - 1], atol=1e-5)
+    np.testing.assert_allclose(out.logits, whole.logits, atol=1e-5)
 
 
 def rounded(params):

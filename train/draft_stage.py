@@ -57,7 +57,7 @@ class DraftStage:
     ) -> None:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
-        self._record, self._dtype = read_target(config.target), run_dtype(config, mesh)
+        self._record, self._dtype = _read_target(config.target), run_dtype(config, mesh)
         if with_weights:
             place = place_weights(mesh)
             _, self._target = load_target(
@@ -216,6 +216,17 @@ class DraftStage:
             draft_vocabulary=self._vocabulary,
         )
         write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
+
+
+def _read_target(folder: str) -> ModelRecord:
+    """Reads the target's record; refuses a quantised one."""
+    record = read_target(folder)
+    if record.quantised is not None:
+        raise UserError(
+            f"target {folder} is quantised to {record.quantised}, which no draft is trained with; "
+            "give the target it was made from, whose drafts fit it"
+        )
+    return record
 
 
 def _check_depths(config: TrainConfig) -> int:

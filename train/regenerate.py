@@ -77,8 +77,11 @@ def _regenerate(config: RegenerateConfig, output: Path, *, overwrite: bool) -> d
     engine.check_stop(settings.stop, settings.max_new_tokens)
     questions = list_questions(config.data, engine.tokenizer)
     window = _BATCHES_PER_WINDOW * settings.batch_size
+    record = read_record(Path(config.target))
+    quantised = config.quantise or record.quantised
     made_from = {
-        "target": asdict(read_record(Path(config.target)).target),
+        "target": asdict(record.target),
+        **({"quantised": quantised} if quantised else {}),
         "data": config_to_dict(config.data),
         "questions": len(questions),
         "questions_sha256": hash_questions(questions),

@@ -24,9 +24,10 @@ from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, check_fit, 
 from poss_jax.checkpoint.sums import SUMS_FILE, check_file, hash_item, read_sums, write_sums
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config.json_reading import check_own_file
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.models import DraftConfig, Quantisation
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.model.parameters import flatten_item, item_shapes, join_items
+from poss_jax.model.parameters import flatten_item, join_items
+from poss_jax.model.quantise import KINDS, pack, quantise_items, unpack, weight_path
 from poss_jax.shapes import Params
 
 # How large the pieces of a stored array are at most: a device that holds a part of an array reads
@@ -66,7 +67,7 @@ def write_model(
       UserError: the folder is not empty or cannot be written, or an item does not fit the config.
     """
     with whole_folder(folder) as partial:
-        sums = _write_items(partial, item_shapes(record.config), items)
+        sums = _write_items(partial, record.items, items)
         record = replace(record, weights_sha256=sums)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, partial)
@@ -81,7 +82,7 @@ def _write_items(
     sums: dict[str, str] = {}
     for name, tree in items:
         # NumPy arrays leave no note of this machine's devices in the item.
-        arrays = jax.tree.map(np.asarray, tree)
+        arrays = jax.tree.map(np.asarray, unpack(tree))
         _check_item(f"item {name}", arrays, shapes.get(name, {}))
         _check_space(partial, arrays)
         save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
@@ -187,6 +188,7 @@ def load_target(
     *,
     with_layers: bool = True,
     sharding: jax.sharding.Sharding | ShardingFor | None = None,
+    quantise: Quantisation | None = None,
 ) -> tuple[ModelRecord, Params]:
     """Loads a target straight to its devices.
 
@@ -195,19 +197,43 @@ def load_target(
       dtype: dtype of every array; None keeps what is stored.
       with_layers: whether its layers are loaded; without, the result has none.
       sharding: see `load_item`.
+      quantise: type to round its matrices to, from what is stored; None keeps them.
 
     Returns:
-      The record, and {"embed", "layers": list, "norm", "head"}; a tied head is the embedding's
-      array.
+      The record, with the quantisation that was asked for, and {"embed", "layers": list, "norm",
+      "head"}; a tied head is the embedding's array, unless it is quantised.
 
     Raises:
-      UserError: what `read_record` refuses, a draft, or a missing or damaged item.
+      UserError: what `read_record` refuses, a draft, a missing or damaged item, or a quantisation
+        that is unknown or of a target that is quantised already.
     """
     record = read_target(folder)
-    names = [name for name in item_shapes(record.config) if with_layers or "layers/" not in name]
-    params = _load_params(folder, record, dtype, sharding, names)
+    if quantise is not None:
+        check_quantisation(folder, record, quantise)
+    names = [name for name in record.items if with_layers or "layers/" not in name]
+    params = _load_params(folder, record, dtype, sharding, names, quantise)
     params.setdefault("head", {"weight": params["embed"]["weight"]})
-    return record, params
+    return replace(record, quantised=record.quantised or quantise), params
+
+
+def check_quantisation(origin: str | Path, record: ModelRecord, kind: str) -> None:
+    """Refuses a quantisation that is unknown, or of a target that is quantised already.
+
+    Args:
+      origin: the target, for the message.
+      record: its record.
+      kind: the quantisation.
+
+    Raises:
+      UserError: see above.
+    """
+    if kind not in KINDS:
+        raise UserError(f"quantise: want {' or '.join(KINDS)}, got {kind!r}")
+    if record.quantised is not None:
+        raise UserError(
+            f"target {origin} is quantised to {record.quantised} already; leave out quantise, or "
+            "give the target it was made from"
+        )
 
 
 def load_draft(
@@ -235,7 +261,7 @@ def load_draft(
         a missing or damaged item.
     """
     record = read_draft(folder, target=target, allow_target_mismatch=allow_target_mismatch)
-    return record, _load_params(folder, record, dtype, sharding, item_shapes(record.config))
+    return record, _load_params(folder, record, dtype, sharding, record.items)
 
 
 def verify_model(folder: str | Path) -> ModelRecord:
@@ -252,7 +278,7 @@ def verify_model(folder: str | Path) -> ModelRecord:
     """
     folder = Path(folder)
     record = read_record(folder)
-    names = item_shapes(record.config)
+    names = record.items
     sums, weights = read_sums(folder), record.weights_sha256 or {}
     if "model.json" not in sums or weights.keys() != names.keys():
         raise UserError(
@@ -278,7 +304,7 @@ def load_item(
     *,
     sharding: jax.sharding.Sharding | ShardingFor | None = None,
 ) -> Params:
-    """Loads one item of a model; `parameters.py` lists names and key paths.
+    """Loads one item of a model as it is stored; `parameters.py` lists names and key paths.
 
     Each device's part of an array is read and cast on its own; beside the result the host holds
     about one item.
@@ -287,7 +313,7 @@ def load_item(
       folder: model folder.
       record: what its model.json says.
       name: name of the item.
-      dtype: dtype of every array; None keeps what is stored.
+      dtype: dtype of every array but those of quantised weights; None keeps what is stored.
       sharding: sharding of every array, or a function that gives it; None: the default device.
 
     Raises:
@@ -323,7 +349,9 @@ def _place(
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} {list(array.shape)} cannot be sharded: {reason}") from error
-    return jax.ShapeDtypeStruct(array.shape, dtype or array.dtype, sharding=sharding)
+    is_quantised = weight_path(path) != path
+    kept = array.dtype if is_quantised or dtype is None else dtype
+    return jax.ShapeDtypeStruct(array.shape, kept, sharding=sharding)
 
 
 def describe_item(folder: str | Path, record: ModelRecord, name: str) -> Params:
@@ -343,7 +371,7 @@ def describe_item(folder: str | Path, record: ModelRecord, name: str) -> Params:
         item = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), metadata.tree
         )
-    _check_item(str(path), item, item_shapes(record.config)[name])
+    _check_item(str(path), item, record.items[name])
     return item
 
 
@@ -360,10 +388,14 @@ def _load_params(
     dtype: Any,
     sharding: jax.sharding.Sharding | ShardingFor | None,
     names: Iterable[str],
+    quantise: Quantisation | None = None,
 ) -> Params:
-    return join_items(
-        (name, load_item(folder, record, name, dtype, sharding=sharding)) for name in names
-    )
+    stored = None if quantise else dtype
+    items = ((name, load_item(folder, record, name, stored, sharding=sharding)) for name in names)
+    if quantise is not None:
+        is_tied = record.llama.tie_embeddings
+        items = quantise_items(items, quantise, dtype=dtype, is_tied=is_tied)
+    return join_items((name, pack(item)) for name, item in items)
 
 
 def _item_path(folder: str | Path, name: str) -> Path:

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 import poss_jax
 from poss_jax.checkpoint.sums import hash_values
 from poss_jax.config.json_reading import read_json
-from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.numbers import CountOrZero
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.model.parameters import item_shapes
+from poss_jax.shapes import Params
 
 FORMAT_VERSION = 1
 
@@ -78,7 +79,9 @@ class ModelRecord:
       kv: `shared` where all specialists of a draft project keys and values alike.
       config: the model's shape; rope, spans and trained depth are in it.
       draft_vocabulary: target id of every token a draft can propose; None means all of them.
-      target: the target's own identity; a draft carries that of its target.
+      quantised: type that a target's matrices are stored in (`model/quantise.py`); None: no other.
+      target: the target's own identity; a draft carries that of its target. A quantised target has
+        that of the weights it was made from.
       tokenizer_sha256: checksum of the tokenizer's vocabulary files; None without a tokenizer.
       chat_template_sha256: checksum of the chat template; None without one.
       weights_sha256: checksum of every item, see `hash_item`; None in folders written before it.
@@ -91,6 +94,7 @@ class ModelRecord:
     kv: Literal["per_specialist", "shared"] | None = None
     config: LlamaConfig | DraftConfig
     draft_vocabulary: tuple[CountOrZero, ...] | None = None
+    quantised: Quantisation | None = Field(default=None, exclude_if=lambda kind: kind is None)
     target: TargetIdentity
     tokenizer_sha256: str | None = None
     chat_template_sha256: str | None = None
@@ -100,6 +104,13 @@ class ModelRecord:
     def __post_init__(self) -> None:
         if isinstance(self.config, DraftConfig) != (self.family == "draft"):
             raise ValueError(f"family {self.family} with the config of the other family")
+        if self.quantised is not None and self.family == "draft":
+            raise ValueError("quantised: want a target, got a draft")
+
+    @property
+    def items(self) -> dict[str, Params]:
+        """Shapes of the model's items by their names, see `item_shapes`."""
+        return item_shapes(self.config, is_quantised=self.quantised is not None)
 
     @property
     def llama(self) -> LlamaConfig:
@@ -120,6 +131,7 @@ def new_record(
     *,
     tokenizer_from: Path | None,
     draft_vocabulary: tuple[int, ...] | None = None,
+    quantised: Quantisation | None = None,
 ) -> ModelRecord:
     """Describes a model that is about to be written by this process.
 
@@ -128,6 +140,7 @@ def new_record(
       target: its own identity (target) or that of its target (draft).
       tokenizer_from: the folder that `write_model` will copy the tokenizer from.
       draft_vocabulary: see `ModelRecord`.
+      quantised: see `ModelRecord`.
     """
     is_draft = isinstance(config, DraftConfig)
     tokenizer, chat_template = tokenizer_hashes(tokenizer_from) if tokenizer_from else (None, None)
@@ -137,6 +150,7 @@ def new_record(
         kv=config.kv if is_draft else None,
         config=config,
         draft_vocabulary=draft_vocabulary,
+        quantised=quantised,
         target=target,
         tokenizer_sha256=tokenizer,
         chat_template_sha256=chat_template,
@@ -226,7 +240,7 @@ def with_vocabulary(record: ModelRecord, tokens: Iterable[int], *, origin: str) 
     Raises:
       UserError: the draft has a head of its own, and so a vocabulary that cannot be changed.
     """
-    if "head" in item_shapes(record.config):
+    if "head" in record.items:
         raise UserError(
             f"draft {origin}: a draft with a head of its own keeps its vocabulary; leave out the "
             "draft vocabulary"

@@ -3,7 +3,7 @@
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from poss_jax.config.models import STRICT, TreeConfig
+from poss_jax.config.models import STRICT, Quantisation, TreeConfig
 from poss_jax.config.numbers import (
     Bias,
     Count,
@@ -62,6 +62,8 @@ class DecodingConfig:
       allow_target_mismatch: Use a draft that was made for other weights of the same shape.
       draft_vocabulary: JSON file of the tokens that drafts may propose (docs/generate.md, "Draft
         vocabularies"); for drafts that share the target's head.
+      quantise: Round the target's matrices to 8 bits as they are loaded (docs/generate.md,
+        "Quantised targets"); null keeps what its folder holds.
     """
 
     target: str
@@ -71,6 +73,7 @@ class DecodingConfig:
     is_coupled: bool = True
     allow_target_mismatch: bool = False
     draft_vocabulary: str | None = None
+    quantise: Quantisation | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

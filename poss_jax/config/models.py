@@ -23,6 +23,7 @@ from poss_jax.config.reading import UserError
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Spans = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
 Divisors = tuple[Positive, ...]
+Quantisation = Literal["int8", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

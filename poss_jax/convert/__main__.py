@@ -6,6 +6,7 @@ assumed, a table (source key -> our path, shape and type), and as its last line 
     python -m poss_jax.convert inspect HINT-lab/PosS3-Llama3-8B-Instruct
     python -m poss_jax.convert target --source meta-llama/Meta-Llama-3-8B-Instruct \
         --output models/llama3
+    python -m poss_jax.convert target --source DIR_OR_HUB_ID --output DIR --quantise int8
     python -m poss_jax.convert draft --source HINT-lab/PosS3-Llama3-8B-Instruct \
         --target models/llama3 --output models/poss3
     python -m poss_jax.convert export --model models/poss3 --target models/llama3 \
@@ -30,6 +31,7 @@ from poss_jax.convert.export import FORMS, plan_export, write_export
 from poss_jax.convert.inspection import inspect
 from poss_jax.convert.plan import Conversion, Row, plan_draft, plan_specialists, plan_target
 from poss_jax.model.parameters import count_parameters
+from poss_jax.model.quantise import KINDS
 from poss_jax.program.running import Parser, run_program
 from poss_jax.shapes import Params
 
@@ -107,6 +109,7 @@ def _write(output: Path, conversion: Conversion) -> None:
         "method": record.method,
         "parameters": count_parameters(record.config),
         "dtype": conversion.dtype,
+        "quantised": record.quantised,
         "assumed": list(conversion.assumed),
     }
     print(json.dumps(summary))
@@ -250,6 +253,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "default": "keep",
         "help": "Convert the weights to this type. By default they keep the type they have.",
     },
+    "--quantise": {
+        "choices": KINDS,
+        "help": "Keep the matrices of attention and MLP and the head in 8 bits (int8, or fp8 as "
+        "float8_e4m3fn), with a scale per output. Drafts made for the source fit the target.",
+    },
 }
 
 
@@ -299,7 +307,7 @@ def _parser() -> argparse.ArgumentParser:
         "Its config.json, tokenizer files and weights are read (safetensors, or .bin with the "
         "`torch` extra; a single file or shards).",
         required="--source --output",
-        optional="--revision --dtype",
+        optional="--revision --dtype --quantise",
     )
     add(
         _draft,

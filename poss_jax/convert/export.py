@@ -116,6 +116,11 @@ def plan_export(
             raise UserError(f"{model} is a target; give --format hf")
         if target is not None or specialist is not None:
             raise UserError("--target and --specialist are for drafts; leave them out for a target")
+        if source.record.quantised is not None:
+            raise UserError(
+                f"{model} is quantised to {source.record.quantised}, which no layout holds; export "
+                "the target it was made from"
+            )
         return _plan_target(source, dtype)
     layout = _choose_layout(source, form, specialist)
     if target is None:
@@ -158,7 +163,7 @@ def _list_formats(layouts: Sequence[Layout]) -> str:
 
 def _plan_target(target: Model, dtype: ExportDType) -> Export:
     """Plans a target in the layout of `transformers`."""
-    origins = {name: (target, name) for name in item_shapes(target.record.config)}
+    origins = {name: (target, name) for name in target.record.items}
     rows = _rows(origins, dtype)
     if target.record.llama.fused_projections:
         rows = _fuse_rows(rows)
@@ -261,7 +266,7 @@ def _rows(origins: dict[str, tuple[Model, str]], dtype: ExportDType) -> list[Row
     rows = []
     for name, (model, item) in origins.items():
         stored = flatten_item(describe_item(model.folder, model.record, item))
-        for path, shape in flatten_item(item_shapes(model.record.config)[item]).items():
+        for path, shape in flatten_item(model.record.items[item]).items():
             written = np.dtype(stored[path].dtype).name if dtype == "keep" else dtype
             rows.append(
                 Row(

@@ -17,7 +17,7 @@ from poss_jax.convert.plan import PUBLISHED, Row, find_published, place_speciali
 from poss_jax.convert.reading import Reading
 from poss_jax.convert.signs import model_names
 from poss_jax.convert.source import Source, cut_tensors, open_source
-from poss_jax.model.parameters import flatten_item, item_shapes
+from poss_jax.model.parameters import flatten_item
 
 
 @dataclass
@@ -176,9 +176,13 @@ def _inspect_model(folder: Path, *, verify: bool) -> Inspection:
         _describe_layers(found, record.config)
     found.rows = [
         Row("/".join((item, *path)), "", array.shape, array.dtype.name)
-        for item in item_shapes(record.config)
+        for item in record.items
         for path, array in flatten_item(describe_item(folder, record, item)).items()
     ]
+    if record.quantised is not None:
+        found.add(
+            "quantised", f"{record.quantised}, with a scale per output, but for the embedding"
+        )
     _count_weights(found)
     _describe_record(found, record)
     if verify:

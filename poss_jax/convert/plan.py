@@ -2,11 +2,11 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,8 @@ from poss_jax.checkpoint.record import (
     read_record,
     target_identity,
 )
-from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.checkpoint.sums import hash_values
+from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.reading import UserError, change_config
 from poss_jax.convert.eagle3 import UNPLACED
 from poss_jax.convert.formats import read_checkpoint
@@ -30,6 +31,7 @@ from poss_jax.convert.reading import Reading
 from poss_jax.convert.source import LazyTensor, Source, cut_tensors, open_source
 from poss_jax.model.families.eagle3 import default_aux_layers
 from poss_jax.model.parameters import flatten_item, item_shapes
+from poss_jax.model.quantise import is_quantisable, quantise_items
 from poss_jax.shapes import Params
 
 DType = Literal["keep", "float32", "bfloat16"]
@@ -81,7 +83,7 @@ class Conversion:
     @property
     def num_items(self) -> int:
         """Number of items."""
-        return len(item_shapes(self.record.config))
+        return len(self.record.items)
 
     @property
     def dtype(self) -> str:
@@ -89,8 +91,20 @@ class Conversion:
         return "+".join(sorted({row.dtype for row in self.rows if not row.path.startswith("(")}))
 
 
-def plan_target(source: str, *, revision: str | None = None, dtype: DType = "keep") -> Conversion:
+def plan_target(
+    source: str,
+    *,
+    revision: str | None = None,
+    dtype: DType = "keep",
+    quantise: Quantisation | None = None,
+) -> Conversion:
     """Opens and checks a target; nothing is written yet.
+
+    Args:
+      source: folder or Hub id.
+      revision: branch, tag or commit on the Hub.
+      dtype: type to store, of all that is not quantised.
+      quantise: type to round the matrices to, from what the source holds; None keeps them.
 
     Raises:
       UserError: anything in the source that is unknown or does not fit its config.
@@ -106,7 +120,7 @@ def plan_target(source: str, *, revision: str | None = None, dtype: DType = "kee
             "set tie_word_embeddings to what the model was trained with"
         )
     identity = target_identity(opened.name, opened.revision, embedding, head)
-    record = new_record(config, identity, tokenizer_from=opened.folder)
+    record = new_record(config, identity, tokenizer_from=opened.folder, quantised=quantise)
     return _convert(reading, record, reading.dropped, dtype, opened.folder)
 
 
@@ -235,8 +249,13 @@ def _compare_copies(reading: Reading, target: Path, record: ModelRecord) -> dict
     """Checks that a draft's copies of the target's weights are equal: they are not stored."""
     for key, item in reading.copies.items():
         item = "embed" if record.llama.tie_embeddings else item
-        want = np.asarray(load_item(target, record, item)["weight"])
-        if not same_up_to_rounding(reading.source.tensors[key].read(), want):
+        copy = reading.source.tensors[key].read()
+        if item == "head" and record.quantised:
+            is_equal = hash_values(copy) == record.target.head_sha256
+        else:
+            want = np.asarray(load_item(target, record, item)["weight"])
+            is_equal = same_up_to_rounding(copy, want)
+        if not is_equal:
             raise UserError(
                 f"{reading.source.folder}: {key} differs from the {_WORDS[item]} of the target "
                 f"{record.target.name}; give the target it was trained for"
@@ -257,21 +276,36 @@ def _convert(
         Row(key, str(slot), slot.shape, tensors[key].dtype if dtype == "keep" else dtype)
         for key, slot in slots.items()
     ]
+    cast = _CASTS.get(dtype)
+    kept = None if record.quantised else cast  # what is quantised is rounded once
+    items = (
+        (item, unflatten_dict({slot.path: _read(tensors[key], key, kept) for key, slot in group}))
+        for item, group in groupby(slots.items(), key=lambda pair: pair[1].item)
+    )
+    if record.quantised:
+        is_tied = record.llama.tie_embeddings
+        rows = _quantised_rows(rows, record.quantised, is_tied=is_tied)
+        items = quantise_items(items, record.quantised, dtype=cast, is_tied=is_tied)
     rows += [
         Row(key, f"(not stored: {why})", tensors[key].shape, tensors[key].dtype)
         for key, why in dropped.items()
     ]
-    items = (
-        (item, unflatten_dict({slot.path: _read(tensors[key], key, dtype) for key, slot in group}))
-        for item, group in groupby(slots.items(), key=lambda pair: pair[1].item)
-    )
     return Conversion(record, rows, items, tokenizer_from, reading.assumed)
 
 
-def _read(tensor: LazyTensor, key: str, dtype: DType) -> np.ndarray:
+def _quantised_rows(rows: Sequence[Row], kind: Quantisation, *, is_tied: bool) -> list[Row]:
+    """Rows of a target that is quantised on the way."""
+    tied = (row._replace(path="head/weight") for row in rows if row.path == "embed/weight")
+    return [
+        row._replace(dtype=kind) if is_quantisable(row.path) else row
+        for row in (*rows, *(tied if is_tied else ()))
+    ]
+
+
+def _read(tensor: LazyTensor, key: str, cast: Any) -> np.ndarray:
     array = tensor.read()
-    if dtype != "keep":
-        array = array.astype(_CASTS[dtype], copy=False)
+    if cast is not None:
+        array = array.astype(cast, copy=False)
     if not is_finite(array):
         _LOG.warning("%s: %s holds NaN or infinity; it is converted as it is", tensor.file, key)
     return array

@@ -194,16 +194,10 @@ def _most_likely(
     return ids, jnp.minimum(log_probs, 0.0)
 
 
-_TOP_K_BLOCK = 128
-
-
 def _top_k(
     scores: Float[Array, "B rows Vd"], k: int
 ) -> tuple[Float[Array, "B rows k"], Int[Array, "B rows k"]]:
     """Finds what `lax.top_k` finds, ties included."""
-    if scores.shape[-1] <= 2 * k * _TOP_K_BLOCK:
-        best, ids = lax.top_k(scores, k)
-        return best, ids
     return lax.platform_dependent(
         scores,
         tpu=lambda scores: _top_k_of_blocks(scores, k),
@@ -212,15 +206,21 @@ def _top_k(
 
 
 def _top_k_of_blocks(scores: Array, k: int) -> tuple[Array, Array]:
-    # A TPU sorts the whole row otherwise. The best k lie in the k blocks of the highest maxima.
-    padding = -scores.shape[-1] % _TOP_K_BLOCK
-    padded = jnp.pad(scores, ((0, 0), (0, 0), (0, padding)), constant_values=-jnp.inf)
-    blocks = padded.reshape(*scores.shape[:2], -1, _TOP_K_BLOCK)
-    kept = jnp.sort(lax.top_k(blocks.max(axis=-1), k)[1], axis=-1)
+    # A TPU sorts whole rows, and long sorts take long to run and longer to compile. The best k lie
+    # in the k blocks of the highest maxima.
+    width = scores.shape[-1]
+    block = 128 if width > 128 * 128 else 16
+    if width <= max(512, 2 * k * block):
+        best, ids = lax.top_k(scores, k)
+        return best, ids
+    padding = ((0, 0), (0, 0), (0, -width % block))
+    padded = jnp.pad(scores, padding, constant_values=-jnp.inf)
+    blocks = padded.reshape(*scores.shape[:2], -1, block)
+    kept = jnp.sort(_top_k_of_blocks(blocks.max(axis=-1), k)[1], axis=-1)
     among = jnp.take_along_axis(blocks, kept[..., None], axis=2)
-    best, place = lax.top_k(among.reshape(*scores.shape[:2], -1), k)
-    block = jnp.take_along_axis(kept, place // _TOP_K_BLOCK, axis=-1)
-    return best, block * _TOP_K_BLOCK + place % _TOP_K_BLOCK
+    best, place = _top_k_of_blocks(among.reshape(*scores.shape[:2], -1), k)
+    index = jnp.take_along_axis(kept, place // block, axis=-1)
+    return best, index * block + place % block
 
 
 def _target_ids(params: Params, ids: Int[Array, "*any"]) -> Int[Array, "*any"]:

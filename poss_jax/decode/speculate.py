@@ -61,7 +61,8 @@ def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets
         rope_length=request.lengths + request.limits,
         dtype=targets.compute_dtype(weights.target),
     )
-    following = jnp.roll(request.tokens, -1, axis=1)
+    padding = -request.tokens.shape[1] % config.chunk
+    following = jnp.pad(request.tokens[:, 1:], ((0, 0), (0, padding + 1)))
 
     def append_pairs(cache: KVCache | None, first: Array, features: Array) -> KVCache | None:
         if config.draft is None or cache is None:

@@ -18,8 +18,8 @@ class DecodeConfig(NamedTuple):
       target: shape of the target.
       draft: shape of the draft; None decodes autoregressively.
       tree: size of the draft tree.
-      rows: S, room of every sequence for its prompt, its new tokens and `margin`; a multiple of
-        `chunk`.
+      rows: S, room of every sequence for its prompt, its new tokens and `margin`, and for the
+        prompt in whole chunks.
       chunk: tokens of a prompt that the target reads in one forward.
       is_coupled: whether the draft looks at the noise the target will sample with.
       children: how the draft proposes the children of a node, instead of either way of its own.
@@ -70,7 +70,7 @@ class Request(struct.PyTreeNode):
       sampling: how tokens are chosen; None is the argmax of the target's logits.
     """
 
-    tokens: Array  # [B S] int32
+    tokens: Array  # [B P] int32
     lengths: Array  # [B] int32
     limits: Array  # [B] int32
     stop_ids: Array  # [num_stop] int32

@@ -74,7 +74,7 @@ def prefill_chunk() -> int:
 
 
 def rows_for(config: DecodeConfig, length: int, *, max_length: int) -> int:
-    """Rows of room for texts: a power of two, or all that `max_length` can fill, if that is less.
+    """Rows of room for texts: a power of two, or `max_length` if that is less, and the margin.
 
     So a handful of programs serve all lengths.
 
@@ -83,10 +83,12 @@ def rows_for(config: DecodeConfig, length: int, *, max_length: int) -> int:
       length: most tokens of prompt and answer together.
       max_length: longest text that will ever be asked for.
     """
-    least = max(_LEAST_ROWS, config.chunk)
-    rows = max(least, 1 << (length + config.margin - 1).bit_length())
-    most = -(-(max_length + config.margin) // least) * least
-    return min(rows, most)
+    rows = max(_LEAST_ROWS, config.chunk, 1 << (length - 1).bit_length())
+    return min(rows, _round_up(max_length, config.chunk)) + _round_up(config.margin, 128)
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 def tree_for(trees: Trees, batch_size: int) -> TreeConfig | None:

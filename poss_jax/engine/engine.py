@@ -22,7 +22,7 @@ import numpy as np
 from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, Quantisation, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.tokenizer import load_tokenizer
@@ -120,6 +120,7 @@ class Engine:
         is_coupled: bool = True,
         allow_target_mismatch: bool = False,
         draft_vocabulary: str | Path | None = None,
+        quantise: Quantisation | None = None,
     ) -> "Engine":
         """Loads model folders (see `python -m poss_jax.convert`).
 
@@ -135,12 +136,14 @@ class Engine:
           allow_target_mismatch: use a draft made for other weights of the same shape.
           draft_vocabulary: file of the tokens that the draft may propose (see `python -m
             poss_jax.draft_vocab`); None: what its folder says, usually all.
+          quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
+            folder holds.
 
         Raises:
-          UserError: a folder is missing or broken, the draft does not fit the target, or the
-            vocabulary does not fit the draft.
+          UserError: a folder is missing or broken, the draft does not fit the target, the
+            vocabulary does not fit the draft, or the target is quantised already.
         """
-        record, params = load_target(target, dtype or default_dtype())
+        record, params = load_target(target, dtype or default_dtype(), quantise=quantise)
         params = fuse_target(params, record.llama)
         tokenizer = load_tokenizer(Path(target)) if record.tokenizer_sha256 is not None else None
         engine = cls(

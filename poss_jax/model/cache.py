@@ -170,9 +170,8 @@ def attend_cached(
 
 
 def _block(size: int) -> int:
-    """Rows per block: small enough to stop near the used length, few enough blocks in all."""
-    block = max(128, size // 8)
-    return block if size % block == 0 and size > 256 else size
+    """Rows per block: few enough to stop near the used length, and not too many blocks in all."""
+    return min(size, max(128, size // 1024 * 128))
 
 
 def _attend_blocks(
@@ -185,31 +184,37 @@ def _attend_blocks(
 ) -> Array:
     B, N, T, H = q.shape
     K, S = stored[0].shape[1:3]
-    rows = q.reshape(B, K, N // K * T, H)  # the queries of a group are rows of one product
+    rows = q.reshape(B, K, N // K, T, H)  # the queries of a group are rows of one product
 
-    def add(carry: tuple[Array, Array, Array], k: Array, v: Array, allowed: Array):
+    def add(carry: tuple[Array, Array, Array], rows: Array, k: Array, v: Array, allowed: Array):
         highest, total, mean = carry
-        scores = jnp.einsum("BKRH,BKSH->BKRS", rows, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(allowed, scores * H**-0.5, _NOTHING)
+        scores = jnp.einsum("BKGTH,BKSH->BKGTS", rows, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(allowed[:, None, None], scores * H**-0.5, _NOTHING)
         new_highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
         weights = jnp.exp(scores - new_highest)
         shrink = jnp.exp(highest - new_highest)
         added = jnp.einsum(
-            "BKRS,BKSH->BKRH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+            "BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
         )
         total = total * shrink + weights.sum(axis=-1, keepdims=True)
         return new_highest, total, mean * shrink + added
 
     def add_block(j: Array | int, carry: tuple[Array, Array, Array]):
-        first = j * block
+        first = jnp.minimum(j * block, S - block)  # the last block overlaps the one before
         k, v = (lax.dynamic_slice_in_dim(x, first, block, 2) for x in stored)
-        is_committed = first + jnp.arange(block)[None] < length[:, None]
-        return add(carry, k, v, is_committed[:, None, None])
+        column = first + jnp.arange(block)[None]
+        is_new = (column < length[:, None]) & (column >= j * block)
+        return add(carry, rows, k, v, is_new[:, None])
 
-    start = jnp.full((*rows.shape[:3], 1), _NOTHING), jnp.zeros((*rows.shape[:3], 1))
-    carry = *start, jnp.zeros(rows.shape, jnp.float32)
+    carry = (
+        jnp.full((*rows.shape[:4], 1), _NOTHING),
+        jnp.zeros((*rows.shape[:4], 1)),
+        jnp.zeros(rows.shape, jnp.float32),
+    )
     if own[0].shape[2]:
-        carry = add(carry, *own, jnp.tile(can_attend, (1, N // K, 1))[:, None])
+        # The barrier keeps XLA on GPU from joining this product with the cache's, for which it
+        # would copy the cache.
+        carry = add(carry, lax.optimization_barrier(rows), *own, can_attend)
     if block == S:
         _, total, mean = add_block(0, carry)
     else:

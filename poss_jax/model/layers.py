@@ -16,6 +16,7 @@ from flax import linen as nn
 from jax import lax
 
 from poss_jax.config.models import LlamaConfig, RopeConfig
+from poss_jax.model.quantise import Quantised
 from poss_jax.model.sharding import Axes
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
@@ -77,13 +78,18 @@ def layer_rows(path: str, torch: str) -> dict[str, Parameter]:
 # (benchmarks/linear.py).
 _FEW_ROWS = 64
 
+# Numbers of a quantised weight that CPUs convert at a time.
+_BLOCK = 1 << 19
+
 
 def linear(
     x: Float[Array, "*rows in_dim"],
-    weight: Float[Array, "out_dim in_dim"],
-    bias: Float[Array, " out_dim"] | None = None,
-) -> Float[Array, "*rows out_dim"]:
+    weight: Float[Array, "*out_dims in_dim"] | Quantised,
+    bias: Float[Array, "*out_dims"] | None = None,
+) -> Float[Array, "..."]:
     """Multiplies rows by a weight kept `[out, in]`, in the spelling its backend runs fastest."""
+    if isinstance(weight, Quantised):
+        return _quantised(x, weight, bias)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if len(rows) == 1:
         out = lax.platform_dependent(
@@ -93,12 +99,40 @@ def linear(
         out = lax.platform_dependent(rows, weight, cpu=_few_rows_on_cpu, default=_plain)
     else:
         out = _plain(rows, weight)
-    out = out.reshape(*x.shape[:-1], len(weight))
-    return out if bias is None else out + bias.reshape((1,) * (out.ndim - 1) + (-1,))
+    out = out.reshape(*x.shape[:-1], *weight.shape[:-1])
+    return out if bias is None else out + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+
+
+def _quantised(x: Array, weight: Quantised, bias: Array | None) -> Array:
+    # The scale comes after the product, whose operand is then a conversion of 8 bits alone, which
+    # compilers for TPU and GPU make part of the product.
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if weight.values.size <= _BLOCK:
+        out = _converted(rows, weight.values)
+    else:
+        out = lax.platform_dependent(rows, weight.values, cpu=_blocks_on_cpu, default=_converted)
+    out = (out.astype(jnp.float32) * weight.scale[None]).astype(x.dtype)
+    out = out if bias is None else out + bias[None]
+    return out.reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+def _converted(rows: Array, values: Array) -> Array:
+    return linear(rows, values.astype(rows.dtype))
+
+
+def _blocks_on_cpu(rows: Array, values: Array) -> Array:
+    # XLA on CPU writes what it converts to memory. A block at a time stays in the cache.
+    def product(output: Array) -> Array:
+        return rows @ output.astype(rows.dtype)
+
+    width = values.shape[-1]
+    outputs = values.reshape(-1, width)
+    out = lax.map(product, outputs, batch_size=max(1, _BLOCK // width)).T
+    return out.reshape(-1, *values.shape[:-1])
 
 
 def _plain(rows: Array, weight: Array) -> Array:
-    return rows @ weight.T
+    return lax.dot_general(rows, weight, (((1,), (weight.ndim - 1,)), ((), ())))
 
 
 def _one_row_on_cpu(rows: Array, weight: Array) -> Array:
@@ -116,7 +150,8 @@ def _few_rows_on_cpu(rows: Array, weight: Array) -> Array:
     # The number of rows is rounded up to where the library has a fast kernel. The barrier keeps
     # XLA from rewriting the product into the plain form.
     padded = jnp.pad(rows, ((0, -len(rows) % 8), (0, 0)))
-    return lax.optimization_barrier(weight @ padded.T).T[: len(rows)]
+    product = weight.reshape(-1, weight.shape[-1]) @ padded.T
+    return lax.optimization_barrier(product).T[: len(rows)].reshape(-1, *weight.shape[:-1])
 
 
 def rms_norm(
@@ -223,25 +258,25 @@ class Linear(nn.Module):
     """Parameters of a linear map, `weight` [out, in] and maybe `bias` [out].
 
     Attributes:
-      out_dim: width of the output.
+      out_dim: width of the output; several numbers if it has several axes.
       use_bias: whether there is a bias.
       init_scale: variance of the output for input of variance 1.
     """
 
-    out_dim: int
+    out_dim: int | tuple[int, ...]
     use_bias: bool = False
     init_scale: float = 1.0
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        shape = (self.out_dim, x.shape[-1])
+        out = (self.out_dim,) if isinstance(self.out_dim, int) else self.out_dim
         init = nn.initializers.variance_scaling(
-            self.init_scale, "fan_in", "normal", in_axis=1, out_axis=0
+            self.init_scale, "fan_in", "normal", in_axis=-1, out_axis=0
         )
-        weight = self.param("weight", init, shape, jnp.float32)
+        weight = self.param("weight", init, (*out, x.shape[-1]), jnp.float32)
         bias = None
         if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (self.out_dim,), jnp.float32)
+            bias = self.param("bias", nn.initializers.zeros, out, jnp.float32)
         return linear(x, weight, bias)
 
 
@@ -325,15 +360,13 @@ class MLP(nn.Module):
         c = self.config
         self.gate = Linear(c.intermediate_size, c.mlp_bias)
         self.up = Linear(c.intermediate_size, c.mlp_bias)
-        self.gate_up = Linear(2 * c.intermediate_size, c.mlp_bias)
+        self.gate_up = Linear((2, c.intermediate_size), c.mlp_bias)
         self.down = Linear(c.hidden_size, c.mlp_bias, _residual_scale(c))
 
     def __call__(self, x: Array) -> Array:
         if self.has_variable("params", "gate_up"):
             both = self.gate_up(x)
-            block = _mlp_block(self.config.intermediate_size)
-            gate, up = jnp.moveaxis(both.reshape(*x.shape[:-1], -1, 2, block), -2, 0)
-            return self.down((nn.silu(gate) * up).reshape(*x.shape[:-1], -1))
+            return self.down(nn.silu(both[..., 0, :]) * both[..., 1, :])
         return self.down(nn.silu(self.gate(x)) * self.up(x))
 
 
@@ -419,8 +452,8 @@ def _residual_scale(config: LlamaConfig) -> float:
 def fuse_layer(params: Params, config: LlamaConfig, *, parts: Literal["kv", "qkv"]) -> Params:
     """Joins projections that read the same rows, so that decoding multiplies them at once.
 
-    The heads of queries, keys and values that belong together lie side by side, as do blocks of
-    gate and up, so that a mesh which cuts the fused output cuts all parts alike.
+    The heads of queries, keys and values that belong together lie side by side, and gate and up
+    become one weight [2 intermediate D], so that a mesh cuts all parts alike.
 
     Args:
       params: a layer; one that is fused already stays as it is.
@@ -433,8 +466,8 @@ def fuse_layer(params: Params, config: LlamaConfig, *, parts: Literal["kv", "qkv
         attention = {name: attention[name] for name in attention if name not in parts}
         attention |= {parts: joined}
     if "gate" in mlp:
-        num_blocks = config.intermediate_size // _mlp_block(config.intermediate_size)
-        mlp = {"gate_up": _interleave([mlp["gate"], mlp["up"]], num_blocks), "down": mlp["down"]}
+        both = jax.tree.map(lambda *leaves: jnp.stack(leaves), mlp["gate"], mlp["up"])
+        mlp = {"gate_up": both, "down": mlp["down"]}
     return params | {"attention": attention, "mlp": mlp}
 
 
@@ -446,11 +479,6 @@ def _interleave(linears: list[Params], num_groups: int) -> Params:
         return jnp.concatenate(groups, axis=1).reshape(-1, *leaves[0].shape[1:])
 
     return jax.tree.map(join, *linears)
-
-
-def _mlp_block(intermediate_size: int) -> int:
-    """Width of the blocks in which gate and up take turns: a row of TPU lanes, where it divides."""
-    return math.gcd(intermediate_size, 128)
 
 
 def init_layer(layer: DecoderLayer, key: Array, *, width: int | None = None) -> Params:

@@ -8,7 +8,8 @@ of them a config has, and their shapes, the Flax leaves tell. Weights are kept i
                      "mlp_norm": {"scale"}, "mlp": {"gate", "up", "down"}};
                     with qk_norm, "q_norm" and "k_norm" {"scale": [H]} in the attention
     norm            {"scale": [D]}
-    head            {"weight": [V, D]}, absent when the embeddings are tied
+    head            {"weight": [V, D]}, absent when the embeddings are tied; always there in a
+                    quantised target, whose matrices are {"values": [out, in], "scale": [out]}
     fc              {"weight": [D, 2D], "bias": [D] with fc_bias}                       (draft)
     specialists/0   a layer without input_norm                                          (draft)
 
@@ -19,7 +20,7 @@ public: other programs may read them. In memory the numbered items of a model ar
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.model.families import FAMILIES, family_of
 from poss_jax.model.layers import Parameter
+from poss_jax.model.quantise import quantise_target, weight_path
 from poss_jax.model.sharding import Axes, dividing_axes
 from poss_jax.model.target import TARGET, init_target
 from poss_jax.shapes import Params
@@ -43,12 +45,19 @@ def table_of(config: LlamaConfig | DraftConfig) -> Mapping[str, Parameter]:
     return family_of(config).parameters if isinstance(config, DraftConfig) else TARGET
 
 
-def item_shapes(config: LlamaConfig | DraftConfig) -> dict[str, Params]:
-    """Lists the items of a model in the order of its table: name -> nested dict of shapes."""
-    rows, shapes = list(table_of(config)), _shapes_of_one(config)
+def item_shapes(
+    config: LlamaConfig | DraftConfig, *, is_quantised: bool = False
+) -> dict[str, Params]:
+    """Lists the items of a model in the order of its table: name -> nested dict of shapes.
+
+    Args:
+      config: its shape.
+      is_quantised: list those of a quantised target; its head is an item although it may be tied.
+    """
+    rows, shapes = list(table_of(config)), _shapes_of_one(config, is_quantised)
     numbers = range(_num_numbered(config))
     items: dict[str, dict[tuple[str, ...], tuple[int, ...]]] = {}
-    for path in sorted(shapes, key=rows.index):
+    for path in sorted(shapes, key=lambda path: rows.index(weight_path(path))):
         group, *inner = path.split("/")
         if inner[0] != "*":
             items.setdefault(group, {})[tuple(inner)] = shapes[path]
@@ -114,10 +123,17 @@ def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     """
     if not shape:
         return PartitionSpec()
+<<<<<<< HEAD
     keys = [_FUSED.get(key, key) for key in path.split("/") if not key.isdigit()]
     axes = _find_axes(keys)
+=======
+    weight = weight_path(path)
+    axes = _find_axes([key for key in weight.split("/") if not key.isdigit()])
+>>>>>>> main
     if axes is None:
         raise ValueError(f"{path}: want one row in the table of a model, got none")
+    if weight != path and path.endswith("/scale"):  # a number per output
+        axes = axes[:1]
     front = (None,) * (len(shape) - len(axes))
     rest = zip(axes, shape[len(front) :], strict=True)
     return PartitionSpec(*front, *(dividing_axes(axes, size, mesh) for axes, size in rest))
@@ -139,7 +155,9 @@ def place_tree(tree: Any, mesh: Mesh) -> Any:
 
 
 @cache
-def _shapes_of_one(config: LlamaConfig | DraftConfig) -> dict[str, tuple[int, ...]]:
+def _shapes_of_one(
+    config: LlamaConfig | DraftConfig, is_quantised: bool
+) -> dict[str, tuple[int, ...]]:
     """Shapes by path in the table, of a model with one layer (or specialist)."""
     key = jax.random.key(0)
     if isinstance(config, DraftConfig):
@@ -147,7 +165,9 @@ def _shapes_of_one(config: LlamaConfig | DraftConfig) -> dict[str, tuple[int, ..
         params = jax.eval_shape(lambda: family_of(one).init(one, key))
     else:
         params = jax.eval_shape(lambda: init_target(replace(config, num_layers=1), key))
-        if config.tie_embeddings:
+        if is_quantised:
+            params = jax.eval_shape(partial(quantise_target, kind="int8"), params)
+        elif config.tie_embeddings:
             del params["head"]
     return {
         _NUMBER.sub("*", jax.tree_util.keystr(path, simple=True, separator="/")): leaf.shape

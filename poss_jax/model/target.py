@@ -131,8 +131,8 @@ def prefill(
     Args:
       params: the target.
       config: its shape.
-      cache: empty; at least P rows.
-      tokens: prompts, padded with any token; P is a multiple of `chunk`.
+      cache: empty; at least P rows, rounded up to chunks.
+      tokens: prompts, padded with any token.
       lengths: tokens of each prompt, at least 1.
       chunk: tokens of each prompt per forward. Static.
       aux_layers: layers whose inputs are the features; none: the final hidden state is. Static.
@@ -140,6 +140,7 @@ def prefill(
       carry: what `visit` is given first.
     """
     B, dtype = len(tokens), compute_dtype(params)
+    tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
     depths = jnp.broadcast_to(jnp.arange(chunk)[None], (B, chunk))
     causal = depths[:, :, None] >= depths[:, None, :]
 

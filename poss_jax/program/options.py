@@ -165,6 +165,7 @@ def load_engine(config: AnswerConfig) -> Engine:
         is_coupled=config.is_coupled,
         allow_target_mismatch=config.allow_target_mismatch,
         draft_vocabulary=config.draft_vocabulary,
+        quantise=config.quantise,
     )
 
 
