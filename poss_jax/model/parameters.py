@@ -123,13 +123,8 @@ def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     """
     if not shape:
         return PartitionSpec()
-<<<<<<< HEAD
-    keys = [_FUSED.get(key, key) for key in path.split("/") if not key.isdigit()]
-    axes = _find_axes(keys)
-=======
     weight = weight_path(path)
-    axes = _find_axes([key for key in weight.split("/") if not key.isdigit()])
->>>>>>> main
+    axes = _find_axes([_FUSED.get(key, key) for key in weight.split("/") if not key.isdigit()])
     if axes is None:
         raise ValueError(f"{path}: want one row in the table of a model, got none")
     if weight != path and path.endswith("/scale"):  # a number per output
