@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.ahead import AheadConfig
-from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.engine.answers import run_round, run_rounds, start
 from poss_jax.engine.device import rows_for
@@ -20,6 +20,7 @@ from poss_jax.learn.task import describe_draft
 from poss_jax.model.ahead import bytes_per_device, shapes_on
 from poss_jax.model.cache import _block as block_rows
 from poss_jax.model.families import init_draft
+from poss_jax.model.quantise import quantise_target
 from poss_jax.model.sharding import BATCH, dividing_axes, replicate
 from poss_jax.model.specialists import attach, fuse_draft
 from poss_jax.model.target import fuse_target, init_target
@@ -61,11 +62,7 @@ class Plan(NamedTuple):
     def shared_bytes(self) -> int:
         """Bytes per device that programs take twice, though a device holds them once."""
         draft, target = self.weights.draft, self.weights.target
-        shared = [
-            draft[name]
-            for name in ("embed", "head")
-            if name in draft and draft[name]["weight"].shape == target[name]["weight"].shape
-        ]
+        shared = [draft[name] for name in ("embed", "head") if draft.get(name) == target[name]]
         return bytes_per_device(shared)
 
     def floor(self, name: str) -> costs.Cost:
@@ -102,7 +99,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
     """
     target, draft, num_tokens = _describe_models(config)
     dtype = jnp.dtype(config.dtype)
-    weights = Weights(shapes_on(mesh, lambda: _make_target(target), dtype), {})
+    weights = Weights(shapes_on(mesh, lambda: _make_target(target, dtype, config.quantise)), {})
     if draft is not None:
         own = shapes_on(
             mesh, lambda: fuse_draft(init_draft(draft, jax.random.key(0)), draft), dtype
@@ -119,7 +116,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         batch=config.batch_size,
         context=config.context,
         draft_vocabulary=num_tokens,
-        target_bytes=dtype.itemsize,
+        target_bytes=1 if config.quantise else dtype.itemsize,
         draft_bytes=dtype.itemsize,
         cache_bytes=dtype.itemsize,
     )
@@ -204,8 +201,10 @@ def _make_draft(config: DraftConfig) -> Any:
     return fuse_draft(init_draft(config, jax.random.key(0)), config)
 
 
-def _make_target(config: LlamaConfig) -> Any:
-    return fuse_target(init_target(config, jax.random.key(0)), config)
+def _make_target(config: LlamaConfig, dtype: Any, kind: Quantisation | None) -> Any:
+    params = init_target(config, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return fuse_target(params if kind is None else quantise_target(params, kind), config)
 
 
 def _request(config: AheadConfig, decode: DecodeConfig, mesh: Mesh) -> Request:

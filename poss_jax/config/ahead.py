@@ -6,7 +6,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.models import STRICT, LlamaConfig, MeshConfig, TreeConfig
+from poss_jax.config.models import STRICT, LlamaConfig, MeshConfig, Quantisation, TreeConfig
 from poss_jax.config.numbers import AtLeastTwo, Count
 from poss_jax.config.training import SpecialistsConfig
 
@@ -31,6 +31,7 @@ class AheadConfig:
       context: Tokens in the cache, for prefill and for the bytes that a round must read.
       max_new_tokens: Most new tokens, for which the caches have room.
       dtype: Dtype of weights and caches.
+      quantise: Type that the target's matrices are rounded to; null keeps their dtype.
       mesh: Grid of devices; by default all of them split the width of every layer.
       programs: Programs to compile: prefill, step (one token, autoregressively), round (one, called
         from the host), rounds (all of them, in a loop on the device).
@@ -47,6 +48,7 @@ class AheadConfig:
     context: Count = 512
     max_new_tokens: Count = 512
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    quantise: Quantisation | None = None
     mesh: MeshConfig = Field(default_factory=lambda: MeshConfig(data=1, tensor=-1))
     programs: Programs = ("prefill", "step", "round", "rounds")
 
