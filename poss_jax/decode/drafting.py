@@ -14,6 +14,7 @@ cache of the stream that reads them:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -198,11 +199,14 @@ def _top_k(
     scores: Float[Array, "B rows Vd"], k: int
 ) -> tuple[Float[Array, "B rows k"], Int[Array, "B rows k"]]:
     """Finds what `lax.top_k` finds, ties included."""
-    return lax.platform_dependent(
-        scores,
-        tpu=lambda scores: _top_k_of_blocks(scores, k),
-        default=lambda scores: tuple(lax.top_k(scores, k)),
-    )
+
+    def whole(scores: Array) -> tuple[Array, Array]:
+        best, ids = lax.top_k(scores, k)
+        return best, ids
+
+    blocks = partial(_top_k_of_blocks, k=k)
+    best, ids = lax.platform_dependent(scores, tpu=blocks, default=whole)
+    return best, ids
 
 
 def _top_k_of_blocks(scores: Array, k: int) -> tuple[Array, Array]:

@@ -194,8 +194,12 @@ def commit(
     root = jnp.take_along_axis(acceptance.emitted, acceptance.num_accepted[:, None], axis=1)
     path = acceptance.path
     kept = take_rows(out.rows, path) if config.draft else out.rows
+    cache = state.target_cache
+    # Adds 0. XLA on CPU copies the caches of a single row, unless it knows by this that the row is
+    # written after all that is read to choose its token.
+    cache = cache.replace(length=cache.length + jnp.minimum(root[:, 0], 0))
     state = state.replace(
-        target_cache=commit_rows(state.target_cache, kept, num_new),
+        target_cache=commit_rows(cache, kept, num_new),
         root=root[:, 0],
         output=_write_output(request, state.output, acceptance),
     )
