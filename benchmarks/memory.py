@@ -17,36 +17,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from poss_jax.config.models import LlamaConfig, RopeConfig
+from poss_jax.config.ahead import AheadConfig
+from poss_jax.config.models import LlamaConfig
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
-from poss_jax.learn.task import DraftTask
+from poss_jax.learn.task import DraftTask, describe_draft
 from poss_jax.model.families import find_family
-from train.draft_stage import describe_draft
 from train.memory import compile_memory, mesh_for, plan_draft_step
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
-LLAMA3 = {"vocab_size": 128256, "num_kv_heads": 8, "head_dim": 128, "rope": RopeConfig(theta=5e5)}
-LLAMA3_8B = LlamaConfig(
-    hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, **LLAMA3
-)
 EAGLE3_TOKENS = 32000  # that the published drafts can propose
-TARGETS = {
-    "llama3-8b-instruct": LLAMA3_8B,
-    "llama3.1-8b-instruct": LLAMA3_8B,
-    "llama2-13b-chat": LlamaConfig(
-        vocab_size=32000,
-        hidden_size=5120,
-        intermediate_size=13824,
-        num_layers=40,
-        num_heads=40,
-        num_kv_heads=40,
-        head_dim=128,
-    ),
-    "llama3-70b-instruct": LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, **LLAMA3
-    ),
+SHAPES = {  # files of configs/aot by folder of recipes
+    "llama3-8b-instruct": "llama3-8b",
+    "llama3.1-8b-instruct": "llama3-8b",
+    "llama2-13b-chat": "llama2-13b",
+    "llama3-70b-instruct": "llama3-70b",
 }
 ONE = ["mesh.data=1"]
 RECIPES = [  # recipe, TPU slice, other keys
@@ -83,7 +69,9 @@ def measure(recipe: str, slice_name: str, overrides: list[str]) -> dict[str, Any
     config = load_config(TrainConfig, ROOT / "configs" / f"{recipe}.yaml", overrides)
     started = time.monotonic()
     mesh = mesh_for(config, slice_name)
-    target = TARGETS[recipe.split("/")[0]]
+    shape = ROOT / "configs" / "aot" / f"{SHAPES[recipe.split('/')[0]]}.yaml"
+    target = load_config(AheadConfig, shape).model
+    assert target is not None
     memory = compile_memory(plan_draft_step(task_of(config, target), config, jnp.bfloat16, mesh))
     return {
         "recipe": recipe,

@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_draft, read_target
 from poss_jax.checkpoint.record import ModelRecord, new_record
-from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import SpecialistsConfig, TrainConfig
+from poss_jax.config.training import TrainConfig
 from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.feature_cache import FeatureCache
 from poss_jax.data.features import join_features
@@ -23,7 +22,7 @@ from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.learn.state import TrainState
 from poss_jax.learn.step import make_draft_step
-from poss_jax.learn.task import DraftTask
+from poss_jax.learn.task import DraftTask, describe_draft
 from poss_jax.learn.validation import (
     Predictions,
     add_up,
@@ -31,7 +30,7 @@ from poss_jax.learn.validation import (
     make_draft_validation,
 )
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.families import family_of, find_family, init_draft
+from poss_jax.model.families import family_of, init_draft
 from poss_jax.model.parameters import place_weights
 from poss_jax.model.specialists import extend_specialists, has_shared_keys_values, share_keys_values
 from poss_jax.model.target import stack_layers
@@ -228,41 +227,6 @@ def _read_target(folder: str) -> ModelRecord:
             "give the target it was made from, whose drafts fit it"
         )
     return record
-
-
-def describe_draft(wanted: SpecialistsConfig, target: LlamaConfig, num_tokens: int) -> DraftConfig:
-    """Describes a draft that starts from scratch.
-
-    Args:
-      wanted: settings of the run.
-      target: config of its target.
-      num_tokens: number of tokens that it can propose.
-
-    Raises:
-      UserError: the target does not have the layers that the draft is to read.
-    """
-    name = wanted.family or "eagle"
-    fields: dict[str, Any] = {"kv": wanted.kv} | find_family(name).settle(target, num_tokens)
-    layers = wanted.aux_layers
-    if layers is not None and "aux_layers" not in fields:
-        raise UserError(
-            f"specialists.aux_layers: a draft of the family {name} reads none of the target's "
-            "layers; leave it out"
-        )
-    if layers is not None and max(layers) >= target.num_layers:
-        raise UserError(
-            f"specialists.aux_layers: want layers below {target.num_layers}, which the target "
-            f"has, got {max(layers)}"
-        )
-    fields |= {} if layers is None else {"aux_layers": layers}
-    return DraftConfig(
-        layer=replace(target, num_layers=1, fused_projections=False),
-        positions_per_specialist=wanted.positions_per_specialist,
-        trained_depth=wanted.depth,
-        fc_bias=wanted.fc_bias,
-        family=name,
-        **fields,
-    )
 
 
 def _check_depths(config: TrainConfig) -> int:

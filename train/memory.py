@@ -4,15 +4,12 @@ What is kept is counted, what comes and goes is planned by the compiler; no weig
 plan for devices that are not there: a TPU slice is compiled for ahead of time, with libtpu alone.
 """
 
-import math
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from poss_jax.config.models import LlamaConfig
@@ -23,9 +20,9 @@ from poss_jax.learn.pretraining import make_target_step
 from poss_jax.learn.state import TrainState, init_state, make_optimizer
 from poss_jax.learn.step import make_draft_step
 from poss_jax.learn.task import DraftTask
+from poss_jax.model.ahead import bytes_per_device, planned_memory, shapes_on, tpu_slice
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
-from poss_jax.model.parameters import place_tree
 from poss_jax.model.sharding import make_mesh, place_batch, replicate
 from poss_jax.model.target import init_target, stack_layers
 
@@ -56,8 +53,8 @@ def plan_draft_step(task: DraftTask, config: TrainConfig, dtype: Any, mesh: Mesh
         return params | {name: stack_layers(params[name])}
 
     optimizer = make_optimizer(config.optimizer, 1)
-    target = _abstract(mesh, lambda: stacked("layers", init_target, task.target), dtype)
-    state = _abstract(
+    target = shapes_on(mesh, lambda: stacked("layers", init_target, task.target), dtype)
+    state = shapes_on(
         mesh, lambda: init_state(stacked("specialists", init_draft, task.draft), optimizer)
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -78,7 +75,7 @@ def plan_target_step(
         return params | {"layers": stack_layers(params["layers"])}
 
     optimizer = make_optimizer(config.optimizer, 1)
-    state = _abstract(mesh, lambda: init_state(init(), optimizer))
+    state = shapes_on(mesh, lambda: init_state(init(), optimizer))
     step = make_target_step(llama, optimizer, config.step, dtype)
     batch = _abstract_batch(config, mesh)
     step = make_step_on(mesh, step, state)
@@ -135,17 +132,7 @@ def _count_memory(planned: PlannedStep) -> dict[str, int]:
 
 def compile_memory(planned: PlannedStep) -> dict[str, int]:
     """Bytes per device as the compiler plans them; takes a minute or more for a large model."""
-    compiled = planned.step.lower(planned.state, *planned.others).compile()
-    memory = compiled.memory_analysis()
-    assert memory is not None, "every compiler of XLA plans memory"
-    kept = memory.argument_size_in_bytes
-    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return {
-        "arguments": kept,
-        "donated": memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "total": kept + new + memory.temp_size_in_bytes,
-    }
+    return planned_memory(planned.step.lower(planned.state, *planned.others).compile())
 
 
 def _describe_placement(planned: PlannedStep) -> list[str]:
@@ -191,34 +178,7 @@ def mesh_for(config: TrainConfig, name: str) -> Mesh:
     """
     if name == "here":
         return make_mesh(config.mesh)
-    if jax.default_backend() != "tpu":  # libtpu would look for the TPU of a machine that has none
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    try:
-        slice_ = topologies.get_topology_desc(platform="tpu", topology_name=name)
-    except Exception as error:  # libtpu is missing, or refuses the name
-        raise UserError(
-            f"cannot compile for {name}: {' '.join(str(error).split())[:200]}; want here or a TPU "
-            "slice such as v5p:2x2x1, and libtpu installed"
-        ) from error
-    return make_mesh(config.mesh, slice_.devices)
-
-
-def bytes_per_device(tree: Any) -> int:
-    """Bytes that a device holds of a tree of placed shapes."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
-
-
-def _abstract(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any:
-    """Shapes of what a function makes, placed as the table says."""
-    shapes = jax.eval_shape(function)
-
-    def place(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=where)
-
-    return jax.tree.map(place, shapes, place_tree(shapes, mesh))
+    return make_mesh(config.mesh, tpu_slice(name))
 
 
 def _abstract_batch(config: TrainConfig, mesh: Mesh) -> TrainBatch:

@@ -23,6 +23,9 @@ _SLOW_DEPTH = 16
 
 _LEAST_ROWS = 256
 
+CPU_CHUNK, ACCELERATOR_CHUNK = 64, 512
+"""Tokens of a prompt that the target reads in one forward."""
+
 _LOG = logging.getLogger(__package__)
 
 
@@ -70,7 +73,7 @@ def prefill_chunk() -> int:
 
     On CPU a short prompt would pay for rows that it does not have.
     """
-    return 64 if jax.default_backend() == "cpu" else 512
+    return CPU_CHUNK if jax.default_backend() == "cpu" else ACCELERATOR_CHUNK
 
 
 def rows_for(config: DecodeConfig, length: int, *, max_length: int) -> int:

@@ -1,5 +1,6 @@
 """Training a draft: what is static about it, and a batch of text as the frozen target sees it."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,10 +10,12 @@ from flax import struct
 from jax import lax
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
-from poss_jax.config.training import ObjectiveConfig, StepConfig
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import ObjectiveConfig, SpecialistsConfig, StepConfig
 from poss_jax.learn.losses import TargetRows, describe_targets
 from poss_jax.learn.recursion import DraftInputs
 from poss_jax.model.documents import TrainBatch, count, is_last_in, lengths_in
+from poss_jax.model.families import find_family
 from poss_jax.model.sharding import gather_head, split_batch
 from poss_jax.model.target import compute_dtype, embed, encode
 from poss_jax.shapes import Array, Bool, Float, Int, Params
@@ -48,6 +51,41 @@ class DraftTask(NamedTuple):
         """Weight of the loss of every depth."""
         weights = self.objective.depth_weights or (1.0,) * self.draft.trained_depth
         return jnp.asarray(weights, jnp.float32)
+
+
+def describe_draft(wanted: SpecialistsConfig, target: LlamaConfig, num_tokens: int) -> DraftConfig:
+    """Describes a draft that starts from scratch.
+
+    Args:
+      wanted: settings of the run.
+      target: config of its target.
+      num_tokens: number of tokens that it can propose.
+
+    Raises:
+      UserError: the target does not have the layers that the draft is to read.
+    """
+    name = wanted.family or "eagle"
+    fields: dict[str, Any] = {"kv": wanted.kv} | find_family(name).settle(target, num_tokens)
+    layers = wanted.aux_layers
+    if layers is not None and "aux_layers" not in fields:
+        raise UserError(
+            f"specialists.aux_layers: a draft of the family {name} reads none of the target's "
+            "layers; leave it out"
+        )
+    if layers is not None and max(layers) >= target.num_layers:
+        raise UserError(
+            f"specialists.aux_layers: want layers below {target.num_layers}, which the target "
+            f"has, got {max(layers)}"
+        )
+    fields |= {} if layers is None else {"aux_layers": layers}
+    return DraftConfig(
+        layer=replace(target, num_layers=1, fused_projections=False),
+        positions_per_specialist=wanted.positions_per_specialist,
+        trained_depth=wanted.depth,
+        fc_bias=wanted.fc_bias,
+        family=name,
+        **fields,
+    )
 
 
 class DraftData(struct.PyTreeNode):

@@ -37,6 +37,7 @@ from poss_jax.model.target import TARGET, init_target
 from poss_jax.shapes import Params
 
 _NUMBER = re.compile(r"(?<=/)\d+(?=/)")
+_FUSED = {"qkv": "q", "kv": "k", "gate_up": "gate"}  # decoding's, which are cut as their parts are
 
 
 def table_of(config: LlamaConfig | DraftConfig) -> Mapping[str, Parameter]:
@@ -123,7 +124,7 @@ def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     if not shape:
         return PartitionSpec()
     weight = weight_path(path)
-    axes = _find_axes([key for key in weight.split("/") if not key.isdigit()])
+    axes = _find_axes([_FUSED.get(key, key) for key in weight.split("/") if not key.isdigit()])
     if axes is None:
         raise ValueError(f"{path}: want one row in the table of a model, got none")
     if weight != path and path.endswith("/scale"):  # a number per output

@@ -1,0 +1,119 @@
+"""Decoding of Llama models on TPU slices and GPUs, as their compilers plan it.
+
+Compiles what `infer.aot` compiles, one row after the other, each in a process of its own; needs
+libtpu for the TPU rows and jax[cuda13] for the GPU rows, but no accelerator and no weights. Writes
+docs/results/aot/report.md and report.json. A row takes minutes, and is not compiled again if
+report.json has it.
+
+    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m benchmarks.aot
+    JAX_PLATFORMS=cpu python -m benchmarks.aot --only "llama3-8b h100"
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+SHORT = ("step", "round")  # programs
+ALL = ("prefill", *SHORT, "rounds")
+ROWS: list[tuple[str, str, list[str], tuple[str, ...]]] = [  # config, device, changes, programs
+    ("llama3-8b", "v6e:1x1", [], ALL),
+    ("llama3-8b", "h100", [], ALL),
+    ("llama3-8b", "v5e:2x4", [], ALL),
+    ("llama3-70b", "v5p:2x2x2", [], SHORT),
+    ("llama3-8b", "v6e:1x1", ["batch_size=8"], SHORT),
+    ("llama3-8b", "v6e:1x1", ["context=8192", "max_new_tokens=1024"], SHORT),
+    ("llama3-8b_e3", "v6e:1x1", [], SHORT),
+    ("llama3-8b_e3", "h100", [], SHORT),
+    ("llama3-8b", "v5p:1x1x1", [], SHORT),
+    ("llama2-13b", "v5p:1x1x1", [], SHORT),
+    ("llama2-13b", "h100", [], SHORT),
+    ("llama3-8b", "h200", [], SHORT),
+    ("llama3-70b_e3", "v5p:2x2x2", [], SHORT),
+    ("llama3-8b_e3", "v5e:2x4", [], SHORT),
+    ("llama2-13b_e3", "v5p:1x1x1", [], SHORT),
+    ("llama3-70b", "h200", [], SHORT),
+]
+COLUMNS = (
+    *("models", "device", "batch", "context", "program", "compile CPU s", "GiB", "of", "GB moved"),
+    *("GB floor", "est ms", "floor ms", "est/floor", "kernels", "relayouts MB", "collectives MB"),
+)
+
+
+def measure(config: str, device: str, changes: list[str], program: str) -> dict[str, Any]:
+    """Compiles one program in a process of its own, for libtpu serves one at a time."""
+    kind = "--topology" if ":" in device else "--gpu"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.json")
+        words = ["--config", str(ROOT / "configs" / "aot" / f"{config}.yaml"), kind, device]
+        words += [*changes, f"programs=[{program}]", "--json", str(path)]
+        run = subprocess.run([sys.executable, "-m", "infer.aot", *words], cwd=ROOT, text=True)
+        if run.returncode:
+            raise SystemExit(run.returncode)
+        return json.loads(path.read_text())
+
+
+def line(name: str, program: str, report: dict[str, Any]) -> str:
+    """A row of the table."""
+    found, config = report["programs"][program], report["config"]
+    time, floor = found.get("estimated_ms"), found["floor_ms"]
+    memory = found["memory"]
+    cells = [name, report["device"], config["batch_size"], config["context"], program]
+    cells += [
+        f"{found.get('compile_cpu_seconds', found['compile_seconds']):.0f}",
+        f"{memory['total'] / 2**30:.2f}",
+    ]
+    cells += [f"{memory['available'] / 2**30:.0f}", f"{found['moved_bytes'] / 1e9:.2f}"]
+    cells += [f"{found['floor_bytes'] / 1e9:.2f}", "-" if time is None else f"{time:.2f}"]
+    cells += [f"{floor:.2f}", "-" if time is None else f"{time / floor:.2f}", found["kernels"]]
+    cells += [f"{found[key]['bytes'] / 1e6:.1f}" for key in ("relayouts", "collectives")]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(known: dict[str, Any]) -> str:
+    """All rows as Markdown."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for config, device, changes, programs in ROWS:
+        for program in programs:
+            report = known.get(key_of(config, device, changes, program))
+            if report is not None:
+                lines.append(line(config, program, report))
+    return "\n".join(lines)
+
+
+def key_of(config: str, device: str, changes: list[str], program: str) -> str:
+    return " ".join((config, device, *changes, program))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="rows that begin like this, such as 'llama3-8b h100'")
+    parser.add_argument("--again", action="store_true", help="compile what is known, too")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "aot")
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / "report.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    for config, device, changes, programs in ROWS:
+        for program in programs:
+            key = key_of(config, device, changes, program)
+            if key.startswith(args.only or "") and (args.again or key not in known):
+                report = measure(config, device, changes, program)
+                known = json.loads(path.read_text()) if path.exists() else {}
+                known[key] = report
+                path.write_text(json.dumps(known, indent=1) + "\n")
+                write_table(known, args.output)
+    write_table(known, args.output)
+
+
+def write_table(known: dict[str, Any], folder: Path) -> None:
+    title = "# Decoding on devices that were not there, per device, as their compilers plan it\n"
+    (folder / "report.md").write_text(f"{title}\n{table(known)}\n")
+
+
+if __name__ == "__main__":
+    main()

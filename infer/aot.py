@@ -1,0 +1,96 @@
+"""Compiles the programs of decoding for a TPU slice or a GPU that need not be there.
+
+Needs no weights and no accelerator: shapes stand for arrays. For TPUs the compiler is libtpu (pip
+install libtpu; one process at a time), for GPUs the wheels of jax[cuda13]. Prints for every program
+how long it took to compile, the memory it takes, the bytes it moves against those it must, the time
+that the TPU compiler expects, and the largest copies, re-layouts, upcasts and collectives with the
+lines they come from.
+
+    python -m infer.aot --config configs/aot/llama3-8b.yaml --topology v6e:1x1
+    python -m infer.aot --config configs/aot/llama3-8b.yaml --gpu h100 programs=[step,round]
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from poss_jax.checkpoint.record import provenance
+from poss_jax.config.ahead import AheadConfig
+from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.model.ahead import gpu, tpu_slice
+from poss_jax.model.sharding import make_mesh
+from poss_jax.program.options import check_writable, read_arguments
+from poss_jax.program.running import run_program
+
+from .aot_programs import compile_program, plan
+from .aot_report import format_report, measure
+from .costs import DEVICES
+
+
+def compile_all(
+    config: AheadConfig, devices: Sequence[Any], name: str, *, dump: Path | None = None
+) -> dict[str, Any]:
+    """Compiles the wanted programs and prints what they cost.
+
+    Args:
+      config: models, request and programs.
+      devices: what to compile for.
+      name: name of the slice or GPU.
+      dump: folder for the programs' HLO; None writes none.
+
+    Returns:
+      The report, JSON-compatible.
+    """
+    planned = plan(config, make_mesh(config.mesh, devices))
+    device = DEVICES[name.partition(":")[0]]
+    programs = {}
+    for wanted in config.programs:
+        if planned.decode.draft is None and wanted in ("round", "rounds"):
+            continue
+        compiled = compile_program(wanted, planned)
+        if dump is not None:
+            (dump / f"{wanted}.txt").write_text(compiled.text)
+        programs[wanted] = measure(wanted, compiled, planned, device)
+        print(format_report(wanted, programs[wanted]), flush=True)
+    return {"device": name, "programs": programs}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, compiles, prints, writes."""
+    config, args = read_arguments(
+        AheadConfig, arguments, prog="infer.aot", doc=__doc__, add_actions=_add_actions
+    )
+    if (args.topology is None) == (args.gpu is None):
+        raise UserError("want either --topology SLICE or --gpu NAME; see --help")
+    if args.json is not None:
+        check_writable(args.json)
+    if args.dump is not None:
+        check_writable(args.dump)
+        args.dump.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are part of the report
+    devices = gpu(args.gpu) if args.gpu else tpu_slice(args.topology)
+    report = compile_all(config, devices, args.gpu or args.topology, dump=args.dump)
+    report |= {"config": config_to_dict(config), "provenance": provenance()}
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"report: {args.json}")
+
+
+def _add_actions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--topology", metavar="SLICE", help="TPU slice, such as v6e:1x1.")
+    parser.add_argument("--gpu", metavar="NAME", help="h100 or h200; one device.")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="File for the report.")
+    parser.add_argument("--dump", metavar="FOLDER", type=Path, help="Folder for optimised HLO.")
+
+
+def cli() -> None:
+    """Entry point of `poss-aot`."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,239 @@
+"""The programs of decoding, from shapes alone: what `infer.aot` compiles."""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.ahead import AheadConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
+from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.engine.answers import run_round, run_rounds, start
+from poss_jax.engine.device import ACCELERATOR_CHUNK, rows_for
+from poss_jax.engine.prompts import sampling_arrays
+from poss_jax.learn.task import describe_draft
+from poss_jax.model.ahead import bytes_per_device, shapes_on
+from poss_jax.model.cache import block_rows
+from poss_jax.model.families import init_draft
+from poss_jax.model.quantise import quantise_target
+from poss_jax.model.sharding import BATCH, dividing_axes, replicate
+from poss_jax.model.specialists import attach, fuse_draft
+from poss_jax.model.target import fuse_target, init_target
+
+from . import costs
+
+
+class Plan(NamedTuple):
+    """What is compiled: models, request and devices.
+
+    Attributes:
+      weights: shapes of both models, placed.
+      decode: static settings; its draft is None without one.
+      request: shapes of a batch.
+      mesh: devices.
+      work: the same for counting floors.
+    """
+
+    weights: Weights
+    decode: DecodeConfig
+    request: Request
+    mesh: Mesh
+    work: costs.Workload
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens whose scores one device has, of the target or of the draft: the smaller."""
+        sizes = [self.work.target.vocab_size, self.work.draft_vocabulary]
+        return min(size for size in sizes if size) // self.mesh.shape["tensor"]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a cache that are attended, each in one turn of a loop."""
+        return -(-self.work.context // block_rows(self.decode.rows, 512))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes per device that programs take twice, though a device holds them once."""
+        draft, target = self.weights.draft, self.weights.target
+        shared = [draft[name] for name in ("embed", "head") if draft.get(name) == target[name]]
+        return bytes_per_device(shared)
+
+    def floor(self, name: str) -> costs.Cost:
+        """What a program must move and compute, per device (a loop's: one round)."""
+        if name == "prefill":
+            cost = costs.prefill(self.work, self.work.context)
+        elif name == "step":
+            cost = costs.decode(self.work)
+        else:
+            cost = costs.round_phases(self.work)["round"]
+        parts = self.mesh.size
+        return costs.Cost(cost.bytes / parts, cost.flops / parts)
+
+
+class Compiled(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+      program: the program.
+      text: its optimised HLO.
+      seconds: what tracing and compiling took, by the clock and of all cores together.
+    """
+
+    program: jax.stages.Compiled
+    text: str
+    seconds: tuple[float, float]
+
+
+def plan(config: AheadConfig, mesh: Mesh) -> Plan:
+    """Describes models and request by their shapes.
+
+    Raises:
+      UserError: a folder is missing or broken, or the models do not fit.
+    """
+    target, draft, num_tokens = _describe_models(config)
+    dtype = jnp.dtype(config.dtype)
+    weights = Weights(shapes_on(mesh, lambda: _make_target(target, dtype, config.quantise)), {})
+    if draft is not None:
+        own = shapes_on(
+            mesh, lambda: fuse_draft(init_draft(draft, jax.random.key(0)), draft), dtype
+        )
+        weights = weights._replace(draft=_attach(own, weights.target, num_tokens, mesh))
+    decode = DecodeConfig(target, draft, config.tree, rows=0, chunk=ACCELERATOR_CHUNK)
+    length = config.context + config.max_new_tokens
+    rows = rows_for(decode, length, max_length=target.max_position_embeddings)
+    decode = decode._replace(rows=rows)
+    work = costs.Workload(
+        target=target,
+        draft=draft,
+        tree=config.tree,
+        batch=config.batch_size,
+        context=config.context,
+        draft_vocabulary=num_tokens,
+        target_bytes=1 if config.quantise else dtype.itemsize,
+        draft_bytes=dtype.itemsize,
+        cache_bytes=dtype.itemsize,
+    )
+    return Plan(weights, decode, _request(config, decode, mesh), mesh, work)
+
+
+def compile_program(name: str, plan: Plan) -> Compiled:
+    """Compiles one program.
+
+    Args:
+      name: one of `AheadConfig.programs`.
+      plan: what it is made for.
+    """
+    decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
+    jitted = {"prefill": start, "rounds": run_rounds}.get(name, run_round)
+    others = () if name == "prefill" else (_state(plan, decode),)
+    started = time.monotonic(), time.process_time()
+    lowered = jitted.lower(plan.weights, decode, plan.request, *others)
+    program, text = _compile(lowered, plan.mesh)
+    seconds = time.monotonic() - started[0], time.process_time() - started[1]
+    return Compiled(program, text, seconds)
+
+
+def _compile(lowered: Any, mesh: Mesh) -> tuple[jax.stages.Compiled, str]:
+    """Compiles, and returns the program with its optimised HLO."""
+    if mesh.devices.flat[0].platform != "tpu":
+        program = lowered.compile()
+        return program, program.as_text()
+    with tempfile.TemporaryDirectory() as folder:
+        program = lowered.compile(compiler_options={"xla_dump_to": folder})
+        try:
+            return program, program.as_text()
+        except jax.errors.JaxRuntimeError:  # JAX cannot print some asynchronous copies
+            (path,) = Path(folder).glob("*after_codegen.txt")
+            return program, path.read_text()
+
+
+def cache_shapes(plan: Plan, decode: DecodeConfig) -> list[tuple[int, ...]]:
+    """Shapes per device of the keys (and values) of one layer in each cache."""
+    state = _state(plan, decode)
+    caches = [state.target_cache, *([state.draft.cache] if state.draft else [])]
+    leaves = [cache.k[0] for cache in caches]
+    return [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+
+
+def weight_shapes(plan: Plan) -> list[tuple[int, ...]]:
+    """Shapes per device of all weights that rows are multiplied by, and of the embedding."""
+    leaves = jax.tree.leaves(plan.weights)
+    shapes = {leaf.sharding.shard_shape(leaf.shape) for leaf in leaves}
+    return sorted(shape for shape in shapes if len(shape) > 1)
+
+
+def _describe_models(config: AheadConfig) -> tuple[LlamaConfig, DraftConfig | None, int | None]:
+    """Target, draft, and the size of a draft vocabulary (None: all tokens)."""
+    target = config.model or read_record(str(config.target)).llama
+    num_tokens = config.draft_tokens
+    if config.draft is not None:
+        record = read_record(config.draft)
+        if record.draft_vocabulary is not None and num_tokens is None:
+            num_tokens = len(record.draft_vocabulary)
+        return target, record.draft, num_tokens
+    if config.specialists is None:
+        return target, None, None
+    return (
+        target,
+        describe_draft(config.specialists, target, num_tokens or target.vocab_size),
+        (num_tokens),
+    )
+
+
+def _attach(own: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
+    """Shapes of a draft with what it borrows; the rows of the head that it reads are its own."""
+    ids = None if num_tokens is None else jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    attached = jax.eval_shape(attach, own, target, ids)
+    vocabulary = attached.pop("vocabulary")
+    placed = shapes_on(mesh, lambda: attached)
+    whole = jax.tree.map(lambda leaf: _placed(leaf, replicate(mesh)), vocabulary)
+    return placed | {"vocabulary": whole}
+
+
+def _make_draft(config: DraftConfig) -> Any:
+    return fuse_draft(init_draft(config, jax.random.key(0)), config)
+
+
+def _make_target(config: LlamaConfig, dtype: Any, kind: Quantisation | None) -> Any:
+    params = init_target(config, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return fuse_target(params if kind is None else quantise_target(params, kind), config)
+
+
+def _request(config: AheadConfig, decode: DecodeConfig, mesh: Mesh) -> Request:
+    B = config.batch_size
+
+    def make() -> Request:
+        return Request(
+            tokens=jnp.zeros((B, decode.rows), jnp.int32),
+            lengths=jnp.zeros(B, jnp.int32),
+            limits=jnp.zeros(B, jnp.int32),
+            stop_ids=jnp.zeros(max(1, len(decode.target.eos_token_ids)), jnp.int32),
+            sampling=sampling_arrays([config.sampling] * B),
+        )
+
+    whole = replicate(mesh)
+    return jax.tree.map(lambda leaf: _placed(leaf, whole), jax.eval_shape(make))
+
+
+def _state(plan: Plan, decode: DecodeConfig) -> Any:
+    """Shapes of the state after the prompt: caches cut by heads, all else whole."""
+    state = jax.eval_shape(lambda w, r: start(w, decode, r), plan.weights, plan.request)
+
+    def place(leaf: Any) -> Any:
+        if leaf.ndim != 4:
+            return _placed(leaf, replicate(plan.mesh))
+        cut = (dividing_axes(BATCH, leaf.shape[0], plan.mesh),)
+        cut += (dividing_axes("tensor", leaf.shape[1], plan.mesh),)
+        return _placed(leaf, NamedSharding(plan.mesh, PartitionSpec(*cut)))
+
+    return jax.tree.map(place, state)
+
+
+def _placed(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)

@@ -1,0 +1,148 @@
+"""What a compiled program costs and does: numbers of its text and its compiler, and a report."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from poss_jax.model.ahead import planned_memory
+
+from . import hlo
+from .aot_programs import Compiled, Plan, cache_shapes, weight_shapes
+from .costs import Device
+
+_CLOCKS_GHZ = {"v5e": 1.5, "v5p": 1.75, "v6e": 1.75}  # of the compiler's cycles
+_MOST = 10
+_SMALL = 2**14  # bytes; what is smaller costs a launch and nothing else
+_MB = 1e6
+
+
+def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[str, Any]:
+    """Reads everything that is reported of one program.
+
+    Args:
+      name: of the program.
+      compiled: the program.
+      plan: what it was made for.
+      device: each of the devices.
+
+    Returns:
+      JSON-compatible numbers.
+    """
+    program = hlo.Program(compiled.text, trips=plan.num_blocks)
+    loop = find_main_loop(program) if name == "rounds" else None
+    cost = compiled.program.cost_analysis() or {}
+    floor, kinds = plan.floor(name), hlo.count_kernels(program, loop)
+    report: dict[str, Any] = {
+        "compile_seconds": round(compiled.seconds[0], 1),
+        "compile_cpu_seconds": round(compiled.seconds[1], 1),
+        "memory": _memory(compiled, plan, device),
+        "floor_bytes": floor.bytes,
+        "floor_ms": floor.milliseconds(device),
+        "moved_bytes": sum(
+            hlo.moved_bytes(program, place) * place.times for place in program.kernels(loop)
+        ),
+        "accessed_bytes": None if loop else cost.get("bytes accessed"),
+        "kernels": sum(kinds.values()),
+        "kernels_by_kind": kinds,
+        "loops": [_show(program, place) for place in program.loops(loop)],
+    }
+    if device.name in _CLOCKS_GHZ:
+        per_ms = _CLOCKS_GHZ[device.name] * 1e6
+        report["estimated_ms"] = hlo.total_cycles(program, loop) / per_ms
+        for key in ("scope", "source"):
+            cycles = hlo.cycles_by(program, key, loop)
+            report[f"estimated_ms_by_{key}"] = {k: v / per_ms for k, v in cycles.items() if v}
+    decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
+    weights, caches = weight_shapes(plan), cache_shapes(plan, decode)
+    lists: dict[str, Sequence[hlo.Place]] = {
+        "copies": _kernels(program, loop, _is_mere_copy),
+        "relayouts": _kernels(program, loop, hlo.is_relayout),
+        "upcasts": _kernels(program, loop, hlo.is_upcast),
+        "collectives": _kernels(program, loop, lambda _, place: hlo.is_collective(place)),
+        "vocabulary_sorts": hlo.sorts(program, plan.vocabulary),
+        "vector_products": hlo.vector_products(program, weights),
+        "copied_weights_and_caches": hlo.copies_of(program, [*weights, *caches]),
+        "scatters": hlo.scatters(program),
+    }
+    for key, places in lists.items():
+        report[key] = _summary(program, places)
+    return report
+
+
+def format_report(name: str, report: dict[str, Any]) -> str:
+    """The report of one program for people."""
+    memory, floor = report["memory"], report["floor_ms"]
+    sizes = (f"{key} {memory[key] / 2**30:.2f}" for key in ("arguments", "temporaries", "total"))
+    lines = [
+        f"{name}: compiled in {report['compile_seconds']} s "
+        f"({report['compile_cpu_seconds']} of all cores), {report['kernels']} kernels, "
+        f"{len(report['loops'])} loops",
+        f"  memory  {', '.join(sizes)} of {memory['available'] / 2**30:.2f} GiB",
+        f"  floor   {report['floor_bytes'] / 1e9:.2f} GB, {floor:.2f} ms",
+    ]
+    ratio = report["moved_bytes"] / report["floor_bytes"]
+    lines.append(f"  bytes   {report['moved_bytes'] / 1e9:.2f} GB, {ratio:.2f} x floor")
+    if "estimated_ms" in report:
+        time = report["estimated_ms"]
+        lines.append(f"  time    {time:.2f} ms estimated (no sorts), {time / floor:.2f} x floor")
+        for key in ("scope", "source"):
+            items = list(report[f"estimated_ms_by_{key}"].items())[:_MOST]
+            lines.append(f"    by {key}: " + ", ".join(f"{k} {v:.2f}" for k, v in items))
+    kinds = list(report["kernels_by_kind"].items())[:_MOST]
+    lines.append("  kernels " + ", ".join(f"{count} {kind}" for kind, count in kinds))
+    for key in _LISTS:
+        part = report[key]
+        words = key.replace("_", " ")
+        lines.append(f"  {words}: {part['number']}, {part['bytes'] / _MB:.1f} MB")
+        lines += [f"    {line}" for line in part["largest"]]
+    return "\n".join(lines)
+
+
+def find_main_loop(program: hlo.Program) -> str:
+    """Body of the loop of rounds: the loop whose body has most kernels."""
+    bodies = [place.op.calls_as("body") for place in program.loops()]
+    return max(bodies, key=lambda body: sum(hlo.count_kernels(program, body).values()))
+
+
+_LISTS = (
+    *("copies", "relayouts", "upcasts", "collectives", "vocabulary_sorts", "vector_products"),
+    *("copied_weights_and_caches", "scatters"),
+)
+
+
+def _memory(compiled: Compiled, plan: Plan, device: Device) -> dict[str, float]:
+    """Bytes per device; what the draft borrows of the target is one buffer, given twice."""
+    memory = planned_memory(compiled.program)
+    for key in ("arguments", "total"):
+        memory[key] -= plan.shared_bytes
+    return memory | {"available": device.memory_bytes}
+
+
+def _is_mere_copy(program: hlo.Program, place: hlo.Place) -> bool:
+    return hlo.is_copy(program, place) and not hlo.is_relayout(program, place)
+
+
+def _kernels(
+    program: hlo.Program, root: str | None, test: Callable[[hlo.Program, hlo.Place], bool]
+) -> list[hlo.Place]:
+    places = [place for place in program.kernels(root) if test(program, place)]
+    return [place for place in places if place.op.nbytes >= _SMALL]
+
+
+def _summary(program: hlo.Program, places: Sequence[hlo.Place]) -> dict[str, Any]:
+    """Number and bytes of some operations, and the largest of them, equal ones in one line."""
+    found: dict[str, list[int]] = {}
+    for place in places:
+        found.setdefault(_show(program, place), []).append(place.op.nbytes)
+    order = sorted(found, key=lambda line: -sum(found[line]))
+    return {
+        "number": len(places),
+        "bytes": sum(place.op.nbytes for place in places),
+        "largest": [
+            f"{len(found[line])} x {found[line][0] / _MB:.2f} MB {line}" for line in order[:_MOST]
+        ],
+    }
+
+
+def _show(program: hlo.Program, place: hlo.Place) -> str:
+    shapes = " ".join(map(str, place.op.shapes[:2]))
+    return f"{place.op.kind} {shapes} {program.source(place.op)} {hlo.scope_of(place.op.path)}"

@@ -1,0 +1,557 @@
+"""Reading of optimised HLO, the text of a compiled program: its kernels, and what they cost.
+
+A program is a list of computations, one of them the entry. A *kernel* is an instruction that the
+device runs by itself: one of the entry, or of a loop's body or a branch that the entry calls; what
+a fusion calls is part of the fusion. Everything here is a pure function of the text.
+"""
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """Type of an array: name of its dtype, dimensions, and their order in memory.
+
+    Attributes:
+      dtype: such as `bf16`.
+      dims: sizes.
+      order: dimensions from the fastest to the slowest, without tiles.
+      space: number of the memory it lies in; 0 is the device's main memory.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    order: tuple[int, ...]
+    space: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * _BITS.get(self.dtype, _bits(self.dtype)) // 8
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Sizes from the slowest dimension to the fastest, without those of size 1."""
+        return tuple(self.dims[axis] for axis in reversed(self.order) if self.dims[axis] > 1)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One instruction.
+
+    Attributes:
+      name: its name in the program.
+      kind: the operation, such as `fusion`.
+      shapes: what it returns, a shape per array.
+      operands: names of what it takes, in the same computation.
+      rest: attributes, as text.
+      is_root: True if its computation returns what it returns.
+    """
+
+    name: str
+    kind: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    rest: str
+    is_root: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it returns."""
+        return sum(shape.nbytes for shape in self.shapes)
+
+    @property
+    def cycles(self) -> int:
+        """Cycles that the TPU compiler expects; 0 where it says nothing, as for sorts."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        return int(found[1]) if found else 0
+
+    @property
+    def path(self) -> str:
+        """Named scopes and the traced operation, such as `jit(run_round)/verify/dot_general`."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def target(self) -> str:
+        """Name of the function that a custom call calls."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @cached_property
+    def calls(self) -> tuple[str, ...]:
+        """Names of the computations it names."""
+        names = re.findall(rf"(?:{'|'.join(_CALLS)})=%?([\w.\-]+)", self.rest)
+        branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
+        return (*names, *re.findall(r"%?([\w.\-]+)", branches[1] if branches else ""))
+
+    def calls_as(self, role: str) -> str:
+        """Name of the computation it calls as `body`, `condition` and so on; empty if none."""
+        found = re.search(rf"\b{role}=%?([\w.\-]+)", self.rest)
+        return found[1] if found else ""
+
+
+class Place(NamedTuple):
+    """An operation in its computation, and how often it runs."""
+
+    computation: str
+    op: Op
+    times: int = 1
+
+
+class Program:
+    """A compiled program.
+
+    Attributes:
+      computations: instructions by name, per computation.
+      entry: name of the entry.
+    """
+
+    def __init__(self, text: str, *, trips: int = 1) -> None:
+        """Reads the text that `compiled.as_text()` returns.
+
+        Args:
+          text: the text.
+          trips: how often a loop runs whose length is not known.
+        """
+        self._trips = trips
+        self.computations: dict[str, dict[str, Op]] = {}
+        self.entry = ""
+        ops: dict[str, Op] = {}
+        self._frames = _read_frames(text)
+        for line in text.splitlines():
+            if head := _HEAD.match(line):
+                ops = self.computations[head[2]] = {}
+                if head[1]:
+                    self.entry = head[2]
+            elif op := _read_op(line):
+                ops[op.name] = op
+        if not self.entry:
+            raise ValueError("want the text of a compiled program, got none with an entry")
+
+    def kernels(self, root: str | None = None) -> Iterator[Place]:
+        """Lists what the device runs by itself.
+
+        Args:
+          root: computation to begin with; None: the entry.
+        """
+        for name, times in self._reached(root or self.entry).items():
+            for op in self.computations[name].values():
+                if op.kind not in _FREE and not (op.kind in _CONTROL and op.calls):
+                    yield Place(name, op, times)
+
+    def loops(self, root: str | None = None) -> Iterator[Place]:
+        """Lists the loops among the kernels."""
+        for name, times in self._reached(root or self.entry).items():
+            for op in self.computations[name].values():
+                if op.kind == "while":
+                    yield Place(name, op, times)
+
+    def inside(self, place: Place) -> Iterator[Place]:
+        """Lists an operation and, of a fusion, all that it consists of."""
+        yield place
+        if place.op.kind == "fusion":
+            for name in place.op.calls:
+                for op in self.computations.get(name, {}).values():
+                    yield from self.inside(Place(name, op))
+
+    def root(self, place: Place) -> Op:
+        """The operation that writes a fusion's result; of others, the operation itself."""
+        op = place.op
+        while op.kind == "fusion" and op.calls:
+            inner = self.computations[op.calls[0]].values()
+            op = next(one for one in inner if one.is_root)
+        return op
+
+    def operand_shapes(self, place: Place) -> list[Shape]:
+        """Shapes of all arrays that an operation takes."""
+        ops = self.computations[place.computation]
+        return [shape for name in place.op.operands if name in ops for shape in ops[name].shapes]
+
+    def source(self, op: Op) -> str:
+        """Line of the source that an operation comes from, `file:line`; empty if unknown."""
+        found = re.search(r"stack_frame_id=(\d+)", op.rest)
+        if found:
+            return self._frames.get(int(found[1]), "")
+        found = re.search(r'source_file="([^"]*)" source_line=(\d+)', op.rest)
+        return f"{found[1]}:{found[2]}" if found else ""
+
+    def _reached(self, root: str) -> dict[str, int]:
+        """Computations that run kernel by kernel, callers first, and how often each runs."""
+        found, names = {root: 1}, [root]
+        for name in names:
+            for op in self.computations[name].values():
+                if op.kind in _CONTROL:
+                    called = [n for n in op.calls if n in self.computations and n not in found]
+                    found |= dict.fromkeys(called, found[name] * self._times(op))
+                    names += called
+        return found
+
+    def _times(self, op: Op) -> int:
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.rest)
+        return int(known[1]) if known else self._trips if op.kind == "while" else 1
+
+
+# --------------------------------------------------------------------------------------------------
+# What a program does
+
+
+def is_copy(program: Program, place: Place) -> bool:
+    """Tells whether a kernel moves an array within the main memory and computes nothing."""
+    inner = {one.op.kind for one in program.inside(place)} - _FREE - {"fusion", "broadcast"}
+    if not inner or not inner <= _MOVES or inner == {"convert"}:
+        return False
+    spaces = {shape.space for shape in (*program.operand_shapes(place), *place.op.shapes)}
+    return spaces == {0} or is_relayout(program, place)
+
+
+def is_relayout(program: Program, place: Place) -> bool:
+    """Tells whether a kernel copies an array into another order of its dimensions."""
+    inner = {one.op.kind for one in program.inside(place)} - _FREE - {"fusion", "broadcast"}
+    given = place.op.shapes[0]
+    taken = [s for s in program.operand_shapes(place) if s.size == given.size > 1]
+    if not inner or not inner <= _MOVES or len(taken) != 1:
+        return False
+    return bool(inner & {"transpose", "reshape"}) or given.strides != taken[0].strides
+
+
+def is_upcast(program: Program, place: Place) -> bool:
+    """Tells whether a kernel writes a wider copy of an array to memory."""
+    root = program.root(place)
+    if root.kind != "convert" or place.op.kind not in ("convert", "fusion"):
+        return False
+    given, *_ = root.shapes
+    taken = [s for s in program.operand_shapes(place) if s.size == given.size]
+    return any(_bits(shape.dtype) < _bits(given.dtype) for shape in taken)
+
+
+def is_collective(place: Place) -> bool:
+    """Tells whether devices exchange data here (the start of it, where it has one)."""
+    return place.op.kind.removesuffix("-start") in _COLLECTIVES
+
+
+def sorts(program: Program, least: int) -> list[Place]:
+    """Lists sorts along at least so many elements."""
+    return [
+        place
+        for place in program.kernels()
+        for inner in program.inside(place)
+        if inner.op.kind == "sort" and _sorted_size(inner.op) >= least
+    ]
+
+
+def vector_products(program: Program, weights: Collection[tuple[int, ...]]) -> list[Place]:
+    """Lists products of a weight that are multiplied and summed element by element.
+
+    That is what TPU's compiler makes of a product with one row, which takes four times as long as
+    the matrix unit with eight of them.
+
+    Args:
+      program: the program.
+      weights: shapes of the weights on a device.
+    """
+    known = {_sides_of(shape) for shape in weights}
+
+    def is_one(place: Place) -> bool:
+        taken = program.operand_shapes(place)
+        return place.op.kind == "reduce" and any(_sides(shape) in known for shape in taken)
+
+    return [
+        place for place in program.kernels() if any(is_one(one) for one in program.inside(place))
+    ]
+
+
+def copies_of(program: Program, shapes: Collection[tuple[int, ...]]) -> list[Place]:
+    """Lists kernels that write a whole weight or cache again, as it is or beside other rows.
+
+    Args:
+      program: the program.
+      shapes: dimensions of weights and caches, on a device.
+    """
+    known = {_sides_of(shape) for shape in shapes}
+
+    def is_one(place: Place) -> bool:
+        taken = [shape for shape in _kept(program, place) if _sides(shape) in known]
+        written = _written_bytes(program, place)
+        return any(shape.nbytes <= written for shape in taken)
+
+    return [place for place in program.kernels() if is_one(place)]
+
+
+def scatters(program: Program) -> list[Place]:
+    """Lists scatters, and the loops that a compiler makes of them."""
+    found = [place for place in program.kernels() if program.root(place).kind == "scatter"]
+    loops = [place for place in program.loops() if place.op.path.rpartition("/")[2] == "scatter"]
+    return [*found, *loops]
+
+
+def count_kernels(program: Program, root: str | None = None) -> dict[str, int]:
+    """Counts kernels by kind; custom calls and fusions by what they are."""
+    counts = Counter(_kind(place.op) for place in program.kernels(root))
+    return dict(counts.most_common())
+
+
+def scope_of(path: str, depth: int = 2) -> str:
+    """The named scopes of a traced operation, without what JAX and Flax add; `-` if there are none.
+
+    Args:
+      path: an `Op.path`.
+      depth: most scopes.
+    """
+    parts = [part for part in path.split("/")[:-1] if not _ADDED.fullmatch(part)]
+    scopes = itertools.takewhile(re.compile(r"[a-z_]+\d*").fullmatch, parts)
+    return "/".join([*scopes][:depth]) or "-"
+
+
+def cycles_by(program: Program, key: str = "scope", root: str | None = None) -> dict[str, int]:
+    """Expected cycles of the kernels by scope or by source line, largest first."""
+    totals: Counter[str] = Counter()
+    for place in program.kernels(root):
+        name = scope_of(place.op.path) if key == "scope" else program.source(place.op)
+        totals[name] += place.op.cycles * place.times
+    return dict(totals.most_common())
+
+
+def total_cycles(program: Program, root: str | None = None) -> int:
+    """Expected cycles of all kernels."""
+    return sum(place.op.cycles * place.times for place in program.kernels(root))
+
+
+def moved_bytes(program: Program, place: Place) -> int:
+    """Bytes of the main memory that a kernel reads and writes.
+
+    Of what is sliced or looked up, the part taken counts; of what is updated in place, the part
+    written.
+    """
+    op = place.op
+    if op.kind in _STARTS:  # of an array or a part of it, into another memory or from it
+        arrays = [shape for shape in op.shapes if shape.dims]
+        arrays = [arrays[0], arrays[-1]]
+        return min(shape.nbytes for shape in arrays) * sum(not shape.space for shape in arrays)
+    ops = program.computations[place.computation]
+    taken = [ops[name] for name in op.operands if name in ops]
+    written = _written_bytes(program, place)
+    if op.kind == "fusion":
+        inner = program.computations[op.calls[0]]
+        given = [one for one in inner.values() if one.kind == "parameter"]
+        return written + sum(_read(program, inner, one) for one in given)
+    if op.kind in _PARTS or op.kind == "dynamic-update-slice":
+        return 2 * written
+    return written + sum(_main(one.shapes) for one in taken)
+
+
+def _written_bytes(program: Program, place: Place) -> int:
+    """Bytes of the main memory that a kernel writes."""
+    ops = program.computations[place.computation]
+    if place.op.kind == "fusion":
+        ops = program.computations[place.op.calls[0]]
+        return _written(ops, next(one for one in ops.values() if one.is_root))
+    return _written(ops, place.op)
+
+
+def _kept(program: Program, place: Place) -> list[Shape]:
+    """Arrays of the main memory that a kernel takes and, changed or not, hands on."""
+    if place.op.kind in _COMPUTES | _STARTS or is_collective(place):
+        return []
+    given = program.operand_shapes(place)
+    if place.op.kind == "fusion":
+        ops = program.computations[place.op.calls[0]]
+        given = [
+            shape
+            for one in ops.values()
+            if one.kind == "parameter" and _is_handed_on(ops, one)
+            for shape in one.shapes
+        ]
+    return [shape for shape in given if shape.space == 0]
+
+
+def _is_handed_on(ops: Mapping[str, Op], given: Op) -> bool:
+    users = [op for op in ops.values() if given.name in op.operands]
+    return given.is_root or any(
+        _is_handed_on(ops, user) for user in users if user.kind not in _COMPUTES
+    )
+
+
+def _read(program: Program, ops: Mapping[str, Op], given: Op) -> int:
+    """Bytes that a fusion reads of one of its operations."""
+    whole, parts = _main(given.shapes), 0
+    if given.is_root:
+        return whole
+    for user in ops.values():
+        if given.name not in user.operands:
+            continue
+        if user.kind in _PARTS and user.operands[0] == given.name:
+            parts += _main(user.shapes, everywhere=True)
+        elif user.kind == "bitcast":
+            parts += _read(program, ops, user)
+        elif user.kind == "fusion":
+            inner = program.computations[user.calls[0]]
+            number = str(user.operands.index(given.name))
+            same = [one for one in inner.values() if one.kind == "parameter"]
+            parts += sum(_read(program, inner, one) for one in same if one.operands == (number,))
+        elif not (user.kind == "dynamic-update-slice" and user.operands[0] == given.name):
+            return whole
+    return min(whole, parts)
+
+
+def _written(ops: Mapping[str, Op], root: Op) -> int:
+    """Bytes that an operation of a computation writes, in place if it can."""
+    if root.kind == "tuple":
+        return sum(_written(ops, ops[name]) for name in root.operands)
+    if root.kind == "dynamic-update-slice":
+        return _main(ops[root.operands[1]].shapes, everywhere=True)
+    if root.kind == "bitcast":
+        return _written(ops, ops[root.operands[0]])
+    return _main(root.shapes)
+
+
+def _main(shapes: Sequence[Shape], *, everywhere: bool = False) -> int:
+    return sum(shape.nbytes for shape in shapes if everywhere or shape.space == 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+_BITS: Mapping[str, int] = {"pred": 8, "token": 0, "opaque": 0}
+_CALLS = ("calls", "to_apply", "body", "condition", "true_computation", "false_computation")
+_COLLECTIVES = {
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
+    *("ragged-all-to-all", "collective-broadcast"),
+}
+_CONTROL = {"while", "conditional", "call"}
+_COMPUTES = {"dot", "convolution", "reduce", "custom-call", "gather", "sort"}
+_STARTS = {"copy-start", "slice-start", "async-start"}
+_PARTS = {"dynamic-slice", "gather", "slice"}
+_FREE = {  # no work on the device by themselves
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
+    *("opt-barrier", "partition-id", "replica-id", "add-dependency", "domain"),
+    *("copy-done", "slice-done", "async-done", "all-reduce-done", "all-gather-done", "send-done"),
+    *("collective-permute-done", "recv-done", "async-update"),
+}
+_MOVES = {  # write what they read, elsewhere or in another order
+    *("copy", "transpose", "reshape", "bitcast-convert", "convert", "pad", "concatenate", "slice"),
+}
+_ADDED = re.compile(
+    r"jit\(.*\)|while|body|cond|closed_call|pjit|branch_\d+_fun|checkpoint|vmap\(.*"
+)
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
+_OP = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_KIND = re.compile(r"([\w\-]+)\(")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(:[^}]*)?\})?")
+
+
+def _read_op(line: str) -> Op | None:
+    start = _OP.match(line)
+    if not start:
+        return None
+    begin = start.end()
+    end = _closing(line, begin) if line[begin] == "(" else line.index(" ", begin)
+    kind = _KIND.match(line, end + 1 if line[end] == " " else end)
+    if not kind:
+        return None
+    last = _closing(line, kind.end() - 1)
+    return Op(
+        name=start[2],
+        kind=kind[1],
+        shapes=tuple(_read_shapes(line[begin:end])),
+        operands=_read_operands(line[kind.end() : last - 1]),
+        rest=line[last:],
+        is_root=bool(start[1]),
+    )
+
+
+def _read_operands(text: str) -> tuple[str, ...]:
+    marked = re.findall(r"%([\w.\-]+)", text)
+    return tuple(marked or re.findall(r"[\w.\-]+", text))
+
+
+def _closing(text: str, begin: int) -> int:
+    """Index after the bracket that closes the one at `begin`, and after the blank behind it."""
+    depth = 0
+    for index in range(begin, len(text)):
+        depth += (text[index] == "(") - (text[index] == ")")
+        if depth == 0:
+            return index + 1
+    raise ValueError(f"want closed brackets, got {text[begin : begin + 80]!r}")
+
+
+def _read_shapes(text: str) -> Iterator[Shape]:
+    for dtype, dims, order, tiles in _ARRAY.findall(text):
+        space = re.search(r"S\((\d+)\)", tiles)
+        sizes = tuple(int(size) for size in dims.split(",") if size)
+        axes = tuple(int(axis) for axis in order.split(",") if axis)
+        yield Shape(
+            dtype, sizes, axes or tuple(range(len(sizes)))[::-1], int(space[1] if space else 0)
+        )
+
+
+def _read_frames(text: str) -> dict[int, str]:
+    """Reads the tables of source lines in front of the computations."""
+    files = dict(re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M))
+    places = {
+        number: f"{'/'.join(files.get(file, '').split('/')[-3:])}:{line}"
+        for number, file, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _section(text, "FileLocations"), re.M
+        )
+    }
+    frames = {
+        int(number): (places.get(place, ""), int(parent or 1) - 1)  # printed one too high
+        for number, place, parent in re.findall(
+            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?",
+            _section(text, "StackFrames"),
+            re.M,
+        )
+    }
+    return {number: _with_caller(frames, number) for number in frames}
+
+
+def _with_caller(frames: Mapping[int, tuple[str, int]], number: int) -> str:
+    """The line of a frame, and the first of its callers in another file."""
+    place, above = frames[number]
+    file = place.rpartition(":")[0]
+    while above in frames and frames[above][0].rpartition(":")[0] == file:
+        above = frames[above][1]
+    return f"{place} < {frames[above][0]}" if above in frames else place
+
+
+def _section(text: str, name: str) -> str:
+    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
+    return found[1] if found else ""
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8
+
+
+def _sides(shape: Shape) -> tuple[int, ...]:
+    return _sides_of(shape.dims)
+
+
+def _sides_of(dims: Sequence[int]) -> tuple[int, ...]:
+    """Dimensions in ascending order, without those of size 1."""
+    return tuple(sorted(size for size in dims if size > 1))
+
+
+def _sorted_size(op: Op) -> int:
+    axis = re.search(r"dimensions=\{(\d+)\}", op.rest)
+    return op.shapes[0].dims[int(axis[1])] if axis else 0
+
+
+def _kind(op: Op) -> str:
+    return f"custom-call {op.target}" if op.kind == "custom-call" else op.kind

@@ -1,0 +1,65 @@
+"""Settings of `infer.aot`, which compiles decoding for devices that are not there."""
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.models import STRICT, LlamaConfig, MeshConfig, Quantisation, TreeConfig
+from poss_jax.config.numbers import AtLeastTwo, Count
+from poss_jax.config.training import SpecialistsConfig
+
+Programs = tuple[Literal["prefill", "step", "round", "rounds"], ...]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AheadConfig:
+    """The models, the request and the devices to compile for.
+
+    Attributes:
+      target: Model folder of the target; only its record is read.
+      model: Shape of the target, instead of its folder.
+      draft: Model folder of a draft; only its record is read.
+      specialists: Draft to describe as `train.main` would make it, instead of its folder; without
+        either, only autoregressive programs are compiled.
+      draft_tokens: Number of tokens that the draft can propose; null takes all (of a folder: those
+        it says).
+      tree: Size of the draft tree.
+      sampling: How tokens are chosen.
+      batch_size: Number of prompts decoded together.
+      context: Tokens in the cache, for prefill and for the bytes that a round must read.
+      max_new_tokens: Most new tokens, for which the caches have room.
+      dtype: Dtype of weights and caches.
+      quantise: Type that the target's matrices are rounded to; null keeps their dtype.
+      mesh: Grid of devices; by default all of them split the width of every layer.
+      programs: Programs to compile: prefill, step (one token, autoregressively), round (one, called
+        from the host), rounds (all of them, in a loop on the device).
+    """
+
+    target: str | None = None
+    model: LlamaConfig | None = None
+    draft: str | None = None
+    specialists: SpecialistsConfig | None = None
+    draft_tokens: AtLeastTwo | None = None
+    tree: TreeConfig = Field(default_factory=TreeConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    batch_size: Count = 1
+    context: Count = 512
+    max_new_tokens: Count = 512
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    quantise: Quantisation | None = None
+    mesh: MeshConfig = Field(default_factory=lambda: MeshConfig(data=1, tensor=-1))
+    programs: Programs = ("prefill", "step", "round", "rounds")
+
+    def __post_init__(self) -> None:
+        if (self.target is None) == (self.model is None):
+            raise ValueError("want either a model folder (target) or a shape (model)")
+        if self.draft is not None and self.specialists is not None:
+            raise ValueError("want either a model folder (draft) or a description (specialists)")
+        most = self.model.vocab_size if self.model else None
+        if most is not None and (self.draft_tokens or 0) > most:
+            raise ValueError(
+                f"draft_tokens: want at most the {most} tokens of the target, got "
+                f"{self.draft_tokens}"
+            )

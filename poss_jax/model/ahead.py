@@ -1,0 +1,163 @@
+"""Compiling ahead of time: shapes in place of arrays, for devices that need not be there.
+
+A TPU slice is compiled for with libtpu alone, an NVIDIA GPU with the wheels of `jax[cuda13]` and a
+description of the device; nothing is run, so no driver is needed.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from poss_jax.config.reading import UserError
+from poss_jax.model.parameters import place_tree
+
+_SM90: dict[str, Any] = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "shared_memory_per_block": 48 * 1024,
+    "shared_memory_per_block_optin": 227 * 1024,
+    "shared_memory_per_core": 228 * 1024,
+    "threads_per_core_limit": 2048,
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 2**16 - 1,
+    "block_dim_limit_z": 2**16 - 1,
+    "thread_dim_limit_x": 1024,
+    "thread_dim_limit_y": 1024,
+    "thread_dim_limit_z": 64,
+    "registers_per_core_limit": 2**16,
+    "registers_per_block_limit": 2**16,
+    "l2_cache_size": 50 * 2**20,
+    "clock_rate_ghz": 1.98,
+    "device_address_bits": 64,
+    "device_vendor": "NVIDIA Corporation",
+    "cuda_compute_capability": {"major": 9, "feature_extension": ("ACCELERATED_FEATURES",)},
+    "driver_version": "13.0.0",
+    "runtime_version": "13.0.0",
+    "compile_time_toolkit_version": "13.0.0",
+    "dnn_version": "9.10.0",
+}
+"""Facts about Hopper GPUs from NVIDIA's tuning guide and data sheets, as XLA names them."""
+
+GPUS: Mapping[str, Mapping[str, Any]] = {
+    "h100": {
+        **_SM90,
+        "name": "NVIDIA H100 80GB HBM3",
+        "memory_bandwidth": 3_350_000_000_000,
+        "device_memory_size": 79 * 2**30,
+    },
+    "h200": {
+        **_SM90,
+        "name": "NVIDIA H200",
+        "memory_bandwidth": 4_800_000_000_000,
+        "device_memory_size": 140 * 2**30,
+    },
+}
+"""GPUs that can be compiled for where there is none."""
+
+
+def tpu_slice(name: str) -> list[Any]:
+    """Devices of a TPU slice such as `v5p:2x2x1`.
+
+    Raises:
+      UserError: no such slice, or no compiler for it.
+    """
+    if jax.default_backend() != "tpu":  # libtpu would look for the TPU of a machine that has none
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    except Exception as error:  # libtpu is missing, or refuses the name
+        raise UserError(
+            f"cannot compile for {name}: {' '.join(str(error).split())[:200]}; want a TPU slice "
+            "such as v5p:2x2x1, and libtpu installed (pip install libtpu)"
+        ) from error
+
+
+def gpu(name: str) -> list[Any]:
+    """The device of a machine with one GPU of `GPUS`.
+
+    Raises:
+      UserError: no such GPU, or no compiler for it.
+    """
+    if name not in GPUS:
+        raise UserError(f"gpu {name}: want one of {', '.join(GPUS)}")
+    try:
+        topology = topologies.get_topology_desc(
+            name, platform="cuda", topology="1x1x1", target_config=describe_gpu(name)
+        )
+    except Exception as error:  # the wheels are missing
+        raise UserError(
+            f"cannot compile for {name}: {' '.join(str(error).split())[:200]}; want JAX with CUDA "
+            'installed (pip install "jax[cuda13]")'
+        ) from error
+    return list(topology.devices)
+
+
+def describe_gpu(name: str) -> str:
+    """Describes a GPU as XLA reads it: a `GpuTargetConfigProto` in protobuf's text format."""
+    facts = GPUS[name]
+    return _as_text(
+        {
+            "gpu_device_info": facts,
+            "platform_name": "CUDA",
+            "dnn_version_info": {"major": 9, "minor": 10},
+            "device_description_str": facts["name"],
+        }
+    )
+
+
+def shapes_on(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any:
+    """Shapes of the parameters that a function makes, placed as the tables say.
+
+    Args:
+      mesh: devices, which need not exist.
+      function: makes a tree of parameters, or of a training state; it is not run.
+      dtype: dtype of all of them; None: their own.
+    """
+    shapes = jax.eval_shape(function)
+
+    def place(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=where)
+
+    return jax.tree.map(place, shapes, place_tree(shapes, mesh))
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that a device holds of a tree of placed shapes."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def planned_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes per device of a compiled program, as the compiler plans them."""
+    memory = compiled.memory_analysis()
+    assert memory is not None, "every compiler of XLA plans memory"
+    kept = memory.argument_size_in_bytes
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "arguments": kept,
+        "donated": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "total": kept + new + memory.temp_size_in_bytes,
+    }
+
+
+def _as_text(message: Mapping[str, Any]) -> str:
+    """A message in protobuf's text format; the names of an enum are tuples of one here."""
+    parts = []
+    for name, value in message.items():
+        if isinstance(value, Mapping):
+            parts.append(f"{name} {{ {_as_text(value)} }}")
+        else:
+            shown = value[0] if isinstance(value, tuple) else json.dumps(value)
+            parts.append(f"{name}: {shown}")
+    return " ".join(parts)

@@ -1,0 +1,203 @@
+"""What the compiled programs of decoding do not do: sort the vocabulary, copy weights or caches.
+
+On this machine's CPU always, for a TPU where libtpu is installed; no accelerator is needed.
+"""
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+
+import jax
+import jaxtyping
+import pytest
+from models import tiny_llama
+from programs import refusal
+
+from infer import hlo
+from infer.aot import main
+from infer.aot_programs import Plan, cache_shapes, compile_program, plan, weight_shapes
+from infer.aot_report import find_main_loop
+from poss_jax.config.ahead import AheadConfig
+from poss_jax.config.models import TreeConfig
+from poss_jax.config.reading import load_config
+from poss_jax.config.training import SpecialistsConfig
+from poss_jax.model.ahead import GPUS, describe_gpu, tpu_slice
+from poss_jax.model.sharding import make_mesh
+
+pytestmark = pytest.mark.optimised
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "aot"
+V = 16384
+MODEL = tiny_llama(
+    vocab_size=V,
+    hidden_size=384,
+    intermediate_size=1024,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=64,
+    max_position_embeddings=1024,
+)
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+TPU = pytest.param(
+    "v6e:1x1", marks=pytest.mark.skipif(not HAS_LIBTPU, reason="needs libtpu: pip install libtpu")
+)
+SLICE = pytest.param("v5e:2x4", marks=TPU.marks)
+PROGRAMS = ("step", "round", "rounds")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes_stand_for_arrays():
+    """Lets structs hold shapes: the checks of types want arrays."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def settings(**changes) -> AheadConfig:
+    values = {
+        "model": MODEL,
+        "specialists": SpecialistsConfig(positions_per_specialist=(2, 2), depth=4),
+        "tree": TreeConfig(depth=3, top_k=4, total_tokens=16),
+        "context": 400,
+        "max_new_tokens": 64,
+    }
+    return AheadConfig(**(values | changes))
+
+
+@cache
+def planned(device: str, **changes) -> Plan:
+    config = settings(dtype="float32" if device == "cpu" else "bfloat16", **changes)
+    devices = jax.devices()[:1] if device == "cpu" else tpu_slice(device)
+    return plan(config, make_mesh(config.mesh, devices))
+
+
+@cache
+def compiled(device: str, name: str, batch_size: int = 1) -> hlo.Program:
+    plan = planned(device, batch_size=batch_size)
+    return hlo.Program(compile_program(name, plan).text, trips=plan.num_blocks)
+
+
+def lines(program: hlo.Program, places: list[hlo.Place]) -> list[str]:
+    """What was found, for messages; a program that does nothing of the kind has none."""
+    return [
+        f"{place.op.kind} {place.op.shapes[:2]} {program.source(program.root(place))}"
+        for place in places
+    ]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("device", ["cpu", TPU, SLICE])
+def test_nothing_sorts_the_vocabulary(device, name):
+    program, plan = compiled(device, name), planned(device, batch_size=1)
+    assert not lines(program, hlo.sorts(program, plan.vocabulary))
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("name", ["step", "round"])
+@pytest.mark.parametrize("device", ["cpu", TPU, SLICE])
+def test_a_round_copies_no_weight_and_no_cache(device, name, batch_size):
+    program, plan = compiled(device, name, batch_size), planned(device, batch_size=batch_size)
+    decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
+    whole = [*weight_shapes(plan), *cache_shapes(plan, decode)]
+    assert not lines(program, hlo.copies_of(program, whole))
+
+
+@pytest.mark.parametrize("name", ["step", "round"])
+@pytest.mark.parametrize("device", [TPU, SLICE])
+def test_products_of_one_row_are_for_the_matrix_unit(device, name):
+    program, plan = compiled(device, name), planned(device, batch_size=1)
+    assert not lines(program, hlo.vector_products(program, weight_shapes(plan)))
+
+
+@pytest.mark.parametrize("name", ["step", "round"])
+@pytest.mark.parametrize("device", [TPU, SLICE])
+def test_a_batch_is_written_without_a_loop(device, name):
+    program = compiled(device, name, 8)
+    loops = [place for place in hlo.scatters(program) if place.op.kind == "while"]
+    assert not lines(program, loops)
+
+
+@pytest.mark.parametrize("device", ["cpu", TPU])
+def test_the_loop_does_what_a_round_does(device):
+    alone, loop = compiled(device, "round"), compiled(device, "rounds")
+    body = find_main_loop(loop)
+    counts = [
+        sum(hlo.count_kernels(program, root).values())
+        for program, root in ((alone, None), (loop, body))
+    ]
+    assert counts[1] <= 1.1 * counts[0]
+
+
+def test_limits_are_data():
+    config = settings()
+    others = [settings(max_new_tokens=limit) for limit in (33, 65)]
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    first, *rest = (plan(one, mesh) for one in (config, *others))
+    assert all((one.decode, one.request) == (first.decode, first.request) for one in rest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["step", "round"])
+@pytest.mark.parametrize("device", [TPU])
+def test_an_8b_program_moves_little_more_than_it_must(device, name):
+    config = load_config(AheadConfig, CONFIGS / "llama3-8b.yaml")
+    planned = plan(config, make_mesh(config.mesh, tpu_slice(device)))
+    program = hlo.Program(compile_program(name, planned).text, trips=planned.num_blocks)
+    moved = sum(hlo.moved_bytes(program, one) * one.times for one in program.kernels())
+    assert moved <= 1.3 * planned.floor(name).bytes
+    assert not lines(program, hlo.sorts(program, planned.vocabulary))
+    assert not lines(program, hlo.vector_products(program, weight_shapes(planned)))
+    assert not lines(program, hlo.copies_of(program, weight_shapes(planned)))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_configs_describe_models_that_fit(path):
+    config = load_config(AheadConfig, path, ["mesh.tensor=1"])
+    described = plan(config, make_mesh(config.mesh, jax.devices()[:1]))
+    assert described.decode.draft is not None
+    assert described.decode.rows >= config.context + config.max_new_tokens
+    weights = jax.tree.leaves(described.weights.target)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in weights)
+    embedding = described.weights.target["embed"]["weight"]
+    assert described.floor("step").bytes == pytest.approx(held - 2 * embedding.size, rel=0.02)
+
+
+def test_a_gpu_is_described_in_text():
+    for name, facts in GPUS.items():
+        text = describe_gpu(name)
+        assert f'name: "{facts["name"]}"' in text
+        assert f"memory_bandwidth: {facts['memory_bandwidth']}" in text
+        assert "feature_extension: ACCELERATED_FEATURES" in text
+        assert text.count("{") == text.count("}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "want either --topology SLICE or --gpu NAME"),
+        (["--topology", "v6e:1x1", "--gpu", "h100"], "want either --topology SLICE or --gpu NAME"),
+        (["--gpu", "a100"], "gpu a100: want one of h100, h200"),
+        (["--gpu", "h100", "draft_tokens=200000"], "want at most the 128256 tokens of the target"),
+        (["--gpu", "h100", "target=here"], "want either a model folder (target) or a shape"),
+        (["--gpu", "h100", "programs=[sample]"], "programs"),
+        (["--topology", "x9:1x1"], "cannot compile for x9:1x1"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(words, message):
+    words = ["--config", str(CONFIGS / "llama3-8b.yaml"), *words]
+    assert message in refusal(main, *words)
+
+
+@pytest.mark.skipif(not HAS_LIBTPU, reason="needs libtpu: pip install libtpu")
+def test_the_program_reports_what_it_compiled(tmp_path, capsys):
+    report, folder = tmp_path / "report.json", tmp_path / "dump"
+    changes = ["model.num_layers=1", "model.vocab_size=4096", "model.hidden_size=256"]
+    words = ["--config", str(CONFIGS / "llama3-8b.yaml"), "--topology", "v6e:1x1"]
+    main([*words, *changes, "programs=[step]", "--json", str(report), "--dump", str(folder)])
+    told, written = capsys.readouterr().out, json.loads(report.read_text())
+    assert "step: compiled in" in told and "x floor" in told
+    step = written["programs"]["step"]
+    assert step["kernels"] > 10 and step["estimated_ms"] > 0
+    assert step["memory"]["total"] < step["memory"]["available"]
+    assert hlo.Program((folder / "step.txt").read_text()).entry
