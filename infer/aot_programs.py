@@ -70,7 +70,7 @@ class Plan(NamedTuple):
         elif name == "step":
             cost = costs.decode(self.work)
         else:
-            cost = costs.round_phases(self.work)["round"]
+            cost = costs.cost_card(self.work, prompt_tokens=1)["round"]
         parts = self.mesh.size
         return costs.Cost(cost.bytes / parts, cost.flops / parts)
 

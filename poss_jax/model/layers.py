@@ -97,6 +97,8 @@ def linear(
         )
     elif len(rows) <= _FEW_ROWS:
         out = lax.platform_dependent(rows, weight, cpu=_few_rows_on_cpu, default=_plain)
+    elif weight.ndim > 2:
+        out = lax.platform_dependent(rows, weight, cpu=_flat_on_cpu, default=_plain)
     else:
         out = _plain(rows, weight)
     out = out.reshape(*x.shape[:-1], *weight.shape[:-1])
@@ -133,6 +135,11 @@ def _blocks_on_cpu(rows: Array, values: Array) -> Array:
 
 def _plain(rows: Array, weight: Array) -> Array:
     return lax.dot_general(rows, weight, (((1,), (weight.ndim - 1,)), ((), ())))
+
+
+def _flat_on_cpu(rows: Array, weight: Array) -> Array:
+    # XLA on CPU copies a weight of several output axes to lay it flat.
+    return _plain(rows, weight.reshape(-1, weight.shape[-1])).reshape(-1, *weight.shape[:-1])
 
 
 def _one_row_on_cpu(rows: Array, weight: Array) -> Array:
