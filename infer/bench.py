@@ -106,7 +106,11 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
     if AUTOREGRESSIVE in config.drafts:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
     baseline = Engine.load(
-        config.target, tree=config.tree, is_coupled=config.is_coupled, quantise=config.quantise
+        config.target,
+        tree=config.tree,
+        is_coupled=config.is_coupled,
+        quantise=config.quantise,
+        mesh=config.mesh,
     )
     given = {
         "allow_target_mismatch": config.allow_target_mismatch,

@@ -3,7 +3,7 @@
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from poss_jax.config.models import STRICT, Quantisation, TreeConfig
+from poss_jax.config.models import STRICT, MeshConfig, Quantisation, TreeConfig
 from poss_jax.config.numbers import (
     Bias,
     Count,
@@ -64,6 +64,7 @@ class DecodingConfig:
         vocabularies"); for drafts that share the target's head.
       quantise: Round the target's matrices to 8 bits as they are loaded (docs/generate.md,
         "Quantised targets"); null keeps what its folder holds.
+      mesh: Grid of devices (docs/generate.md, "Several devices"); null takes one.
     """
 
     target: str
@@ -74,6 +75,7 @@ class DecodingConfig:
     allow_target_mismatch: bool = False
     draft_vocabulary: str | None = None
     quantise: Quantisation | None = None
+    mesh: MeshConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -26,6 +26,7 @@ from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_bea
 from poss_jax.model.cache import KVCache, Rows, attend_cached, commit_rows
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import DecoderLayer, linear
+from poss_jax.model.sharding import whole_rows
 from poss_jax.shapes import Array, Float, Int, Params
 
 
@@ -58,7 +59,7 @@ def join_pairs(
 ) -> Float[Array, "B T width"]:
     """Makes draft inputs of (feature, token) pairs."""
     embedded = jnp.take(params["embed"]["weight"], tokens, axis=0)
-    return family_of(config).join(params, config, embedded, features)
+    return whole_rows(family_of(config).join(params, config, embedded, features))
 
 
 def commit_pairs(

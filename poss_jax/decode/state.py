@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from flax import struct
+from jax.sharding import Mesh
 
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode.drafting import ChildrenFn, num_streams
@@ -23,6 +24,7 @@ class DecodeConfig(NamedTuple):
       chunk: tokens of a prompt that the target reads in one forward.
       is_coupled: whether the draft looks at the noise the target will sample with.
       children: how the draft proposes the children of a node, instead of either way of its own.
+      mesh: devices; None: one.
     """
 
     target: LlamaConfig
@@ -32,6 +34,7 @@ class DecodeConfig(NamedTuple):
     chunk: int = 64
     is_coupled: bool = True
     children: ChildrenFn | None = None
+    mesh: Mesh | None = None
 
     @property
     def max_accepted(self) -> int:

@@ -1,24 +1,73 @@
 """Answers: Generation and Chunk, read from a finished batch or round by round from the host."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine.text import Piece, TextStream
+from poss_jax.model.sharding import partition_state
 
 StopReason = Literal["stop", "length"]
 
+
+def on_mesh(function: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
+    """Cuts a step of decoding along the axes of `DecodeConfig.mesh`, if there is one.
+
+    Args:
+      function: (weights, config, request, *state) -> state.
+    """
+
+    @wraps(function)
+    def run(
+        weights: Weights, config: DecodeConfig, request: Request, *state: DecodeState
+    ) -> DecodeState:
+        mesh = config.mesh
+        if mesh is None:
+            return function(weights, config, request, *state)
+
+        def run_group(weights: Weights, request: Request, *state: DecodeState) -> DecodeState:
+            return _hold_cut(function(weights, config, request, *state), mesh)
+
+        rows, whole = PartitionSpec("data"), PartitionSpec()
+        requests = Request(rows, rows, rows, whole, rows)
+        specs = (whole, requests, *[rows] * len(state))
+        group = jax.shard_map(
+            run_group,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=rows,
+            axis_names={"data"},
+            check_vma=False,
+        )
+        return group(weights, request, *state)
+
+    return run
+
+
+def _hold_cut(state: DecodeState, mesh: Mesh) -> DecodeState:
+    """Keeps the arrays of a group of devices cut in one way, so that all rounds are one program."""
+
+    def hold(leaf: jax.Array) -> jax.Array:
+        _, *inner = partition_state(leaf.shape, mesh)
+        return lax.with_sharding_constraint(leaf, PartitionSpec(None, *inner))
+
+    return jax.tree.map(hold, state)
+
+
 # Two programs rather than one: the caches of a running batch are the same arrays in both, and what
 # differs from call to call (prompts, limits) is data.
-start = jax.jit(speculate.start, static_argnums=1)
-run_round = jax.jit(speculate.run_round, static_argnums=1, donate_argnums=3)
-run_rounds = jax.jit(speculate.run_rounds, static_argnums=1, donate_argnums=3)
+start = jax.jit(on_mesh(speculate.start), static_argnums=1)
+run_round = jax.jit(on_mesh(speculate.run_round), static_argnums=1, donate_argnums=3)
+run_rounds = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1, donate_argnums=3)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,19 @@
 
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from poss_jax.config.models import ACCELERATOR_TREE, CPU_TREE, LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.model.sharding import dividing_axes
 from poss_jax.model.target import compute_dtype
 
 Trees = Mapping[int, TreeConfig | None]
@@ -132,21 +135,32 @@ def check_memory(weights: Weights, config: DecodeConfig, *, batch_size: int) -> 
 
 
 def least_bytes(weights: Weights, config: DecodeConfig, *, batch_size: int) -> int:
-    """Counts the bytes held at once: weights, caches, the output, the logits of a round."""
+    """Counts the bytes a device holds: weights, caches, the output, the logits of a round."""
     size = compute_dtype(weights.target).itemsize
-    arrays = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(weights)}  # some are shared
+    arrays = {id(leaf): _bytes_per_device(leaf) for leaf in jax.tree.leaves(weights)}  # once each
     target, num_nodes = config.target, config.tree.num_nodes if config.draft else 1
-    per_row = 16 + size * target.num_layers * _pair(target)
-    each = size * num_nodes * target.vocab_size
+    per_row = 16 + size * target.num_layers * _pair(target, config.mesh)
+    each = size * num_nodes * _part(target.vocab_size, config.mesh)
     if config.draft is not None:
-        per_row += size * config.num_streams * _pair(config.draft.layer)
+        per_row += size * config.num_streams * _pair(config.draft.layer, config.mesh)
         each += 8 * config.tree.num_candidates
+    batch_size //= config.mesh.shape["data"] if config.mesh else 1
     return sum(arrays.values()) + batch_size * (each + config.rows * per_row)
 
 
-def _pair(config: LlamaConfig) -> int:
-    """Numbers in the key and the value of one position in one layer."""
-    return 2 * config.num_kv_heads * config.head_dim
+def _bytes_per_device(leaf: jax.Array) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _pair(config: LlamaConfig, mesh: Mesh | None) -> int:
+    """Numbers in the key and the value of one position in one layer, per device."""
+    return 2 * _part(config.num_kv_heads, mesh) * config.head_dim
+
+
+def _part(size: int, mesh: Mesh | None) -> int:
+    """Part of a dimension that a device holds, if `tensor` divides it."""
+    is_cut = mesh is not None and dividing_axes("tensor", size, mesh) is not None
+    return size // mesh.shape["tensor"] if mesh is not None and is_cut else size
 
 
 def _gib(number: int) -> str:

@@ -9,20 +9,22 @@ for chunk in engine.stream("def fibonacci(", max_new_tokens=64):
 Without a draft the same calls decode autoregressively, and give the same text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.models import DraftConfig, Quantisation, TreeConfig
+from poss_jax.config.models import DraftConfig, MeshConfig, Quantisation, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.tokenizer import load_tokenizer
@@ -55,6 +57,8 @@ from poss_jax.engine.prompts import (
     sampling_per_prompt,
 )
 from poss_jax.engine.text import check_stop
+from poss_jax.model.parameters import place_params, place_weights
+from poss_jax.model.sharding import decoding_mesh, replicate
 from poss_jax.model.specialists import attach, fuse_draft
 from poss_jax.model.target import fuse_target
 from poss_jax.shapes import Params
@@ -75,6 +79,7 @@ class Engine:
       tokenizer: the target's tokenizer; None if the model folder has none (token ids still work).
       stop_ids: tokens that end a text.
       max_length: most tokens of prompt and answer together.
+      mesh: grid of devices; None is one device.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class Engine:
         tree: TreeConfig | Trees | None = None,
         max_length: int | None = None,
         is_coupled: bool = True,
+        mesh: MeshConfig | Mesh | None = None,
     ) -> None:
         """Holds a target; `with_draft` adds a draft.
 
@@ -96,12 +102,15 @@ class Engine:
           tree: as in `load`.
           max_length: as in `load`.
           is_coupled: as in `load`.
+          mesh: as in `load`.
         """
         self._record = record
         self.target_config = record.llama
         self.draft_config: DraftConfig | None = None
+        self.mesh = decoding_mesh(mesh)
         layers = list(params["layers"])  # the caller keeps a list of its own
-        self.weights = Weights(fuse_target(params | {"layers": layers}, record.llama), {})
+        target = fuse_target(params | {"layers": layers}, record.llama, partial(_place_on, self.mesh))
+        self.weights = Weights(target, {})
         self.trees = _fit_trees(tree or default_tree(), {})
         self.is_coupled = is_coupled
         self.tokenizer = tokenizer
@@ -121,6 +130,7 @@ class Engine:
         allow_target_mismatch: bool = False,
         draft_vocabulary: str | Path | None = None,
         quantise: Quantisation | None = None,
+        mesh: MeshConfig | Mesh | None = None,
     ) -> "Engine":
         """Loads model folders (see `python -m poss_jax.convert`).
 
@@ -138,13 +148,19 @@ class Engine:
             poss_jax.draft_vocab`); None: what its folder says, usually all.
           quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
             folder holds.
+          mesh: grid of devices: `tensor` cuts weights and caches, `data` the batch; every device
+            loads its own part alone. None: one device.
 
         Raises:
           UserError: a folder is missing or broken, the draft does not fit the target, the
-            vocabulary does not fit the draft, or the target is quantised already.
+            vocabulary does not fit the draft, the target is quantised already, or the mesh does
+            not fit the devices.
         """
-        record, params = load_target(target, dtype or default_dtype(), quantise=quantise)
-        params = fuse_target(params, record.llama)
+        mesh = decoding_mesh(mesh)
+        record, params = load_target(
+            target, dtype or default_dtype(), quantise=quantise, sharding=_sharding_on(mesh)
+        )
+        params = fuse_target(params, record.llama, partial(_place_on, mesh))
         tokenizer = load_tokenizer(Path(target)) if record.tokenizer_sha256 is not None else None
         engine = cls(
             record,
@@ -153,6 +169,7 @@ class Engine:
             tree=tree,
             max_length=max_length,
             is_coupled=is_coupled,
+            mesh=mesh,
         )
         if draft is None:
             return engine
@@ -177,6 +194,7 @@ class Engine:
             dtype or default_dtype(),
             target=self._record,
             allow_target_mismatch=allow_target_mismatch,
+            sharding=_sharding_on(self.mesh),
         )
         if vocabulary is not None:
             tokens = read_draft_vocabulary(vocabulary, self.target_config.vocab_size)
@@ -194,9 +212,12 @@ class Engine:
         other.draft_config = record.draft
         vocabulary = record.draft_vocabulary
         ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
+        if ids is not None and self.mesh:
+            ids = jax.device_put(ids, replicate(self.mesh))
         target = self.weights.target
         draft = attach(fuse_draft(params, record.draft), target, ids)
-        other.weights = Weights(target, draft)
+        del draft["vocabulary"]
+        other.weights = Weights(target, _place_on(self.mesh, draft) | {"vocabulary": ids})
         return other.with_tree(self.trees)
 
     def with_tree(self, tree: TreeConfig | Trees, *, is_coupled: bool | None = None) -> "Engine":
@@ -357,6 +378,7 @@ class Engine:
             rows=0,
             chunk=prefill_chunk(),
             is_coupled=self.is_coupled,
+            mesh=self.mesh,
         )
         return config._replace(rows=rows_for(config, length, max_length=self.max_length))
 
@@ -367,7 +389,8 @@ class Engine:
 
         Args:
           prompts: prepared prompts, at most `batch_size`.
-          batch_size: number of sequences; those beyond the prompts end at once.
+          batch_size: number of sequences, rounded up to what `mesh.data` divides; those beyond the
+            prompts end at once.
 
         Returns:
           The static settings of the call, and the batch.
@@ -377,6 +400,7 @@ class Engine:
         """
         length = max(len(prompt.ids) + prompt.max_new_tokens for prompt in prompts)
         config = self.decode_config(length, batch_size)
+        batch_size += -batch_size % (self.mesh.shape["data"] if self.mesh else 1)
         check_memory(self.weights, config, batch_size=batch_size)
         padding = PreparedPrompt(prompts[0].ids, 1)
         rows = [*prompts, *[padding] * (batch_size - len(prompts))]
@@ -411,6 +435,14 @@ class Engine:
         return LiveAnswer(
             prompt.ids, row, tokenizer=self.tokenizer, stop_ids=self.stop_ids, stop=stop
         )
+
+
+def _sharding_on(mesh: Mesh | None) -> Callable[..., NamedSharding] | None:
+    return mesh and place_weights(mesh)
+
+
+def _place_on(mesh: Mesh | None, params: Params) -> Params:
+    return params if mesh is None else place_params(params, mesh)
 
 
 def _fit_trees(tree: TreeConfig | Trees, draft: Params) -> Trees:

@@ -157,8 +157,8 @@ def _few_rows_on_cpu(rows: Array, weight: Array) -> Array:
     # The number of rows is rounded up to where the library has a fast kernel. The barrier keeps
     # XLA from rewriting the product into the plain form.
     padded = jnp.pad(rows, ((0, -len(rows) % 8), (0, 0)))
-    product = weight.reshape(-1, weight.shape[-1]) @ padded.T
-    return lax.optimization_barrier(product).T[: len(rows)].reshape(-1, *weight.shape[:-1])
+    product = lax.optimization_barrier(jnp.tensordot(weight, padded.T, 1))
+    return jnp.moveaxis(product, -1, 0)[: len(rows)]
 
 
 def rms_norm(
@@ -426,9 +426,13 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Projects queries and keys (both rotated) and values."""
         q, k, v = self.attention.queries_keys_values(normed)
-        both = jnp.concatenate([q, k], axis=1)
+        # Key heads come first, since a mesh cuts there.
+        B, K, T, H = k.shape
+        both = jnp.concatenate([q.reshape(B, K, -1, T, H), k[:, :, None]], axis=2)
+        both = both.reshape(B, -1, T, H)
         both = rotate(both, positions, frequencies, scale=self.config.rope.scale)
-        return both[:, : q.shape[1]], both[:, q.shape[1] :], v
+        both = both.reshape(B, K, -1, T, H)
+        return both[:, :, :-1].reshape(q.shape), both[:, :, -1], v
 
     def finish(
         self, hidden: Float[Array, "B T D"], attended: Float[Array, "B T NH"]

@@ -34,7 +34,7 @@ from poss_jax.model.layers import Parameter
 from poss_jax.model.quantise import quantise_target, weight_path
 from poss_jax.model.sharding import Axes, dividing_axes
 from poss_jax.model.target import TARGET, init_target
-from poss_jax.shapes import Params
+from poss_jax.shapes import Array, Params
 
 _NUMBER = re.compile(r"(?<=/)\d+(?=/)")
 _FUSED = {"qkv": "q", "kv": "k", "gate_up": "gate"}  # decoding's, which are cut as their parts are
@@ -147,6 +147,18 @@ def place_tree(tree: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, partition(name, leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def place_params(params: Params, mesh: Mesh) -> Params:
+    """Moves parameters to where the tables say; an array that occurs twice stays one array."""
+    moved: dict[int, Array] = {}
+
+    def move(leaf: Array, where: NamedSharding) -> Array:
+        if not leaf.sharding.is_equivalent_to(where, leaf.ndim):
+            leaf = moved.setdefault(id(leaf), jax.device_put(leaf, where))
+        return leaf
+
+    return jax.tree.map(move, params, place_tree(params, mesh))
 
 
 @cache

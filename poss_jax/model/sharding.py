@@ -10,6 +10,10 @@ Linear weights are [out, in]. What widens (q, k, v, gate, up, embedding, head) i
 along its output, what narrows again (o, down) along its input; `fsdp` takes the other dimension.
 A dimension that an axis does not divide stays whole on that axis. The axes of every parameter stand
 in the tables of the models (`parameters.py`).
+
+Decoding uses `data` and `tensor` alone. Every group of devices along `data` decodes its part of the
+batch by itself; within a group weights and caches are cut by `tensor`, and the compiler adds the
+sums over the devices.
 """
 
 from collections.abc import Sequence
@@ -47,6 +51,24 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh(sizes, ("data", "fsdp", "tensor"), automatic, devices=devices)
 
 
+def decoding_mesh(mesh: MeshConfig | Mesh | None) -> Mesh | None:
+    """Arranges devices for decoding; None is one device.
+
+    Raises:
+      UserError: the grid does not fit the devices, or cuts weights by `fsdp`.
+    """
+    if isinstance(mesh, MeshConfig):
+        mesh = make_mesh(mesh)
+    if mesh is None or mesh.size == 1:
+        return None
+    if mesh.shape["fsdp"] > 1:
+        raise UserError(
+            f"mesh.fsdp {mesh.shape['fsdp']}: decoding would gather all weights for every token; "
+            "want 1, and the devices in mesh.tensor or mesh.data"
+        )
+    return mesh
+
+
 def dividing_axes(axes: Axes, size: int, mesh: Mesh | AbstractMesh) -> Axes:
     """Returns those of the axes that cut a dimension into equal parts."""
     kept: list[str] = []
@@ -65,6 +87,13 @@ def place_batch(mesh: Mesh) -> NamedSharding:
 def replicate(mesh: Mesh) -> NamedSharding:
     """Sharding of replicated arrays."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def partition_state(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Says how an array of a running batch [B ...] is cut; those of caches [B K S H] by heads."""
+    if len(shape) == 4:
+        return PartitionSpec("data", dividing_axes("tensor", shape[1], mesh))
+    return PartitionSpec("data")
 
 
 def check_batch_size(batch_size: int, mesh: Mesh) -> None:
@@ -87,6 +116,16 @@ def gather_head(head: Float[Array, "V D"]) -> Float[Array, "V D"]:
         return head
     spec = PartitionSpec(dividing_axes("tensor", len(head), mesh), None)
     return lax.with_sharding_constraint(head, spec)
+
+
+def whole_rows(x: Array) -> Array:
+    """Keeps rows inside a jitted step whole on all devices of a group; without a mesh, nothing.
+
+    The compiler's own choice may be to cut what a product reads, and then to move its weight.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def split_batch(x: Array, axis: int = 0) -> Array:

@@ -91,15 +91,25 @@ def stack_layers(layers: list[Params]) -> Params:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
-def fuse_target(params: Params, config: LlamaConfig) -> Params:
+def fuse_target(
+    params: Params, config: LlamaConfig, place: Callable[[Params], Params] = lambda part: part
+) -> Params:
     """Fuses the projections of every layer of a list (`fuse_layer`), one layer after the other.
 
     The list is emptied on the way, so that no more than one layer is held twice.
+
+    Args:
+      params: the target.
+      config: its shape.
+      place: moves parameters that are fused to their devices.
     """
     layers, given = [], params["layers"]
     while given:
-        layers.append(fuse_layer(given.pop(0), config, parts="qkv"))
-    return params | {"layers": layers}
+        layer = fuse_layer(given.pop(0), config, parts="qkv")
+        layers += place({"layers": [layer]})["layers"]
+    return place({name: part for name, part in params.items() if name != "layers"}) | {
+        "layers": layers
+    }
 
 
 def compute_dtype(params: Params) -> jnp.dtype:

@@ -166,6 +166,7 @@ def load_engine(config: AnswerConfig) -> Engine:
         allow_target_mismatch=config.allow_target_mismatch,
         draft_vocabulary=config.draft_vocabulary,
         quantise=config.quantise,
+        mesh=config.mesh,
     )
 
 
