@@ -109,7 +109,9 @@ class Engine:
         self.draft_config: DraftConfig | None = None
         self.mesh = decoding_mesh(mesh)
         layers = list(params["layers"])  # the caller keeps a list of its own
-        target = fuse_target(params | {"layers": layers}, record.llama, partial(_place_on, self.mesh))
+        target = fuse_target(
+            params | {"layers": layers}, record.llama, partial(_place_on, self.mesh)
+        )
         self.weights = Weights(target, {})
         self.trees = _fit_trees(tree or default_tree(), {})
         self.is_coupled = is_coupled
