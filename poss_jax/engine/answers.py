@@ -34,21 +34,22 @@ def on_mesh(function: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
         if mesh is None:
             return function(weights, config, request, *state)
 
-        def run_group(weights: Weights, request: Request, *state: DecodeState) -> DecodeState:
+        def run_group(weights: Weights, stop_ids: jax.Array, rows: Any, *state: DecodeState) -> Any:
+            request = Request(stop_ids=stop_ids, **rows)
             return _hold_cut(function(weights, config, request, *state), mesh)
 
-        rows, whole = PartitionSpec("data"), PartitionSpec()
-        requests = Request(rows, rows, rows, whole, rows)
-        specs = (whole, requests, *[rows] * len(state))
+        rows = dict(vars(request))
+        stop_ids = rows.pop("stop_ids")
+        cut, whole = PartitionSpec("data"), PartitionSpec()
         group = jax.shard_map(
             run_group,
             mesh=mesh,
-            in_specs=specs,
-            out_specs=rows,
+            in_specs=(whole, whole, cut, *[cut] * len(state)),
+            out_specs=cut,
             axis_names={"data"},
             check_vma=False,
         )
-        return group(weights, request, *state)
+        return group(weights, stop_ids, rows, *state)
 
     return run
 

@@ -1,0 +1,203 @@
+"""Decoding on several devices: the same texts, everything really in parts, no weight gathered."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from models import random_draft, random_target, tiny_llama
+
+from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
+from poss_jax.checkpoint.record import new_record, target_identity
+from poss_jax.config.models import DraftConfig, MeshConfig
+from poss_jax.decode.sampling import top_k
+from poss_jax.engine.answers import run_round, start
+from poss_jax.engine.device import least_bytes
+from poss_jax.model.quantise import quantise_target
+from poss_jax.model.sharding import decoding_mesh, make_mesh
+
+LLAMA = tiny_llama(vocab_size=256, num_heads=16, num_kv_heads=8, intermediate_size=64)
+POSS = DraftConfig(layer=replace(LLAMA, num_layers=1), positions_per_specialist=(1, 1))
+E3 = DraftConfig(
+    layer=replace(LLAMA, num_layers=1),
+    positions_per_specialist=(2,),
+    family="eagle3",
+    kv="shared",
+    aux_layers=(0, 1),
+    head_size=128,
+)
+TREE = TreeConfig(depth=2, top_k=2, total_tokens=5)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8]]
+SAMPLED = SamplingConfig(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=3)
+MIXED = [SAMPLED, SamplingConfig(), SamplingConfig(temperature=1, seed=4)]
+EIGHT = MeshConfig(data=1, tensor=8)
+N = 12
+
+
+def make_engine(
+    draft: DraftConfig, mesh: MeshConfig | None, *, kind: Any = None, vocabulary: Any = None
+) -> Engine:
+    """An engine with random weights."""
+    target = random_target(LLAMA)
+    identity = target_identity("tiny", None, target["embed"]["weight"], target["head"]["weight"])
+    if kind is not None:
+        target = quantise_target(target, kind)
+    record = new_record(LLAMA, identity, tokenizer_from=None)
+    engine = Engine(record, target, tree=TREE, mesh=mesh)
+    record = new_record(draft, identity, tokenizer_from=None, draft_vocabulary=vocabulary)
+    return engine.with_draft(record, random_draft(draft))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make_engine(POSS, EIGHT)
+
+
+def moved(text: str) -> Iterator[tuple[str, int]]:
+    """What a program moves between devices to hold it whole or in other parts: line, numbers."""
+    kinds = "all-gather|all-to-all|collective-permute"
+    for line in text.splitlines():
+        if found := re.search(rf"= (.*?) (?:{kinds})(?:-start)?\(", line):
+            shapes = re.findall(r"\[([\d,]*)\]", found[1])
+            yield line, max(math.prod(map(int, filter(None, s.split(",")))) for s in shapes)
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts
+
+
+def test_a_stream_on_eight_devices_is_that_of_one(engine: Engine) -> None:
+    plain = make_engine(POSS, None)
+    assert plain.mesh is None
+    for one in (engine, plain):
+        *_, last = one.stream(PROMPTS[0], max_new_tokens=N)
+        assert last.answer is not None
+        if one is engine:
+            answer = last.answer
+    assert answer == last.answer
+    assert len(answer.accepted_per_round) > 2
+
+
+def test_a_mixed_batch_of_three_on_two_groups_of_four_is_that_of_one_device() -> None:
+    call = {"max_new_tokens": N, "batch_size": 3, "sampling": MIXED}
+    vocabulary = tuple(range(0, 256, 2))
+    draft = {"kind": "int8", "vocabulary": vocabulary}
+    answers = [
+        make_engine(E3, mesh, **draft).generate(PROMPTS, **call)
+        for mesh in (MeshConfig(tensor=4), None)
+    ]
+    assert answers[0] == answers[1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts
+
+
+def test_weights_and_caches_are_held_in_parts(engine: Engine) -> None:
+    target, draft = engine.weights
+    layer, specialist = target["layers"][0], draft["specialists"][1]
+    cut = {
+        "embed": (target["embed"]["weight"], (32, 32)),
+        "head": (target["head"]["weight"], (32, 32)),
+        "qkv": (layer["attention"]["qkv"]["weight"], (32, 32)),
+        "o": (layer["attention"]["o"]["weight"], (32, 16)),
+        "gate_up": (layer["mlp"]["gate_up"]["weight"], (2, 8, 32)),
+        "down": (layer["mlp"]["down"]["weight"], (32, 8)),
+        "kv": (specialist["attention"]["kv"]["weight"], (16, 32)),
+        "fc": (draft["fc"]["weight"], (4, 64)),
+    }
+    for name, (leaf, shape) in cut.items():
+        assert leaf.sharding.shard_shape(leaf.shape) == shape, name
+    assert draft["head"]["weight"] is target["head"]["weight"]
+    config, request = engine.request([engine.prepare(PROMPTS[0], N)])
+    state = start(engine.weights, config, request)
+    for cache in (state.target_cache, state.draft.cache):
+        assert cache.k[0].sharding.shard_shape(cache.k[0].shape) == (1, 1, config.rows, 8)
+        assert cache.v[0].sharding.spec == P(None, "tensor")
+    one = make_engine(POSS, None)
+    sizes = [
+        least_bytes(e.weights, e.request([e.prepare([1], N)])[0], batch_size=1)
+        for e in (engine, one)
+    ]
+    assert sizes[0] < sizes[1] / 6
+
+
+def test_a_quantised_weight_is_cut_with_its_scale() -> None:
+    weights = make_engine(POSS, EIGHT, kind="int8").weights.target["layers"][0]
+    both, o = weights["mlp"]["gate_up"]["weight"], weights["attention"]["o"]["weight"]
+    assert both.values.sharding.spec == P(None, "tensor", None)
+    assert both.scale.sharding.spec == P(None, "tensor")
+    assert o.values.sharding.spec == P(None, "tensor") and o.scale.sharding.spec == P(None)
+
+
+def test_a_round_moves_no_weight_no_cache_and_no_scores(engine: Engine) -> None:
+    config, request = engine.request([engine.prepare(PROMPTS[0], N)])
+    state = start(engine.weights, config, request)
+    text = run_round.lower(engine.weights, config, request, state).compile().as_text()
+    assert "all-reduce" in text
+    width, most_rows = 2 * LLAMA.hidden_size, config.tree.num_nodes
+    large = [line for line, numbers in moved(text) if numbers > width * most_rows]
+    assert large == []
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 8])
+def test_loaded_weights_are_those_of_one_device(fixtures: Path, num_kv_heads: int) -> None:
+    """One key head cannot be cut; what else can is."""
+    folder = fixtures / "format_v1"
+    mesh = MeshConfig(data=-1, tensor=num_kv_heads)
+    engines = [
+        Engine.load(folder / "target", folder / "draft", tree=TREE, mesh=m) for m in (mesh, None)
+    ]
+    cut, whole = (jax.tree.leaves(engine.weights) for engine in engines)
+    assert sum(not leaf.sharding.is_fully_replicated for leaf in cut) > 10
+    for a, b in zip(cut, whole, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# --------------------------------------------------------------------------------------------------
+# The best of cut scores
+
+
+@pytest.mark.parametrize("k", [3, 11])
+def test_the_best_of_cut_scores_are_those_of_whole_ones(k: int) -> None:
+    mesh = make_mesh(EIGHT)
+    scores = jnp.asarray(np.random.default_rng(k).integers(0, 9, (2, 3, 64)), jnp.float32)
+    scores = jax.device_put(scores, NamedSharding(mesh, P(None, None, "tensor")))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda scores: top_k(scores, k)).lower(scores).compile()
+    best, ids = compiled(scores)
+    expected = lax.top_k(np.asarray(scores), k)
+    np.testing.assert_array_equal(best, expected[0])
+    np.testing.assert_array_equal(ids, expected[1])
+    assert all(numbers <= 6 * 8 * min(k, 8) for _, numbers in moved(compiled.as_text()))
+
+
+# --------------------------------------------------------------------------------------------------
+# Grids
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        ({"tensor": 3}, "mesh data=-1 fsdp=1 tensor=3 does not fit 8 devices"),
+        ({"data": 1, "tensor": 4}, "want sizes whose product is 8"),
+        ({"fsdp": 2}, r"^mesh\.fsdp 2: decoding would gather .*; want 1, and the devices in .*$"),
+    ],
+)
+def test_a_grid_that_does_not_fit_is_refused(sizes: dict[str, int], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        Engine.load("nowhere", mesh=MeshConfig(**sizes))
+
+
+def test_a_grid_of_one_is_no_grid() -> None:
+    assert decoding_mesh(MeshConfig(data=1)) is None
+    assert isinstance(decoding_mesh(MeshConfig()), Mesh)
