@@ -142,7 +142,11 @@ def test_a_quantised_weight_is_cut_with_its_scale() -> None:
 def test_a_round_moves_no_weight_no_cache_and_no_scores(engine: Engine) -> None:
     config, request = engine.request([engine.prepare(PROMPTS[0], N)])
     state = start(engine.weights, config, request)
-    text = run_round.lower(engine.weights, config, request, state).compile().as_text()
+    leaves, tree = jax.tree.flatten((request, state))
+    again = jax.jit(
+        lambda weights, leaves: jax.tree.leaves(run_round(weights, config, *tree.unflatten(leaves)))
+    )
+    text = again.lower(engine.weights, leaves).compile().as_text()
     assert "all-reduce" in text
     width, most_rows = 2 * LLAMA.hidden_size, config.tree.num_nodes
     large = [line for line, numbers in moved(text) if numbers > width * most_rows]
