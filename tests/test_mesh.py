@@ -19,7 +19,7 @@ from models import random_draft, random_target, tiny_llama
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.models import DraftConfig, MeshConfig
-from poss_jax.decode.sampling import top_k
+from poss_jax.decode.ranking import top_k
 from poss_jax.engine.answers import run_round, start
 from poss_jax.engine.device import least_bytes
 from poss_jax.model.quantise import quantise_target

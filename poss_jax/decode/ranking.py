@@ -29,9 +29,7 @@ def top_k(
     scores: Float[Array, "B rows Vd"], k: int
 ) -> tuple[Float[Array, "B rows k"], Int[Array, "B rows k"]]:
     """Finds what `lax.top_k` finds, ties included; only GPUs have a kernel for long rows."""
-    whole, blocks = (
-        partial(_best_of_devices, find, k=k) for find in (_top_k, _top_k_of_blocks)
-    )
+    whole, blocks = (partial(_best_of_devices, find, k=k) for find in (_top_k, _top_k_of_blocks))
     best, ids = lax.platform_dependent(scores, cuda=whole, rocm=whole, default=blocks)
     return best, ids
 
