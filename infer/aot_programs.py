@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.ahead import AheadConfig
@@ -21,7 +21,7 @@ from poss_jax.model.ahead import bytes_per_device, shapes_on
 from poss_jax.model.cache import block_rows
 from poss_jax.model.families import init_draft
 from poss_jax.model.quantise import quantise_target
-from poss_jax.model.sharding import BATCH, dividing_axes, replicate
+from poss_jax.model.sharding import decoding_mesh, partition_state, replicate
 from poss_jax.model.specialists import attach, fuse_draft
 from poss_jax.model.target import fuse_target, init_target
 
@@ -104,6 +104,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         )
         weights = weights._replace(draft=_attach(own, weights.target, num_tokens, mesh))
     decode = DecodeConfig(target, draft, config.tree, rows=0, chunk=ACCELERATOR_CHUNK)
+    decode = decode._replace(mesh=decoding_mesh(mesh))
     length = config.context + config.max_new_tokens
     rows = rows_for(decode, length, max_length=target.max_position_embeddings)
     decode = decode._replace(rows=rows)
@@ -222,15 +223,11 @@ def _request(config: AheadConfig, decode: DecodeConfig, mesh: Mesh) -> Request:
 
 
 def _state(plan: Plan, decode: DecodeConfig) -> Any:
-    """Shapes of the state after the prompt: caches cut by heads, all else whole."""
+    """Shapes of the state after the prompt."""
     state = jax.eval_shape(lambda w, r: start(w, decode, r), plan.weights, plan.request)
 
     def place(leaf: Any) -> Any:
-        if leaf.ndim != 4:
-            return _placed(leaf, replicate(plan.mesh))
-        cut = (dividing_axes(BATCH, leaf.shape[0], plan.mesh),)
-        cut += (dividing_axes("tensor", leaf.shape[1], plan.mesh),)
-        return _placed(leaf, NamedSharding(plan.mesh, PartitionSpec(*cut)))
+        return _placed(leaf, NamedSharding(plan.mesh, partition_state(leaf.shape, plan.mesh)))
 
     return jax.tree.map(place, state)
 
