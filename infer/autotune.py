@@ -159,20 +159,25 @@ def record_all(
     engine: Engine, prompts: Sequence[PreparedPrompt], depth: int, top_ks: Sequence[int]
 ) -> dict[int, Recording]:
     """Records the answers to all prompts with every top_k."""
+    # All start with the program of one tree.
+    engine = engine.with_tree(TreeConfig(depth=depth, top_k=max(top_ks), total_tokens=2))
     recordings: dict[int, Recording] = {}
     with tqdm(total=len(top_ks) * len(prompts), desc="recording", unit="answer") as progress:
         for top_k in top_ks:
             tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=2)
-            recordings[top_k] = record(engine.with_tree(tree), prompts, progress)
+            recordings[top_k] = record(engine, prompts, tree, progress)
     return recordings
 
 
-def record(engine: Engine, prompts: Sequence[PreparedPrompt], progress: tqdm) -> Recording:
+def record(
+    engine: Engine, prompts: Sequence[PreparedPrompt], tree: TreeConfig, progress: tqdm
+) -> Recording:
     """Decodes token by token, and drafts after every one.
 
     Args:
-      engine: a target with a draft and a tree; all of its candidates count, not only those kept.
+      engine: a target with a draft.
       prompts: prompts to answer.
+      tree: depth and top_k of the candidates, all of which count.
       progress: bar that is advanced by one per answer.
     """
     recording = Recording([], [])
@@ -181,14 +186,15 @@ def record(engine: Engine, prompts: Sequence[PreparedPrompt], progress: tqdm) ->
         batch = prompts[first : first + size]
         config, request = engine.request(batch, batch_size=size)
         state, steps = start(engine.weights, config, request), []
+        config = config._replace(tree=tree)
         while not bool(state.output.is_done.all()):
             state, candidates = _record_step(engine.weights, config, request, state)
-            steps.append(jax.device_get(candidates))
+            steps.append(jax.device_get(vars(candidates)))
         for row, answer in enumerate(engine.read(batch, state.output)):
             text = answer.output_ids
-            one = [jax.tree.map(lambda array, row=row: array[row], step) for step in steps]
+            mine = [{name: step[name][row] for name in step} for step in steps[: len(text) - 1]]
             recording.lengths.append(len(text))
-            recording.ranks.append(rank_paths(one[: len(text) - 1], text, config.tree))
+            recording.ranks.append(rank_paths(mine, text, tree))
             progress.update()
     return recording
 
@@ -207,11 +213,13 @@ def _record_step(
     return speculate.commit(weights, config, request, state, out, acceptance), candidates
 
 
-def rank_paths(steps: Sequence[Candidates], text: Sequence[int], tree: TreeConfig) -> Ranks:
+def rank_paths(
+    steps: Sequence[dict[str, np.ndarray]], text: Sequence[int], tree: TreeConfig
+) -> Ranks:
     """Ranks the nodes of the path that a text takes, as `tree.select` ranks them.
 
     Args:
-      steps: candidates after every token but the last, arrays of [C].
+      steps: fields of `Candidates`, [C], after every token but the last.
       text: tokens of the answer.
       tree: depth and top_k of the candidates.
     """
@@ -219,7 +227,7 @@ def rank_paths(steps: Sequence[Candidates], text: Sequence[int], tree: TreeConfi
     ranks = np.full((len(steps), D, D), _MISSING, np.int32)
     ends = [W + depth * W * W for depth in range(D)]
     for position, step in enumerate(steps):
-        tokens, scores, parents = (np.asarray(array) for array in vars(step).values())
+        tokens, scores, parents = step["tokens"], step["scores"], step["parents"]
         node = -1
         for level, token in enumerate(text[position + 1 : position + 1 + D]):
             is_next = (parents == node) & (tokens == token)
