@@ -205,6 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, args = read_arguments(
         BenchConfig, arguments, prog="infer.bench", doc=__doc__, add_actions=_add_actions
     )
+    if not args.autotune and (args.batch_sizes or args.trees_file):
+        raise UserError("--batch-sizes and --trees-file are of --autotune; give it, too")
     if args.check_lossless:
         _check_lossless(config)
         return
@@ -212,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _show_roofline(config)
         return
     if args.autotune:
-        _autotune(config, args.batch_sizes, args.trees_file, overwrite=args.overwrite)
+        _autotune(config, args.batch_sizes or [1], args.trees_file, overwrite=args.overwrite)
         return
     if config.output is not None:
         _check_output(Path(config.output), overwrite=args.overwrite)
@@ -344,9 +346,9 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-sizes",
         type=_batch_sizes,
-        default=[1],
         metavar="N,N",
-        help="With --autotune: numbers of prompts decoded together, such as 1,4,16.",
+        help="With --autotune: numbers of prompts decoded together, such as 1,4,16; 1 alone if "
+        "left out.",
     )
     parser.add_argument(
         "--trees-file",

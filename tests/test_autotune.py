@@ -223,4 +223,6 @@ def test_refusals(runs: Runs, tmp_path: Path, options: str, error: str) -> None:
     filled = options.format(poss2=runs.model("poss2"), there=there).replace(" x", f" {tmp_path}/x")
     arguments = ["--target", runs.model("target"), "--prompts", there, "--autotune"]
     assert error in refusal(main, *arguments, *filled.split())
+    alone = refusal(main, *arguments[:-1], "--batch-sizes", "1,4")
+    assert alone == "--batch-sizes and --trees-file are of --autotune; give it, too"
     assert not (tmp_path / "x").exists()
