@@ -108,8 +108,8 @@ def test_a_batch_runs_as_many_rounds_as_its_longest_answer() -> None:
 
 
 def test_the_fastest_predictions_are_tried() -> None:
-    ranks = np.ones((8, 2, 2), np.int32)  # a draft that is always right
-    predicted = predict_all({1: Recording([9], [ranks])}, COSTS, 1, 2)
+    ranks = np.ones((9, 2, 2), np.int32)  # a draft that is always right
+    predicted = predict_all({1: Recording([10], [ranks])}, COSTS, 1, 2)
     assert list(predicted) == [tree(2, 1, 3), tree(1, 1, 2), None]
     few = [tree(2, 1, 3), None, tree(2, 2, 4), tree(2, 2, 5), tree(3, 2, 4), tree(4, 2, 5)]
     assert choose_few(few) == [tree(2, 1, 3), tree(2, 2, 4), tree(3, 2, 4)]
