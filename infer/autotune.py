@@ -285,6 +285,7 @@ def measure_costs(
 ) -> Costs:
     """Times the parts of a round, in turn, on the state after the prompts of a batch."""
     widest = TreeConfig(depth=depth, top_k=max(top_ks), total_tokens=max(_MEASURED_NODES))
+    widest = replace(widest, total_tokens=widest.num_nodes)
     drafting = _Bench(engine.with_tree(widest), prompts, batch_size)
     plain = _Bench(engine.with_tree({1: None}), prompts, batch_size)
     programs: dict[tuple[str, int], Callable[[], Any]] = {
