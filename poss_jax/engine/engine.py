@@ -185,8 +185,10 @@ class Engine:
             tokens = read_draft_vocabulary(vocabulary, self.target_config.vocab_size)
             record = with_vocabulary(record, tokens.tolist(), origin=str(draft))
         other = self.with_draft(record, params)
-        tuned = None if self._has_own_trees else find_tuned(draft, record)
-        return other if tuned is None else other.with_tree(tuned)
+        if not self._has_own_trees:
+            trees = find_tuned(draft, record) or default_tree()
+            other.trees = _fit_trees(trees, other.weights.draft)
+        return other
 
     def with_draft(self, record: ModelRecord, params: Params) -> "Engine":
         """Returns an engine of the same target with a draft; shares the target's weights.
