@@ -11,27 +11,24 @@ object; --output keeps report.json, report.md, trees.yaml (for `infer.generate -
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
 from benchmarks import reports
 from infer.bench import first_prompts, load_decoders, read_questions
+from infer.measure import time_batches
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
-from poss_jax.engine.answers import Generation, decode_batch
-from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.answers import Generation
 from poss_jax.program.options import at_least, check_writable
 from poss_jax.program.running import Parser, run_program
 
@@ -66,20 +63,6 @@ def measure(
         "config": config_to_dict(config),
         "provenance": provenance(),
     }
-
-
-def time_batches(engine: Engine, prompts: Sequence[PreparedPrompt], batch_size: int) -> Pass:
-    """Decodes all prompts; times prefill and all rounds up to the finished outputs."""
-    answers, seconds = [], 0.0
-    for first in range(0, len(prompts), batch_size):
-        batch = prompts[first : first + batch_size]
-        config, request = engine.request(batch, batch_size=batch_size)
-        request = jax.block_until_ready(request)
-        started = time.perf_counter()
-        state = jax.block_until_ready(decode_batch(engine.weights, config, request))
-        seconds += time.perf_counter() - started
-        answers += engine.read(batch, state.output)
-    return answers, seconds
 
 
 def summarise(passes: dict[str, list[Pass]]) -> dict[str, Any]:

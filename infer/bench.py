@@ -8,11 +8,13 @@ as one JSON object; --output keeps report.json, report.md and a plot.
     python -m infer.bench --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl
     python -m infer.bench --config configs/demo/bench.yaml --check-lossless
     python -m infer.bench --config configs/demo/bench.yaml --roofline
+    python -m infer.bench --target T --draft PosS-3=P --autotune --batch-sizes 1,4,16
 """
 
 import argparse
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -22,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from poss_jax.checkpoint.record import provenance
+from poss_jax.checkpoint.record import provenance, read_record
 from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import plain_texts
@@ -39,9 +42,11 @@ from poss_jax.engine.dialogue import (
 )
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import check_writable, read_arguments
+from poss_jax.engine.trees import tuned_file, write_tuned
+from poss_jax.program.options import at_least, check_writable, read_arguments
 from poss_jax.program.running import run_program
 
+from .autotune import format_tuning, tree_name, tune
 from .lossless import check_lossless, format_check
 from .measure import Decoder, Run, measure_steps, time_questions
 from .phases import describe_phases, measure_phases, phases_to_round
@@ -204,11 +209,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, args = read_arguments(
         BenchConfig, arguments, prog="infer.bench", doc=__doc__, add_actions=_add_actions
     )
+    if not args.autotune and (args.batch_sizes or args.trees_file):
+        raise UserError("--batch-sizes and --trees-file are of --autotune; give it, too")
     if args.check_lossless:
         _check_lossless(config)
         return
     if args.roofline:
         _show_roofline(config)
+        return
+    if args.autotune:
+        _autotune(config, args.batch_sizes or [1], args.trees_file, overwrite=args.overwrite)
         return
     if config.output is not None:
         _check_output(Path(config.output), overwrite=args.overwrite)
@@ -244,6 +254,74 @@ def _show_roofline(config: BenchConfig) -> None:
     print(json.dumps(report | {"config": config_to_dict(config), "provenance": provenance()}))
 
 
+def _autotune(
+    config: BenchConfig, batch_sizes: Sequence[int], file: Path | None, *, overwrite: bool
+) -> None:
+    """Prints what was predicted and measured, and writes the fastest trees of every draft."""
+    places = _places_of_trees(config, file, overwrite=overwrite)
+    baseline, *decoders = load_decoders(config)
+    prompts = first_prompts(read_questions(config, baseline.engine))
+    if max(batch_sizes) > len(prompts):
+        raise UserError(
+            f"--batch-sizes: want at most the number of prompts, {len(prompts)}, got "
+            f"{max(batch_sizes)}; raise num_prompts"
+        )
+    report: dict[str, Any] = {"drafts": {}, "files": {}}
+    for decoder in decoders:
+        tuned = tune(decoder.engine, prompts, batch_sizes, repeats=config.repeats)
+        path, folder = places[decoder.name], config.drafts[decoder.name]
+        _write_tuned(path, folder, tuned, config)
+        report["drafts"][decoder.name] = tuned
+        report["files"][decoder.name] = str(path)
+    print(format_tuning(report))
+    print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
+    print(json.dumps(report | {"config": config_to_dict(config), "provenance": provenance()}))
+
+
+def _places_of_trees(config: BenchConfig, file: Path | None, *, overwrite: bool) -> dict[str, Path]:
+    """Files that tuned trees are written to, by draft; refused before any work is spent."""
+    if not config.drafts:
+        raise UserError("--autotune: want at least one draft; give --draft NAME=DIR")
+    if file is not None and len(config.drafts) > 1:
+        raise UserError("--trees-file: want one draft, got several; tune them one by one")
+    if file is not None and file.exists() and not overwrite:
+        raise UserError(f"--trees-file {file} exists; name another file or give --overwrite")
+    if file is not None:
+        check_writable(file)
+        return dict.fromkeys(config.drafts, file)
+    for folder in config.drafts.values():
+        if Path(folder).is_dir() and not os.access(folder, os.W_OK):
+            raise UserError(f"draft {folder} may not be written to; give --trees-file FILE")
+    return {name: tuned_file(folder) for name, folder in config.drafts.items()}
+
+
+def _write_tuned(
+    path: Path, draft: str, tuned: dict[int, dict[str, Any]], config: BenchConfig
+) -> None:
+    record = read_record(draft)
+    about = {
+        "target": record.target.name,
+        "sampling": config_to_dict(config.sampling),
+        "draft_vocabulary": config.draft_vocabulary,
+        "quantise": config.quantise,
+        "prompts": config.prompts,
+    }
+    trees = {size: entry["best"] and TreeConfig(**entry["best"]) for size, entry in tuned.items()}
+    comments = {
+        size: "{tokens_per_second:.0f} tokens/s, {ratio:.2f} x no draft".format(
+            **entry["methods"][tree_name(trees[size])]
+        )
+        for size, entry in tuned.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_tuned(path, trees, record, about=about, comments=comments)
+
+
+def _batch_sizes(text: str) -> list[int]:
+    """Reads batch sizes separated by commas."""
+    return sorted({at_least(1)(size) for size in text.split(",")})
+
+
 def _check_output(folder: Path, *, overwrite: bool) -> None:
     if not (overwrite and folder.is_dir()):
         refuse_non_empty(folder)
@@ -262,6 +340,26 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Measure the bandwidth and the matrix products of this device anew, and print bytes, "
         "FLOPs, least and measured time of every phase instead of comparing methods.",
+    )
+    parser.add_argument(
+        "--autotune",
+        action="store_true",
+        help="Find the fastest tree of every draft and batch size, and write them where every "
+        "program finds them that decodes with the draft on this kind of device.",
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        type=_batch_sizes,
+        metavar="N,N",
+        help="With --autotune: numbers of prompts decoded together, such as 1,4,16; 1 alone if "
+        "left out.",
+    )
+    parser.add_argument(
+        "--trees-file",
+        type=Path,
+        metavar="FILE",
+        help="With --autotune: write the trees here instead of beside the draft; other programs "
+        "take it as --trees.",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="Replace a report that is there already."

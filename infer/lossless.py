@@ -24,6 +24,7 @@ from poss_jax.decode.sampling import Text, draw_noise, process_logits, shift_log
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.verify import accept
 from poss_jax.engine.answers import Generation
+from poss_jax.engine.device import default_tree, tree_for
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 
@@ -94,8 +95,7 @@ def draw_jobs(prompts: Sequence[PreparedPrompt]) -> Iterator[PreparedPrompt]:
 
 def list_settings(decoder: Decoder) -> Iterator[Setting]:
     """The draft's own tree coupled and not, and those of `SHAPES`, alone and in batches."""
-    own = decoder.engine.trees[1]
-    assert own is not None
+    own = tree_for(decoder.engine.trees, 1) or default_tree()
     trees = {(own, True), (own, False)}
     for depth, top_k, total_tokens in SHAPES:
         trees.add((TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens), True))

@@ -124,6 +124,22 @@ def time_questions(decoder: Decoder, questions: Sequence[Dialogue], progress: tq
     return run
 
 
+def time_batches(
+    engine: Engine, prompts: Sequence[PreparedPrompt], batch_size: int
+) -> tuple[list[Generation], float]:
+    """Decodes all prompts; times prefill and all rounds up to the finished outputs."""
+    answers, seconds = [], 0.0
+    for first in range(0, len(prompts), batch_size):
+        batch = prompts[first : first + batch_size]
+        config, request = engine.request(batch, batch_size=batch_size)
+        request = jax.block_until_ready(request)
+        started = time.perf_counter()
+        state = jax.block_until_ready(decode_batch(engine.weights, config, request))
+        seconds += time.perf_counter() - started
+        answers += engine.read(batch, state.output)
+    return answers, seconds
+
+
 def time_first_token(engine: Engine, prompt: PreparedPrompt) -> float:
     """Seconds until a stream shows the first token of an answer."""
     started = time.perf_counter()

@@ -11,7 +11,7 @@ from programs import Runs, refusal, tiny_runs, write_lines
 
 from benchmarks import batches
 from poss_jax import Generation, TreeConfig
-from poss_jax.program.options import read_trees
+from poss_jax.engine.trees import read_trees
 
 OUTPUTS = [[1, 2, 3, 4], [5, 6]]
 

@@ -30,6 +30,8 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m train.main --config configs/tiny/": "make smoke runs it",
     "python -m infer.bench --config configs/tiny/": "make smoke runs it",
     "python -m infer.bench --config configs/demo/": "needs the models of make demo",
+    "python -m infer.bench --target TARGET --draft NAME=DRAFT --autotune": "compiles many trees; "
+    "tests/test_autotune.py tunes",
     "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
     "python -m benchmarks.coupling ": "compiles many trees, which takes minutes",
     "python -m benchmarks.draft_vocabulary ": "needs the models of make demo",

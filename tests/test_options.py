@@ -12,7 +12,8 @@ from poss_jax.config.decoding import BenchConfig, GenerateConfig
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
 from poss_jax.config.training import RegenerateConfig, TrainConfig
-from poss_jax.program.options import list_options, read_arguments, read_trees
+from poss_jax.engine.trees import read_trees
+from poss_jax.program.options import list_options, read_arguments
 
 KINDS = [
     GenerateConfig,

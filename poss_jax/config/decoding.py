@@ -55,7 +55,8 @@ class DecodingConfig:
       target: Model folder of the target.
       max_new_tokens: Most new tokens of an answer.
       sampling: How tokens are chosen.
-      tree: Size of the draft tree; null takes the default of the device (depth 6, top_k 10 and
+      tree: Size of the draft tree; null takes what was tuned for the draft on this kind of device
+        (`infer.bench --autotune`), else the default of the device (depth 6, top_k 10 and
         total_tokens 60 on accelerators, 4, 4 and 16 on CPU).
       is_coupled: Let drafts use the noise that the target samples with, which saves rounds and
         changes no text.

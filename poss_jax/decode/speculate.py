@@ -17,7 +17,7 @@ from poss_jax.decode import drafting
 from poss_jax.decode.ranking import choose
 from poss_jax.decode.sampling import Text, draw, draw_noise, shift_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, DraftState, Output, Request, Weights
-from poss_jax.decode.tree import Tree, root_tree, select
+from poss_jax.decode.tree import Candidates, Tree, root_tree, select
 from poss_jax.decode.verify import Acceptance, accept
 from poss_jax.model import target as targets
 from poss_jax.model.cache import KVCache, commit_rows, init_cache, take_rows, write_rows
@@ -123,8 +123,22 @@ def draft_tree(
     noise: Float[Array, "B positions V"] | None,
 ) -> Tree:
     """First part of a round: the tree to verify."""
-    if config.draft is None or state.draft is None:
+    if config.draft is None:
         return root_tree(state.root)
+    candidates = draft_candidates(weights, config, request, state, noise)
+    with jax.named_scope("select"):
+        return select(state.root, candidates, config.tree)
+
+
+def draft_candidates(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    noise: Float[Array, "B positions V"] | None,
+) -> Candidates:
+    """All nodes that a draft proposes, before the tree is selected among them."""
+    assert config.draft is not None and state.draft is not None, "want a draft"
     children = config.children or drafting.top_children
     if config.children is None and config.is_coupled and request.sampling and noise is not None:
         children = partial(
@@ -134,7 +148,7 @@ def draft_tree(
             noise=noise,
             vocabulary=weights.draft["vocabulary"],
         )
-    candidates = drafting.draft(
+    return drafting.draft(
         weights.draft,
         config.draft,
         config.tree,
@@ -142,8 +156,6 @@ def draft_tree(
         state.draft.root_input,
         children,
     )
-    with jax.named_scope("select"):
-        return select(state.root, candidates, config.tree)
 
 
 @jax.named_scope("verify")

@@ -6,4 +6,5 @@ answers.py    Generation and Chunk; decoding round by round from the host
 text.py       tokens -> text that may be shown; stop strings
 dialogue.py   prompt files, and conversations whose every turn the target answers
 device.py     defaults of the device; draft trees per batch size; memory
+trees.py      files of draft trees per batch size, those that were tuned for a draft among them
 """

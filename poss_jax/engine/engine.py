@@ -57,6 +57,7 @@ from poss_jax.engine.prompts import (
     sampling_per_prompt,
 )
 from poss_jax.engine.text import check_stop
+from poss_jax.engine.trees import find_tuned
 from poss_jax.model.parameters import place_params, place_weights
 from poss_jax.model.sharding import decoding_mesh, replicate
 from poss_jax.model.specialists import attach, fuse_draft
@@ -113,6 +114,7 @@ class Engine:
             params | {"layers": layers}, record.llama, partial(_place_on, self.mesh)
         )
         self.weights = Weights(target, {})
+        self._has_own_trees = tree is not None
         self.trees = _fit_trees(tree or default_tree(), {})
         self.is_coupled = is_coupled
         self.tokenizer = tokenizer
@@ -139,8 +141,9 @@ class Engine:
         Args:
           target: folder of the target.
           draft: folder of a draft made for it; None decodes autoregressively.
-          tree: size of the draft tree, or one per batch size (None there: no draft); None: 6/10/60
-            on accelerators, 4/4/16 on CPU.
+          tree: size of the draft tree, or one per batch size (None there: no draft); None: those
+            that were tuned for the draft on this kind of device (see `infer.bench --autotune`),
+            else 6/10/60 on accelerators, 4/4/16 on CPU.
           dtype: dtype of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
           max_length: most tokens of prompt and answer; None: what the target was made for.
           is_coupled: let the draft use the noise that the target samples with; the output is the
@@ -201,7 +204,11 @@ class Engine:
         if vocabulary is not None:
             tokens = read_draft_vocabulary(vocabulary, self.target_config.vocab_size)
             record = with_vocabulary(record, tokens.tolist(), origin=str(draft))
-        return self.with_draft(record, params)
+        other = self.with_draft(record, params)
+        if not self._has_own_trees:
+            trees = find_tuned(draft, record) or default_tree()
+            other.trees = _fit_trees(trees, other.weights.draft)
+        return other
 
     def with_draft(self, record: ModelRecord, params: Params) -> "Engine":
         """Returns an engine of the same target with a draft; shares the target's weights.
@@ -219,12 +226,15 @@ class Engine:
         target = self.weights.target
         draft = attach(fuse_draft(params, record.draft), target, ids)
         del draft["vocabulary"]
-        other.weights = Weights(target, _place_on(self.mesh, draft) | {"vocabulary": ids})
-        return other.with_tree(self.trees)
+        draft = _place_on(self.mesh, draft) | {"vocabulary": ids}
+        other.weights = Weights(target, draft)
+        other.trees = _fit_trees(self.trees, draft)
+        return other
 
     def with_tree(self, tree: TreeConfig | Trees, *, is_coupled: bool | None = None) -> "Engine":
         """Returns an engine of the same models with another tree, or other coupling, or both."""
         other = copy(self)
+        other._has_own_trees = True
         other.trees = _fit_trees(tree, self.weights.draft)
         if is_coupled is not None:
             other.is_coupled = is_coupled

@@ -17,18 +17,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from poss_jax.config.decoding import AnswerConfig
-from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import (
     Key,
     UserError,
     build_config,
     list_keys,
     read_values,
-    read_yaml,
     shorten,
 )
-from poss_jax.engine.device import Trees, default_tree
+from poss_jax.engine.device import default_tree
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.trees import read_trees
 from poss_jax.program.running import Parser
 
 _LOG = logging.getLogger(__name__)
@@ -168,30 +167,6 @@ def load_engine(config: AnswerConfig) -> Engine:
         quantise=config.quantise,
         mesh=config.mesh,
     )
-
-
-def read_trees(path: Path) -> Trees:
-    """Reads a YAML file of trees by batch size.
-
-    Raises:
-      UserError: it cannot be read, or holds something else.
-    """
-    trees: dict[int, TreeConfig | None] = {}
-    for size, values in read_yaml(path).items():
-        where = f"{path}: {str(size)[:40]}"
-        if type(size) is not int or not 1 <= size <= _MOST:
-            raise UserError(f"{where}: want a batch size, a whole number from 1 on")
-        if not isinstance(values, dict | None):
-            raise UserError(
-                f"{where}: want depth, top_k and total_tokens, or null; got {shorten(values)}"
-            )
-        trees[size] = None
-        if values is not None:
-            values = asdict(default_tree()) | values
-            trees[size] = build_config(TreeConfig, values, origin=where)
-    if not trees:
-        raise UserError(f"{path}: want batch sizes and their trees, got none")
-    return trees
 
 
 def read_pairs(flag: str, texts: Sequence[str], wanted: str) -> dict[str, str]:

@@ -1,0 +1,471 @@
+"""The fastest draft tree per batch size: predicted for hundreds of trees, confirmed for a few.
+
+The text does not depend on the tree, and the draft's candidates after a token depend on the text up
+to it alone. So one recording per top_k, with a draft after every token, tells the rounds of every
+tree of that top_k exactly (but for rounding):
+
+    text              a   b   c   d   e
+    path from "a"         1   1   7           rank among the candidates of `depth` levels, 1 best
+    total_tokens 4        yes yes no          accepted 2: the next round starts at "d"
+
+A round then costs what its parts were measured to cost: drafting, by depth and top_k, and verifying
+up to committing, by the number of nodes.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from poss_jax.config.models import TreeConfig
+from poss_jax.config.reading import config_to_dict
+from poss_jax.decode import speculate
+from poss_jax.decode.metrics import mean_acceptance_length
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.tree import Candidates, Tree, make_tree, root_tree
+from poss_jax.decode.verify import accept
+from poss_jax.engine.answers import run_round, start
+from poss_jax.engine.device import default_tree
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+
+from .measure import time_batches
+from .phases import draft_tree
+
+DEPTH = 8
+_TOP_KS = {"cpu": (1, 2, 3, 4, 6)}
+_OTHER_TOP_KS = (1, 2, 3, 4, 6, 8, 10, 16)
+_NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 60, 64, 80, 96, 128)
+_MEASURED_NODES = (2, 4, 8, 16, 32, 64, 128)
+_RECORDED_TOGETHER = 8
+_CALLS = 15
+_MISSING = np.iinfo(np.int32).max
+
+Ranks = np.ndarray
+"""[positions depth depth] int32: at [p, d - 1, l] the rank, from 1 on, of the node at level l of
+the path that the text takes after token p, among the candidates of the first d levels."""
+
+
+class Costs(NamedTuple):
+    """Measured seconds of one batch size.
+
+    Attributes:
+      first_level: the first drafted position.
+      level: every further one, by top_k.
+      rest: verifying, accepting and committing, by nodes.
+      plain: a round without the draft.
+      start: the prompts, with the draft.
+      plain_start: the prompts without it.
+    """
+
+    first_level: float
+    level: dict[int, float]
+    rest: dict[int, float]
+    plain: float
+    start: float
+    plain_start: float
+
+    def round(self, tree: TreeConfig | None) -> float:
+        """Seconds of a round; None: without the draft."""
+        if tree is None:
+            return self.plain
+        level = np.interp(tree.top_k, list(self.level), list(self.level.values()))
+        rest = np.interp(tree.num_nodes, list(self.rest), list(self.rest.values()))
+        return float(self.first_level + (tree.depth - 1) * level + rest)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a draft proposed after every token of some answers, with one top_k.
+
+    Attributes:
+      lengths: tokens of every answer.
+      ranks: ranks of the paths that the text takes, per answer.
+    """
+
+    lengths: list[int]
+    ranks: list[Ranks]
+
+    def accepted(self, tree: TreeConfig) -> list[list[int]]:
+        """Drafted tokens that every round of every answer would accept with a tree."""
+        return [
+            count_accepted(ranks, length, tree)
+            for ranks, length in zip(self.ranks, self.lengths, strict=True)
+        ]
+
+
+def tune(
+    engine: Engine,
+    prompts: Sequence[PreparedPrompt],
+    batch_sizes: Sequence[int],
+    *,
+    repeats: int,
+    depth: int = DEPTH,
+    top_ks: Sequence[int] | None = None,
+) -> dict[int, dict[str, Any]]:
+    """Finds the fastest tree of every batch size.
+
+    Args:
+      engine: a target with a draft.
+      prompts: prompts to measure on; they should be like those to come.
+      batch_sizes: numbers of prompts decoded together.
+      repeats: interleaved passes over all prompts that confirm a prediction.
+      depth: greatest depth that is looked at.
+      top_ks: numbers of children that are looked at; None: those of this kind of device.
+
+    Returns:
+      Per batch size: the `best` tree, and in `methods`, by name, what was predicted and measured.
+    """
+    size = len(engine.weights.draft["head"]["weight"])
+    wanted = top_ks or _TOP_KS.get(jax.default_backend(), _OTHER_TOP_KS)
+    top_ks = sorted({min(top_k, size) for top_k in wanted})
+    recordings = record_all(engine, prompts, depth, top_ks)
+    default = engine.with_tree(default_tree()).trees[1]
+    report = {}
+    for batch_size in batch_sizes:
+        costs = measure_costs(engine, prompts[:batch_size], batch_size, depth, top_ks)
+        predicted = predict_all(recordings, costs, batch_size, depth)
+        # A default that asks for more than was recorded is run without a prediction.
+        chosen = list(dict.fromkeys([None, default, *choose_few(predicted)]))
+        rows = confirm(engine, prompts, batch_size, chosen, repeats)
+        for tree, row in rows.items():
+            row["predicted"] = predicted[tree]._asdict() if tree in predicted else None
+        best = max(rows, key=lambda tree: rows[tree]["ratio"])
+        report[batch_size] = {
+            "best": best and config_to_dict(best),
+            "methods": {tree_name(tree): row for tree, row in rows.items()},
+            "costs": costs._asdict(),
+        }
+    return report
+
+
+def tree_name(tree: TreeConfig | None) -> str:
+    """depth/top_k/total_tokens."""
+    return "no draft" if tree is None else f"{tree.depth}/{tree.top_k}/{tree.total_tokens}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Acceptance
+
+
+def record_all(
+    engine: Engine, prompts: Sequence[PreparedPrompt], depth: int, top_ks: Sequence[int]
+) -> dict[int, Recording]:
+    """Records the answers to all prompts with every top_k."""
+    # All start with the program of one tree.
+    engine = engine.with_tree(TreeConfig(depth=depth, top_k=max(top_ks), total_tokens=2))
+    recordings: dict[int, Recording] = {}
+    with tqdm(total=len(top_ks) * len(prompts), desc="recording", unit="answer") as progress:
+        for top_k in top_ks:
+            tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=2)
+            recordings[top_k] = record(engine, prompts, tree, progress)
+    return recordings
+
+
+def record(
+    engine: Engine, prompts: Sequence[PreparedPrompt], tree: TreeConfig, progress: tqdm
+) -> Recording:
+    """Decodes token by token, and drafts after every one.
+
+    Args:
+      engine: a target with a draft.
+      prompts: prompts to answer.
+      tree: depth and top_k of the candidates, all of which count.
+      progress: bar that is advanced by one per answer.
+    """
+    recording = Recording([], [])
+    size = min(_RECORDED_TOGETHER, len(prompts))
+    for first in range(0, len(prompts), size):
+        batch = prompts[first : first + size]
+        config, request = engine.request(batch, batch_size=size)
+        state, steps = start(engine.weights, config, request), []
+        config = config._replace(tree=tree)
+        while not bool(state.output.is_done.all()):
+            state, candidates = _record_step(engine.weights, config, request, state)
+            steps.append(jax.device_get(vars(candidates)))
+        for row, answer in enumerate(engine.read(batch, state.output)):
+            text = answer.output_ids
+            mine = [{name: step[name][row] for name in step} for step in steps[: len(text) - 1]]
+            recording.lengths.append(len(text))
+            recording.ranks.append(rank_paths(mine, text, tree))
+            progress.update()
+    return recording
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=3)
+def _record_step(
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+) -> tuple[DecodeState, Candidates]:
+    """Drafts, but verifies and commits the root alone."""
+    noise = speculate.round_noise(config, request, state)
+    candidates = speculate.draft_candidates(weights, config, request, state, noise)
+    tree = root_tree(state.root)
+    out = speculate.verify_tree(weights, config, state, tree)
+    chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
+    acceptance = accept(tree, chosen, max_accepted=0)
+    return speculate.commit(weights, config, request, state, out, acceptance), candidates
+
+
+def rank_paths(
+    steps: Sequence[dict[str, np.ndarray]], text: Sequence[int], tree: TreeConfig
+) -> Ranks:
+    """Ranks the nodes of the path that a text takes, as `tree.select` ranks them.
+
+    Args:
+      steps: fields of `Candidates`, [C], after every token but the last.
+      text: tokens of the answer.
+      tree: depth and top_k of the candidates.
+    """
+    D, W = tree.depth, tree.top_k
+    ranks = np.full((len(steps), D, D), _MISSING, np.int32)
+    ends = [W + depth * W * W for depth in range(D)]
+    for position, step in enumerate(steps):
+        tokens, scores, parents = step["tokens"], step["scores"], step["parents"]
+        node = -1
+        for level, token in enumerate(text[position + 1 : position + 1 + D]):
+            is_next = (parents == node) & (tokens == token)
+            is_next[: ends[level - 1] if level else 0] = False
+            is_next[ends[level] :] = False
+            if not is_next.any():
+                break
+            node = int(is_next.argmax())
+            is_before = (scores > scores[node]) | (scores == scores[node]) & (
+                np.arange(len(scores)) <= node
+            )
+            ranks[position, level:, level] = is_before.cumsum()[np.array(ends[level:]) - 1]
+    return ranks
+
+
+def count_accepted(ranks: Ranks, length: int, tree: TreeConfig) -> list[int]:
+    """Drafted tokens that every round of an answer would accept with a tree.
+
+    Args:
+      ranks: of a recording with the tree's top_k, at least as deep.
+      length: tokens of the answer, the first of which comes with the prompt.
+      tree: size of the tree.
+    """
+    is_kept = ranks[:, tree.depth - 1, : tree.depth] < tree.num_nodes
+    after = is_kept.cumprod(axis=1).sum(axis=1)
+    accepted, position = [], 0
+    while position < length - 1:
+        accepted.append(int(after[position]))
+        position += accepted[-1] + 1
+    return accepted
+
+
+# --------------------------------------------------------------------------------------------------
+# Costs
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=3)
+def _finish_round(
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState, tree: Tree
+) -> DecodeState:
+    """All of a round that comes after drafting."""
+    noise = speculate.round_noise(config, request, state)
+    out = speculate.verify_tree(weights, config, state, tree)
+    chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
+    acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
+    return speculate.commit(weights, config, request, state, out, acceptance)
+
+
+def measure_costs(
+    engine: Engine,
+    prompts: Sequence[PreparedPrompt],
+    batch_size: int,
+    depth: int,
+    top_ks: Sequence[int],
+) -> Costs:
+    """Times the parts of a round, in turn, on the state after the prompts of a batch."""
+    widest = TreeConfig(depth=depth, top_k=max(top_ks), total_tokens=max(_MEASURED_NODES))
+    widest = replace(widest, total_tokens=widest.num_nodes)
+    drafting = _Bench(engine.with_tree(widest), prompts, batch_size)
+    plain = _Bench(engine.with_tree({1: None}), prompts, batch_size)
+    programs: dict[tuple[str, int], Callable[[], Any]] = {
+        ("start", 0): drafting.start,
+        ("plain_start", 0): plain.start,
+        ("plain", 0): plain.round,
+        ("draft", 0): partial(drafting.draft, TreeConfig(depth=1, top_k=max(top_ks))),
+    }
+    for top_k in top_ks:
+        tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=min(top_ks[-1] * depth, 16))
+        programs["draft", top_k] = partial(drafting.draft, tree)
+    most = drafting.config.tree.num_nodes
+    for nodes in sorted({min(nodes, most) for nodes in _MEASURED_NODES}):
+        programs["rest", nodes] = partial(drafting.finish, nodes)
+    seconds = _median_seconds(programs, f"costs, batch size {batch_size}")
+    first = seconds["draft", 0]
+    levels = {top_k: (seconds["draft", top_k] - first) / max(depth - 1, 1) for top_k in top_ks}
+    return Costs(
+        first_level=first,
+        level={top_k: max(one, 0.0) for top_k, one in levels.items()},
+        rest={nodes: one for (name, nodes), one in seconds.items() if name == "rest"},
+        plain=seconds["plain", 0],
+        start=seconds["start", 0],
+        plain_start=seconds["plain_start", 0],
+    )
+
+
+class _Bench:
+    """A batch after its prompts, its sequences marked as done: they are computed, but do not grow.
+
+    Attributes:
+      config: static settings of its engine.
+    """
+
+    def __init__(self, engine: Engine, prompts: Sequence[PreparedPrompt], batch_size: int) -> None:
+        self._weights = engine.weights
+        self.config, self._request = engine.request(prompts, batch_size=batch_size)
+        state = self.start()
+        output = state.output.replace(is_done=state.output.is_done | True)
+        self._state = state.replace(output=output)
+
+    def start(self) -> DecodeState:
+        return start(self._weights, self.config, self._request)
+
+    def round(self) -> DecodeState:
+        self._state = run_round(self._weights, self.config, self._request, self._state)
+        return self._state
+
+    def draft(self, tree: TreeConfig) -> Tree:
+        config = self.config._replace(tree=tree)
+        return draft_tree(self._weights, config, self._request, self._state)
+
+    def finish(self, num_nodes: int) -> DecodeState:
+        config = self.config._replace(tree=replace(self.config.tree, total_tokens=num_nodes))
+        tree = _some_tree(self._state.root, num_nodes, self.config.tree.depth)
+        self._state = _finish_round(self._weights, config, self._request, self._state, tree)
+        return self._state
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _some_tree(root: jax.Array, num_nodes: int, depth: int) -> Tree:
+    """A tree of so many nodes: a chain, and then children of the root."""
+    parents = np.where(np.arange(num_nodes) <= depth, np.arange(num_nodes) - 1, 0).clip(0)
+    shape = len(root), num_nodes
+    parents = jnp.broadcast_to(jnp.asarray(parents, jnp.int32), shape)
+    return make_tree(jnp.broadcast_to(root[:, None], shape), parents, depth=depth)
+
+
+def _median_seconds(
+    programs: dict[tuple[str, int], Callable[[], Any]], title: str
+) -> dict[tuple[str, int], float]:
+    seconds: dict[tuple[str, int], list[float]] = {name: [] for name in programs}
+    for _ in tqdm(range(_CALLS + 1), desc=title, unit="call"):
+        for name, run in programs.items():
+            started = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - started)
+    return {name: float(np.median(calls[1:])) for name, calls in seconds.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Prediction, and what really runs
+
+
+class Prediction(NamedTuple):
+    """Speed and acceptance that a tree is expected to have."""
+
+    tokens_per_second: float
+    acceptance_length: float
+
+
+def predict_all(
+    recordings: dict[int, Recording], costs: Costs, batch_size: int, depth: int
+) -> dict[TreeConfig | None, Prediction]:
+    """Predicts every tree that the recordings tell of, and no draft; the fastest first."""
+    found: dict[TreeConfig | None, Prediction] = {}
+    for top_k, recording in recordings.items():
+        plain = [[0] * (length - 1) for length in recording.lengths]
+        found[None] = predict(recording.lengths, plain, costs, None, batch_size)
+        for levels, nodes in itertools.product(range(1, depth + 1), _NODES):
+            tree = TreeConfig(depth=levels, top_k=top_k, total_tokens=nodes)
+            if levels < nodes == tree.num_nodes:
+                accepted = recording.accepted(tree)
+                found[tree] = predict(recording.lengths, accepted, costs, tree, batch_size)
+    return dict(sorted(found.items(), key=lambda item: -item[1].tokens_per_second))
+
+
+def predict(
+    lengths: Sequence[int],
+    accepted: Sequence[Sequence[int]],
+    costs: Costs,
+    tree: TreeConfig | None,
+    batch_size: int,
+) -> Prediction:
+    """Speed of answers whose rounds are known; a batch runs as many as its longest answer needs."""
+    rounds = [len(one) for one in accepted]
+    longest = [max(rounds[i : i + batch_size]) for i in range(0, len(rounds), batch_size)]
+    begin = costs.start if tree else costs.plain_start
+    seconds = len(longest) * begin + sum(longest) * costs.round(tree)
+    return Prediction(sum(lengths) / seconds, mean_acceptance_length(accepted))
+
+
+def choose_few(predicted: Iterable[TreeConfig | None], count: int = 3) -> list[TreeConfig]:
+    """The first trees, of each depth and top_k only one: neighbours are as good as equal."""
+    few: dict[tuple[int, int], TreeConfig] = {}
+    for tree in predicted:
+        if tree is not None and len(few) < count:
+            few.setdefault((tree.depth, tree.top_k), tree)
+    return list(few.values())
+
+
+def confirm(
+    engine: Engine,
+    prompts: Sequence[PreparedPrompt],
+    batch_size: int,
+    trees: Sequence[TreeConfig | None],
+    repeats: int,
+) -> dict[TreeConfig | None, dict[str, Any]]:
+    """Decodes all prompts with every tree, interleaved; the first tree is what ratios relate to."""
+    engines = {tree: engine.with_tree({1: tree}) for tree in trees}
+    passes = {tree: [] for tree in trees}
+    with tqdm(total=(1 + repeats) * len(trees), desc="confirming", unit="pass") as progress:
+        for _ in range(1 + repeats):  # the first pass compiles
+            for tree in trees:
+                passes[tree].append(time_batches(engines[tree], prompts, batch_size))
+                progress.update()
+    texts = {tree: [one.output_ids for one in runs[0][0]] for tree, runs in passes.items()}
+    num_tokens = sum(map(len, texts[trees[0]]))
+    seconds = {tree: np.array([one for _, one in runs[1:]]) for tree, runs in passes.items()}
+    return {
+        tree: {
+            "tokens_per_second": float(num_tokens / np.median(seconds[tree])),
+            "ratio": float(np.median(seconds[trees[0]] / seconds[tree])),
+            "acceptance_length": mean_acceptance_length(
+                [one.accepted_per_round for one in passes[tree][0][0]]
+            ),
+            "different_outputs": sum(
+                a != b for a, b in zip(texts[tree], texts[trees[0]], strict=True)
+            ),
+        }
+        for tree in trees
+    }
+
+
+def format_tuning(report: dict[str, Any]) -> str:
+    """The report as a Markdown table, the best tree of every batch size in bold."""
+    lines = [
+        "| draft | batch size | tree | predicted tokens/s | tokens/s | ratio to no draft | "
+        "predicted acceptance length | acceptance length |",
+        "|---" * 8 + "|",
+    ]
+    for name, sizes in report["drafts"].items():
+        for size, entry in sizes.items():
+            fastest = max(entry["methods"].values(), key=lambda row: row["ratio"])
+            for tree, row in entry["methods"].items():
+                expected = row["predicted"]
+                speed, length = ("", "") if expected is None else expected.values()
+                bold = "**" if row is fastest else ""
+                cells = [name, str(size), f"{bold}{tree}{bold}"]
+                cells += [f"{speed:.0f}" if expected else "", f"{row['tokens_per_second']:.0f}"]
+                cells += [f"{row['ratio']:.2f}", f"{length:.2f}" if expected else ""]
+                lines.append(f"| {' | '.join(cells)} | {row['acceptance_length']:.2f} |")
+    return "\n".join(lines)

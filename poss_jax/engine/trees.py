@@ -1,0 +1,140 @@
+"""Files of draft trees by batch size: written by hand, or tuned and kept beside a draft's weights.
+
+tuned: {device: cpu, draft: 3f0c...}      only in tuned files
+1: {depth: 4, top_k: 2, total_tokens: 8}
+16: null
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from poss_jax.checkpoint.record import ModelRecord
+from poss_jax.checkpoint.whole import write_file
+from poss_jax.config.models import TreeConfig
+from poss_jax.config.reading import UserError, build_config, read_yaml, shorten
+from poss_jax.engine.device import Trees, default_tree
+
+_LOG = logging.getLogger(__package__)
+_TUNED = "tuned"
+_MOST = 2**31 - 1  # numbers become int32 on the device
+
+
+def read_trees(path: Path) -> Trees:
+    """Reads a YAML file of trees by batch size.
+
+    Raises:
+      UserError: it cannot be read, or holds something else.
+    """
+    trees: dict[int, TreeConfig | None] = {}
+    for size, values in read_yaml(path).items():
+        where = f"{path}: {str(size)[:40]}"
+        if size == _TUNED:
+            continue
+        if type(size) is not int or not 1 <= size <= _MOST:
+            raise UserError(f"{where}: want a batch size, a whole number from 1 on")
+        if not isinstance(values, dict | None):
+            raise UserError(
+                f"{where}: want depth, top_k and total_tokens, or null; got {shorten(values)}"
+            )
+        trees[size] = None
+        if values is not None:
+            values = asdict(default_tree()) | values
+            trees[size] = build_config(TreeConfig, values, origin=where)
+    if not trees:
+        raise UserError(f"{path}: want batch sizes and their trees, got none")
+    return trees
+
+
+def tuned_file(draft: str | Path) -> Path:
+    """Place of the trees that were tuned for a draft on this kind of device."""
+    slug = re.sub("[^a-z0-9]+", "-", _device_kind().lower()).strip("-")
+    return Path(draft) / f"trees.{slug}.yaml"
+
+
+def find_tuned(draft: str | Path, record: ModelRecord) -> Trees | None:
+    """Reads the trees that were tuned for a draft on this kind of device; None: there are none.
+
+    A file that was made for other weights or another kind of device is left alone, and a line says
+    so.
+
+    Args:
+      draft: model folder of the draft.
+      record: record of the draft.
+
+    Raises:
+      UserError: the file is broken.
+    """
+    path = tuned_file(draft)
+    if not path.is_file():
+        others = sorted(Path(draft).glob("trees.*.yaml"))
+        if others:
+            _LOG.warning(
+                "%s was tuned on another kind of device than this one, %s; using the default tree "
+                "(infer.bench --autotune tunes it here)",
+                others[0],
+                _device_kind(),
+            )
+        return None
+    trees, tuned = read_trees(path), read_yaml(path).get(_TUNED)
+    if not isinstance(tuned, dict):
+        raise UserError(f"{path}: want the section {_TUNED}; give the file with --trees instead")
+    for key, here in _identity(record).items():
+        if tuned.get(key) != here:
+            _LOG.warning(
+                "%s was tuned for another %s (%s, here %s); using the default tree",
+                path,
+                key,
+                shorten(tuned.get(key)),
+                here,
+            )
+            return None
+    _LOG.info("trees by batch size: %s, tuned for this draft and device", path)
+    return trees
+
+
+def write_tuned(
+    path: Path,
+    trees: Trees,
+    record: ModelRecord,
+    *,
+    about: Mapping[str, Any],
+    comments: Mapping[int, str],
+) -> None:
+    """Writes trees so that `read_trees` and `find_tuned` read them; the file is whole or as it was.
+
+    Args:
+      path: file to write or to replace.
+      trees: trees by batch size.
+      record: record of the draft.
+      about: how they were tuned, JSON-compatible.
+      comments: a line for the reader per batch size.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    lines = ["# Batch size -> draft tree; null decodes without the draft. Made by infer.bench."]
+    lines.append(f"{_TUNED}: {json.dumps(_identity(record) | dict(about))}")  # JSON is YAML, too
+    for size, tree in sorted(trees.items()):
+        lines.append(f"{size}: {json.dumps(tree and asdict(tree))}  # {comments[size]}")
+    try:
+        write_file(path, "".join(line + "\n" for line in lines))
+    except OSError as error:
+        raise UserError(f"trees {path}: {error.strerror}; choose another place") from error
+
+
+def _identity(record: ModelRecord) -> dict[str, str]:
+    """The kind of device and the draft that trees are tuned for."""
+    sums = json.dumps(record.weights_sha256, sort_keys=True).encode()
+    return {"device": _device_kind(), "draft": sha256(sums).hexdigest()[:16]}
+
+
+def _device_kind() -> str:
+    return jax.devices()[0].device_kind

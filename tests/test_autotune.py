@@ -1,0 +1,228 @@
+"""Tuned trees: predictions beside what runs, files beside a draft, and the program as a whole."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from programs import Runs, copy_model, generate, refusal, tiny_runs, write_lines
+
+from infer import autotune
+from infer.autotune import (
+    Costs,
+    Recording,
+    choose_few,
+    predict,
+    predict_all,
+    rank_paths,
+    record_all,
+)
+from infer.bench import main
+from poss_jax import Engine, SamplingConfig, TreeConfig
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.models import CPU_TREE
+from poss_jax.config.reading import UserError
+from poss_jax.engine import trees as tree_files
+from poss_jax.engine.trees import find_tuned, read_trees, tuned_file, write_tuned
+
+PROMPTS = ["def area_7", "class", "return x"]
+SMALL = TreeConfig(depth=2, top_k=2, total_tokens=4)
+
+
+def tree(depth: int, top_k: int, total_tokens: int) -> TreeConfig:
+    return TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+# --------------------------------------------------------------------------------------------------
+# Predictions
+
+
+def test_the_path_of_a_text_is_ranked_among_the_candidates() -> None:
+    # level 0: tokens 5, 6; level 1: children of 5: 7, 8, of 6: 7, 9
+    step = {
+        "tokens": np.array([5, 6, 7, 8, 7, 9]),
+        "scores": np.array([-1.0, -2.0, -1.5, -4.0, -2.0, -3.0]),
+        "parents": np.array([-1, -1, 0, 0, 1, 1]),
+    }
+    none = np.iinfo(np.int32).max
+    shape = TreeConfig(depth=2, top_k=2, total_tokens=2)
+
+    def ranked(*text: int) -> list[list[int]]:
+        return rank_paths([step], [0, *text], shape)[0].tolist()
+
+    assert ranked(5, 7) == [[1, none], [1, 2]]
+    assert ranked(6, 7) == [[2, none], [3, 4]]  # 5 and its 7 come before 6, which ties its own 7
+    assert ranked(6, 8) == [[2, none], [3, none]]  # 8 follows 5 alone
+    assert ranked(6) == [[2, none], [3, none]]
+    assert ranked(7, 7) == [[none, none], [none, none]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_predicted_rounds_are_those_that_run(runs: Runs, temperature: float) -> None:
+    engine = Engine.load(runs.model("target"), runs.model("poss2"))
+    prompts = [
+        engine.prepare(text, 24, SamplingConfig(temperature=temperature, seed=seed))
+        for seed, text in enumerate(PROMPTS)
+    ]
+    recording = record_all(engine, prompts, 4, [3])[3]
+    total = 0
+    for one in (tree(4, 3, 31), tree(3, 3, 6), tree(4, 3, 3)):
+        answers = engine.with_tree(one).decode(prompts)
+        assert recording.accepted(one) == [answer.accepted_per_round for answer in answers]
+        assert recording.lengths == [len(answer.output_ids) for answer in answers]
+        total += sum(sum(answer.accepted_per_round) for answer in answers)
+    assert total > 20  # otherwise nothing was predicted
+
+
+COSTS = Costs(
+    first_level=1.0,
+    level={1: 0.5, 3: 1.5},
+    rest={2: 2.0, 8: 5.0},
+    plain=2.5,
+    start=10.0,
+    plain_start=8.0,
+)
+
+
+def test_a_round_costs_its_parts() -> None:
+    assert COSTS.round(None) == 2.5
+    assert COSTS.round(tree(1, 1, 2)) == 1 + 2
+    assert COSTS.round(tree(3, 2, 5)) == 1 + 2 * 1 + 3.5  # between the measured ones
+
+
+def test_a_batch_runs_as_many_rounds_as_its_longest_answer() -> None:
+    accepted, lengths = [[1, 1], [0, 0, 0], [3]], [5, 4, 5]
+    alone = predict(lengths, accepted, COSTS, tree(1, 1, 2), 1)
+    assert alone == (14 / (3 * 10 + 6 * 3), pytest.approx((2 + 1 + 4) / 3))
+    together = predict(lengths, accepted, COSTS, tree(1, 1, 2), 2)
+    assert together.tokens_per_second == 14 / (2 * 10 + (3 + 1) * 3)
+    assert predict([5], [[0] * 4], COSTS, None, 1).tokens_per_second == 5 / (8 + 4 * 2.5)
+
+
+def test_the_fastest_predictions_are_tried() -> None:
+    ranks = np.ones((9, 2, 2), np.int32)  # a draft that is always right
+    predicted = predict_all({1: Recording([10], [ranks])}, COSTS, 1, 2)
+    assert list(predicted) == [tree(2, 1, 3), tree(1, 1, 2), None]
+    few = [tree(2, 1, 3), None, tree(2, 2, 4), tree(2, 2, 5), tree(3, 2, 4), tree(4, 2, 5)]
+    assert choose_few(few) == [tree(2, 1, 3), tree(2, 2, 4), tree(3, 2, 4)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_tuned_trees_are_those_of_an_engine_without_a_tree(
+    runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = copy_model(runs.model("poss2"), tmp_path / "draft")
+    record, path = read_record(draft), tuned_file(draft)
+    trees = {1: SMALL, 4: None}
+    comments = {1: "10 tokens/s", 4: "9 tokens/s"}
+    write_tuned(path, trees, record, about={"prompts": "x"}, comments=comments)
+    assert path.name == "trees.cpu.yaml"
+    assert (find_tuned(draft, record), read_trees(path)) == (trees, trees)
+    with caplog.at_level(logging.INFO):
+        engine = Engine.load(runs.model("target"), draft)
+    assert engine.trees == trees
+    assert f"{path}, tuned for this draft and device" in caplog.text
+    assert Engine.load(runs.model("target"), draft, tree=CPU_TREE).trees == {1: CPU_TREE}
+    assert engine.load_draft(runs.model("poss2")).trees == {1: CPU_TREE}
+    assert engine.with_tree(CPU_TREE).load_draft(draft).trees == {1: CPU_TREE}
+
+
+def test_trees_tuned_for_others_are_left_alone(
+    runs: Runs,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft = copy_model(runs.model("poss2"), tmp_path / "draft")
+    record, path = read_record(draft), tuned_file(draft)
+    write_tuned(path, {1: SMALL}, read_record(runs.model("eagle")), about={}, comments={1: ""})
+    assert find_tuned(draft, record) is None
+    assert "was tuned for another draft" in caplog.text
+    write_tuned(path, {1: SMALL}, record, about={}, comments={1: ""})
+    monkeypatch.setattr(tree_files, "_device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    assert find_tuned(draft, record) is None
+    assert f"{path} was tuned on another kind of device than this one, NVIDIA H100" in caplog.text
+    path.rename(tuned_file(draft))
+    assert find_tuned(draft, record) is None
+    assert "was tuned for another device ('cpu', here NVIDIA H100 80GB HBM3)" in caplog.text
+    tuned_file(draft).write_text("1: null\n")
+    with pytest.raises(UserError, match="want the section tuned"):
+        find_tuned(draft, record)
+
+
+def test_a_file_that_cannot_be_written_is_left_as_it_was(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, record = tmp_path / "trees.yaml", read_record(runs.model("poss2"))
+    write_tuned(path, {1: None}, record, about={}, comments={1: ""})
+
+    def fail(self: Path, _: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(UserError, match="No space left on device; choose another place"):
+        write_tuned(path, {1: SMALL}, record, about={}, comments={1: ""})
+    assert read_trees(path) == {1: None}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+def test_trees_are_tuned_and_used(
+    runs: Runs,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(autotune, "_CALLS", 1)
+    monkeypatch.setattr(autotune, "_TOP_KS", {"cpu": (1, 2)})
+    monkeypatch.setattr(autotune, "_MEASURED_NODES", (2, 8))
+    monkeypatch.setattr(autotune.tune, "__kwdefaults__", {"depth": 3, "top_ks": None})
+    draft = copy_model(runs.model("poss2"), tmp_path / "draft")
+    prompts = write_lines(tmp_path / "prompts", *({"prompt": text} for text in PROMPTS[:2]))
+    models = ["--target", runs.model("target"), "--draft", f"P={draft}", "--prompts", prompts]
+    numbers = "--num-prompts 2 --max-new-tokens 6 --repeats 1 --autotune --batch-sizes 2".split()
+    main([*models, *numbers])
+    table, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    report = json.loads(last)
+    entry = report["drafts"]["P"]["2"]
+    assert report["files"] == {"P": str(tuned_file(draft))}
+    assert "| P | 2 | " in table
+    assert all(row["different_outputs"] == 0 for row in entry["methods"].values())
+    best = entry["best"] and TreeConfig(**entry["best"])
+    assert Engine.load(runs.model("target"), draft).trees == {2: best}
+    plain = generate(runs.model("target"), None, tmp_path, "--prompts", prompts)
+    tuned = generate(runs.model("target"), draft, tmp_path, "--prompts", prompts)
+    assert [one["output_ids"] for one in tuned] == [one["output_ids"] for one in plain]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("", "--autotune: want at least one draft; give --draft NAME=DIR"),
+        ("--draft a={poss2} --draft b={poss2} --trees-file x", "--trees-file: want one draft"),
+        ("--draft a={poss2} --trees-file {there}", "exists; name another file or give --overwrite"),
+        ("--draft a={poss2} --trees-file x --batch-sizes 1,99", "number of prompts, 2, got 99"),
+    ],
+)
+def test_refusals(runs: Runs, tmp_path: Path, options: str, error: str) -> None:
+    there = write_lines(tmp_path / "prompts", {"prompt": "def"}, {"prompt": "class"})
+    filled = options.format(poss2=runs.model("poss2"), there=there).replace(" x", f" {tmp_path}/x")
+    arguments = ["--target", runs.model("target"), "--prompts", there, "--autotune"]
+    assert error in refusal(main, *arguments, *filled.split())
+    alone = refusal(main, *arguments[:-1], "--batch-sizes", "1,4")
+    assert alone == "--batch-sizes and --trees-file are of --autotune; give it, too"
+    assert not (tmp_path / "x").exists()
