@@ -65,16 +65,15 @@ def test_the_path_of_a_text_is_ranked_among_the_candidates() -> None:
     assert ranked(7, 7) == [[none, none], [none, none]]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_predicted_rounds_are_those_that_run(runs: Runs, temperature: float) -> None:
+def test_predicted_rounds_are_those_that_run(runs: Runs) -> None:
     engine = Engine.load(runs.model("target"), runs.model("poss2"))
     prompts = [
-        engine.prepare(text, 24, SamplingConfig(temperature=temperature, seed=seed))
-        for seed, text in enumerate(PROMPTS)
+        engine.prepare(text, 24, SamplingConfig(temperature=temperature, seed=3))
+        for text, temperature in zip(PROMPTS, (0, 1, 0.5), strict=True)
     ]
-    recording = record_all(engine, prompts, 4, [3])[3]
+    recording = record_all(engine, prompts, 3, [3])[3]
     total = 0
-    for one in (tree(4, 3, 31), tree(3, 3, 6), tree(4, 3, 3)):
+    for one in (tree(3, 3, 22), tree(3, 3, 3)):
         answers = engine.with_tree(one).decode(prompts)
         assert recording.accepted(one) == [answer.accepted_per_round for answer in answers]
         assert recording.lengths == [len(answer.output_ids) for answer in answers]
@@ -189,8 +188,8 @@ def test_trees_are_tuned_and_used(
 ) -> None:
     monkeypatch.setattr(autotune, "_CALLS", 1)
     monkeypatch.setattr(autotune, "_TOP_KS", {"cpu": (1, 2)})
-    monkeypatch.setattr(autotune, "_MEASURED_NODES", (2, 8))
-    monkeypatch.setattr(autotune.tune, "__kwdefaults__", {"depth": 3, "top_ks": None})
+    monkeypatch.setattr(autotune, "_MEASURED_NODES", (2, 4))
+    monkeypatch.setattr(autotune.tune, "__kwdefaults__", {"depth": 2, "top_ks": None})
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     prompts = write_lines(tmp_path / "prompts", *({"prompt": text} for text in PROMPTS[:2]))
     models = ["--target", runs.model("target"), "--draft", f"P={draft}", "--prompts", prompts]

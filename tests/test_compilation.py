@@ -44,9 +44,24 @@ def test_a_second_call_of_the_same_shape_compiles_nothing(engine, compilations):
     assert compilations
     compilations.clear()
     engine.generate([[4, 5, 6, 7, 8]], max_new_tokens=9)
+    engine.generate([[1] * 90], max_new_tokens=30)
     assert not compilations
     engine.generate([[1] * 200], max_new_tokens=9)
     assert compilations
+
+
+def test_what_is_compiled_beforehand_is_not_compiled_again(engine, compilations):
+    engine.precompile([200], batch_size=3)
+    assert compilations
+    compilations.clear()
+    sampled = SamplingConfig(temperature=1, top_p=0.9, seed=3)
+    for sampling in (None, sampled):
+        engine.generate([[1, 2, 3], [4] * 150], max_new_tokens=50, batch_size=3, sampling=sampling)
+    assert not compilations
+    engine.precompile([200])
+    compilations.clear()
+    assert list(engine.stream([1, 2, 3], max_new_tokens=150))
+    assert not compilations
 
 
 def test_other_settings_compile_nothing(engine, compilations):

@@ -149,17 +149,17 @@ def draw(
       sampling: the settings.
     """
     noisy = scores + noise
-    chosen = choose(noisy)
-    first = _is_drawable(scores, chosen, sampling)
 
-    def propose(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        chosen, is_kept = state
+    def replace_refused(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        chosen, _ = state
+        is_kept = _is_drawable(scores, chosen, sampling)
         bound = jnp.take_along_axis(scores, chosen[..., None], axis=-1)
         other = choose(jnp.where(scores > bound, noisy, -jnp.inf))
-        chosen = jnp.where(is_kept, chosen, other)
-        return chosen, is_kept | _is_drawable(scores, chosen, sampling)
+        return jnp.where(is_kept, chosen, other), is_kept
 
-    return lax.while_loop(lambda state: ~state[1].all(), propose, (chosen, first))[0]
+    chosen = choose(noisy)
+    is_kept = jnp.broadcast_to(~_has_filter(sampling)[:, None], chosen.shape)
+    return lax.while_loop(lambda state: ~state[1].all(), replace_refused, (chosen, is_kept))[0]
 
 
 def lower_unlikely(
@@ -239,22 +239,17 @@ def _is_drawable(
     scores: Float[Array, "B rows V"], token: Int[Array, "B rows"], sampling: Sampling
 ) -> Bool[Array, "B rows"]:
     """Tells whether one token of every row passes the filters; see `_is_kept`."""
-
-    def passes(scores: Array) -> Array:
-        ks, ps, min_p = _filters(sampling)
-        highest = scores.max(axis=-1, keepdims=True)
-        score = jnp.take_along_axis(scores, token[..., None], axis=-1)
-        is_above = scores > score
-        mass = jnp.exp(scores - highest)
-        rank = is_above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-        above = jnp.where(is_above, mass, 0.0).sum(axis=-1, keepdims=True)
-        limit = ps * _mass_of_top_k(scores, mass, sampling)
-        is_kept = ((rank < ks) | (ks <= 0)) & ((above < limit) | (ps >= 1))
-        is_kept &= score >= highest + jnp.log(min_p)
-        return (is_kept | ~(score < highest))[..., 0]  # also where a score is no number
-
-    everything = jnp.ones(token.shape, bool)
-    return lax.cond(_has_filter(sampling).any(), passes, lambda scores: everything, scores)
+    ks, ps, min_p = _filters(sampling)
+    highest = scores.max(axis=-1, keepdims=True)
+    score = jnp.take_along_axis(scores, token[..., None], axis=-1)
+    is_above = scores > score
+    mass = jnp.exp(scores - highest)
+    rank = is_above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    above = jnp.where(is_above, mass, 0.0).sum(axis=-1, keepdims=True)
+    limit = ps * _mass_of_top_k(scores, mass, sampling)
+    is_kept = ((rank < ks) | (ks <= 0)) & ((above < limit) | (ps >= 1))
+    is_kept &= score >= highest + jnp.log(min_p)
+    return (is_kept | ~(score < highest))[..., 0]  # also where a score is no number
 
 
 def _mass_of_top_k(scores: Array, mass: Array, sampling: Sampling) -> Float[Array, "B rows 1"]:

@@ -6,7 +6,6 @@ from functools import wraps
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
@@ -169,7 +168,7 @@ def run_live(
             return
         is_done = output["is_done"].copy()
         is_done[: len(answers)] = [answer.is_ended for answer in answers]
-        state = state.replace(output=state.output.replace(is_done=jnp.asarray(is_done)))
+        state = state.replace(output=state.output.replace(is_done=jax.device_put(is_done)))
         state = run_round(weights, config, request, state)
 
 

@@ -24,7 +24,7 @@ _SLOW_DEPTH = 16
 """Every drafted position is compiled by itself. A tiny draft took 12, 14, 26, 55 and 64 s at depths
 4, 8, 16, 32 and 64 on two busy CPU cores; `tests/test_compilation.py` measures it again."""
 
-_LEAST_ROWS = 256
+_LEAST_ROWS = 128
 
 CPU_CHUNK, ACCELERATOR_CHUNK = 64, 512
 """Tokens of a prompt that the target reads in one forward."""

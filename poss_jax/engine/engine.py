@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from poss_jax.engine.answers import (
     decode_batch,
     read_answer,
     run_live,
+    run_round,
 )
 from poss_jax.engine.device import (
     Trees,
@@ -374,6 +376,23 @@ class Engine:
         config, request = self.request([prompt])
         live = [self._live_answer(prompt, 0, stop)]
         return (chunks[0] for chunks in run_live(self.weights, config, request, live))
+
+    def precompile(self, lengths: Sequence[int], *, batch_size: int = 1) -> None:
+        """Compiles the programs of texts of some lengths, greedy and sampled, whole and streamed.
+
+        Args:
+          lengths: most tokens of prompt and answer together, of texts to come.
+          batch_size: number of prompts decoded together.
+
+        Raises:
+          UserError: a length is beyond `max_length`, or more than the memory can hold.
+        """
+        for length, sampling in product(lengths, (None, SamplingConfig(temperature=1))):
+            prompt = self.prepare([0], length - 1, sampling)
+            config, request = self.request([prompt], batch_size=batch_size)
+            ended = request.replace(limits=jnp.ones_like(request.limits))
+            state = decode_batch(self.weights, config, ended)
+            jax.block_until_ready(run_round(self.weights, config, ended, state))
 
     def decode_config(self, length: int, batch_size: int = 1) -> DecodeConfig:
         """Static settings of a call; rooms are rounded up (`rows_for`), to share programs.

@@ -101,11 +101,12 @@ def write_rows(stored: Array, new: Array, start: Int[Array, " B"], *, axis: int)
 
     def one_by_one(stored: Array, new: Array, start: Array) -> Array:
         # In place; a scatter becomes a loop on TPU and copies the whole array.
-        for row in range(len(start)):
+        def write(row: Array | int, stored: Array) -> Array:
             at = {0: row, axis: start[row]}
-            place = [at.get(i, 0) for i in range(stored.ndim)]
-            stored = lax.dynamic_update_slice(stored, new[row : row + 1], place)
-        return stored
+            own = lax.dynamic_slice_in_dim(new, row, 1, 0)
+            return lax.dynamic_update_slice(stored, own, [at.get(i, 0) for i in range(stored.ndim)])
+
+        return lax.fori_loop(0, len(start), write, stored, unroll=min(len(start), _UNROLLED))
 
     return lax.platform_dependent(
         stored, new, start, cuda=scatter, rocm=scatter, default=one_by_one
@@ -171,9 +172,11 @@ def attend_cached(
 def block_rows(size: int, least: int = 128) -> int:
     """Rows per block: few enough to stop near the used length, and not too many blocks in all.
 
-    A turn of a loop costs a TPU more than it does a CPU, so it takes more rows at `least`.
+    A turn of a loop costs a TPU more than it does a CPU, so it takes more rows at `least`. A cache
+    of two blocks is one: a loop that stops halfway saves less than it takes to compile.
     """
-    return min(size, max(least, size // 1024 * 128))
+    block = max(least, size // 1024 * 128)
+    return size if size <= 2 * block else block
 
 
 def _attend_blocks(
@@ -225,4 +228,5 @@ def _attend_blocks(
     return merge_heads((mean / total).astype(q.dtype).reshape(B, N, T, H))
 
 
+_UNROLLED = 8  # sequences written without a loop
 _NOTHING = -1e30  # score of a column that may not be attended
