@@ -8,6 +8,7 @@ that are finished.
         --prompt "def read_lines(path):" --max-new-tokens 64
     python -m infer.generate --target DIR --draft DIR --prompt "Once" --temperature 0.8 --stream
     python -m infer.generate --target DIR --prompts questions.jsonl --output answers.jsonl
+    python -m infer.generate --target DIR --draft DIR --precompile 512 --precompile 4096
 
 A line of --prompts holds one of `prompt` (text), `prompt_ids`, `messages` (chat), or `turns` (user
 messages, each answered in turn: one line per answer, numbered by `turn`). Its `sampling` (such as
@@ -143,16 +144,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = None if config.output is None else Path(config.output)
     if output is not None:
         _check_output(output)
-    records = [{"prompt": config.prompt}]
+    records = [] if config.prompt is None else [{"prompt": config.prompt}]
     if config.prompts is not None:
         records = read_prompts(Path(config.prompts))
     dialogues = read_dialogues(records, config.sampling, config.max_new_tokens)
     engine = _load_engine(config)
-    screen = Screen(shows_drafts=config.show_drafts)
     started, interruption = time.monotonic(), None
+    for length in tqdm(config.precompile, desc="compile", disable=len(config.precompile) < 2):
+        engine.precompile([length], batch_size=config.batch_size)
+    screen = Screen(shows_drafts=config.show_drafts)
     total = sum(len(dialogue.left) for dialogue in dialogues)
     answers = answer_dialogues(engine, dialogues, config, screen)
-    bar = tqdm(answers, total=total, unit="answer", disable=total == 1 or config.stream)
+    bar = tqdm(answers, total=total, unit="answer", disable=total < 2 or config.stream)
     with _kept_answers(output, records, dialogues) as given:
         try:
             for index, turn, answer in bar:

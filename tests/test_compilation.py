@@ -9,6 +9,7 @@ from models import random_draft, random_target, tiny_llama
 from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
 
 
@@ -62,6 +63,8 @@ def test_what_is_compiled_beforehand_is_not_compiled_again(engine, compilations)
     compilations.clear()
     assert list(engine.stream([1, 2, 3], max_new_tokens=150))
     assert not compilations
+    with pytest.raises(UserError, match="precompile: want 2 to 512 tokens, got 513"):
+        engine.precompile([513])
 
 
 def test_other_settings_compile_nothing(engine, compilations):

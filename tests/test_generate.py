@@ -151,6 +151,16 @@ def test_one_prompt_is_printed_before_the_summary(
     assert captured.err == ""
 
 
+def test_programs_are_compiled_before_a_prompt_comes(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(Engine, "precompile", lambda _, *given, **options: asked.append(given))
+    main(["--target", target, "--precompile", "60", "--precompile", "90"])
+    assert asked == [([60],), ([90],)]
+    assert summary(capsys)["answers"] == 0
+
+
 def test_a_conversation_its_answers_make_too_long_ends_early(
     target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -115,6 +115,8 @@ class GenerateConfig(AnswerConfig):
       show_drafts: Mark the text that the draft proposed, with stream: in green, or in brackets
         without colours.
       output: JSONL file to write the answers to; it must not exist yet.
+      precompile: Most tokens of texts to come (prompt and answer together); their programs are
+        compiled beforehand, and later runs find them compiled. Wants no prompt.
     """
 
     prompt: str | None = None
@@ -122,10 +124,12 @@ class GenerateConfig(AnswerConfig):
     stream: bool = False
     show_drafts: bool = False
     output: str | None = None
+    precompile: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.prompt is None) == (self.prompts is None):
+        num_given = (self.prompt is not None) + (self.prompts is not None)
+        if num_given != 1 and not (num_given == 0 and self.precompile):
             raise ValueError("want either a text (prompt) or a file of prompts (prompts)")
         if self.show_drafts and not self.stream:
             raise ValueError("show_drafts marks text as it is streamed; set stream, too")

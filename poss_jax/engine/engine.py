@@ -388,6 +388,8 @@ class Engine:
           UserError: a length is beyond `max_length`, or more than the memory can hold.
         """
         for length, sampling in product(lengths, (None, SamplingConfig(temperature=1))):
+            if not 1 < length <= self.max_length:
+                raise UserError(f"precompile: want 2 to {self.max_length} tokens, got {length}")
             prompt = self.prepare([0], length - 1, sampling)
             config, request = self.request([prompt], batch_size=batch_size)
             ended = request.replace(limits=jnp.ones_like(request.limits))
