@@ -26,7 +26,7 @@ ROWS: list[tuple[str, str, list[str], tuple[str, ...]]] = [  # config, device, c
     ("llama3-8b", "v5e:2x4", [], ALL),
     ("llama3-70b", "v5p:2x2x2", [], SHORT),
     ("llama3-8b", "v6e:1x1", ["batch_size=8"], SHORT),
-    ("llama3-8b", "v6e:1x1", ["context=8192", "max_new_tokens=1024"], SHORT),
+    ("llama3-8b", "v6e:1x1", ["context=8192", "max_new_tokens=1024"], ("prefill", *SHORT)),
     ("llama3-8b_e3", "v6e:1x1", [], SHORT),
     ("llama3-8b_e3", "h100", [], SHORT),
     ("llama3-8b", "v5p:1x1x1", [], SHORT),

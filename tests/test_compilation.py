@@ -52,16 +52,12 @@ def test_a_second_call_of_the_same_shape_compiles_nothing(engine, compilations):
 
 
 def test_what_is_compiled_beforehand_is_not_compiled_again(engine, compilations):
-    engine.precompile([200], batch_size=3)
+    engine.precompile([100])
     assert compilations
     compilations.clear()
-    sampled = SamplingConfig(temperature=1, top_p=0.9, seed=3)
-    for sampling in (None, sampled):
-        engine.generate([[1, 2, 3], [4] * 150], max_new_tokens=50, batch_size=3, sampling=sampling)
-    assert not compilations
-    engine.precompile([200])
-    compilations.clear()
-    assert list(engine.stream([1, 2, 3], max_new_tokens=150))
+    for sampling in (None, SamplingConfig(temperature=1, top_p=0.9, seed=3)):
+        engine.generate([[1, 2, 3]], max_new_tokens=120, sampling=sampling)
+        assert list(engine.stream([4] * 90, max_new_tokens=5, sampling=sampling))
     assert not compilations
     with pytest.raises(UserError, match="precompile: want 2 to 512 tokens, got 513"):
         engine.precompile([513])

@@ -151,6 +151,7 @@ def test_table_and_summary(tmp_path, tiny, capsys):
         "method": None,
         "parameters": sum(value.size for value in target_tensors().values()),
         "dtype": "float32",
+        "quantised": None,
         "assumed": [],
     }
 
