@@ -370,7 +370,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tried(
 ) -> None:
     monkeypatch.setattr("poss_jax.engine.engine.decode_batch", None)
     call = {"max_new_tokens": N, "batch_size": 10_000_000}
-    with pytest.raises(UserError, match="batch_size 10000000 and room for 384 tokens of prompt"):
+    with pytest.raises(UserError, match="batch_size 10000000 and room for 256 tokens of prompt"):
         plain.generate(PROMPTS, **call)
     monkeypatch.setattr("poss_jax.engine.device.device_memory", lambda: 1000)
     with pytest.raises(UserError, match=r"at least 0\.0 GiB, the device has 0\.0 GiB; lower batch"):
