@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from models import random_target, tiny_llama
@@ -140,6 +141,8 @@ def model_weights() -> object:
     return load_target(made(make_model))
 
 
+# Orbax closes its event loop at the first damaged file, while others are still being read.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 @given(DAMAGES)
 def test_model(damage: Damage) -> None:
     def verify() -> None:
