@@ -55,7 +55,8 @@ def _best_of_devices(
 
 
 def _top_k(scores: Array, k: int) -> tuple[Array, Array]:
-    best, ids = lax.top_k(scores, k)
+    # Behind the barrier XLA still sees that few are wanted, and does not sort whole rows.
+    best, ids = lax.optimization_barrier(lax.top_k(scores, k))
     return best, ids
 
 
