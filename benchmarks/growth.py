@@ -11,17 +11,15 @@ JSON object; --output keeps report.json, report.md and a plot.
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from benchmarks.pytorch import interleaved, random_engines, repeat_round
+from benchmarks.pytorch import interleaved, random_engines, timed_rounds
 from benchmarks.reports import tree_name, write_report
 from infer.costs import Device, cost_card, describe_workload, floors
 from infer.phases import start
@@ -89,15 +87,10 @@ def time_point(
         output=state.output.replace(is_done=state.output.is_done | True),
     )
     if state.draft is not None:
-        cache = state.draft.cache.replace(length=length)
+        cache = state.draft.cache.replace(length=length + 0)  # an array of its own
         state = state.replace(draft=state.draft.replace(cache=cache))
 
-    def run() -> float:
-        started = time.perf_counter()
-        jax.block_until_ready(repeat_round(engine.weights, config, request, state, num_rounds))
-        return 1000 * (time.perf_counter() - started) / num_rounds
-
-    return run
+    return timed_rounds(engine, config, request, state, num_rounds)
 
 
 def floor_of(baseline: Engine, drafted: Engine, point: Point, device: Device, size: int) -> float:
