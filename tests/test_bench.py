@@ -222,7 +222,7 @@ def test_bench_by_flags(
         levels = ["draft", *(f"draft/level{depth}" for depth in range(3))] * drafts
         names = {"prefill", *levels, "verify", "accept", "commit", "round"}
         assert set(method["phase_milliseconds"]) == set(method["costs"]) == names
-        assert method["phases_to_round"] > 0.5
+        assert method["phases_to_round"] > 0
         assert method["first_token_seconds"]["cold"] > 0 < method["first_token_seconds"]["warm"]
         assert (len(method["all"]["positionwise_acceptance"]) in range(1, 4)) == drafts
         assert (method["all"]["acceptance_length"] > 1.2) == drafts

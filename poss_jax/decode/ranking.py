@@ -17,7 +17,9 @@ def choose(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
 
     def of_blocks(scores: Array) -> Array:  # on CPU an argmax compares one number after the other
         rows = scores.reshape(1, -1, scores.shape[-1])
-        return _best_of_devices(_top_k_of_blocks, rows, 1)[1].reshape(scores.shape[:-1])
+        # Before the barrier XLA sees that one is wanted, and does not sort whole rows.
+        ids = lax.optimization_barrier(_best_of_devices(_top_k_of_blocks, rows, 1)[1])
+        return ids.reshape(scores.shape[:-1])
 
     def whole(scores: Array) -> Array:
         return jnp.argmax(scores, axis=-1).astype(jnp.int32)
@@ -55,8 +57,7 @@ def _best_of_devices(
 
 
 def _top_k(scores: Array, k: int) -> tuple[Array, Array]:
-    # Behind the barrier XLA still sees that few are wanted, and does not sort whole rows.
-    best, ids = lax.optimization_barrier(lax.top_k(scores, k))
+    best, ids = lax.top_k(scores, k)
     return best, ids
 
 
