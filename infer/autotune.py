@@ -123,7 +123,7 @@ def tune(
     Returns:
       Per batch size: the `best` tree, and in `methods`, by name, what was predicted and measured.
     """
-    size = len(engine.weights.draft["head"]["weight"])
+    size = engine.weights.draft["head"]["weight"].shape[0]
     wanted = top_ks or _TOP_KS.get(jax.default_backend(), _OTHER_TOP_KS)
     top_ks = sorted({min(top_k, size) for top_k in wanted})
     recordings = record_all(engine, prompts, depth, top_ks)

@@ -123,7 +123,7 @@ def describe_workload(
     )
     if config.draft is None:
         return work
-    num_tokens = len(weights.draft["head"]["weight"])
+    num_tokens = weights.draft["head"]["weight"].shape[0]
     return replace(work, draft=config.draft, tree=config.tree, draft_vocabulary=num_tokens)
 
 

@@ -47,6 +47,7 @@ SMALLER = {  # program -> arguments that are added
     "train.regenerate": "--max-new-tokens 6",
 }
 INSTEAD = {  # words of a command -> what stands for them
+    "--precompile 512 --precompile 4096": "--precompile 32 --precompile 64",
     "draft --source DIR_OR_HUB_ID": "draft --source yuhuili/EAGLE-llama2-chat-7B",
     "data.source=regenerated.jsonl": "data.source=sharegpt.json",  # short answers are left out
 }
