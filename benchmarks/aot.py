@@ -49,12 +49,14 @@ def measure(config: str, device: str, changes: list[str], program: str) -> dict[
     kind = "--topology" if ":" in device else "--gpu"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
-        words = ["--config", str(ROOT / "configs" / "aot" / f"{config}.yaml"), kind, device]
-        words += [*changes, f"programs=[{program}]", "--json", str(path)]
-        run = subprocess.run([sys.executable, "-m", "infer.aot", *words], cwd=ROOT, text=True)
+        words = ["-m", "infer.aot", "--config", f"configs/aot/{config}.yaml", kind, device]
+        words += [*changes, f"programs=[{program}]"]
+        run = subprocess.run([sys.executable, *words, "--json", str(path)], cwd=ROOT)
         if run.returncode:
             raise SystemExit(run.returncode)
-        return json.loads(path.read_text())
+        report = json.loads(path.read_text())
+    report["provenance"]["command"] = ["python", *words]  # without folders of this machine
+    return report
 
 
 def line(name: str, program: str, report: dict[str, Any]) -> str:
