@@ -27,8 +27,9 @@ from poss_jax.model.sharding import decoding_mesh, make_mesh
 
 LLAMA = tiny_llama(vocab_size=256, num_heads=16, num_kv_heads=8, intermediate_size=64)
 POSS = DraftConfig(layer=replace(LLAMA, num_layers=1), positions_per_specialist=(1, 1))
+TWO_KV_HEADS = replace(LLAMA, num_kv_heads=2)
 E3 = DraftConfig(
-    layer=replace(LLAMA, num_layers=1),
+    layer=replace(TWO_KV_HEADS, num_layers=1),
     positions_per_specialist=(2,),
     family="eagle3",
     kv="shared",
@@ -46,12 +47,13 @@ N = 12
 def make_engine(
     draft: DraftConfig, mesh: MeshConfig | None, *, kind: Any = None, vocabulary: Any = None
 ) -> Engine:
-    """An engine with random weights."""
-    target = random_target(LLAMA)
+    """An engine with random weights; the target's layers are as the draft's."""
+    llama = replace(draft.layer, num_layers=LLAMA.num_layers)
+    target = random_target(llama)
     identity = target_identity("tiny", None, target["embed"]["weight"], target["head"]["weight"])
     if kind is not None:
         target = quantise_target(target, kind)
-    record = new_record(LLAMA, identity, tokenizer_from=None)
+    record = new_record(llama, identity, tokenizer_from=None)
     engine = Engine(record, target, tree=TREE, mesh=mesh)
     record = new_record(draft, identity, tokenizer_from=None, draft_vocabulary=vocabulary)
     return engine.with_draft(record, random_draft(draft))
@@ -88,14 +90,18 @@ def test_a_stream_on_eight_devices_is_that_of_one(engine: Engine) -> None:
 
 
 def test_a_mixed_batch_of_three_on_two_groups_of_four_is_that_of_one_device() -> None:
+    """Two key heads do not divide among four, and the groups are done after different rounds."""
+    prompts = [*PROMPTS[:2], [5] * 400]
     call = {"max_new_tokens": N, "batch_size": 3, "sampling": MIXED}
     vocabulary = tuple(range(0, 256, 2))
     draft = {"kind": "int8", "vocabulary": vocabulary}
     answers = [
-        make_engine(E3, mesh, **draft).generate(PROMPTS, **call)
+        make_engine(E3, mesh, **draft).generate(prompts, **call)
         for mesh in (MeshConfig(tensor=4), None)
     ]
     assert answers[0] == answers[1]
+    rounds = [len(answer.accepted_per_round) for answer in answers[0]]
+    assert max(rounds[:2]) != rounds[2]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from flax import struct
 from jax import lax
 
 from poss_jax.decode.ranking import choose, top_k
+from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
@@ -159,7 +160,11 @@ def draw(
 
     chosen = choose(noisy)
     is_kept = jnp.broadcast_to(~_has_filter(sampling)[:, None], chosen.shape)
-    return lax.while_loop(lambda state: ~state[1].all(), replace_refused, (chosen, is_kept))[0]
+
+    def is_any_refused(state: tuple[Array, Array]) -> Array:
+        return highest_of_groups((~state[1]).any())
+
+    return lax.while_loop(is_any_refused, replace_refused, (chosen, is_kept))[0]
 
 
 def lower_unlikely(
@@ -200,7 +205,7 @@ def _is_sampled(sampling: Sampling) -> Bool[Array, " B"]:
 
 
 def _where_any(wanted: Array, change: Callable[[Array], Array], scores: Array) -> Array:
-    return lax.cond(wanted.any(), change, lambda scores: scores, scores)
+    return lax.cond(highest_of_groups(wanted.any()), change, lambda scores: scores, scores)
 
 
 def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "B V"]:
@@ -261,9 +266,8 @@ def _mass_of_top_k(scores: Array, mass: Array, sampling: Sampling) -> Float[Arra
         least = _least_kept(order, jnp.ones_like(mass), ks.astype(jnp.float32))
         return jnp.where((order >= least) | (ks <= 0), mass, 0.0).sum(axis=-1, keepdims=True)
 
-    return lax.cond(
-        ((ks > 0) & (ps < 1)).any(), of_best, lambda mass: mass.sum(axis=-1, keepdims=True), mass
-    )
+    has_both = highest_of_groups(((ks > 0) & (ps < 1)).any())
+    return lax.cond(has_both, of_best, lambda mass: mass.sum(axis=-1, keepdims=True), mass)
 
 
 def _is_kept(scores: Float[Array, "B rows Vd"], sampling: Sampling) -> Bool[Array, "B rows Vd"]:

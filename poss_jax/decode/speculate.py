@@ -21,6 +21,7 @@ from poss_jax.decode.tree import Candidates, Tree, root_tree, select
 from poss_jax.decode.verify import Acceptance, accept
 from poss_jax.model import target as targets
 from poss_jax.model.cache import KVCache, commit_rows, init_cache, take_rows, write_rows
+from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
@@ -232,7 +233,7 @@ def run_rounds(
 ) -> DecodeState:
     """Runs rounds until every sequence is done."""
     return lax.while_loop(
-        lambda state: ~state.output.is_done.all(),
+        lambda state: highest_of_groups(~state.output.is_done.all()),
         lambda state: run_round(weights, config, request, state),
         state,
     )

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from poss_jax.config.models import LlamaConfig
 from poss_jax.model.layers import merge_heads, rope_frequencies
+from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
@@ -223,7 +224,7 @@ def _attend_blocks(
     if block == S:
         _, total, mean = add_block(0, carry)
     else:
-        num_blocks = (length.max() + block - 1) // block
+        num_blocks = (highest_of_groups(length.max()) + block - 1) // block
         _, total, mean = lax.fori_loop(0, num_blocks, add_block, carry)
     return merge_heads((mean / total).astype(q.dtype).reshape(B, N, T, H))
 

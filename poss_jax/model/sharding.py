@@ -128,6 +128,16 @@ def whole_rows(x: Array) -> Array:
     return lax.with_sharding_constraint(x, PartitionSpec())
 
 
+def highest_of_groups(x: Array) -> Array:
+    """The highest of what each group of devices decodes, so that all take the same way through it.
+
+    For whatever decides a branch or the turns of a loop. A collective may be one for all devices,
+    and a group that turned elsewhere would keep the others waiting for ever.
+    """
+    is_group = "data" in jax.sharding.get_abstract_mesh().manual_axes
+    return lax.pmax(x, "data") if is_group else x
+
+
 def split_batch(x: Array, axis: int = 0) -> Array:
     """Keeps an array inside a jitted step cut along its batch, and whole otherwise.
 

@@ -30,7 +30,7 @@ from poss_jax.model.layers import (
     rms_norm,
     rope_frequencies,
 )
-from poss_jax.model.sharding import split_batch
+from poss_jax.model.sharding import highest_of_groups, split_batch
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 TARGET = {
@@ -168,7 +168,7 @@ def prefill(
 
     hidden = jnp.zeros((B, 1, config.hidden_size), dtype)
     features = jnp.concatenate([hidden] * max(len(aux_layers), 1), axis=-1)
-    num_chunks = (lengths.max() + chunk - 1) // chunk
+    num_chunks = (highest_of_groups(lengths.max()) + chunk - 1) // chunk
     state = cache, hidden, features, carry
     cache, hidden, features, carry = lax.fori_loop(0, num_chunks, run, state)
     logits = linear(hidden, params["head"]["weight"])[:, 0]
