@@ -401,7 +401,6 @@ def time_rounds(engine: Engine, prompt: Sequence[int], num_rounds: int) -> Calla
     config, request = engine.request([engine.prepare(prompt, 2 * num_rounds + 64)])
     state = jax.jit(speculate.start, static_argnums=1)(engine.weights, config, request)
     state = state.replace(output=state.output.replace(is_done=state.output.is_done | True))
-
     return timed_rounds(engine, config, request, state, num_rounds)
 
 

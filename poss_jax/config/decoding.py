@@ -116,7 +116,7 @@ class GenerateConfig(AnswerConfig):
         without colours.
       output: JSONL file to write the answers to; it must not exist yet.
       precompile: Most tokens of texts to come (prompt and answer together); their programs are
-        compiled beforehand, and later runs find them compiled. Wants no prompt.
+        compiled beforehand, and later runs find them compiled. A prompt is optional then.
     """
 
     prompt: str | None = None
