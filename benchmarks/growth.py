@@ -37,7 +37,7 @@ _PROMPT = 8
 
 @dataclass(frozen=True)
 class Point:
-    """What a round is timed with; the fields but `tree` are the parts of a name.
+    """Settings that a round is timed with; the fields but `tree` are the parts of a name.
 
     Attributes:
       context: committed tokens of every sequence.

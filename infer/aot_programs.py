@@ -29,7 +29,7 @@ from . import costs
 
 
 class Plan(NamedTuple):
-    """What is compiled: models, request and devices.
+    """Everything that is compiled: models, request and devices.
 
     Attributes:
       weights: shapes of both models, placed.
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
         return bytes_per_device(shared)
 
     def floor(self, name: str) -> costs.Cost:
-        """What a program must move and compute, per device (a loop's: one round)."""
+        """Least bytes and operations of a program, per device (a loop's: one round)."""
         if name == "prefill":
             cost = costs.prefill(self.work, self.work.context)
         elif name == "step":

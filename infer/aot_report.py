@@ -1,4 +1,4 @@
-"""What a compiled program costs and does: numbers of its text and its compiler, and a report."""
+"""The report of a compiled program: its costs, from its text and its compiler."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
     """Reads everything that is reported of one program.
 
     Args:
-      name: of the program.
+      name: name of the program.
       compiled: the program.
       plan: what it was made for.
       device: each of the devices.

@@ -83,7 +83,7 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What a draft proposed after every token of some answers, with one top_k.
+    """Proposals of a draft after every token of some answers, with one top_k.
 
     Attributes:
       lengths: tokens of every answer.

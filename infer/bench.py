@@ -244,7 +244,7 @@ def _check_lossless(config: BenchConfig) -> None:
 
 
 def _show_roofline(config: BenchConfig) -> None:
-    """Measures the device anew, and prints the cost card of every method on the first prompt."""
+    """Measures the device, and prints the cost card of every method on the first prompt."""
     roofline = measure_roofline()
     decoders = load_decoders(config)
     prompt = first_prompts(read_questions(config, decoders[0].engine))[0]
@@ -338,7 +338,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--roofline",
         action="store_true",
-        help="Measure the bandwidth and the matrix products of this device anew, and print bytes, "
+        help="Measure the bandwidth and the matrix products of this device again, and print bytes, "
         "FLOPs, least and measured time of every phase instead of comparing methods.",
     )
     parser.add_argument(

@@ -254,7 +254,7 @@ def _is_drawable(
     limit = ps * _mass_of_top_k(scores, mass, sampling)
     is_kept = ((rank < ks) | (ks <= 0)) & ((above < limit) | (ps >= 1))
     is_kept &= score >= highest + jnp.log(min_p)
-    return (is_kept | ~(score < highest))[..., 0]  # also where a score is no number
+    return (is_kept | ~(score < highest))[..., 0]  # True for NaN, too
 
 
 def _mass_of_top_k(scores: Array, mass: Array, sampling: Sampling) -> Float[Array, "B rows 1"]:

@@ -132,7 +132,7 @@ def highest_of_groups(x: Array) -> Array:
     """The highest of what each group of devices decodes, so that all take the same way through it.
 
     For whatever decides a branch or the turns of a loop. A collective may be one for all devices,
-    and a group that turned elsewhere would keep the others waiting for ever.
+    and a group that turned elsewhere would make the others wait without end.
     """
     is_group = "data" in jax.sharding.get_abstract_mesh().manual_axes
     return lax.pmax(x, "data") if is_group else x

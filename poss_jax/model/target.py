@@ -46,8 +46,8 @@ class Prefilled(NamedTuple):
     """Prompts in the cache.
 
     Attributes:
-      logits: of each prompt's last row.
-      features: of each prompt's last row, F = D, or D for each of the layers asked for.
+      logits: logits of each prompt's last row.
+      features: features of each prompt's last row, F = D, or D for each of the layers asked for.
       cache: all prompts are committed.
       visited: what `visit` returned last.
     """
@@ -62,8 +62,8 @@ class Verified(struct.PyTreeNode):
     """The target's output for the nodes of a tree.
 
     Attributes:
-      logits: of every node.
-      features: of every node, F as in `Prefilled`.
+      logits: logits of every node.
+      features: features of every node, F as in `Prefilled`.
       rows: their keys and values, which the cache does not hold yet.
     """
 
