@@ -31,6 +31,7 @@ from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import plain_texts
+from poss_jax.data.records import read_records
 from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import encode_plain, special_ids
 from poss_jax.engine.dialogue import (
@@ -131,15 +132,16 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
 
 
 def read_questions(config: BenchConfig, engine: Engine) -> list[Dialogue]:
-    """Reads prompts and conversations from a file, or cuts prompts from the standard library.
+    """Reads prompts and conversations from a file, or cuts prompts from modules of Python.
 
     Every question has a seed of its own, derived from the run's seed and its index.
 
     Raises:
       UserError: too few prompts, or one that the engine refuses.
     """
-    if config.prompts == "stdlib":
-        records = [{"prompt_ids": ids} for ids in _cut_stdlib_prompts(config, engine)]
+    source = DataConfig(source=config.prompts)
+    if source.is_code:
+        records = [{"prompt_ids": ids} for ids in _cut_code_prompts(config, source, engine)]
     else:
         records = read_prompts(Path(config.prompts))[: config.num_prompts]
     records = [{key: record[key] for key in PROMPT_KEYS if key in record} for record in records]
@@ -153,11 +155,17 @@ def first_prompts(questions: Sequence[Dialogue]) -> list[PreparedPrompt]:
     return [question.prompt for question in questions if question.prompt is not None]
 
 
-def _cut_stdlib_prompts(config: BenchConfig, engine: Engine) -> list[list[int]]:
+def _cut_code_prompts(config: BenchConfig, source: DataConfig, engine: Engine) -> list[list[int]]:
     if engine.tokenizer is None:
-        raise UserError("prompts stdlib: this target has no tokenizer; give a file of prompt_ids")
+        raise UserError(
+            f"prompts {config.prompts}: this target has no tokenizer; give a file of prompt_ids"
+        )
+    if source.packages:  # held out as a whole
+        texts = [record["text"] for _, record in read_records(source) if isinstance(record, dict)]
+    else:
+        texts = plain_texts(load_documents(source).validation)
     return prompts_from_documents(
-        plain_texts(load_documents(DataConfig()).validation),
+        texts,
         engine.tokenizer,
         num_prompts=config.num_prompts,
         prompt_tokens=config.prompt_tokens,

@@ -337,9 +337,10 @@ def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) ->
     assert len(load_decoders(replace(config, allow_target_mismatch=True))) == 2
 
 
-def test_stdlib_prompts_are_cut_to_length(runs: Runs) -> None:
+@pytest.mark.parametrize("source", ["stdlib", "packages:tqdm"])
+def test_prompts_of_modules_are_cut_to_length(runs: Runs, source: str) -> None:
     engine = Engine.load(runs.model("target"))
-    config = BenchConfig(target="", num_prompts=3, prompt_tokens=10)
+    config = BenchConfig(target="", prompts=source, num_prompts=3, prompt_tokens=10)
     prompts = [one.ids for one in first_prompts(read_questions(config, engine))]
     assert [(len(ids), ids[0]) for ids in prompts] == [(10, 0)] * 3
     assert len({tuple(ids) for ids in prompts}) == 3

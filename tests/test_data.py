@@ -55,6 +55,10 @@ def load(path: Path | str, **settings: Any) -> Documents:
     return load_documents(DataConfig(source=str(path), **settings))
 
 
+def read(source: str) -> list[tuple[str, Any]]:
+    return list(read_records(DataConfig(source=source)))
+
+
 # --------------------------------------------------------------------------------------------------
 # Documents
 
@@ -72,6 +76,34 @@ def test_stdlib_split_holds_out_a_few_modules_and_repeats() -> None:
     first, second = load("stdlib"), load("stdlib")
     share = len(first.validation) / len(first.train + first.validation)
     assert first == second and 0.02 < share < 0.1
+
+
+def test_packages_are_held_out_as_a_whole() -> None:
+    source = "packages:python,packaging,tqdm"
+    of = {name: {r["text"] for n, r in read(f"packages:{name}")} for name in ("python", "tqdm")}
+    documents = load(source, held_out=["tqdm"])
+    assert set(documents.validation) == of["tqdm"] and of["python"] < set(documents.train)
+    assert documents == load(source, held_out=["tqdm"])
+    names = [name for name, _ in read("packages")]
+    assert {"jax", "python", "numpy"} <= {name.partition("/")[0] for name in names}
+    assert not [name for name in names if name.startswith("poss_jax/") or "/tests/" in name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"source": "packages:no_such"}, r"want installed packages, got \['no_such'\]"),
+        ({"source": "packages", "held_out": ["no_such"]}, "install or leave them out"),
+    ],
+)
+def test_packages_that_are_not_there_are_refused(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        load_documents(DataConfig(**settings))
+
+
+def test_only_packages_can_be_held_out() -> None:
+    with pytest.raises(ValueError, match="held_out is for source packages, not for 'stdlib'"):
+        DataConfig(held_out=["jax"])
 
 
 def test_split_is_stable_under_added_documents_and_order(tmp_path: Path) -> None:

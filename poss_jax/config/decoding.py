@@ -143,10 +143,10 @@ class BenchConfig(DecodingConfig):
 
     Attributes:
       drafts: Drafts to compare: a name for the table, and the model folder.
-      prompts: JSONL file of prompts or questions, or `stdlib` (held-out modules of Python's
-        standard library).
+      prompts: JSONL file of prompts or questions, `stdlib` (held-out modules of Python's standard
+        library), or `packages:NAME,NAME` (all modules of these installed packages).
       num_prompts: Number of prompts to use; of a file, at most.
-      prompt_tokens: Length of a `stdlib` prompt in tokens.
+      prompt_tokens: Length of a prompt cut from modules, in tokens.
       repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
       output: Folder to write the report to; it must be new or empty.
     """

@@ -30,7 +30,8 @@ class DataConfig:
     """Source of texts or chats, the tokens to train on, and the layout of rows.
 
     Attributes:
-      source: `stdlib` (sources of Python's standard library), a .txt, .json or .jsonl file or glob,
+      source: `stdlib` (sources of Python's standard library), `packages` (those of all installed
+        packages, too), `packages:NAME,NAME` (those of some), a .txt, .json or .jsonl file or glob,
         .ckpt files of tokens and features (stage draft), or the id of a data set on the Hub.
       subset: Configuration of the Hub data set.
       split: Split of the Hub data set.
@@ -45,7 +46,8 @@ class DataConfig:
         per row, which do not see each other) or `none` (one per row); null takes stream for texts
         and documents otherwise.
       sequence_length: Number of tokens per row; longer documents are cut, if packing is not stream.
-      validation_fraction: Share of documents held out for validation.
+      validation_fraction: Share of documents held out for validation; of packages, share of them.
+      held_out: Packages to hold out instead, each as a whole (source packages).
       max_documents: Most documents to read; null reads all.
       max_dropped: Share of unusable records above which the run is refused.
     """
@@ -60,8 +62,26 @@ class DataConfig:
     packing: Literal["stream", "documents", "none"] | None = None
     sequence_length: AtLeastTwo = 256
     validation_fraction: Fraction = Field(default=0.05, gt=0)
+    held_out: tuple[str, ...] = ()
     max_documents: Count | None = None
     max_dropped: Fraction = 0.5
+
+    def __post_init__(self) -> None:
+        if self.held_out and self.packages is None:
+            raise ValueError(f"held_out is for source packages, not for {self.source!r}")
+
+    @property
+    def packages(self) -> tuple[str, ...] | None:
+        """Names of the packages that are the source, () for all; None if it is something else."""
+        kind, _, names = self.source.partition(":")
+        if kind != "packages":
+            return None
+        return tuple(name.strip() for name in names.split(",") if name.strip())
+
+    @property
+    def is_code(self) -> bool:
+        """Whether the source is modules of Python, named by their paths."""
+        return self.source == "stdlib" or self.packages is not None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -322,5 +342,7 @@ class RegenerateConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data.source == "stdlib":
-            raise ValueError("data.source: want chats or questions, got stdlib, which holds none")
+        if self.data.is_code:
+            raise ValueError(
+                f"data.source: want chats or questions, got {self.data.source}, which holds none"
+            )

@@ -198,7 +198,7 @@ def _check_share(config: DataConfig, rows: Rows) -> None:
 
 def _refuse_spelled_out(texts: Sequence[Any], config: DataConfig, tokenizer: Any) -> None:
     """Refuses plain texts most of which spell out special tokens: they are chats."""
-    if config.format != "auto" or config.source == "stdlib":
+    if config.format != "auto" or config.is_code:
         return
     pattern = special_pattern(tokenizer)
     found = [match for text in texts[:_LOOKED_AT] if (match := pattern.search(text))]

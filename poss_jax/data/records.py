@@ -5,6 +5,7 @@ import sysconfig
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from poss_jax.data.files import existing_files, matching_files, one_line
 LONGEST_RECORD = 1 << 26  # bytes; a longer record is not a conversation
 LARGEST_LIST = 1 << 30  # bytes; reading takes several times as much memory
 
-_STDLIB_SKIPPED = re.compile(  # other people's code, tests, and files that are tables
+_SKIPPED = re.compile(  # other people's code, tests, and files that are tables
     r"(^|/)((site-packages|dist-packages|tests?|idlelib|turtledemo|lib2to3|ensurepip|_bundled|"
-    r"encodings|pydoc_data|__pycache__)/|_sysconfigdata|"
-    r"(_casefix|entities|locale|stringprep|token)\.py)"
+    r"_?vendor|_?vendored|encodings|pydoc_data|__pycache__)/|_sysconfigdata|"
+    r"(_casefix|entities|locale|stringprep|token)\.py|\w+_pb2\.py)"
 )
-_STDLIB_MIN_BYTES = 1024
+_SMALLEST, _LARGEST = 1024, 1 << 18  # bytes of a module; larger ones are tables
+_STDLIB = "python"  # as a package
 _SUFFIXES = (".txt", ".json", ".jsonl")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -55,7 +57,9 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
     """
     source = config.source
     if source == "stdlib":
-        yield from _read_stdlib()
+        yield from _read_modules(Path(sysconfig.get_path("stdlib")))
+    elif config.packages is not None:
+        yield from _read_packages(config.packages, config.held_out)
     elif source.endswith(_SUFFIXES) or matching_files(source):
         for path in existing_files(source):
             yield from _read_text(path) if path.suffix == ".txt" else _read_json(path)
@@ -63,14 +67,34 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
         yield from _read_hub(config)
 
 
-def _read_stdlib() -> Iterator[tuple[str, Record]]:
-    root = Path(sysconfig.get_path("stdlib"))
+def _read_modules(root: Path) -> Iterator[tuple[str, Record]]:
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if _STDLIB_SKIPPED.search(name) or path.stat().st_size < _STDLIB_MIN_BYTES:
+        if _SKIPPED.search(name) or not _SMALLEST <= path.stat().st_size <= _LARGEST:
             continue
-        with tokenize.open(path) as file:
-            yield name, {"text": file.read()}
+        try:
+            with tokenize.open(path) as file:
+                yield name, {"text": file.read()}
+        except (SyntaxError, UnicodeDecodeError) as error:
+            yield name, Broken("not Python", str(error))
+
+
+def _read_packages(
+    wanted: tuple[str, ...], held_out: tuple[str, ...]
+) -> Iterator[tuple[str, Record]]:
+    """Reads modules of installed packages, mixed: of all but this one, if none is wanted."""
+    installed = Path(sysconfig.get_path("purelib"))
+    folders = {folder.name: folder for folder in installed.iterdir() if folder.is_dir()}
+    folders = {name: f for name, f in folders.items() if name.isidentifier() and name != "poss_jax"}
+    folders[_STDLIB] = Path(sysconfig.get_path("stdlib"))
+    if missing := [name for name in (*wanted, *held_out) if name not in folders]:
+        raise UserError(f"data: want installed packages, got {missing}; install or leave them out")
+    records = [
+        (f"{name}/{place}", record)
+        for name in wanted or folders
+        for place, record in _read_modules(folders[name])
+    ]
+    yield from sorted(records, key=lambda pair: blake2b(pair[0].encode()).digest())
 
 
 def _read_text(path: Path) -> Iterator[tuple[str, Record]]:

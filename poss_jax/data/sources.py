@@ -70,8 +70,9 @@ class Documents:
 def load_documents(config: DataConfig, width: int | None = None) -> Documents:
     """Reads the documents of `config.source` and holds some of them out.
 
-    A document's side depends on nothing but a hash of its name (`stdlib`) or of its content (all
-    other sources), so the split survives added documents, and duplicates never lie on both sides.
+    A document's side depends on nothing but its name (`stdlib`), its package (`packages`) or its
+    content (all other sources), so the split survives added documents, and duplicates never lie on
+    both sides.
 
     Args:
       config: the data.
@@ -83,8 +84,8 @@ def load_documents(config: DataConfig, width: int | None = None) -> Documents:
     documents = Documents([], [], Tally(config.source))
     usable = _usable_documents(config, width, documents.tally)
     for key, document in itertools.islice(usable, config.max_documents):
-        held_out = _hash_fraction(key) < config.validation_fraction
-        (documents.validation if held_out else documents.train).append(document)
+        side = documents.validation if _is_held_out(key, config) else documents.train
+        side.append(document)
     documents.tally.check(config.max_dropped)
     if not (documents.train and documents.validation):
         raise UserError(
@@ -115,7 +116,15 @@ def _usable_documents(
         if has_features and isinstance(document, Tokens):
             document = replace(document, file=where)
         tally.cut.update([left_out] if left_out else [])
-        yield where if config.source == "stdlib" else content_key(document), document
+        yield where if config.is_code else content_key(document), document
+
+
+def _is_held_out(key: str, config: DataConfig) -> bool:
+    package = key.partition("/")[0]
+    if config.held_out:
+        return package in config.held_out
+    decides = key if config.packages is None else package
+    return _hash_fraction(decides) < config.validation_fraction
 
 
 def _hash_fraction(key: str) -> float:
