@@ -20,8 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks import reports
-from infer.bench import first_prompts, load_decoders, read_questions
+from infer.bench import load_decoders
 from infer.measure import time_batches
+from infer.questions import first_prompts, read_questions
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig

@@ -20,8 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.reports import tree_name, write_report
-from infer.bench import first_prompts, load_decoders, read_questions
-from infer.report import LOOPING_BELOW
+from infer.bench import load_decoders
+from infer.questions import first_prompts, read_questions
+from infer.summary import LOOPING_BELOW
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
 from poss_jax.config.models import TreeConfig

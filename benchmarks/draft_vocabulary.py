@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from tqdm import tqdm
 from benchmarks.batches import read_tree
 from benchmarks.coupling import DEMO, DEMO_DRAFTS
 from benchmarks.reports import write_report
-from infer.bench import first_prompts, load_decoders, read_questions
-from infer.measure import Decoder, Run, time_questions
+from infer.bench import load_decoders
+from infer.measure import Decoder, time_batches
 from infer.phases import measure_phases
+from infer.questions import first_prompts, read_questions
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig
@@ -39,6 +41,7 @@ from poss_jax.data.draft_vocabulary import (
 )
 from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.draft_vocab import count_tokens
+from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
@@ -47,6 +50,19 @@ from poss_jax.program.running import Parser, run_program
 
 SIZES = (64, 128, 256, 512)
 PHASE_REPEATS = 5
+
+
+@dataclass
+class Run:
+    """Answers to prompts, and the seconds of each.
+
+    Attributes:
+      answers: one per prompt.
+      seconds: likewise.
+    """
+
+    seconds: list[float]
+    answers: list[Generation] = field(default_factory=list)
 
 
 def measure(config: BenchConfig, counts: np.ndarray, sizes: Sequence[int]) -> dict[str, Any]:
@@ -87,18 +103,20 @@ def measure(config: BenchConfig, counts: np.ndarray, sizes: Sequence[int]) -> di
 def time_in_turn(
     decoders: Sequence[Decoder], questions: Sequence[Dialogue], repeats: int
 ) -> list[Run]:
-    """Decodes every question with all decoders in turn; keeps the fastest repeat of each."""
+    """Decodes every first turn with all decoders in turn; keeps the fastest repeat of each."""
+    prompts = first_prompts(questions)
     for decoder in tqdm(decoders, desc="compile"):
         decoder.compile(questions)
     fastest = [Run(seconds=[np.inf] * len(questions)) for _ in decoders]
     total = repeats * len(decoders) * len(questions)
     with tqdm(total=total, desc="decode", unit="prompt") as progress:
         for repeat in range(repeats):
-            for index, question in enumerate(questions):
+            for index, prompt in enumerate(prompts):
                 for decoder, run in zip(decoders, fastest, strict=True):
-                    timed = time_questions(decoder, [question], progress)
-                    run.seconds[index] = min(run.seconds[index], timed.seconds[0])
-                    run.answers += timed.answers if repeat == 0 else []
+                    answers, seconds = time_batches(decoder.engine, [prompt], 1)
+                    run.seconds[index] = min(run.seconds[index], seconds)
+                    run.answers += answers if repeat == 0 else []
+                    progress.update()
     return fastest
 
 

@@ -1,8 +1,10 @@
-"""Compares drafts with autoregressive decoding of this same engine, over the same prompts.
+"""Compares drafts with autoregressive decoding of this same engine, over the same questions.
 
-Needs a target and drafts (model folders). Prints a table of acceptance length, acceptance by
-position, tokens per second and speed-up, the phases of a round, and as its last line everything
-as one JSON object; --output keeps report.json, report.md and a plot.
+Needs a target and drafts (model folders). Answers every question of every set, at every temperature
+and with every seed, autoregressively and with each draft; prints tables of acceptance length,
+acceptance by position, tokens per second and speed-up with 95 % intervals, the phases of a round,
+and as its last line everything as one JSON object. --output keeps every answer as it comes, so that
+the same command goes on after an interruption, and the report (report.html, .md, .json).
 
     python -m infer.bench --config configs/demo/bench.yaml
     python -m infer.bench --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl
@@ -12,16 +14,14 @@ as one JSON object; --output keeps report.json, report.md and a plot.
 """
 
 import argparse
-import itertools
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from poss_jax.checkpoint.record import provenance, read_record
@@ -29,18 +29,7 @@ from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.config.training import DataConfig
-from poss_jax.data.conversations import plain_texts
-from poss_jax.data.records import read_records
-from poss_jax.data.sources import load_documents
-from poss_jax.data.tokenizer import encode_plain, special_ids
-from poss_jax.engine.dialogue import (
-    PROMPT_KEYS,
-    Dialogue,
-    check_dialogues,
-    read_dialogues,
-    read_prompts,
-)
+from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.trees import tuned_file, write_tuned
@@ -48,53 +37,155 @@ from poss_jax.program.options import at_least, check_writable, read_arguments
 from poss_jax.program.running import run_program
 
 from .autotune import format_tuning, tree_name, tune
+from .journal import ANSWERS, SETTINGS, Answer, Cell, Journal, Key
 from .lossless import check_lossless, format_check
-from .measure import Decoder, Run, measure_steps, time_questions
+from .measure import Decoder, count_memory, measure_steps, play
 from .phases import describe_phases, measure_phases, phases_to_round
-from .report import build_report, format_card, format_report, write_report
+from .questions import Question, first_prompts, make_dialogues, read_questions, read_sets
+from .report import format_card, format_report, write_report
 from .roofline import Roofline, find_roofline, measure_roofline
-
-if TYPE_CHECKING:
-    import transformers
+from .summary import make_grid, summarise_group
 
 AUTOREGRESSIVE = "autoregressive"
 
-# Of prompts cut out of documents.
-_PROMPT_CHARACTERS_PER_TOKEN = 100  # enough text that a prompt's last token is never cut short
-_DEFINITION, _LINE = r"^(?:def|class) ", r"^\S"
 
-
-def bench(config: BenchConfig) -> dict[str, Any]:
-    """Runs the whole comparison.
+def bench(config: BenchConfig) -> tuple[dict[str, Any], list[Answer]]:
+    """Runs the whole comparison, or what is missing of it in the folder `config.output`.
 
     Returns:
-      The report, JSON-compatible (see docs/bench.md).
+      The report, JSON-compatible (see docs/bench.md), and all answers.
 
     Raises:
       UserError: bad input.
     """
     decoders = load_decoders(config)
-    questions = read_questions(config, decoders[0].engine)
-    first = first_prompts(questions)[0]
-    runs: dict[str, list[Run]] = {decoder.name: [] for decoder in decoders}
-    for decoder in decoders:
-        decoder.compile(questions)
-    total = config.repeats * len(decoders) * len(questions)
-    with tqdm(total=total, desc="bench", unit="prompt") as progress:
-        for _ in range(config.repeats):
-            for decoder in decoders:
-                runs[decoder.name].append(time_questions(decoder, questions, progress))
-    report = build_report(config.max_new_tokens, AUTOREGRESSIVE, runs)
+    sets = read_sets(config, decoders[0].engine)
+    dialogues = {
+        cell: make_dialogues(sets[cell.set], config, sampling, decoders[0].engine)
+        for cell, sampling in _cells(config, sets)
+    }
+    journal = Journal(Path(config.output) if config.output else None, _settings(config))
+    for decoder in tqdm(decoders, desc="compile"):
+        decoder.compile([one for few in dialogues.values() for one in few])
+    _answer_missing(config, decoders, sets, dialogues, journal)
+    report = {
+        "baseline": AUTOREGRESSIVE,
+        "max_new_tokens": config.max_new_tokens,
+        "repeats": config.repeats,
+        "groups": list(_summarise(config, decoders, dialogues, journal)),
+        **_describe_methods(decoders, first_prompts(next(iter(dialogues.values())))[0]),
+    }
+    report |= {"config": config_to_dict(config), "provenance": provenance()}
+    return report, list(journal.answers.values())
+
+
+def _cells(config: BenchConfig, sets: dict[str, list[Question]]) -> Iterator[tuple[Cell, Any]]:
+    """Yields every set with every way to choose tokens; greedy answers have no use for seeds."""
+    for name in sets:
+        for temperature in config.temperatures or (config.sampling.temperature,):
+            seeds = config.seeds or (config.sampling.seed,)
+            for seed in seeds[: None if temperature else 1]:
+                sampling = replace(config.sampling, temperature=temperature, seed=seed)
+                yield Cell(name, temperature, seed), sampling
+
+
+def _settings(config: BenchConfig) -> dict[str, Any]:
+    """What decides the answers: the config, where they are written aside, and the weights."""
+    settings = config_to_dict(config)
+    for key in ("output", "repeats"):
+        del settings[key]
+    folders = {AUTOREGRESSIVE: config.target, **config.drafts}
+    weights = {name: read_record(folder).weights_sha256 for name, folder in folders.items()}
+    return settings | {"weights": weights}
+
+
+def _answer_missing(
+    config: BenchConfig,
+    decoders: Sequence[Decoder],
+    sets: dict[str, list[Question]],
+    dialogues: dict[Cell, list[Dialogue]],
+    journal: Journal,
+) -> None:
+    """Answers what the journal does not hold; methods take turns, and so do their passes."""
+    engines = {decoder.name: decoder.engine for decoder in decoders}
+    keys = [
+        Key(cell, repeat, name, index)
+        for cell, few in dialogues.items()
+        for repeat in range(config.repeats)
+        for name in engines
+        for index in range(len(few))
+    ]
+    missing = list(journal.missing(keys))
+    with tqdm(
+        total=len(keys), initial=len(keys) - len(missing), desc="bench", unit="question"
+    ) as progress:
+        for key in missing:
+            turns = play(engines[key.method], dialogues[key.cell][key.question])
+            question = sets[key.cell.set][key.question]
+            journal.add(Answer(key, question.id, question.category, turns))
+            progress.update()
+
+
+def _summarise(
+    config: BenchConfig,
+    decoders: Sequence[Decoder],
+    dialogues: dict[Cell, list[Dialogue]],
+    journal: Journal,
+) -> Iterator[dict[str, Any]]:
+    """Yields the numbers of every set and temperature, over all its seeds."""
+    for (name, temperature), group in groupby(dialogues, lambda cell: cell[:2]):
+        cells = list(group)
+        grids = {
+            decoder.name: make_grid(
+                journal.answers,
+                cells,
+                decoder.name,
+                repeats=config.repeats,
+                num_questions=len(dialogues[cells[0]]),
+            )
+            for decoder in decoders
+        }
+        about = {
+            "set": name,
+            "temperature": temperature,
+            "seeds": [cell.seed for cell in cells],
+            "example": _show_example(decoders, dialogues[cells[0]][0]),
+        }
+        yield about | summarise_group(grids, AUTOREGRESSIVE)
+
+
+def _show_example(decoders: Sequence[Decoder], dialogue: Dialogue) -> dict[str, Any]:
+    """Answers the first turn of a question with every draft, and keeps what it proposed."""
+    engine, prompt = decoders[0].engine, dialogue.prompt
+    if engine.tokenizer is None or prompt is None:
+        return {}
+    answers = {
+        decoder.name: [
+            list(piece) for chunk in decoder.engine.decode_rounds(prompt) for piece in chunk.pieces
+        ]
+        for decoder in decoders[1:]
+    }
+    return {"prompt": engine.tokenizer.decode(prompt.ids), "answers": answers}
+
+
+def _describe_methods(decoders: Sequence[Decoder], prompt: PreparedPrompt) -> dict[str, Any]:
+    """Measures what does not depend on the questions: phases, floors, memory, a bare step."""
     roofline = find_roofline()
-    for decoder in decoders:
-        entry = report["methods"][decoder.name]
-        entry["compile_seconds"] = decoder.compile_seconds
-        entry["first_token_seconds"] = decoder.first_token_seconds
-        entry |= measure_card(decoder, first, roofline)
-    device = roofline.device
-    report["autoregressive_step_milliseconds"] = measure_steps(decoders[0].engine, first, device)
-    report["roofline"] = asdict(roofline)
-    return report | {"config": config_to_dict(config), "provenance": provenance()}
+    methods = {
+        decoder.name: {
+            "compile_seconds": decoder.compile_seconds,
+            "first_token_seconds": decoder.first_token_seconds,
+            "memory": count_memory(decoder.engine),
+            **measure_card(decoder, prompt, roofline),
+        }
+        for decoder in decoders
+    }
+    steps = measure_steps(decoders[0].engine, prompt, roofline.device)
+    return {
+        "methods": methods,
+        "autoregressive_step_milliseconds": steps,
+        "roofline": asdict(roofline),
+    }
 
 
 def measure_card(decoder: Decoder, prompt: PreparedPrompt, roofline: Roofline) -> dict[str, Any]:
@@ -131,87 +222,6 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
     ]
 
 
-def read_questions(config: BenchConfig, engine: Engine) -> list[Dialogue]:
-    """Reads prompts and conversations from a file, or cuts prompts from modules of Python.
-
-    Every question has a seed of its own, derived from the run's seed and its index.
-
-    Raises:
-      UserError: too few prompts, or one that the engine refuses.
-    """
-    source = DataConfig(source=config.prompts)
-    if source.is_code:
-        records = [{"prompt_ids": ids} for ids in _cut_code_prompts(config, source, engine)]
-    else:
-        records = read_prompts(Path(config.prompts))[: config.num_prompts]
-    records = [{key: record[key] for key in PROMPT_KEYS if key in record} for record in records]
-    questions = read_dialogues(records, config.sampling, config.max_new_tokens)
-    check_dialogues(engine, questions)
-    return questions
-
-
-def first_prompts(questions: Sequence[Dialogue]) -> list[PreparedPrompt]:
-    """Prompts of the first turns of questions that are checked."""
-    return [question.prompt for question in questions if question.prompt is not None]
-
-
-def _cut_code_prompts(config: BenchConfig, source: DataConfig, engine: Engine) -> list[list[int]]:
-    if engine.tokenizer is None:
-        raise UserError(
-            f"prompts {config.prompts}: this target has no tokenizer; give a file of prompt_ids"
-        )
-    if source.packages:  # held out as a whole
-        texts = [record["text"] for _, record in read_records(source) if isinstance(record, dict)]
-    else:
-        texts = plain_texts(load_documents(source).validation)
-    return prompts_from_documents(
-        texts,
-        engine.tokenizer,
-        num_prompts=config.num_prompts,
-        prompt_tokens=config.prompt_tokens,
-    )
-
-
-def prompts_from_documents(
-    texts: Sequence[str],
-    tokenizer: "transformers.PreTrainedTokenizerBase",
-    *,
-    num_prompts: int,
-    prompt_tokens: int,
-) -> list[list[int]]:
-    """Cuts distinct prompts of `prompt_tokens` tokens, bos included, that begin at a line's start.
-
-    Lines beginning a function or class are used up first; documents take turns.
-
-    Raises:
-      UserError: the texts do not hold so many prompts.
-    """
-    bos, prompts = special_ids(tokenizer, "bos"), {}
-    for text in _passages(texts, prompt_tokens * _PROMPT_CHARACTERS_PER_TOKEN):
-        ids = (*bos, *encode_plain(tokenizer, [text])[0])[:prompt_tokens]
-        if len(ids) == prompt_tokens:
-            prompts[ids] = None
-        if len(prompts) == num_prompts:
-            return [list(ids) for ids in prompts]
-    raise UserError(
-        f"want {num_prompts} prompts of {prompt_tokens} tokens, got {len(prompts)} from "
-        f"{len(texts)} documents; ask for fewer or shorter ones"
-    )
-
-
-def _passages(texts: Sequence[str], num_characters: int) -> Iterator[str]:
-    """Yields passages that begin at a line: definitions first, every document in its turn."""
-    rng = np.random.default_rng(0)
-    documents = [texts[int(index)] for index in rng.permutation(len(texts))]
-    for pattern in (_DEFINITION, _LINE):
-        matches = [[m.start() for m in re.finditer(pattern, text, re.M)] for text in documents]
-        turns = itertools.zip_longest(*(rng.permutation(starts) for starts in matches))
-        for turn in turns:
-            for text, start in zip(documents, turn, strict=True):
-                if start is not None:
-                    yield text[start : start + num_characters]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
     config, args = read_arguments(
@@ -230,10 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if config.output is not None:
         _check_output(Path(config.output), overwrite=args.overwrite)
-    report = bench(config)
+    report, answers = bench(config)
     print(format_report(report))
     if config.output is not None:
-        write_report(report, Path(config.output))
+        write_report(report, answers, Path(config.output))
         print(f"report: {config.output}")
     print(json.dumps(report))
 
@@ -331,9 +341,12 @@ def _batch_sizes(text: str) -> list[int]:
 
 
 def _check_output(folder: Path, *, overwrite: bool) -> None:
-    if not (overwrite and folder.is_dir()):
-        refuse_non_empty(folder)
     check_writable(folder)
+    if overwrite:
+        for name in (SETTINGS, ANSWERS):
+            (folder / name).unlink(missing_ok=True)
+    elif not (folder / SETTINGS).is_file():
+        refuse_non_empty(folder)
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
@@ -370,7 +383,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         "take it as --trees.",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="Replace a report that is there already."
+        "--overwrite", action="store_true", help="Start from scratch where a report is already."
     )
 
 

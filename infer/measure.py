@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,18 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from poss_jax.decode import speculate
 from poss_jax.decode.ranking import choose
 from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
-from poss_jax.engine.answers import Generation, decode_batch
-from poss_jax.engine.dialogue import Dialogue, answer_all, join_answers
+from poss_jax.engine.answers import Generation, decode_batch, run_rounds, start
+from poss_jax.engine.dialogue import Dialogue, answer_all
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.model import target
+from poss_jax.model.target import compute_dtype
 
 from .costs import Device, decode, describe_workload
+from .journal import Turn
 
 _STEP_CALLS = 20
 _FIRST_TOKEN_CALLS = 5
@@ -45,83 +46,102 @@ class Decoder:
     compile_seconds: float = 0.0
     first_token_seconds: dict[str, float] = field(default_factory=dict)
 
-    def compile(self, questions: Sequence[Dialogue]) -> None:
-        """Decodes prompts of every shape, so that later calls compile nothing.
+    def compile(self, dialogues: Sequence[Dialogue]) -> None:
+        """Compiles the programs of all rooms that dialogues can need.
 
         The first prompt's first token is timed before that, cold, and after it, warm.
 
-        A question of one turn is skipped if one of its shape was decoded already. The shapes of a
-        conversation follow from its answers, so it is played as a whole.
+        Args:
+          dialogues: dialogues that are checked.
         """
-        first = next(one.prompt for one in questions if one.prompt is not None)
+        first = next(one.prompt for one in dialogues if one.prompt is not None)
         started = time.monotonic()
         cold = time_first_token(self.engine, first)
-        shapes = set()
-        for question in questions:
-            shape = None
-            if question.prompt is not None and len(question.left) == 1:
-                shape = self.engine.request([question.prompt])[1].tokens.shape
-            if shape is None or shape not in shapes:
-                play(self.engine, question)
-                shapes.add(shape)
+        compiled = set()
+        for prompt in _prompts_of_all_rooms(self.engine, dialogues):
+            config, request = self.engine.request([prompt])
+            program = config, jax.tree.structure(request)
+            if program not in compiled:
+                ended = request.replace(limits=jnp.ones_like(request.limits))
+                jax.block_until_ready(decode_batch(self.engine.weights, config, ended))
+                compiled.add(program)
         self.compile_seconds = time.monotonic() - started
         warm = [time_first_token(self.engine, first) for _ in range(_FIRST_TOKEN_CALLS)]
         self.first_token_seconds = {"cold": cold, "warm": float(np.median(warm))}
 
 
-@dataclass
-class Run:
-    """One pass over all questions: the answer to each, and the seconds it took.
+def _prompts_of_all_rooms(
+    engine: Engine, dialogues: Sequence[Dialogue]
+) -> Iterator[PreparedPrompt]:
+    """Yields prompts for every room that a dialogue can need, from its first turn to its last."""
+    for dialogue in dialogues:
+        if dialogue.prompt is None:
+            continue
+        yield dialogue.prompt
+        length = len(dialogue.prompt.ids) + dialogue.max_new_tokens
+        while length < dialogue.most_tokens:
+            length = min(2 * length, dialogue.most_tokens)
+            yield replace(dialogue.prompt, max_new_tokens=length - len(dialogue.prompt.ids))
 
-    The answers to the turns of a conversation are added up.
-    """
 
-    answers: list[Generation] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-
-def play(engine: Engine, question: Dialogue) -> tuple[list[Generation], float]:
-    """Answers every turn of a question, alone in its batch.
+def play(engine: Engine, dialogue: Dialogue) -> list[Turn]:
+    """Answers every turn of a question, alone in its batch, and times each.
 
     Args:
       engine: the engine that decodes.
-      question: is left as it is.
-
-    Returns:
-      The answers, and the seconds of prefill and all rounds up to each finished output.
+      dialogue: is left as it is.
     """
-    dialogue, seconds = replace(question), [0.0]
+    dialogue, seconds = replace(dialogue), []
 
     def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
         config, request = engine.request(prompts)
         request = jax.block_until_ready(request)
         started = time.perf_counter()
-        state = jax.block_until_ready(decode_batch(engine.weights, config, request))
-        seconds[0] += time.perf_counter() - started
+        state = jax.block_until_ready(start(engine.weights, config, request))
+        first = time.perf_counter()
+        state = jax.block_until_ready(run_rounds(engine.weights, config, request, state))
+        seconds.append((time.perf_counter() - started, first - started))
         return engine.read(prompts, state.output)
 
     answers = [answer for _, answer in answer_all(engine, [dialogue], decode, batch_size=1)]
     if dialogue.ended:
         turn = dialogue.num_answered + 1
         _LOG.warning("a question ends before turn %d: %s", turn, dialogue.ended)
-    return answers, seconds[0]
+    return [
+        Turn(
+            text=answer.text or "",
+            output_ids=answer.output_ids,
+            accepted=answer.accepted_per_round,
+            offered=answer.offered_per_round,
+            seconds=whole,
+            first_token_seconds=first,
+        )
+        for answer, (whole, first) in zip(answers, seconds, strict=True)
+    ]
 
 
-def time_questions(decoder: Decoder, questions: Sequence[Dialogue], progress: tqdm) -> Run:
-    """Answers every question; times prefill and all rounds up to the finished outputs.
+def count_memory(engine: Engine) -> dict[str, int]:
+    """Counts what target and draft hold: parameters, their bytes, and bytes of cache per token.
 
-    Args:
-      decoder: a decoder that is compiled already.
-      questions: dialogues that are checked; they are left as they are.
-      progress: bar that is advanced by one per question.
+    What a draft shares with its target is the target's.
     """
-    run = Run()
-    for question in questions:
-        answers, seconds = play(decoder.engine, question)
-        run.answers.append(join_answers(answers))
-        run.seconds.append(seconds)
-        progress.update()
-    return run
+    config = engine.decode_config(2)
+    size = compute_dtype(engine.weights.target).itemsize
+    shared = {id(leaf) for leaf in jax.tree.leaves(engine.weights.target)}
+    draft = [leaf for leaf in jax.tree.leaves(engine.weights.draft) if id(leaf) not in shared]
+    target = jax.tree.leaves(engine.weights.target)
+    target = list({id(leaf): leaf for leaf in target}.values())  # a tied head once
+    counts = {
+        f"{name}_{kind}": sum(getattr(leaf, attribute) for leaf in leaves)
+        for name, leaves in (("target", target), ("draft", draft))
+        for kind, attribute in (("parameters", "size"), ("bytes", "nbytes"))
+    }
+    row = 2 * size * config.target.num_kv_heads * config.target.head_dim
+    counts["target_cache_bytes_per_token"] = config.target.num_layers * row
+    if config.draft is not None:
+        row = 2 * size * config.draft.layer.num_kv_heads * config.draft.layer.head_dim
+    counts["draft_cache_bytes_per_token"] = config.num_streams * row
+    return counts
 
 
 def time_batches(

@@ -1,133 +1,108 @@
-"""Turns timed runs into a report: numbers, a table to read, files and a plot to keep."""
+"""The report of a benchmark: tables to read, and the files of a report folder."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import config_to_dict
-from poss_jax.decode.metrics import (
-    distinct_ngram_share,
-    mean_acceptance_length,
-    pooled_acceptance_length,
-    positionwise_acceptance,
-)
 
-from .measure import Run
+from .answer_files import write_answer_files
+from .journal import Answer
+from .page import write_page
 from .phases import PARTS
-
-LOOPING_BELOW = 0.5
-
-
-def build_report(max_new_tokens: int, baseline: str, runs: dict[str, list[Run]]) -> dict[str, Any]:
-    """Summarises runs, prompts whose output loops apart from the others.
-
-    Args:
-      max_new_tokens: limit of every answer.
-      baseline: name of the autoregressive runs, which speed-ups are relative to.
-      runs: per method, its interleaved passes over the same prompts.
-    """
-    reference = runs[baseline][0].answers
-    shares = [distinct_ngram_share(answer.output_ids) for answer in reference]
-    groups = {
-        "all": list(range(len(shares))),
-        "not_looping": [i for i, share in enumerate(shares) if share >= LOOPING_BELOW],
-        "looping": [i for i, share in enumerate(shares) if share < LOOPING_BELOW],
-    }
-    methods = {
-        name: {
-            group: _summarise(passes, runs[baseline], prompts)
-            for group, prompts in groups.items()
-            if prompts
-        }
-        for name, passes in runs.items()
-    }
-    return {
-        "prompts": len(shares),
-        "max_new_tokens": max_new_tokens,
-        "repeats": len(runs[baseline]),
-        "distinct_4gram_share": shares,
-        "looping_prompts": groups["looping"],
-        "methods": methods,
-    }
-
-
-def _summarise(passes: list[Run], baseline: list[Run], prompts: list[int]) -> dict[str, Any]:
-    answers = [passes[0].answers[i] for i in prompts]
-    accepted = [answer.accepted_per_round for answer in answers]
-    speeds = [_speed(run, prompts) for run in passes]
-    ratios = [speed / _speed(other, prompts) for speed, other in zip(speeds, baseline, strict=True)]
-    return {
-        "acceptance_length": mean_acceptance_length(accepted),
-        "pooled_acceptance_length": pooled_acceptance_length(accepted),
-        "positionwise_acceptance": positionwise_acceptance(
-            accepted, [answer.offered_per_round for answer in answers]
-        ),
-        "tokens_per_second": float(np.median(speeds)),
-        "tokens_per_second_per_repeat": speeds,
-        "speed_up": float(np.median(ratios)),
-        "speed_up_per_repeat": ratios,
-        "equal_outputs": _count_equal(passes, baseline, prompts),
-    }
-
-
-def _speed(run: Run, prompts: list[int]) -> float:
-    tokens = sum(len(run.answers[i].output_ids) for i in prompts)
-    return tokens / sum(run.seconds[i] for i in prompts)
-
-
-def _count_equal(passes: list[Run], baseline: list[Run], prompts: list[int]) -> int:
-    """Number of outputs that equal the baseline's, token for token, in every pass."""
-    expected = baseline[0].answers
-    return sum(
-        all(run.answers[i].output_ids == expected[i].output_ids for run in passes) for i in prompts
-    )
+from .statistics import format_estimate
+from .summary import LOOPING_BELOW
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The report as Markdown tables."""
-    looping = report["looping_prompts"]
+    """Formats the report as Markdown tables."""
     lines = [
-        f"{report['prompts']} prompts x {report['max_new_tokens']} new tokens, "
-        f"{report['repeats']} repeats; {len(looping)} prompts loop (distinct 4-grams below "
-        f"{LOOPING_BELOW}): {looping}",
+        f"{report['max_new_tokens']} new tokens, {report['repeats']} repeats; in brackets 95 % "
+        "intervals over questions",
         *_describe_sampling(report.get("config")),
     ]
-    for group in ("not_looping", "looping", "all"):
-        lines += _group_table(report["methods"], group)
-    lines += _phase_table(report)
-    return "\n".join(lines)
+    for group in report["groups"]:
+        lines += ["", *_describe_group(group), *_group_table(group, "all")]
+        if group["looping_questions"]:
+            lines += [
+                "",
+                "without those whose answers loop",
+                "",
+                *_group_table(group, "not_looping"),
+            ]
+        lines += _comparison_table(group)
+    return "\n".join([*lines, "", *_memory_table(report), *_phase_table(report)])
 
 
 def _describe_sampling(config: dict[str, Any] | None) -> list[str]:
-    """Line about sampling; empty if tokens are the argmax of the logits."""
-    defaults = config_to_dict(SamplingConfig())
-    given = {} if config is None else config["sampling"]
+    """Line about sampling; empty if nothing but temperature and seed are set."""
+    defaults = config_to_dict(SamplingConfig()) | {"temperature": None, "seed": None}
+    given = {} if config is None else config["sampling"] | {"temperature": None, "seed": None}
     changed = [f"{key} {value}" for key, value in given.items() if value != defaults[key]]
-    if config is None or not changed:
-        return []
-    coupling = "the drafts look at the noise" if config["is_coupled"] else "plain drafting"
-    return [f"sampling: {', '.join(changed)}; {coupling}"]
+    if config is not None and not config["is_coupled"]:
+        changed.append("plain drafting")
+    return [f"sampling: {', '.join(changed)}"] if changed else []
 
 
-def _group_table(methods: dict[str, Any], group: str) -> list[str]:
-    rows = {name: entry[group] for name, entry in methods.items() if group in entry}
-    if not rows:
-        return []
-    depth = max(len(row["positionwise_acceptance"]) for row in rows.values())
+def _describe_group(group: dict[str, Any]) -> list[str]:
+    seeds = f", seeds {group['seeds']}" if group["temperature"] else ""
+    looping = group["looping_questions"]
+    return [
+        f"## {group['set']}, temperature {group['temperature']:g}",
+        "",
+        f"{group['questions']} questions{seeds}; {len(looping)} of them loop (distinct 4-grams "
+        f"below {LOOPING_BELOW})" + (f": {looping}" if looping else ""),
+        "",
+    ]
+
+
+def _group_table(group: dict[str, Any], part: str) -> list[str]:
+    rows = {name: entry[part] for name, entry in group["methods"].items() if part in entry}
+    depth = max((len(row["positionwise_acceptance"]["value"]) for row in rows.values()), default=0)
     head = ["acceptance length", "pooled", "tokens/s", "speed-up"]
-    head += [f"pos {i + 1}" for i in range(depth)] + ["equal"]
-    lines = ["", f"prompts: {group.replace('_', ' ')}", "", f"| method | {' | '.join(head)} |"]
-    lines.append("|---" * (len(head) + 1) + "|")
+    head += [f"pos {i + 1}" for i in range(depth)]
+    head += ["first token ms", "p90", "ms per token", "p90", "equal"]
+    lines = [f"| method | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
     for name, row in rows.items():
-        numbers = [row["acceptance_length"], row["pooled_acceptance_length"]]
-        cells = [f"{number:.2f}" for number in numbers]
-        cells += [f"{row['tokens_per_second']:.0f}", f"{row['speed_up']:.2f}"]
-        positions = row["positionwise_acceptance"]
-        cells += [f"{100 * share:.0f} %" for share in positions] + [""] * (depth - len(positions))
-        cells.append(str(row["equal_outputs"]))
+        positions = row["positionwise_acceptance"]["value"]
+        cells = [
+            format_estimate(row["acceptance_length"]),
+            f"{row['pooled_acceptance_length']['value']:.2f}",
+            f"{row['tokens_per_second']['value']:.0f}",
+            format_estimate(row["speed_up"]),
+            *(f"{100 * share:.0f} %" for share in positions),
+            *[""] * (depth - len(positions)),
+            *(f"{row['first_token_milliseconds'][key]:.1f}" for key in ("p50", "p90")),
+            *(f"{row['token_milliseconds'][key]:.2f}" for key in ("p50", "p90")),
+            f"{row['equal_outputs']} of {row['answers']}",
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _comparison_table(group: dict[str, Any]) -> list[str]:
+    if not group["comparisons"]:
+        return []
+    head = "| second - first | acceptance length | p | tokens/s | p |"
+    lines = ["", head, "|---" * 5 + "|"]
+    for pair in group["comparisons"]:
+        cells = [f"{pair['second']} - {pair['first']}"]
+        for key, digits in (("acceptance_length", 3), ("tokens_per_second", 1)):
+            cells.append(format_estimate(pair[key]["difference"], digits=digits))
+            cells.append(f"{pair[key]['p_value']:.4f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _memory_table(report: dict[str, Any]) -> list[str]:
+    head = "| method | parameters of the draft | MB | cache, bytes per token: target | draft |"
+    lines = ["## Memory", "", head, "|---" * 5 + "|"]
+    for name, entry in report["methods"].items():
+        memory = entry["memory"]
+        cells = [f"{memory['draft_parameters']:,}", f"{memory['draft_bytes'] / 1e6:.2f}"]
+        cells += [f"{memory[f'{of}_cache_bytes_per_token']:,}" for of in ("target", "draft")]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
@@ -135,7 +110,8 @@ def _group_table(methods: dict[str, Any], group: str) -> list[str]:
 def _phase_table(report: dict[str, Any]) -> list[str]:
     head = [*(f"{name} ms" for name in (*PARTS, "round")), "sum / round", "compile s"]
     head += ["first token, cold s", "warm s"]
-    lines = ["", f"| method | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    lines = ["", "## Phases", "", f"| method | {' | '.join(head)} |"]
+    lines.append("|---" * (len(head) + 1) + "|")
     for name, entry in report["methods"].items():
         phases, first = entry["phase_milliseconds"], entry["first_token_seconds"]
         cells = [f"{phases[key]:.2f}" if key in phases else "" for key in (*PARTS, "round")]
@@ -174,32 +150,10 @@ def format_card(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_report(report: dict[str, Any], folder: Path) -> None:
-    """Writes report.json, report.md and, where matplotlib is installed, acceptance.png."""
+def write_report(report: dict[str, Any], answers: Sequence[Answer], folder: Path) -> None:
+    """Writes report.json, report.md, report.html and the answer files of other programs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     (folder / "report.md").write_text(format_report(report) + "\n")
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    _plot_positions(report, folder / "acceptance.png")
-
-
-def _plot_positions(report: dict[str, Any], path: Path) -> None:
-    """Position-wise acceptance of every draft, on prompts that do not loop if there are any."""
-    from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for name, entry in report["methods"].items():
-        shares = entry.get("not_looping", entry["all"])["positionwise_acceptance"]
-        if shares:
-            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
-    axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    write_answer_files(answers, folder)
+    write_page(report, folder / "report.html")

@@ -69,7 +69,10 @@ def test_chunks_make_the_answer_of_generate(
         # The first chunk is the token after the prompt; of a round, the first are drafted.
         assert chunks[0].is_drafted == [False]
         assert [sum(chunk.is_drafted) for chunk in chunks[1:]] == expected.accepted_per_round
-        assert all(chunk.is_drafted == sorted(chunk.is_drafted)[::-1] for chunk in chunks)
+        for chunk in chunks:
+            num_drafted = sum(chunk.is_drafted)
+            own = [0] * (len(chunk.depths) - num_drafted)
+            assert chunk.depths == [*range(1, num_drafted + 1), *own]
 
 
 def test_pieces_are_marked_as_their_tokens_are(
@@ -80,7 +83,7 @@ def test_pieces_are_marked_as_their_tokens_are(
     assert "\ufffd" not in "".join(tokens)  # so that every token is a piece
     chunks, _ = chunks_of(engine, PROMPTS[0])
     for chunk in chunks:
-        assert [piece.is_drafted for piece in chunk.pieces] == chunk.is_drafted
+        assert [piece.depth for piece in chunk.pieces] == chunk.depths
     assert [piece.text for chunk in chunks for piece in chunk.pieces] == tokens
 
 

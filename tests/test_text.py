@@ -85,7 +85,7 @@ def decode(tokenizer: PreTrainedTokenizerFast, tokens: list[int]) -> str:
 def shown(tokenizer, tokens: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
     """What each token adds, and what the end adds."""
     stream = TextStream(tokenizer, stop)
-    parts = [stream.push(token, is_drafted=False) for token in tokens] + [stream.finish()]
+    parts = [stream.push(token, depth=0) for token in tokens] + [stream.finish()]
     return ["".join(piece.text for piece in part) for part in parts], stream
 
 
@@ -150,13 +150,13 @@ def test_pieces_carry_the_mark_of_the_token_that_completed_them() -> None:
     tokens = [word, *spell(BYTE_FALLBACK, "é"), word]
     stream = TextStream(BYTE_FALLBACK)
     pieces: list[Piece] = []
-    for token, is_drafted in zip(tokens, (False, False, True, False), strict=True):
-        pieces += stream.push(token, is_drafted=is_drafted)
-    assert pieces == [Piece("b", False), Piece("é", True), Piece("b", False)]
+    for token, depth in zip(tokens, (0, 0, 3, 0), strict=True):
+        pieces += stream.push(token, depth=depth)
+    assert pieces == [Piece("b", 0), Piece("é", 3), Piece("b", 0)]
     stream = TextStream(BYTE_LEVEL)
     for token in spell(BYTE_LEVEL, "é")[:1]:
-        assert stream.push(token, is_drafted=True) == []
-    assert stream.finish() == [Piece("\ufffd", True)]
+        assert stream.push(token, depth=1) == []
+    assert stream.finish() == [Piece("\ufffd", 1)]
 
 
 def test_long_texts_are_decoded_in_short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,21 +144,42 @@ class BenchConfig(DecodingConfig):
     Attributes:
       drafts: Drafts to compare: a name for the table, and the model folder.
       prompts: JSONL file of prompts or questions, `stdlib` (held-out modules of Python's standard
-        library), or `packages:NAME,NAME` (all modules of these installed packages).
-      num_prompts: Number of prompts to use; of a file, at most.
+        library), or `packages:NAME,NAME` (all modules of these installed packages); null takes
+        stdlib where no datasets are given.
+      datasets: Sets of questions to use, too: folders of data_dir that hold a question.jsonl,
+        whatever `prompts` takes, mt_bench, gsm8k, humaneval, alpaca or another id on the Hub.
+      data_dir: Folder of sets of questions.
+      num_prompts: Number of prompts to use of a set; of a file, at most.
       prompt_tokens: Length of a prompt cut from modules, in tokens.
+      temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
+      seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
+        is used.
       repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
-      output: Folder to write the report to; it must be new or empty.
+      output: Folder to write the report to. It must be new or empty, or hold an interrupted run of
+        the same settings, which goes on.
     """
 
     drafts: dict[str, str] = Field(default_factory=dict)
-    prompts: str = "stdlib"
+    prompts: str | None = None
+    datasets: tuple[str, ...] = ()
+    data_dir: str | None = None
     num_prompts: Count = 16
     prompt_tokens: Count = 64
     max_new_tokens: Count = 128
+    temperatures: tuple[Temperature, ...] = ()
+    seeds: tuple[Seed, ...] = ()
     repeats: Count = 3
     output: str | None = None
 
     def __post_init__(self) -> None:
         if self.draft_vocabulary is not None and not self.drafts:
             raise ValueError("draft_vocabulary limits drafts; give drafts, too")
+        for name in ("datasets", "temperatures", "seeds"):
+            if len(set(values := getattr(self, name))) < len(values):
+                raise ValueError(f"{name}: want each once, got {list(values)}")
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Sources of questions: prompts first, then the data sets."""
+        prompts = self.prompts or ("" if self.datasets else "stdlib")
+        return (*([prompts] if prompts else []), *self.datasets)

@@ -103,14 +103,19 @@ class Chunk:
     Attributes:
       pieces: text that may be shown now, by token; undecided text comes with a later chunk.
       output_ids: tokens of this round.
-      is_drafted: True for tokens that the draft proposed; the others are the target's own.
+      depths: position that each token was drafted at, from 1; 0 for the target's own.
       answer: the whole answer; only the last chunk has it.
     """
 
     pieces: list[Piece]
     output_ids: list[int]
-    is_drafted: list[bool]
+    depths: list[int]
     answer: Generation | None = None
+
+    @property
+    def is_drafted(self) -> list[bool]:
+        """True for each token that the draft proposed."""
+        return [depth > 0 for depth in self.depths]
 
     @property
     def text(self) -> str:
@@ -201,12 +206,13 @@ class LiveAnswer:
         answer = read_answer(self._prompt, output, self._row, self._stop_ids)
         accepted = answer.accepted_per_round
         tokens = answer.output_ids[self._num_landed :]
-        is_drafted = [i < accepted[-1] if accepted else False for i in range(len(tokens))]
+        num_drafted = accepted[-1] if accepted else 0
+        depths = [i + 1 if i < num_drafted else 0 for i in range(len(tokens))]
         is_done = bool(output["is_done"][self._row])
-        pieces, num_kept = self._push(tokens, is_drafted, is_last=is_done)
+        pieces, num_kept = self._push(tokens, depths, is_last=is_done)
         self._num_landed += num_kept
         self._text += "".join(piece.text for piece in pieces)
-        chunk = Chunk(pieces, tokens[:num_kept], is_drafted[:num_kept])
+        chunk = Chunk(pieces, tokens[:num_kept], depths[:num_kept])
         is_stopped = self._stream is not None and self._stream.is_stopped
         self.is_ended = is_stopped or is_done
         if not self.is_ended:
@@ -216,15 +222,15 @@ class LiveAnswer:
         return replace(chunk, answer=replace(answer, text=self._text if self._stream else None))
 
     def _push(
-        self, tokens: list[int], is_drafted: list[bool], *, is_last: bool
+        self, tokens: list[int], depths: list[int], *, is_last: bool
     ) -> tuple[list[Piece], int]:
         """Text of a round's tokens, and the number of tokens up to a stop string."""
         if self._stream is None:
             return [], len(tokens)
         pieces: list[Piece] = []
-        for count, (token, drafted) in enumerate(zip(tokens, is_drafted, strict=True), start=1):
+        for count, (token, depth) in enumerate(zip(tokens, depths, strict=True), start=1):
             if token not in self._stop_ids:
-                pieces += self._stream.push(token, is_drafted=drafted)
+                pieces += self._stream.push(token, depth=depth)
             if self._stream.is_stopped:
                 return pieces, count
         return pieces + (self._stream.finish() if is_last else []), len(tokens)

@@ -7,7 +7,7 @@ A record of a prompt file becomes a `Dialogue`; `answer_all` plays many of them,
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Dialogue:
       prompt: the next prompt, once it is prepared.
       ended: reason why the conversation ended before its last turn; "" if it did not.
       is_too_long: True if that reason is that the next prompt does not fit.
+      most_tokens: most tokens that prompts and answers can have together, once it is checked.
     """
 
     left: Sequence[Prompt | Message]
@@ -55,6 +56,7 @@ class Dialogue:
     prompt: PreparedPrompt | None = None
     ended: str = ""
     is_too_long: bool = False
+    most_tokens: int = 0
 
     def check(self, engine: Engine) -> None:
         """Prepares the first prompt, and refuses a last one that cannot fit.
@@ -62,12 +64,14 @@ class Dialogue:
         Raises:
           UserError: what `Engine.prepare` refuses, even if all answers before it are empty.
         """
-        self.prompt = self._prepare(engine, self.messages, self.left[0])
+        self.prompt = whole = self._prepare(engine, self.messages, self.left[0])
         *before, last = self.left
         if before:
             empty = {"role": "assistant", "content": ""}
             asked = [message for turn in before for message in (turn, empty)]
-            self._prepare(engine, [*self.messages, *asked], last)  # type: ignore[list-item]
+            whole = self._prepare(engine, [*self.messages, *asked], last)  # type: ignore[list-item]
+        most = len(whole.ids) + len(self.left) * self.max_new_tokens
+        self.most_tokens = min(most, engine.max_length)
 
     def ask(self, engine: Engine) -> bool:
         """Prepares the next prompt; False if all turns are answered or the conversation ended."""
@@ -197,20 +201,6 @@ def check_dialogues(engine: Engine, dialogues: Sequence[Dialogue]) -> None:
             dialogue.check(engine)
         except UserError as error:
             raise UserError(f"prompt {number} of {len(dialogues)}: {error}") from error
-
-
-def join_answers(answers: Sequence[Generation]) -> Generation:
-    """Adds up the answers of one dialogue: their tokens and rounds, one after the other."""
-    if len(answers) == 1:
-        return answers[0]
-    return replace(
-        answers[-1],
-        prompt_ids=answers[0].prompt_ids,
-        output_ids=[token for answer in answers for token in answer.output_ids],
-        text=None,
-        accepted_per_round=[n for answer in answers for n in answer.accepted_per_round],
-        offered_per_round=[n for answer in answers for n in answer.offered_per_round],
-    )
 
 
 def _turns(record: dict[str, Any]) -> list[Prompt | Message]:

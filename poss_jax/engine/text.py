@@ -15,10 +15,20 @@ _LOG = logging.getLogger(__package__)
 
 
 class Piece(NamedTuple):
-    """Text that one token added."""
+    """Text that one token added.
+
+    Attributes:
+      text: the text.
+      depth: position that the token was drafted at, from 1; 0 for the target's own.
+    """
 
     text: str
-    is_drafted: bool
+    depth: int
+
+    @property
+    def is_drafted(self) -> bool:
+        """True if the draft proposed the token."""
+        return self.depth > 0
 
 
 class TextStream:
@@ -38,9 +48,9 @@ class TextStream:
         self._held: list[Piece] = []
         self.is_stopped = False
 
-    def push(self, token: int, *, is_drafted: bool) -> list[Piece]:
+    def push(self, token: int, *, depth: int) -> list[Piece]:
         """Adds a token and returns what may be shown now."""
-        return self._add(self._decoder.push(token, is_drafted=is_drafted))
+        return self._add(self._decoder.push(token, depth=depth))
 
     def finish(self) -> list[Piece]:
         """Returns what was held back, once no more tokens come."""
@@ -75,8 +85,8 @@ class TextStream:
         after: list[Piece] = []
         for piece in self._held:
             length = max(0, min(end, len(piece.text)))
-            before.append(Piece(piece.text[:length], piece.is_drafted))
-            after.append(Piece(piece.text[length:], piece.is_drafted))
+            before.append(Piece(piece.text[:length], piece.depth))
+            after.append(Piece(piece.text[length:], piece.depth))
             end -= len(piece.text)
         return [piece for piece in before if piece.text], [piece for piece in after if piece.text]
 
@@ -95,17 +105,17 @@ class _Decoder:
         self._special = {token for token, content in added.items() if content.special}
         self._ids: list[int] = []  # the last tokens, from a place between characters on
         self._num_shown = 0  # characters of their text that were given out
-        self._is_drafted = False  # the last token
+        self._depth = 0  # of the last token
         self._in_bytes = False
 
-    def push(self, token: int, *, is_drafted: bool) -> list[Piece]:
+    def push(self, token: int, *, depth: int) -> list[Piece]:
         name = self._tokenizer.convert_ids_to_tokens(token)
         if token in self._special or name is None:  # targets may embed more than there are
             return []
         is_byte = _BYTE.fullmatch(name) is not None
         pieces = self.flush() if self._in_bytes and not is_byte else []
         self._ids.append(token)
-        self._is_drafted, self._in_bytes = is_drafted, is_byte
+        self._depth, self._in_bytes = depth, is_byte
         if is_byte:
             return pieces
         text = self._decode(self._ids)
@@ -121,7 +131,7 @@ class _Decoder:
 
     def _show(self, text: str) -> list[Piece]:
         shown, self._num_shown = self._num_shown, max(len(text), self._num_shown)
-        return [Piece(text[shown:], self._is_drafted)] if len(text) > shown else []
+        return [Piece(text[shown:], self._depth)] if len(text) > shown else []
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

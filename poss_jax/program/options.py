@@ -36,7 +36,10 @@ ConfigT = TypeVar("ConfigT")
 
 _INDENT = 6 * " "
 _MOST = 2**31 - 1  # numbers become int32 on the device
-_NAMES = {"drafts": "draft", "is_coupled": "no-coupling", "keeps_unfinished": "keep-unfinished"}
+_NAMES = {
+    **{"drafts": "draft", "datasets": "dataset"},
+    **{"is_coupled": "no-coupling", "keeps_unfinished": "keep-unfinished"},
+}
 _METAVARS = {
     **dict.fromkeys(["target", "draft", "init_draft"], "DIR"),
     **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),

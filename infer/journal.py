@@ -1,0 +1,173 @@
+"""Journal of a benchmark: every answer is kept as it comes, so that an interrupted run goes on."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from poss_jax.checkpoint.whole import write_file
+from poss_jax.config.reading import UserError
+
+SETTINGS, ANSWERS = "bench.json", "answers.jsonl"
+
+
+class Cell(NamedTuple):
+    """One set of questions with one way to choose tokens.
+
+    Attributes:
+      set: name of the set.
+      temperature: its temperature.
+      seed: its seed.
+    """
+
+    set: str
+    temperature: float
+    seed: int
+
+
+class Key(NamedTuple):
+    """Place of an answer in a benchmark.
+
+    Attributes:
+      cell: set, temperature and seed.
+      repeat: number of the timed pass, from 0.
+      method: name of the draft, or of the baseline.
+      question: place of the question in its set, from 0.
+    """
+
+    cell: Cell
+    repeat: int
+    method: str
+    question: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The answer to one turn of a question.
+
+    Attributes:
+      text: its text, without the stop token; "" without a tokenizer.
+      output_ids: its tokens, the stop token included.
+      accepted: accepted drafted tokens of every round, bonus token not counted.
+      offered: deepest position that the tree offered on the accepted path, per round.
+      seconds: from the prompt on the device to the finished answer.
+      first_token_seconds: from the prompt on the device to the first token.
+    """
+
+    text: str
+    output_ids: list[int]
+    accepted: list[int]
+    offered: list[int]
+    seconds: float
+    first_token_seconds: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answers to all turns of one question.
+
+    Attributes:
+      key: place in the benchmark.
+      id: the question's id.
+      category: the question's category.
+      turns: an answer per turn that was played.
+    """
+
+    key: Key
+    id: Any
+    category: str
+    turns: list[Turn]
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Tokens of all turns."""
+        return [token for turn in self.turns for token in turn.output_ids]
+
+    @property
+    def accepted(self) -> list[int]:
+        """Accepted drafted tokens of all rounds of all turns."""
+        return [count for turn in self.turns for count in turn.accepted]
+
+    @property
+    def offered(self) -> list[int]:
+        """Deepest offered positions of all rounds of all turns."""
+        return [count for turn in self.turns for count in turn.offered]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all turns."""
+        return sum(turn.seconds for turn in self.turns)
+
+
+class Journal:
+    """The answers of a benchmark, in memory and, with a folder, in a file.
+
+    Attributes:
+      answers: what was answered so far, by place.
+    """
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
+        """Opens a folder; one that holds an interrupted run of the same settings goes on.
+
+        Args:
+          folder: where the journal is kept; None keeps it in memory alone.
+          settings: what decides the answers, JSON-compatible.
+
+        Raises:
+          UserError: the folder holds a run of other settings, or a damaged answer.
+        """
+        self.answers: dict[Key, Answer] = {}
+        self._path = folder and folder / ANSWERS
+        if folder is None:
+            return
+        if (folder / SETTINGS).is_file():
+            _check_settings(folder, settings)
+            self.answers = {answer.key: answer for answer in _read_whole_lines(folder / ANSWERS)}
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+    def add(self, answer: Answer) -> None:
+        """Takes in an answer, and writes it to the file before it returns."""
+        self.answers[answer.key] = answer
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(answer)) + "\n")
+
+    def missing(self, keys: Iterable[Key]) -> Iterator[Key]:
+        """Yields those keys that have no answer yet."""
+        return (key for key in keys if key not in self.answers)
+
+
+def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
+    known = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    wanted = json.loads(json.dumps(settings))
+    if differing := sorted(key for key in {*known, *wanted} if known.get(key) != wanted.get(key)):
+        raise UserError(
+            f"output {folder} holds a benchmark of other settings ({', '.join(differing)}); name "
+            "another folder, or give --overwrite to start from scratch"
+        )
+
+
+def _read_whole_lines(path: Path) -> Iterator[Answer]:
+    """Yields the answers of a journal, and cuts off a last line that was not written whole."""
+    if not path.is_file():
+        return
+    data = path.read_bytes()
+    if len(whole := data[: data.rfind(b"\n") + 1]) < len(data):
+        path.write_bytes(whole)
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            yield _read_answer(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}:{number}: want an answer of infer.bench, got a damaged line; remove it and "
+                "the question is answered again"
+            ) from error
+
+
+def _read_answer(value: dict[str, Any]) -> Answer:
+    (cell, *rest), turns = value["key"], value["turns"]
+    key = Key(Cell(*cell), *rest)
+    return Answer(key, value["id"], value["category"], [Turn(**turn) for turn in turns])

@@ -1,0 +1,240 @@
+"""Sets of questions for the benchmark: files, data sets by name, and prompts cut from modules.
+
+A set is a file of questions, one JSON object per line (`question_id`, `category` and `turns`, as
+the files of MT-bench and Spec-Bench have them, or any prompt that `infer.generate` takes), or
+modules of Python, from which prompts are cut.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from poss_jax.config.decoding import BenchConfig, SamplingConfig
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import DataConfig
+from poss_jax.data.conversations import plain_texts
+from poss_jax.data.files import one_line
+from poss_jax.data.records import read_records
+from poss_jax.data.sources import load_documents
+from poss_jax.data.tokenizer import encode_plain, special_ids
+from poss_jax.engine.dialogue import (
+    PROMPT_KEYS,
+    Dialogue,
+    check_dialogues,
+    read_dialogues,
+    read_prompts,
+)
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+
+if TYPE_CHECKING:
+    import transformers
+
+QUESTIONS = "question.jsonl"
+"""File of a folder of questions."""
+
+# Of prompts cut out of documents.
+_PROMPT_CHARACTERS_PER_TOKEN = 100  # enough text that a prompt's last token is never cut short
+_DEFINITION, _LINE = r"^(?:def|class) ", r"^\S"
+
+_HUB = {  # name: (data set, its subset, its split)
+    "mt_bench": ("HuggingFaceH4/mt_bench_prompts", None, "train"),
+    "gsm8k": ("openai/gsm8k", "main", "test"),
+    "humaneval": ("openai/openai_humaneval", None, "test"),
+    "alpaca": ("tatsu-lab/alpaca", None, "train"),
+}
+_COLUMNS = ("turns", "prompt", "question", "instruction")  # of the Hub's data sets
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of a set.
+
+    Attributes:
+      set: name of its set.
+      index: place in the set, from 0.
+      id: its `question_id`, or else its place.
+      category: its `category`, "" for none.
+      record: the prompt, under one of `PROMPT_KEYS`, and settings of sampling of its own.
+    """
+
+    set: str
+    index: int
+    id: Any
+    category: str
+    record: dict[str, Any]
+
+
+def read_sets(config: BenchConfig, engine: Engine) -> dict[str, list[Question]]:
+    """Reads the questions of every set.
+
+    Raises:
+      UserError: no such set, too few prompts, or one that the engine refuses.
+    """
+    sets: dict[str, list[Question]] = {}
+    for source in config.sets:
+        name, records = _read_set(source, config, engine)
+        if name in sets:
+            raise UserError(f"{source}: there is a set called {name} already; rename its folder")
+        keys = {*PROMPT_KEYS, "sampling"}
+        sets[name] = [
+            Question(
+                name,
+                index,
+                record.get("question_id", index),
+                str(record.get("category", "")),
+                {key: record[key] for key in record if key in keys},
+            )
+            for index, record in enumerate(records)
+        ]
+        make_dialogues(sets[name], config, config.sampling, engine)
+    return sets
+
+
+def read_questions(config: BenchConfig, engine: Engine) -> list[Dialogue]:
+    """Reads the questions of all sets as dialogues that are checked.
+
+    Raises:
+      UserError: as `read_sets`.
+    """
+    sets = read_sets(config, engine).values()
+    return [one for few in sets for one in make_dialogues(few, config, config.sampling, engine)]
+
+
+def make_dialogues(
+    questions: Sequence[Question], config: BenchConfig, sampling: SamplingConfig, engine: Engine
+) -> list[Dialogue]:
+    """Turns the questions of a set into dialogues, each with a seed of its own.
+
+    The seed follows from that of `sampling` and the question's place.
+
+    Raises:
+      UserError: the engine refuses one.
+    """
+    records = [question.record for question in questions]
+    dialogues = read_dialogues(records, sampling, config.max_new_tokens)
+    check_dialogues(engine, dialogues)
+    return dialogues
+
+
+def first_prompts(dialogues: Sequence[Dialogue]) -> list[PreparedPrompt]:
+    """Prompts of the first turns of dialogues that are checked."""
+    return [dialogue.prompt for dialogue in dialogues if dialogue.prompt is not None]
+
+
+def _read_set(source: str, config: BenchConfig, engine: Engine) -> tuple[str, list[dict[str, Any]]]:
+    """Finds a set, and reads its name and as many records as are wanted."""
+    code = DataConfig(source=source)
+    if code.is_code:
+        prompts = _cut_code_prompts(source, code, config, engine)
+        return source, [{"prompt_ids": ids} for ids in prompts]
+    if (path := _find_file(source, config.data_dir)) is not None:
+        name = path.parent.name if path.name == QUESTIONS else path.stem
+        return name or path.stem, read_prompts(path)[: config.num_prompts]
+    if source in _HUB or re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        hub = _HUB.get(source, (source, None, "test"))
+        return source.rpartition("/")[2], _read_hub(*hub, config.num_prompts)
+    raise UserError(
+        f"questions {source!r}: want a .jsonl file, a folder with {QUESTIONS}, stdlib, "
+        f"packages:NAME, one of {', '.join(_HUB)}, or a folder of data_dir {config.data_dir}"
+    )
+
+
+def _find_file(source: str, data_dir: str | None) -> Path | None:
+    """Finds the file of a path or of a name below the data directory."""
+    if source.endswith((".jsonl", ".json")):
+        return Path(source)
+    folders = [Path(source), *([Path(data_dir) / source] if data_dir else [])]
+    files = [folder / QUESTIONS for folder in folders]
+    files += [Path(data_dir) / f"{source}.jsonl"] if data_dir else []
+    return next((file for file in files if file.is_file()), None)
+
+
+def _read_hub(name: str, subset: str | None, split: str, most: int) -> list[dict[str, Any]]:
+    """Reads questions of a data set on the Hub, by the first column that it has of a few."""
+    try:
+        import datasets
+
+        rows: Any = datasets.load_dataset(name, subset, split=split, streaming=True)
+        records = list(itertools.islice(rows, most))
+    except Exception as error:  # of many families: the Hub's, Arrow's, the client's, the system's
+        raise UserError(
+            f"data set {name}: {one_line(error)}; save its questions as {QUESTIONS} in a folder of "
+            "data_dir"
+        ) from error
+    column = next((one for one in _COLUMNS if one in records[0]), None)
+    if column is None:
+        raise UserError(f"data set {name}: want a column {'/'.join(_COLUMNS)}, got {[*records[0]]}")
+    return [_as_turns(record, column) for record in records]
+
+
+def _as_turns(record: dict[str, Any], column: str) -> dict[str, Any]:
+    turns = record[column] if isinstance(record[column], list) else [record[column]]
+    if column == "instruction" and record.get("input"):
+        turns = [f"{turns[0]}\n{record['input']}"]
+    known = {key: record[key] for key in ("question_id", "category") if key in record}
+    return known | {"turns": turns}
+
+
+def _cut_code_prompts(
+    source: str, code: DataConfig, config: BenchConfig, engine: Engine
+) -> list[list[int]]:
+    if engine.tokenizer is None:
+        raise UserError(
+            f"prompts {source}: this target has no tokenizer; give prompt_ids in a file"
+        )
+    if code.packages:  # held out as a whole
+        texts = [record["text"] for _, record in read_records(code) if isinstance(record, dict)]
+    else:
+        texts = plain_texts(load_documents(code).validation)
+    return prompts_from_documents(
+        texts,
+        engine.tokenizer,
+        num_prompts=config.num_prompts,
+        prompt_tokens=config.prompt_tokens,
+    )
+
+
+def prompts_from_documents(
+    texts: Sequence[str],
+    tokenizer: "transformers.PreTrainedTokenizerBase",
+    *,
+    num_prompts: int,
+    prompt_tokens: int,
+) -> list[list[int]]:
+    """Cuts distinct prompts of `prompt_tokens` tokens, bos included, that begin at a line's start.
+
+    Lines beginning a function or class are used up first; documents take turns.
+
+    Raises:
+      UserError: the texts do not hold so many prompts.
+    """
+    bos, prompts = special_ids(tokenizer, "bos"), {}
+    for text in _passages(texts, prompt_tokens * _PROMPT_CHARACTERS_PER_TOKEN):
+        ids = (*bos, *encode_plain(tokenizer, [text])[0])[:prompt_tokens]
+        if len(ids) == prompt_tokens:
+            prompts[ids] = None
+        if len(prompts) == num_prompts:
+            return [list(ids) for ids in prompts]
+    raise UserError(
+        f"want {num_prompts} prompts of {prompt_tokens} tokens, got {len(prompts)} from "
+        f"{len(texts)} documents; ask for fewer or shorter ones"
+    )
+
+
+def _passages(texts: Sequence[str], num_characters: int) -> Iterator[str]:
+    """Yields passages that begin at a line: definitions first, every document in its turn."""
+    rng = np.random.default_rng(0)
+    documents = [texts[int(index)] for index in rng.permutation(len(texts))]
+    for pattern in (_DEFINITION, _LINE):
+        matches = [[m.start() for m in re.finditer(pattern, text, re.M)] for text in documents]
+        turns = itertools.zip_longest(*(rng.permutation(starts) for starts in matches))
+        for turn in turns:
+            for text, start in zip(documents, turn, strict=True):
+                if start is not None:
+                    yield text[start : start + num_characters]

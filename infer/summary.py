@@ -1,0 +1,202 @@
+"""Numbers of a benchmark: from the journal's answers to what the report shows.
+
+docs/metrics.md has the formulas.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from poss_jax.decode.metrics import distinct_ngram_share
+
+from .journal import Answer, Cell, Key
+from .statistics import compare, estimate, share
+
+LOOPING_BELOW = 0.5
+DEPTHS = 8
+
+
+class Grid:
+    """The answers of one method to one set at one temperature.
+
+    Attributes:
+      answers: answers by repeat, seed and question.
+    """
+
+    def __init__(self, answers: Sequence[Sequence[Sequence[Answer]]]) -> None:
+        self.answers = answers
+
+    def of(self, questions: Sequence[int]) -> "Grid":
+        """Picks questions."""
+        return Grid([[[few[i] for i in questions] for few in seeds] for seeds in self.answers])
+
+    def first(self) -> list[list[Answer]]:
+        """Answers of the first repeat by question and seed; those of the others are the same."""
+        return [list(seeds) for seeds in zip(*self.answers[0], strict=True)]
+
+    def seconds(self) -> np.ndarray:
+        """Seconds of every question [questions seeds], the median over repeats."""
+        seconds = [[[one.seconds for one in few] for few in seeds] for seeds in self.answers]
+        return np.median(seconds, axis=0).T
+
+    def tokens(self) -> np.ndarray:
+        """New tokens of every question [questions seeds]."""
+        return np.array([[len(one.output_ids) for one in few] for few in self.first()])
+
+    def acceptance_lengths(self) -> np.ndarray:
+        """Tokens per round of every question [questions seeds]; not a number without a round."""
+        lengths = [[_mean(one.accepted) for one in few] for few in self.first()]
+        return np.array(lengths)
+
+
+def make_grid(
+    answers: dict[Key, Answer],
+    cells: Sequence[Cell],
+    method: str,
+    *,
+    repeats: int,
+    num_questions: int,
+) -> Grid:
+    """Arranges the answers of one method to cells that differ in their seed alone."""
+    return Grid(
+        [
+            [
+                [answers[Key(cell, repeat, method, question)] for question in range(num_questions)]
+                for cell in cells
+            ]
+            for repeat in range(repeats)
+        ]
+    )
+
+
+def summarise_group(grids: dict[str, Grid], baseline: str) -> dict[str, Any]:
+    """Summarises the answers of all methods to one set at one temperature.
+
+    Args:
+      grids: answers by method.
+      baseline: name of the autoregressive method, which speed-ups are relative to.
+
+    Returns:
+      Numbers by method, of `all` questions and of those `not_looping`; and comparisons of drafts.
+    """
+    looping = [
+        index for index, seeds in enumerate(grids[baseline].first()) if any(map(is_looping, seeds))
+    ]
+    every = list(range(len(grids[baseline].first())))
+    groups = {"all": every, "not_looping": [i for i in every if i not in looping]}
+    methods = {
+        name: {
+            group: summarise(grid.of(questions), grids[baseline].of(questions))
+            for group, questions in groups.items()
+            if questions
+        }
+        for name, grid in grids.items()
+    }
+    drafts = [name for name in grids if name != baseline]
+    return {
+        "questions": len(every),
+        "looping_questions": looping,
+        "methods": methods,
+        "comparisons": [
+            {"first": a, "second": b} | _compare(grids[a], grids[b])
+            for a, b in combinations(drafts, 2)
+        ],
+    }
+
+
+def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
+    """Summarises the answers of one method."""
+    rows = grid.first()
+    lengths = grid.acceptance_lengths()
+    is_counted = ~np.isnan(lengths)
+    accepted, offered, rounds = _count_positions(rows)
+    tokens, seconds = grid.tokens().sum(axis=1), grid.seconds().sum(axis=1)
+    plain_tokens, plain_seconds = baseline.tokens().sum(axis=1), baseline.seconds().sum(axis=1)
+    return {
+        "acceptance_length": estimate(
+            share, np.where(is_counted, lengths, 0.0).sum(axis=1), is_counted.sum(axis=1)
+        ),
+        "pooled_acceptance_length": estimate(share, accepted.sum(axis=1) + rounds, rounds),
+        "positionwise_acceptance": _estimate_positions(accepted, offered),
+        "positions_reached": _estimate_positions(
+            accepted, np.where(offered.sum(axis=0) > 0, rounds[:, None], 0)
+        ),
+        "tokens_per_second": estimate(share, tokens, seconds),
+        "speed_up": estimate(
+            lambda new, time, plain_new, plain_time: share(new * plain_time, time * plain_new),
+            *(tokens, seconds, plain_tokens, plain_seconds),
+        ),
+        "first_token_milliseconds": _percentiles(
+            [1000 * turn.first_token_seconds for turn in _turns(grid)]
+        ),
+        "token_milliseconds": _percentiles(
+            [1000 * turn.seconds / len(turn.output_ids) for turn in _turns(grid)]
+        ),
+        "rounds_by_accepted": np.bincount(
+            [count for few in rows for one in few for count in one.accepted]
+        ).tolist(),
+        "looping_share": float(np.mean([is_looping(one) for few in rows for one in few])),
+        "answers": sum(map(len, rows)),
+        "equal_outputs": _count_equal(grid, baseline.first()),
+    }
+
+
+def is_looping(answer: Answer) -> bool:
+    """Tells whether few 4-grams of an answer are distinct; such text is easy to draft."""
+    return distinct_ngram_share(answer.output_ids) < LOOPING_BELOW
+
+
+def _compare(first: Grid, second: Grid) -> dict[str, Any]:
+    speeds = [grid.tokens() / grid.seconds() for grid in (first, second)]
+    lengths = [np.nan_to_num(grid.acceptance_lengths(), nan=1.0) for grid in (first, second)]
+    return {"acceptance_length": compare(*lengths), "tokens_per_second": compare(*speeds)}
+
+
+def _count_positions(rows: list[list[Answer]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Counts rounds of each question: accepted and offered by position, and all of them."""
+    positions = np.arange(1, DEPTHS + 1)[:, None]
+
+    def reaching(counts: list[list[int]]) -> np.ndarray:
+        return np.array([(np.array(one, int)[None] >= positions).sum(axis=1) for one in counts])
+
+    accepted = [[count for one in few for count in one.accepted] for few in rows]
+    offered = [[count for one in few for count in one.offered] for few in rows]
+    return reaching(accepted), reaching(offered), np.array([len(one) for one in accepted])
+
+
+def _estimate_positions(part: np.ndarray, whole: np.ndarray) -> dict[str, Any]:
+    """Estimates a share at every position that any tree offered."""
+    known = whole.sum(axis=0) > 0
+    if not known.any():
+        return {"value": [], "low": [], "high": []}
+    return estimate(share, part[:, known], whole[:, known])
+
+
+def _turns(grid: Grid) -> list[Any]:
+    return [
+        turn for seeds in grid.answers for few in seeds for answer in few for turn in answer.turns
+    ]
+
+
+def _count_equal(grid: Grid, baseline: list[list[Answer]]) -> int:
+    """Counts answers that equal the baseline's, token for token, in every repeat."""
+    expected = [[one.output_ids for one in few] for few in zip(*baseline, strict=True)]
+    equal = [
+        [
+            [one.output_ids == ids for one, ids in zip(few, expected_few, strict=True)]
+            for few, expected_few in zip(seeds, expected, strict=True)
+        ]
+        for seeds in grid.answers
+    ]
+    return int(np.all(equal, axis=0).sum())
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    p50, p90 = np.percentile(values, (50, 90))
+    return {"p50": float(p50), "p90": float(p90)}
+
+
+def _mean(accepted: list[int]) -> float:
+    return float(np.mean(accepted)) + 1 if accepted else np.nan
