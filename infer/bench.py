@@ -37,7 +37,7 @@ from poss_jax.program.options import at_least, check_writable, read_arguments
 from poss_jax.program.running import run_program
 
 from .autotune import format_tuning, tree_name, tune
-from .journal import ANSWERS, SETTINGS, Answer, Cell, Journal, Key
+from .journal import SETTINGS, Answer, Cell, Journal, Key
 from .lossless import check_lossless, format_check
 from .measure import Decoder, count_memory, measure_steps, play
 from .phases import describe_phases, measure_phases, phases_to_round
@@ -49,8 +49,14 @@ from .summary import make_grid, summarise_group
 AUTOREGRESSIVE = "autoregressive"
 
 
-def bench(config: BenchConfig) -> tuple[dict[str, Any], list[Answer]]:
+def bench(
+    config: BenchConfig, *, from_scratch: bool = False
+) -> tuple[dict[str, Any], list[Answer]]:
     """Runs the whole comparison, or what is missing of it in the folder `config.output`.
+
+    Args:
+      config: what is compared.
+      from_scratch: whether answers that the folder holds are dropped.
 
     Returns:
       The report, JSON-compatible (see docs/bench.md), and all answers.
@@ -64,7 +70,8 @@ def bench(config: BenchConfig) -> tuple[dict[str, Any], list[Answer]]:
         cell: make_dialogues(sets[cell.set], config, sampling, decoders[0].engine)
         for cell, sampling in _cells(config, sets)
     }
-    journal = Journal(Path(config.output) if config.output else None, _settings(config))
+    folder = Path(config.output) if config.output else None
+    journal = Journal(folder, _settings(config), from_scratch=from_scratch)
     for decoder in tqdm(decoders, desc="compile"):
         decoder.compile([one for few in dialogues.values() for one in few])
     _answer_missing(config, decoders, sets, dialogues, journal)
@@ -240,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if config.output is not None:
         _check_output(Path(config.output), overwrite=args.overwrite)
-    report, answers = bench(config)
+    report, answers = bench(config, from_scratch=args.overwrite)
     print(format_report(report))
     if config.output is not None:
         write_report(report, answers, Path(config.output))
@@ -341,12 +348,9 @@ def _batch_sizes(text: str) -> list[int]:
 
 
 def _check_output(folder: Path, *, overwrite: bool) -> None:
-    check_writable(folder)
-    if overwrite:
-        for name in (SETTINGS, ANSWERS):
-            (folder / name).unlink(missing_ok=True)
-    elif not (folder / SETTINGS).is_file():
+    if not ((overwrite and folder.is_dir()) or (folder / SETTINGS).is_file()):
         refuse_non_empty(folder)
+    check_writable(folder)
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:

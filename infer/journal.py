@@ -107,12 +107,15 @@ class Journal:
       answers: what was answered so far, by place.
     """
 
-    def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path | None, settings: dict[str, Any], *, from_scratch: bool = False
+    ) -> None:
         """Opens a folder; one that holds an interrupted run of the same settings goes on.
 
         Args:
           folder: where the journal is kept; None keeps it in memory alone.
           settings: what decides the answers, JSON-compatible.
+          from_scratch: whether answers that the folder holds are dropped.
 
         Raises:
           UserError: the folder holds a run of other settings, or a damaged answer.
@@ -121,11 +124,12 @@ class Journal:
         self._path = folder and folder / ANSWERS
         if folder is None:
             return
-        if (folder / SETTINGS).is_file():
+        if (folder / SETTINGS).is_file() and not from_scratch:
             _check_settings(folder, settings)
             self.answers = {answer.key: answer for answer in _read_whole_lines(folder / ANSWERS)}
             return
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / ANSWERS).unlink(missing_ok=True)
         write_file(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
     def add(self, answer: Answer) -> None:
@@ -162,8 +166,8 @@ def _read_whole_lines(path: Path) -> Iterator[Answer]:
             yield _read_answer(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path}:{number}: want an answer of infer.bench, got a damaged line; remove it and "
-                "the question is answered again"
+                f"{path}:{number}: want an answer of infer.bench, got a damaged line; remove it, "
+                "and the question is answered again"
             ) from error
 
 

@@ -54,7 +54,11 @@ def _draw(draw: Callable[..., None], *args: Any) -> Markup | str:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    settings = {"svg.hashsalt": "poss_jax", "svg.fonttype": "none", "font.family": "sans-serif"}
+    settings: dict[Any, Any] = {
+        "svg.hashsalt": "poss_jax",
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+    }
     with pyplot.rc_context(settings):
         figure, axes = pyplot.subplots(figsize=(5.4, 3.4), layout="constrained")
         draw(axes, *args)

@@ -137,8 +137,9 @@ def _read_set(source: str, config: BenchConfig, engine: Engine) -> tuple[str, li
         name = path.parent.name if path.name == QUESTIONS else path.stem
         return name or path.stem, read_prompts(path)[: config.num_prompts]
     if source in _HUB or re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        hub = _HUB.get(source, (source, None, "test"))
-        return source.rpartition("/")[2], _read_hub(*hub, config.num_prompts)
+        data_set, subset, split = _HUB.get(source, (source, None, "test"))
+        records = read_hub(data_set, subset, split, config.num_prompts)
+        return source.rpartition("/")[2], records
     raise UserError(
         f"questions {source!r}: want a .jsonl file, a folder with {QUESTIONS}, stdlib, "
         f"packages:NAME, one of {', '.join(_HUB)}, or a folder of data_dir {config.data_dir}"
@@ -155,7 +156,7 @@ def _find_file(source: str, data_dir: str | None) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _read_hub(name: str, subset: str | None, split: str, most: int) -> list[dict[str, Any]]:
+def read_hub(name: str, subset: str | None, split: str, most: int) -> list[dict[str, Any]]:
     """Reads questions of a data set on the Hub, by the first column that it has of a few."""
     try:
         import datasets

@@ -1,11 +1,16 @@
 """The benchmark: its report worked out by hand, and the program on the tiny models."""
 
+import contextlib
 import importlib.util
+import io
 import json
+import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +26,21 @@ from programs import (
 )
 
 from infer import bench as program
-from infer.bench import first_prompts, load_decoders, main, read_questions
+from infer import page as page_module
+from infer.answer_files import write_answer_files
+from infer.bench import load_decoders, main
 from infer.costs import Device
-from infer.measure import Run, play
+from infer.journal import Answer, Cell, Journal, Key, Turn
+from infer.measure import play
+from infer.page import write_page
 from infer.phases import phases_to_round
-from infer.report import build_report, format_card, format_report
+from infer.questions import first_prompts, read_hub, read_questions, read_sets
+from infer.report import format_card, format_report
 from infer.roofline import Roofline
+from infer.summary import make_grid, summarise_group
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
 from poss_jax.config.models import CPU_TREE, TreeConfig
-from poss_jax.config.reading import UserError
-from poss_jax.engine.answers import Generation
+from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.dialogue import read_dialogues
 from poss_jax.engine.engine import Engine
 
@@ -45,141 +55,249 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The report of two made-up prompts: one whose output is diverse, one whose output loops
+# The report of two made-up questions: one whose output is diverse, one whose output loops
 
 DIVERSE, LOOPING = [1, 2, 3, 4, 5, 6, 7, 8], [9] * 8
+CELL = Cell("made up", 0.0, 0)
 
 
-def answer(output: list[int], accepted: list[int], offered: list[int]) -> Generation:
-    return Generation(
-        prompt_ids=[0],
+def answer(
+    key: tuple[int, str, int], output: list[int], accepted: list[int], offered: list[int], s: float
+) -> Answer:
+    turn = Turn(
+        text="",
         output_ids=output,
-        text=None,
-        accepted_per_round=accepted,
-        offered_per_round=offered,
-        stop_reason="length",
+        accepted=accepted,
+        offered=offered,
+        seconds=s,
+        first_token_seconds=s / 4,
     )
+    return Answer(Key(CELL, *key), f"q{key[2]}", "writing", [turn])
 
 
-def made_up_report() -> dict[str, Any]:
-    plain = [answer(DIVERSE, [0] * 7, [0] * 7), answer(LOOPING, [0] * 7, [0] * 7)]
-    drafted = [answer(DIVERSE, [3, 1, 1], [4, 2, 1]), answer(LOOPING, [4, 0], [4, 1])]
-    another = [drafted[0], replace(drafted[1], output_ids=[9] * 7 + [8])]
-    return build_report(
-        8,
-        "plain",
-        {
-            "plain": [Run(plain, [1.0, 3.0]), Run(plain, [2.0, 2.0])],
-            "draft": [Run(drafted, [0.5, 0.5]), Run(another, [0.5, 1.5])],
-        },
-    )
+def made_up_answers() -> list[Answer]:
+    """Two passes; in the second, an output of the draft differs."""
+    zeros, other = [0] * 7, [9] * 7 + [8]
+    return [
+        answer((0, "plain", 0), DIVERSE, zeros, zeros, 1.0),
+        answer((0, "plain", 1), LOOPING, zeros, zeros, 3.0),
+        answer((1, "plain", 0), DIVERSE, zeros, zeros, 3.0),
+        answer((1, "plain", 1), LOOPING, zeros, zeros, 3.0),
+        answer((0, "draft", 0), DIVERSE, [3, 1, 1], [4, 2, 1], 0.5),
+        answer((0, "draft", 1), LOOPING, [4, 0], [4, 1], 0.5),
+        answer((1, "draft", 0), DIVERSE, [3, 1, 1], [4, 2, 1], 0.5),
+        answer((1, "draft", 1), other, [4, 0], [4, 1], 1.5),
+    ]
 
 
-def test_report_says_which_prompts_loop_and_which_outputs_are_equal() -> None:
-    report = made_up_report()
-    assert (report["prompts"], report["repeats"], report["max_new_tokens"]) == (2, 2, 8)
-    assert report["distinct_4gram_share"] == [1.0, 1 / 5]
-    assert report["looping_prompts"] == [1]
-    plain, draft = report["methods"]["plain"], report["methods"]["draft"]
-    assert plain["all"]["equal_outputs"] == 2
+def made_up_group() -> dict[str, Any]:
+    answers = {one.key: one for one in made_up_answers()}
+    grids = {
+        name: make_grid(answers, [CELL], name, repeats=2, num_questions=2)
+        for name in ("plain", "draft")
+    }
+    return summarise_group(grids, "plain")
+
+
+def value(number: dict[str, Any]) -> Any:
+    return number["value"]
+
+
+def test_looping_questions_are_told_apart() -> None:
+    group = made_up_group()
+    assert (group["questions"], group["looping_questions"]) == (2, [1])
+    plain, draft = group["methods"]["plain"], group["methods"]["draft"]
+    assert (plain["all"]["equal_outputs"], plain["all"]["answers"]) == (2, 2)
     assert draft["all"]["equal_outputs"] == 1  # the second pass differs
-    assert (draft["not_looping"]["equal_outputs"], draft["looping"]["equal_outputs"]) == (1, 0)
+    assert draft["not_looping"]["equal_outputs"] == 1 == draft["not_looping"]["answers"]
+    assert draft["all"]["looping_share"] == 0.5
 
 
-def test_report_of_a_group() -> None:
-    groups = made_up_report()["methods"]["draft"]
-    assert groups["not_looping"] == {
-        "acceptance_length": pytest.approx(1 + 5 / 3),
-        "pooled_acceptance_length": pytest.approx(1 + 5 / 3),
-        # offered 4 2 1, accepted 3 1 1: three rounds of three, one of two, the only one, not it
-        "positionwise_acceptance": [1, 1 / 2, 1, 0],
-        "tokens_per_second": 16,
-        "tokens_per_second_per_repeat": [16, 16],
-        "speed_up": 3,  # median of 16 / 8 and 16 / 4
-        "speed_up_per_repeat": [2, 4],
-        "equal_outputs": 1,
-    }
-    assert groups["all"] == {
-        "acceptance_length": pytest.approx((1 + 5 / 3 + 3) / 2),
-        "pooled_acceptance_length": pytest.approx(1 + 9 / 5),
-        "positionwise_acceptance": [4 / 5, pytest.approx(2 / 3), 1, 1 / 2],
-        "tokens_per_second": 12,  # median of 16 tokens in 1 s and in 2 s
-        "tokens_per_second_per_repeat": [16, 8],
-        "speed_up": 3,
-        "speed_up_per_repeat": [4, 2],
-        "equal_outputs": 1,
-    }
-    assert groups["looping"]["acceptance_length"] == 3
+def test_numbers_of_a_method() -> None:
+    rows = made_up_group()["methods"]["draft"]
+    one, both = rows["not_looping"], rows["all"]
+    assert value(one["acceptance_length"]) == pytest.approx(1 + 5 / 3)
+    assert value(one["pooled_acceptance_length"]) == pytest.approx(1 + 5 / 3)
+    # offered 4 2 1, accepted 3 1 1: three rounds of three, one of two, the only one, not it
+    assert value(one["positionwise_acceptance"]) == [1, 1 / 2, 1, 0]
+    assert value(one["positions_reached"]) == pytest.approx([1, 1 / 3, 1 / 3, 0])
+    assert value(one["tokens_per_second"]) == 16
+    assert value(one["speed_up"]) == 4  # the medians of two passes: 2 s and 0.5 s
+    assert one["acceptance_length"]["low"] is None  # of one question
+    assert value(both["acceptance_length"]) == pytest.approx((1 + 5 / 3 + 3) / 2)
+    assert value(both["pooled_acceptance_length"]) == pytest.approx(1 + 9 / 5)
+    expected = [4 / 5, pytest.approx(2 / 3), 1, 1 / 2]
+    assert value(both["positionwise_acceptance"]) == expected
+    assert value(both["tokens_per_second"]) == pytest.approx(16 / 1.5)
+    assert value(both["speed_up"]) == pytest.approx(5 / 1.5)
+    assert both["acceptance_length"]["low"] == pytest.approx(1 + 5 / 3)
+    assert both["acceptance_length"]["high"] == pytest.approx(3)
+    assert both["rounds_by_accepted"] == [1, 2, 0, 1, 1]
+    # Two passes of both questions: 0.5, 0.5, 0.5 and 1.5 s, a quarter of each for the first token.
+    assert both["first_token_milliseconds"] == {"p50": 125, "p90": pytest.approx(300)}
+    assert both["token_milliseconds"]["p50"] == 1000 * 0.5 / 8
+
+
+def test_the_original_scripts_find_the_numbers_of_the_table(tmp_path: Path) -> None:
+    """The arithmetic of the evaluation scripts of PosS and Spec-Bench, on the files written."""
+    write_answer_files(made_up_answers(), tmp_path)
+    both = made_up_group()["methods"]["draft"]["all"]
+    name = "made-up/model_answer/draft-temperature-0-seed-0.jsonl"
+    eagle, spec = (
+        [
+            json.loads(line)["choices"][0]
+            for line in (tmp_path / kind / name).read_text().splitlines()
+        ]
+        for kind in ("eagle", "spec-bench")
+    )
+    per_question = [sum(one["accept_length"]) / len(one["accept_length"]) + 1 for one in eagle]
+    assert sum(per_question) / 2 == pytest.approx(value(both["acceptance_length"]))
+    pooled = [count for one in spec for count in one["accept_lengths"]]
+    assert sum(pooled) / len(pooled) == pytest.approx(value(both["pooled_acceptance_length"]))
+    for choice in (*eagle, *spec):
+        assert choice["new_tokens"] == [8] and choice["wall_time"] == [0.5]
+    line = json.loads((tmp_path / "spec-bench" / name).read_text().splitlines()[1])
+    assert (line["question_id"], line["category"]) == ("q1", "writing")
 
 
 def made_up_card(milliseconds: dict[str, float]) -> dict[str, Any]:
     """Phases of a method, all with the same costs."""
     floor = {"bytes": 2.5e6, "flops": 1e7, "floor_milliseconds": 0.25, "floor_to_measured": 0.125}
+    memory = {"draft_parameters": 1234, "draft_bytes": 4936}
+    memory |= {"target_cache_bytes_per_token": 1024, "draft_cache_bytes_per_token": 64}
     return {
         "phase_milliseconds": milliseconds,
         "phases_to_round": phases_to_round(milliseconds),
         "costs": {"verify": floor},
         "first_token_seconds": {"cold": 1.5, "warm": 0.0125},
+        "memory": memory,
+    }
+
+
+def made_up_report() -> dict[str, Any]:
+    steps = {"plain": 2.5, "loop": 3, "loop_to_plain": 1.2, "floor": 1.5, "floor_to_loop": 0.5}
+    device = {"name": "abacus", "bytes_per_second": 1e10, "flops_per_second": 2e11}
+    plain = made_up_card({"verify": 2, "accept": 0.5, "commit": 0.25, "round": 2.5})
+    parts = {"draft": 1.5, "draft/level0": 1.5, "verify": 2, "accept": 0, "commit": 0.5}
+    draft = made_up_card(parts | {"round": 5})
+    pieces = [["a < b", 0], ["def", 1], [" f(", 2], ["x", 0]]
+    example = {"prompt": "# a & b\n", "answers": {"draft": pieces}}
+    about = {"set": "made up", "temperature": 0.0, "seeds": [0], "example": example}
+    return {
+        "baseline": "plain",
+        "max_new_tokens": 8,
+        "repeats": 2,
+        "groups": [about | made_up_group()],
+        "methods": {
+            "plain": plain | {"compile_seconds": 1},
+            "draft": draft | {"compile_seconds": 2.25},
+        },
+        "autoregressive_step_milliseconds": steps,
+        "roofline": {"device": device},
+        "config": {"target": "T", "sampling": config_to_dict(SamplingConfig()), "is_coupled": True},
+        "provenance": {"command": ["python", "-m", "infer.bench"], "versions": {"jax": "1"}},
     }
 
 
 def test_report_is_printed_as_tables() -> None:
-    steps = {"plain": 2.5, "loop": 3, "loop_to_plain": 1.2, "floor": 1.5, "floor_to_loop": 0.5}
-    device = {"name": "abacus", "bytes_per_second": 1e10, "flops_per_second": 2e11}
-    report = made_up_report() | {"autoregressive_step_milliseconds": steps}
-    report["roofline"] = {"device": device}
-    plain = made_up_card({"verify": 2, "accept": 0.5, "commit": 0.25, "round": 2.5})
-    parts = {"draft": 1.5, "draft/level0": 1.5, "verify": 2, "accept": 0, "commit": 0.5}
-    draft = made_up_card(parts | {"round": 5})
-    report["methods"]["plain"] |= plain | {"compile_seconds": 1}
-    report["methods"]["draft"] |= draft | {"compile_seconds": 2.25}
-    cells = (
-        "acceptance length | pooled | tokens/s | speed-up | pos 1 | pos 2 | pos 3 | pos 4 | equal"
-    )
-    head = f"| method | {cells} |\n|---|---|---|---|---|---|---|---|---|---|"
-    expected = f"""\
-2 prompts x 8 new tokens, 2 repeats; 1 prompts loop (distinct 4-grams below 0.5): [1]
+    expected = """\
+8 new tokens, 2 repeats; in brackets 95 % intervals over questions
 
-prompts: not looping
+## made up, temperature 0
 
-{head}
-| plain | 1.00 | 1.00 | 6 | 1.00 |  |  |  |  | 1 |
-| draft | 2.67 | 2.67 | 16 | 3.00 | 100 % | 50 % | 100 % | 0 % | 1 |
+2 questions; 1 of them loop (distinct 4-grams below 0.5): [1]
 
-prompts: looping
+| method | acceptance length | pooled | tokens/s | speed-up | pos 1 | pos 2 | pos 3 | pos 4 | \
+first token ms | p90 | ms per token | p90 | equal |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| plain | 1.00 [1.00, 1.00] | 1.00 | 3 | 1.00 [1.00, 1.00] |  |  |  |  | 750.0 | 750.0 | 375.00 | \
+375.00 | 2 of 2 |
+| draft | 2.83 [2.67, 3.00] | 2.80 | 11 | 3.33 [3.00, 4.00] | 80 % | 67 % | 100 % | 50 % | 125.0 | \
+300.0 | 62.50 | 150.00 | 1 of 2 |
 
-{head}
-| plain | 1.00 | 1.00 | 3 | 1.00 |  |  |  |  | 1 |
-| draft | 3.00 | 3.00 | 11 | 3.67 | 50 % | 100 % | 100 % | 100 % | 0 |
+without those whose answers loop
 
-prompts: all
-
-{head}
-| plain | 1.00 | 1.00 | 4 | 1.00 |  |  |  |  | 2 |
-| draft | 2.83 | 2.80 | 12 | 3.00 | 80 % | 67 % | 100 % | 50 % | 1 |
-
-| method | draft ms | verify ms | accept ms | commit ms | round ms | sum / round | compile s | \
-first token, cold s | warm s |
-|---|---|---|---|---|---|---|---|---|---|
-| plain |  | 2.00 | 0.50 | 0.25 | 2.50 | 1.10 | 1.0 | 1.50 | 0.0125 |
-| draft | 1.50 | 2.00 | 0.00 | 0.50 | 5.00 | 0.80 | 2.2 | 1.50 | 0.0125 |
-
-autoregressive loop 3.00 ms per token, plain decode step 2.50 ms: ratio 1.20; floor 1.50 ms: 50% \
-of the loop
-
-abacus: 10.0 GB/s, 200 GFLOP/s
-
-| method | phase | MB | GFLOP | floor ms | ms | floor / ms |
-|---|---|---|---|---|---|---|
-| plain | verify | 2.50 | 0.010 | 0.250 | 2.000 | 12% |
-| draft | verify | 2.50 | 0.010 | 0.250 | 2.000 | 12% |"""
-    assert format_report(report) == expected
+"""
+    text = format_report(made_up_report())
+    assert text.startswith(expected)
+    assert "| draft | 2.67 | 2.67 | 16 | 4.00 | 100 % | 50 % | 100 % | 0 % |" in text
+    for table in (
+        "| draft | 1,234 | 0.00 | 1,024 | 64 |",
+        "| draft | 1.50 | 2.00 | 0.00 | 0.50 | 5.00 | 0.80 | 2.2 | 1.50 | 0.0125 |",
+        "autoregressive loop 3.00 ms per token, plain decode step 2.50 ms: ratio 1.20; floor 1.50 "
+        "ms: 50% of the loop",
+        "abacus: 10.0 GB/s, 200 GFLOP/s",
+        "| plain | verify | 2.50 | 0.010 | 0.250 | 2.000 | 12% |",
+    ):
+        assert table in text.splitlines()
 
 
-def test_group_without_prompts_has_no_table() -> None:
-    run = Run([answer(DIVERSE, [0], [0])], [1.0])
-    report = build_report(8, "plain", {"plain": [run]})
-    assert set(report["methods"]["plain"]) == {"all", "not_looping"}
+class Page(HTMLParser):
+    """The parts of a page that are asked about."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.links: list[str] = []
+        self.coloured: list[tuple[str, str]] = []
+        self._colour = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        given = dict(attrs)
+        self._colour = given.get("class") or "" if tag == "span" else ""
+        self.links += [given[key] or "" for key in ("src", "href") if key in given]
+
+    def handle_data(self, data: str) -> None:
+        if self._colour.startswith("d"):
+            self.coloured.append((self._colour, data))
+        self._colour = ""
+
+
+@pytest.mark.parametrize("has_plots", [True, False])
+def test_the_page_holds_everything_and_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_plots: bool
+) -> None:
+    if has_plots:
+        pytest.importorskip("matplotlib")
+    else:
+        monkeypatch.setattr(page_module, "find_spec", lambda name: None)
+    write_page(made_up_report(), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert page.tags["table"] == 2 and page.tags["svg"] == (4 if has_plots else 0)
+    assert ("d1", "def") in page.coloured and ("d2", " f(") in page.coloured
+    assert "a &lt; b" in text and "# a &amp; b" in text
+    assert "2.83" in text and "2.67 to 3.00" in text and "python -m infer.bench" in text
+    assert not [link for link in page.links if not link.startswith("#")]
+    assert "script" not in page.tags
+
+
+# --------------------------------------------------------------------------------------------------
+# The journal
+
+
+def test_a_journal_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    first, second, *_ = made_up_answers()
+    Journal(tmp_path, {"a": 1}).add(first)
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"key": [["made up", 0.0')
+    journal = Journal(tmp_path, {"a": 1})
+    assert list(journal.answers.values()) == [first]
+    assert list(journal.missing([first.key, second.key])) == [second.key]
+    journal.add(second)
+    assert list(Journal(tmp_path, {"a": 1}).answers.values()) == [first, second]
+    assert not Journal(tmp_path, {"a": 2}, from_scratch=True).answers
+
+
+def test_a_journal_of_something_else_is_refused(tmp_path: Path) -> None:
+    Journal(tmp_path, {"a": 1, "b": 2})
+    with pytest.raises(UserError, match=r"benchmark of other settings \(b\); name another folder"):
+        Journal(tmp_path, {"a": 1, "b": 3})
+    (tmp_path / "answers.jsonl").write_text('{"key": 1}\n')
+    with pytest.raises(UserError, match=r"answers.jsonl:1: want an answer of infer.bench"):
+        Journal(tmp_path, {"a": 1, "b": 2})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -210,24 +328,28 @@ def test_bench_by_flags(
     assert "\n".join(lines[:-2]) == (output / "report.md").read_text().removesuffix("\n")
     assert "\n".join(lines[:-2]) == format_report(report)
     assert json.loads((output / "report.json").read_text()) == report
-    plot = output / "acceptance.png"
-    assert plot.exists() == (importlib.util.find_spec("matplotlib") is not None)
-    assert not plot.exists() or plot.read_bytes().startswith(b"\x89PNG")
+    page = Page((output / "report.html").read_text())
+    assert bool(page.tags["svg"]) == (importlib.util.find_spec("matplotlib") is not None)
+    assert page.coloured
+    names = {path.name for path in output.glob("eagle/prompts/model_answer/*")}
+    assert names == {f"{name}-temperature-0-seed-0.jsonl" for name in report["methods"]}
 
     assert list(report["methods"]) == ["autoregressive", "PosS-2"]
-    assert (report["prompts"], report["repeats"]) == (2, 3)
+    (group,) = report["groups"]
+    assert (group["set"], group["questions"], report["repeats"]) == ("prompts", 2, 3)
     for name, method in report["methods"].items():
         drafts = name != "autoregressive"
-        assert method["all"]["equal_outputs"] == 2
+        rows = group["methods"][name]["all"]
+        assert rows["equal_outputs"] == rows["answers"] == 2
         levels = ["draft", *(f"draft/level{depth}" for depth in range(3))] * drafts
         names = {"prefill", *levels, "verify", "accept", "commit", "round"}
         assert set(method["phase_milliseconds"]) == set(method["costs"]) == names
         assert method["phases_to_round"] > 0
         assert method["first_token_seconds"]["cold"] > 0 < method["first_token_seconds"]["warm"]
-        assert (len(method["all"]["positionwise_acceptance"]) in range(1, 4)) == drafts
-        assert (method["all"]["acceptance_length"] > 1.2) == drafts
-        assert len(method["all"]["speed_up_per_repeat"]) == 3
-    assert report["methods"]["autoregressive"]["all"]["speed_up"] == 1
+        assert (len(value(rows["positionwise_acceptance"])) in range(1, 4)) == drafts
+        assert (value(rows["acceptance_length"]) > 1.2) == drafts
+        assert (method["memory"]["draft_parameters"] > 0) == drafts
+    assert value(group["methods"]["autoregressive"]["all"]["speed_up"]) == 1
     assert min(report["autoregressive_step_milliseconds"].values()) > 0
     assert set(report["roofline"]) == {"device", "flops_by_rows"}
 
@@ -253,9 +375,10 @@ def test_sampled_outputs_are_equal_too(
     main([*flags, *TREE, *"--tree-depth 1 --temperature 1 --seed 5 --no-coupling".split()])
     out = capsys.readouterr().out
     report = json.loads(out.splitlines()[-1])
-    assert out.splitlines()[1] == "sampling: temperature 1.0, seed 5; plain drafting"
-    assert [method["all"]["equal_outputs"] for method in report["methods"].values()] == [2, 2]
-    assert report["config"]["sampling"]["temperature"] == 1
+    assert out.splitlines()[1] == "sampling: plain drafting"
+    (group,) = report["groups"]
+    assert (group["temperature"], group["seeds"]) == (1, [5])
+    assert [rows["all"]["equal_outputs"] for rows in group["methods"].values()] == [2, 2]
 
 
 def test_flags_win_over_the_config(
@@ -263,7 +386,7 @@ def test_flags_win_over_the_config(
 ) -> None:
     seen: list[BenchConfig] = []
 
-    def bench(config: BenchConfig) -> None:
+    def bench(config: BenchConfig, **settings: Any) -> None:
         seen.append(config)
         raise KeyboardInterrupt
 
@@ -303,15 +426,137 @@ def test_all_turns_of_a_question_are_played_and_added_up(
     options = ["--prompts", prompts, *TREE, "--max-new-tokens", str(N)]
     main(["--target", models[0], "--draft", f"PosS-2={models[1]}", *options, "--repeats", "1"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["prompts"] == 2
-    assert [method["all"]["equal_outputs"] for method in report["methods"].values()] == [2, 2]
+    (group,) = report["groups"]
+    assert [rows["all"]["equal_outputs"] for rows in group["methods"].values()] == [2, 2]
     # The same conversation as the generation program holds, whose statistics are per turn.
     lines = generate(*models, tmp_path, *options)
     assert [line["turn"] for line in lines] == [0, 1, 0]
     first, second, other = (line["accepted_per_round"] for line in lines)
     lengths = [1 + sum(rounds) / len(rounds) for rounds in ([*first, *second], other)]
-    found = report["methods"]["PosS-2"]["all"]["acceptance_length"]
+    found = value(group["methods"]["PosS-2"]["all"]["acceptance_length"])
     assert found == pytest.approx(sum(lengths) / 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_killed_benchmark_goes_on_and_ends_with_the_same_numbers(
+    runs: Runs,
+    prompts: str,
+    uninterrupted: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seed: int,
+) -> None:
+    rng, played = random.Random(seed), Counter[str]()
+    original, alive = play, rng.randrange(1, 18)
+
+    def mortal(*args: Any) -> list[Turn]:
+        played["all"] += 1
+        if played["all"] > alive:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(program, "play", mortal)
+    arguments = [*matrix(runs, prompts), "--output", str(tmp_path / "report")]
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments)
+    alive = 10**6
+    main(arguments)
+    assert played["all"] == 18 + 1  # one was under way, and nothing is answered twice
+    assert table(json.loads(capsys.readouterr().out.splitlines()[-1])) == table(uninterrupted)
+
+
+def matrix(runs: Runs, prompts: str) -> list[str]:
+    """Two methods, one pass, three questions: greedy, and sampled with two seeds; 18 answers."""
+    models = ["--target", runs.model("target"), "--draft", f"PosS-2={runs.model('poss2')}"]
+    cells = "--temperatures 0 --temperatures 1 --seeds 3 --seeds 4 --repeats 1".split()
+    return [*models, "--prompts", prompts, *cells, *TREE, "--max-new-tokens", str(N)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    runs: Runs, prompts: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    output = tmp_path_factory.mktemp("whole") / "report"
+    with contextlib.redirect_stdout(io.StringIO()):
+        main([*matrix(runs, prompts), "--output", str(output)])
+    return json.loads((output / "report.json").read_text())
+
+
+def table(report: dict[str, Any]) -> Any:
+    """The numbers of a report that are not times."""
+    timed = {"tokens_per_second", "speed_up", "first_token_milliseconds", "token_milliseconds"}
+    return [
+        [group["set"], group["temperature"], group["seeds"], group["looping_questions"]]
+        + [
+            {key: rows[key] for key in rows if key not in timed}
+            for parts in group["methods"].values()
+            for rows in parts.values()
+        ]
+        for group in report["groups"]
+    ]
+
+
+def test_temperatures_and_seeds_make_a_matrix(uninterrupted: dict[str, Any]) -> None:
+    groups = uninterrupted["groups"]
+    found = [(group["temperature"], group["seeds"]) for group in groups]
+    assert found == [(0, [3]), (1, [3, 4])]
+    assert [group["methods"]["PosS-2"]["all"]["answers"] for group in groups] == [3, 6]
+    assert all(
+        rows["all"]["equal_outputs"] == rows["all"]["answers"]
+        for group in groups
+        for rows in group["methods"].values()
+    )
+
+
+def test_sets_are_found_by_name(runs: Runs, tmp_path: Path) -> None:
+    for name in ("mt_bench", "other"):
+        (tmp_path / name).mkdir()
+        question = {"question_id": name, "category": "writing", "turns": ["def area_7", "heig"]}
+        write_lines(tmp_path / name / "question.jsonl", question)
+    line = write_lines(tmp_path / "lines.jsonl", {"prompt": "heig"})
+    datasets = ("mt_bench", str(tmp_path / "other"), line)
+    engine = Engine.load(runs.model("target"))
+    config = BenchConfig(target="", datasets=datasets, data_dir=str(tmp_path), max_new_tokens=4)
+    sets = read_sets(config, engine)
+    assert list(sets) == ["mt_bench", "other", "lines"]
+    assert [(few[0].id, few[0].category) for few in sets.values()] == [
+        ("mt_bench", "writing"),
+        ("other", "writing"),
+        (0, ""),
+    ]
+    with pytest.raises(UserError, match="there is a set called lines already"):
+        read_sets(
+            replace(config, datasets=(line, str(tmp_path / "other" / ".." / "lines.jsonl"))), engine
+        )
+    with pytest.raises(UserError, match=r"questions 'nothing': want a \.jsonl file, a folder with"):
+        read_sets(replace(config, datasets=("nothing",)), engine)
+
+
+@pytest.mark.parametrize(
+    ("columns", "turns"),
+    [
+        ({"prompt": ["a", "b"], "category": "c"}, ["a", "b"]),
+        ({"question": "a", "answer": "b"}, ["a"]),
+        ({"instruction": "a", "input": "b"}, ["a\nb"]),
+        ({"instruction": "a", "input": ""}, ["a"]),
+    ],
+)
+def test_data_sets_of_the_hub_become_turns(
+    monkeypatch: pytest.MonkeyPatch, columns: dict[str, Any], turns: list[str]
+) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **settings: iter([columns] * 3))
+    records = read_hub("some/set", None, "test", 2)
+    assert [record["turns"] for record in records] == [turns] * 2
+
+
+def test_a_data_set_that_cannot_be_read_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **settings: Any) -> None:
+        raise OSError("no network\nat all")
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    with pytest.raises(UserError, match=r"^data set some/set: no network at all; save its questio"):
+        read_hub("some/set", None, "test", 2)
 
 
 def test_a_conversation_that_grows_too_long_ends_early(
@@ -322,8 +567,8 @@ def test_a_conversation_that_grows_too_long_ends_early(
     engine.max_length = len(engine.encode(messages[:-1])) + N
     (question,) = read_dialogues([{"turns": ["a", "a"]}], SamplingConfig(), N)
     question.check(engine)
-    answers, seconds = play(engine, question)
-    assert len(answers) == 1 and seconds > 0
+    (turn,) = play(engine, question)
+    assert turn.seconds > turn.first_token_seconds > 0
     assert "a question ends before turn 2: prompt of" in caplog.text
     assert len(question.left) == 2 and question.num_answered == 0  # as it was
 
@@ -363,6 +608,11 @@ def test_prompts_of_modules_are_cut_to_length(runs: Runs, source: str) -> None:
         ("--target {target} --tree-top-k 0", "--tree-top-k: Input should be greater than 0"),
         ("--config {config} prompt_token=3", "unknown key 'prompt_token'; did you mean 'prompt"),
         ("--config {config} drafts.A=nowhere", "model folder nowhere does not exist"),
+        (
+            "--target {target} --dataset nothing",
+            "questions 'nothing': want a .jsonl file, a folder",
+        ),
+        ("--target {target} --seeds 1 --seeds 1", "seeds: want each once, got [1, 1]"),
     ],
 )
 def test_bad_input_writes_nothing(
