@@ -172,7 +172,7 @@ def _show_example(decoders: Sequence[Decoder], dialogue: Dialogue) -> dict[str, 
         ]
         for decoder in decoders[1:]
     }
-    return {"prompt": engine.tokenizer.decode(prompt.ids), "answers": answers}
+    return {"prompt": engine.tokenizer.decode(prompt.ids, skip_special_tokens=True), "answers": answers}
 
 
 def _describe_methods(decoders: Sequence[Decoder], prompt: PreparedPrompt) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _prompts_of_all_rooms(
         length = len(dialogue.prompt.ids) + dialogue.max_new_tokens
         while length < dialogue.most_tokens:
             length = min(2 * length, dialogue.most_tokens)
-            yield replace(dialogue.prompt, max_new_tokens=length - len(dialogue.prompt.ids))
+            yield dialogue.prompt._replace(max_new_tokens=length - len(dialogue.prompt.ids))
 
 
 def play(engine: Engine, dialogue: Dialogue) -> list[Turn]:

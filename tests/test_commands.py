@@ -109,6 +109,10 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
     write_lines(tmp_path / "questions.jsonl", *({"prompt": f"def area_{n}"} for n in range(3)))
     (tmp_path / "sharegpt.json").write_text(json.dumps(CHATS))
     (tmp_path / "data").mkdir()
+    for name in ("mt_bench", "gsm8k"):
+        (tmp_path / "data" / name).mkdir()
+        question = {"question_id": 1, "turns": ["def area_7"]}
+        write_lines(tmp_path / "data" / name / "question.jsonl", question)
     (tmp_path / "data" / "sharegpt.json").write_text(json.dumps(CHATS))  # as the recipes name it
     (tmp_path / "trees.yaml").write_text(TREES)
     (tmp_path / "run.yaml").write_text(
