@@ -21,7 +21,8 @@ def write_page(report: dict[str, Any], path: Path) -> None:
     """Writes the page; where matplotlib is not installed, without figures."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    colours = dict(zip(report["methods"], COLOURS * len(report["methods"]), strict=False))
+    names: list[str] = list(report["methods"])
+    colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
     has_figures = find_spec("matplotlib") is not None
     figures = [
         _draw_group(group, report["baseline"], colours) for group in report["groups"] if has_figures
