@@ -1,0 +1,62 @@
+"""Advice on spans: how many positions each of so many specialists should serve.
+
+A specialist serves its positions with one set of weights, so their inputs should be alike. With e_d,
+how far the input of depth d has drifted, and w_d, the share of chains that come to depth d, the
+advice is the spans with the least variation within them:
+
+    sum over spans, sum over d in a span:  w_d (e_d - mean e of the span)^2
+
+Means are weighed by w. Of spans that leave the same variation, the most equal ones win, and of
+those the ones whose longer spans come first.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+_UNIT = 1e-12  # variation is counted in it, so that rounding breaks no tie
+
+Cost = tuple[int, int, tuple[int, ...]]
+"""(variation, squared lengths, negated lengths) of spans; the least is the best."""
+
+
+def advise_spans(drift: Sequence[float], weight: Sequence[float], num_spans: int) -> list[int]:
+    """Cuts depths into the best spans by dynamic programming, which is exact.
+
+    Args:
+      drift: e, by depth.
+      weight: w, by depth.
+      num_spans: number of spans, at most that of depths.
+
+    Returns:
+      `positions_per_specialist`.
+    """
+
+    @cache
+    def best_from(first: int, num_left: int) -> Cost:
+        """Cost of the best spans of all depths from `first` on."""
+        latest = len(drift) - num_left + 1  # every later span serves a depth, too
+        ends = range(first + 1, latest + 1) if num_left > 1 else [len(drift)]
+        return min(
+            add_costs(
+                cost_of(drift[first:end], weight[first:end]),
+                best_from(end, num_left - 1) if num_left > 1 else (0, 0, ()),
+            )
+            for end in ends
+        )
+
+    return [-length for length in best_from(0, num_spans)[2]]
+
+
+def cost_of(drift: Sequence[float], weight: Sequence[float]) -> Cost:
+    """Cost of one span of these depths."""
+    e, w = np.asarray(drift, float), np.asarray(weight, float)
+    mean = (w * e).sum() / max(w.sum(), 1e-300)
+    variation = (w * (e - mean) ** 2).sum()
+    return round(variation / _UNIT), len(e) ** 2, (-len(e),)
+
+
+def add_costs(one: Cost, rest: Cost) -> Cost:
+    """Cost of a span and those behind it."""
+    return one[0] + rest[0], one[1] + rest[1], one[2] + rest[2]

@@ -1,0 +1,107 @@
+"""Uncertainty of measured numbers: bootstrap intervals, and a paired test of two drafts.
+
+Questions are the unit: the rounds of one answer resemble each other, and so do answers to one
+question with several seeds. An interval therefore draws whole questions with replacement, and a
+test exchanges the two drafts on whole questions.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+LEVEL = 0.95
+_RESAMPLES = 9999
+_DRAWN_TOGETHER = 1000
+
+
+def estimate(of_totals: Callable[..., np.ndarray], *per_question: np.ndarray) -> dict[str, Any]:
+    """Computes a number from totals over questions, with the percentile interval of a bootstrap.
+
+    Args:
+      of_totals: function of the total of every sample. A total has the axes of one question,
+        and behind them an axis of resamples while the interval is computed.
+      per_question: [questions ...] samples of one shape: what each question adds to a total.
+
+    Returns:
+      `value`, `low` and `high`, as numbers or nested lists. None stands for what is not known: a
+      share of nothing, or the interval where a resample holds nothing or there is one question.
+    """
+    value = of_totals(*(sample.sum(axis=0) for sample in per_question))
+    low = high = np.full_like(value, np.nan)
+    if len(per_question[0]) > 1:
+        low, high = _bootstrap(of_totals, per_question)
+    return {"value": _known(value), "low": _known(low), "high": _known(high)}
+
+
+def estimate_mean(values: np.ndarray) -> dict[str, Any]:
+    """Averages values [questions ...], with an interval."""
+    return estimate(share, values, np.ones_like(values))
+
+
+def share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """Divides totals; a share of nothing is not a number."""
+    return np.divide(part, whole, out=np.full(np.shape(part), np.nan), where=whole > 0)
+
+
+def compare(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
+    """Compares two drafts on the same questions by a paired permutation test.
+
+    Args:
+      first: one number per question, such as its acceptance length, or [questions seeds].
+      second: the same of the other draft.
+
+    Returns:
+      The mean `difference` (second less first) with its interval, and the two-sided `p_value`:
+      how often exchanging the drafts at random, question by question, brings a difference as large.
+    """
+    from scipy.stats import permutation_test
+
+    pairs = tuple(np.reshape(one, (len(one), -1)).mean(axis=1) for one in (first, second))
+    p_value = 1.0  # of one question
+    if len(first) > 1:
+        p_value = permutation_test(
+            pairs,
+            lambda a, b, axis: (b - a).mean(axis=axis),
+            permutation_type="samples",
+            vectorized=True,
+            n_resamples=_RESAMPLES,
+            batch=_DRAWN_TOGETHER,
+            rng=np.random.default_rng(0),
+        ).pvalue
+    return {"difference": estimate_mean(pairs[1] - pairs[0]), "p_value": float(p_value)}
+
+
+def format_estimate(number: dict[str, Any], *, digits: int = 2) -> str:
+    """Formats one number as `value [low, high]`; nothing where there is no value."""
+    value, low, high = (number[key] for key in ("value", "low", "high"))
+    if value is None:
+        return ""
+    interval = "" if low is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{value:.{digits}f}{interval}"
+
+
+def _bootstrap(
+    of_totals: Callable[..., np.ndarray], per_question: tuple[np.ndarray, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    from scipy.stats import DegenerateDataWarning, bootstrap
+
+    with warnings.catch_warnings():  # of resamples that hold nothing
+        warnings.simplefilter("ignore", DegenerateDataWarning)
+        return bootstrap(
+            per_question,
+            lambda *samples, axis: of_totals(*(sample.sum(axis=axis) for sample in samples)),
+            paired=True,
+            vectorized=True,
+            method="percentile",
+            confidence_level=LEVEL,
+            n_resamples=_RESAMPLES,
+            batch=_DRAWN_TOGETHER,
+            rng=np.random.default_rng(0),
+        ).confidence_interval
+
+
+def _known(array: np.ndarray) -> Any:
+    """Turns an array into what JSON can hold."""
+    return np.where(np.isnan(array), None, np.asarray(array).astype(object)).tolist()

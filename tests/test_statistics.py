@@ -1,0 +1,79 @@
+"""Intervals and tests on made-up numbers."""
+
+import json
+from itertools import product
+
+import numpy as np
+import pytest
+
+from infer.statistics import compare, estimate, estimate_mean, format_estimate, share
+
+
+def test_share_of_totals_rather_than_mean_of_shares():
+    part, whole = np.array([[1.0, 0.0], [1.0, 3.0]]), np.array([[1.0, 0.0], [9.0, 3.0]])
+    number = estimate(share, part, whole)
+    assert number["value"] == [0.2, 1.0]
+    # Of two questions a resample is twice one of them, or both: 1/9 and 1 are the extremes.
+    assert (number["low"][0], number["high"][0]) == (pytest.approx(1 / 9), 1.0)
+    assert (number["low"][1], number["high"][1]) == (None, None)  # twice the first holds nothing
+    json.dumps(number, allow_nan=False)
+
+
+def test_interval_is_that_of_a_mean():
+    """Of many normal values: two standard errors to both sides."""
+    values = np.random.default_rng(0).normal(5.0, 2.0, 400)
+    number = estimate_mean(values)
+    error = values.std() / 20
+    assert number["value"] == pytest.approx(values.mean())
+    assert number["low"] == pytest.approx(values.mean() - 1.96 * error, abs=0.1 * error)
+    assert number["high"] == pytest.approx(values.mean() + 1.96 * error, abs=0.1 * error)
+
+
+def test_numbers_of_several_depths_are_drawn_together():
+    """What holds for each draw of questions, such as a sum over depths, holds for its interval."""
+    values = np.random.default_rng(1).random((12, 3))
+    whole = np.ones_like(values)
+    summed = estimate(lambda part, whole: share(part, whole).sum(axis=0), values, whole)
+    assert summed == pytest.approx(estimate_mean(values.sum(axis=1)))
+
+
+def test_one_question_has_no_interval():
+    assert estimate_mean(np.array([3.0])) == {"value": 3.0, "low": None, "high": None}
+    assert estimate(share, np.array([1.0]), np.array([0.0]))["value"] is None
+    assert compare(np.array([1.0]), np.array([2.0]))["p_value"] == 1
+
+
+def test_permutation_by_hand():
+    """All signs of the differences 3, 1, 2, 4: one of 16 is as large, and one as small."""
+    first, second = np.array([1.0, 1.0, 1.0, 1.0]), np.array([4.0, 2.0, 3.0, 5.0])
+    found = compare(first, second)
+    assert found["p_value"] == 2 / 16 and found["difference"]["value"] == 2.5
+    assert compare(second, first)["difference"]["value"] == -2.5
+    assert compare(first, first)["p_value"] == 1
+
+    second = np.array([4.0, 0.0, 3.0, 5.0])
+    sums = [np.dot(signs, second - first) for signs in product([-1, 1], repeat=4)]
+    p_value = 2 * np.mean([total >= 8 for total in sums])
+    assert compare(first, second)["p_value"] == pytest.approx(p_value)
+
+
+def test_seeds_of_a_question_are_one_observation():
+    rng = np.random.default_rng(2)
+    first = rng.random((6, 1)) + np.zeros((6, 5))
+    second = first + 0.1 * rng.random((6, 1))  # alike for all seeds: six observations, not thirty
+    found, alone = compare(first, second), compare(first[:, 0], second[:, 0])
+    assert found["difference"] == pytest.approx(alone["difference"])
+    assert found["p_value"] == alone["p_value"] == 2 / 2**6
+
+
+def test_many_questions_are_sampled_and_give_the_same_again():
+    rng = np.random.default_rng(3)
+    first, second = rng.random((2, 60))
+    found = compare(first, second)
+    assert 0 < found["p_value"] <= 1 and compare(first, second) == found
+
+
+def test_format():
+    assert format_estimate({"value": 0.5, "low": 0.25, "high": 0.75}) == "0.50 [0.25, 0.75]"
+    assert format_estimate({"value": 0.5, "low": None, "high": None}, digits=3) == "0.500"
+    assert format_estimate({"value": None, "low": None, "high": None}) == ""
