@@ -51,7 +51,7 @@ from .autotune import format_tuning, tree_name, tune
 from .lossless import check_lossless, format_check
 from .measure import Decoder, Run, measure_steps, time_questions
 from .phases import describe_phases, measure_phases, phases_to_round
-from .report import build_report, format_card, format_report, write_report
+from .report import build_report, format_card, format_report, plot_positions, write_report
 from .roofline import Roofline, find_roofline, measure_roofline
 
 if TYPE_CHECKING:
@@ -229,11 +229,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _autotune(config, args.batch_sizes or [1], args.trees_file, overwrite=args.overwrite)
         return
     if config.output is not None:
-        _check_output(Path(config.output), overwrite=args.overwrite)
+        check_output(Path(config.output), overwrite=args.overwrite)
     report = bench(config)
-    print(format_report(report))
+    table = format_report(report)
+    print(table)
     if config.output is not None:
-        write_report(report, Path(config.output))
+        folder = Path(config.output)
+        write_report(
+            report, table, folder, plot=lambda: plot_positions(report, folder / "acceptance.png")
+        )
         print(f"report: {config.output}")
     print(json.dumps(report))
 
@@ -330,7 +334,8 @@ def _batch_sizes(text: str) -> list[int]:
     return sorted({at_least(1)(size) for size in text.split(",")})
 
 
-def _check_output(folder: Path, *, overwrite: bool) -> None:
+def check_output(folder: Path, *, overwrite: bool) -> None:
+    """Refuses a folder that no report can be written to."""
     if not (overwrite and folder.is_dir()):
         refuse_non_empty(folder)
     check_writable(folder)

@@ -1,6 +1,7 @@
 """Turns timed runs into a report: numbers, a table to read, files and a plot to keep."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,20 +175,30 @@ def format_card(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_report(report: dict[str, Any], folder: Path) -> None:
-    """Writes report.json, report.md and, where matplotlib is installed, acceptance.png."""
+def write_report(
+    report: dict[str, Any], table: str, folder: Path, *, plot: Callable[[], None] | None = None
+) -> None:
+    """Writes report.json and report.md.
+
+    Args:
+      report: numbers.
+      table: the same as Markdown.
+      folder: folder of the files.
+      plot: draws a picture; called where matplotlib is installed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    (folder / "report.md").write_text(format_report(report) + "\n")
+    (folder / "report.md").write_text(table + "\n")
     try:
         import matplotlib
     except ImportError:
         return
     matplotlib.use("Agg")
-    _plot_positions(report, folder / "acceptance.png")
+    if plot is not None:
+        plot()
 
 
-def _plot_positions(report: dict[str, Any], path: Path) -> None:
+def plot_positions(report: dict[str, Any], path: Path) -> None:
     """Position-wise acceptance of every draft, on prompts that do not loop if there are any."""
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator

@@ -8,6 +8,7 @@ from poss_jax.config.numbers import (
     Bias,
     Count,
     CountOrZero,
+    Depth,
     Penalty,
     Probability,
     Seed,
@@ -138,8 +139,8 @@ class GenerateConfig(AnswerConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class BenchConfig(DecodingConfig):
-    """One benchmark: every draft against autoregressive decoding over the same prompts.
+class ComparisonConfig:
+    """Drafts to compare, and the prompts to compare them on.
 
     Attributes:
       drafts: Drafts to compare: a name for the table, and the model folder.
@@ -147,7 +148,6 @@ class BenchConfig(DecodingConfig):
         library), or `packages:NAME,NAME` (all modules of these installed packages).
       num_prompts: Number of prompts to use; of a file, at most.
       prompt_tokens: Length of a prompt cut from modules, in tokens.
-      repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
       output: Folder to write the report to; it must be new or empty.
     """
 
@@ -155,10 +155,67 @@ class BenchConfig(DecodingConfig):
     prompts: str = "stdlib"
     num_prompts: Count = 16
     prompt_tokens: Count = 64
+    output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BenchConfig(ComparisonConfig, DecodingConfig):
+    """One benchmark: every draft against autoregressive decoding over the same prompts.
+
+    Attributes:
+      repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
+    """
+
     max_new_tokens: Count = 128
     repeats: Count = 3
-    output: str | None = None
 
     def __post_init__(self) -> None:
         if self.draft_vocabulary is not None and not self.drafts:
             raise ValueError("draft_vocabulary limits drafts; give drafts, too")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DriftConfig(ComparisonConfig):
+    """One analysis of drafts by depth, along the target's own greedy answers.
+
+    Attributes:
+      target: Model folder of the target.
+      max_new_tokens: Most new tokens of an answer; more than depth.
+      depth: Number of drafted positions to measure.
+      spans: Number of specialists to propose positions_per_specialist for (docs/experiments.md).
+      allow_target_mismatch: Use a draft that was made for other weights of the same shape.
+    """
+
+    target: str
+    max_new_tokens: Count = 128
+    depth: Depth = 8
+    spans: Count | None = None
+    allow_target_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.drafts:
+            raise ValueError("want at least one draft; give --draft NAME=DIR")
+        if self.max_new_tokens <= self.depth:
+            raise ValueError(
+                f"max_new_tokens: want more than depth, {self.depth}, got {self.max_new_tokens}; "
+                "raise it or lower depth"
+            )
+        if (self.spans or 0) > self.depth:
+            raise ValueError(
+                f"spans: want at most one per position, {self.depth}, got {self.spans}; lower it "
+                "or raise depth"
+            )
+
+    @property
+    def chains(self) -> BenchConfig:
+        """The same models and prompts, decoding with chains."""
+        return BenchConfig(
+            target=self.target,
+            drafts=self.drafts,
+            prompts=self.prompts,
+            num_prompts=self.num_prompts,
+            prompt_tokens=self.prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            tree=TreeConfig(depth=self.depth, top_k=1, total_tokens=self.depth + 1),
+            allow_target_mismatch=self.allow_target_mismatch,
+        )
