@@ -104,4 +104,6 @@ def _bootstrap(
 
 def _known(array: np.ndarray) -> Any:
     """Turns an array into what JSON can hold."""
-    return np.where(np.isnan(array), None, np.asarray(array).astype(object)).tolist()
+    known = np.asarray(array).astype(object)
+    known[np.isnan(array)] = None
+    return known.tolist()
