@@ -14,7 +14,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ Answers = list[list[Generation]]
 
 @dataclass(frozen=True)
 class Followed:
-    """What a draft predicts along known texts.
+    """Predictions of a draft along known texts.
 
     Attributes:
       config: shape of the draft.
@@ -151,10 +151,10 @@ def lay_out(texts: Answers) -> Rows:
     answers = [answer for turns in texts for answer in turns]
     sequences = []
     for answer in answers:
-        ids = np.array([*answer.prompt_ids, *answer.output_ids])
+        ids = _all_ids(answer)
         row = np.arange(len(ids))
         is_trained = (row >= len(answer.prompt_ids) - 1) & (row < len(ids) - 2)
-        sequences.append(Tokens(ids, is_trained))
+        sequences.append(Tokens(np.array(ids), is_trained))
     return make_rows(sequences, max(len(one.ids) for one in sequences), "none")
 
 
@@ -199,7 +199,7 @@ def follow(
 def describe_draft(
     texts: Answers, decoded: Answers, followed: Followed, num_spans: int | None
 ) -> dict[str, Any]:
-    """All numbers of one draft.
+    """Computes all numbers of one draft.
 
     Args:
       texts: the target's answers.
@@ -260,39 +260,40 @@ def count_rounds(answers: Answers, num_depths: int) -> tuple[np.ndarray, np.ndar
 
 
 def predicted_rounds(answer: Generation, tokens: np.ndarray) -> list[int]:
-    """Drafted tokens that every round of a chain accepts, by what teacher forcing found.
+    """Counts the drafted tokens that rounds should accept, by what teacher forcing found.
 
     A round that begins behind row s accepts as many tokens as hit in sequence on the diagonal from
-    there; the next one begins behind the token after them.
+    there; the next one begins behind the token after those that were accepted.
 
     Args:
-      answer: the target's answer.
+      answer: an answer that was decoded with chains.
       tokens: [R T] most likely token at every depth and row of its text.
     """
-    text = np.array([*answer.prompt_ids, *answer.output_ids])
-    hits = tokens[:, : len(text) - 2] == text[2:]
-    row, accepted = len(answer.prompt_ids) - 1, []
-    while row < len(text) - 2:
-        chain = hits.diagonal(row)
-        accepted.append(len(chain) if chain.all() else int(chain.argmin()))
-        row += accepted[-1] + 1
-    return accepted
+    text = _all_ids(answer)
+    hits = tokens[:, : len(text) - 2] == np.array(text[2:])
+    row, predicted = len(answer.prompt_ids) - 1, []
+    for accepted in answer.accepted_per_round:
+        predicted.append(int(hits.diagonal(row).cumprod().sum()))
+        row += accepted + 1
+    return predicted
 
 
 def _share_as_predicted(texts: Answers, decoded: Answers, tokens: np.ndarray) -> float | None:
-    """Share of decoded rounds that accept what teacher forcing found; None: no text is equal."""
+    """Share of rounds that accept what teacher forcing found; None where no text is equal."""
     pairs = [
-        pair for turns in zip(texts, decoded, strict=True) for pair in zip(*turns, strict=False)
+        pair
+        for turns, answers in zip(texts, decoded, strict=True)
+        for pair in zip_longest(turns, answers[: len(turns)])  # rounding may end a dialogue early
     ]
-    is_equal = [
-        mine == predicted
+    is_predicted = [
+        accepted == predicted
         for (text, answer), predictions in zip(pairs, tokens, strict=True)
-        if text.output_ids == answer.output_ids
-        for mine, predicted in zip(
-            answer.accepted_per_round, predicted_rounds(text, predictions), strict=False
+        if answer and _all_ids(answer) == _all_ids(text)
+        for accepted, predicted in zip(
+            answer.accepted_per_round, predicted_rounds(answer, predictions), strict=True
         )
     ]
-    return float(np.mean(is_equal)) if is_equal else None
+    return float(np.mean(is_predicted)) if is_predicted else None
 
 
 def _advise(by_depth: dict[str, Any], num_spans: int) -> list[int]:
@@ -306,6 +307,11 @@ def _advise(by_depth: dict[str, Any], num_spans: int) -> list[int]:
 
 def _cumulative(reached: np.ndarray, offered: np.ndarray) -> np.ndarray:
     return share(reached, offered).cumprod(axis=0)
+
+
+def _all_ids(answer: Generation) -> list[int]:
+    """Tokens of a prompt and its answer."""
+    return [*answer.prompt_ids, *answer.output_ids]
 
 
 def _lengths(answers: Answers) -> np.ndarray:

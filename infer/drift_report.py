@@ -110,7 +110,7 @@ def _by_depth(draft: dict[str, Any]) -> list[str]:
 
 
 def _at(number: dict[str, Any], depth: int) -> dict[str, Any]:
-    """The number of one depth; there are no intervals for one question."""
+    """Takes one depth out of numbers by depth."""
     return {key: values[depth] for key, values in number.items()}
 
 

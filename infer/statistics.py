@@ -74,7 +74,7 @@ def compare(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
 
 
 def format_estimate(number: dict[str, Any], *, digits: int = 2) -> str:
-    """Formats one number as `value [low, high]`; nothing where there is no value."""
+    """Formats one number as `value [low, high]`; an unknown one is empty."""
     value, low, high = (number[key] for key in ("value", "low", "high"))
     if value is None:
         return ""

@@ -62,20 +62,21 @@ def test_rows_that_predict_tokens_of_the_answer() -> None:
 
 
 def test_rounds_follow_diagonals() -> None:
-    """Row r of depth d predicts the token at r + 2; the first round begins behind row 1.
+    """Row r of depth d predicts the token at r + 2; rounds begin behind rows 1, 4 and 6.
 
     row        0  1  2  3  4  5  6       text  8 9 | 1 2 3 4 5 6 7
     predicts   1  2  3  4  5  6  7
     depth 0    .  *  .  .  *  .  *       from row 1: hit, hit; from row 4: hit, miss; from row 6
     depth 1    .  .  *  .  .  .  .
     """
-    text = answer([8, 9], [1, 2, 3, 4, 5, 6, 7], [], [])
+    text = answer([8, 9], [1, 2, 3, 4, 5, 6, 7], [2, 1, 1], [2, 2, 1])
     wanted = np.array([1, 2, 3, 4, 5, 6, 7])
     hits = np.array([[0, 1, 0, 0, 1, 0, 1], [0, 0, 1, 0, 0, 0, 0]], bool)
     tokens = np.where(hits, wanted, 0)
     padded = np.pad(tokens, ((0, 0), (0, 4)))
     assert predicted_rounds(text, padded) == [2, 1, 1]
-    assert predicted_rounds(text, np.zeros_like(padded)) == [0] * 6
+    one_by_one = replace(text, accepted_per_round=[0] * 6)
+    assert predicted_rounds(one_by_one, padded) == [2, 0, 0, 1, 0, 1]
 
 
 def test_rounds_are_counted_where_they_were_offered_a_token() -> None:

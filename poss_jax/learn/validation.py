@@ -106,7 +106,7 @@ class Measured(NamedTuple):
     Attributes:
       losses: sums of the loss terms by name.
       cosine: see `DraftSums`.
-      distance: likewise.
+      distance: see `DraftSums`.
       tokens: most likely tokens, as the draft numbers them.
       is_predicted: trained rows that have a prediction.
     """
