@@ -90,7 +90,7 @@ def _pairs(pairs: list[dict[str, Any]]) -> list[str]:
     for pair in pairs:
         first, second = pair["drafts"]
         difference = format_estimate(pair["difference"], digits=3)
-        lines.append(_row(f"{second} less {first}", difference, f"{pair['p_value']:.3f}"))
+        lines.append(_row(f"{second} less {first}", difference, f"{pair['p_value']:.4f}"))
     return lines
 
 
