@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import reports
+from infer import report as reports
 from infer.bench import first_prompts, load_decoders, read_questions
 from infer.measure import time_batches
 from poss_jax.checkpoint.record import provenance

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.reports import tree_name, write_report
+from benchmarks.reports import tree_name
 from infer.bench import first_prompts, load_decoders, read_questions
-from infer.report import LOOPING_BELOW
+from infer.report import LOOPING_BELOW, write_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
 from poss_jax.config.models import TreeConfig

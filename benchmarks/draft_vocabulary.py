@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from benchmarks.batches import read_tree
 from benchmarks.coupling import DEMO, DEMO_DRAFTS
-from benchmarks.reports import write_report
 from infer.bench import first_prompts, load_decoders, read_questions
 from infer.measure import Decoder, Run, time_questions
 from infer.phases import measure_phases
+from infer.report import write_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig
