@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.batches import read_tree
-from benchmarks.reports import tree_name, write_report
+from benchmarks.reports import tree_name
 from infer.costs import Device, cost_card, describe_workload, floors
 from infer.phases import describe_phases, measure_phases, phases_to_round, start
-from infer.report import format_card
+from infer.report import format_card, write_report
 from infer.roofline import measure_roofline
 from poss_jax.checkpoint.record import TargetIdentity, new_record, provenance
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import reports
+from infer import report as reports
 from infer.bench import load_decoders
 from infer.measure import time_batches
 from infer.questions import first_prompts, read_questions

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.reports import tree_name, write_report
+from benchmarks.reports import tree_name
 from infer.bench import load_decoders
 from infer.questions import first_prompts, read_questions
+from infer.report import write_report
 from infer.summary import LOOPING_BELOW
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig, SamplingConfig

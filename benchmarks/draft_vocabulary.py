@@ -23,11 +23,11 @@ from tqdm import tqdm
 
 from benchmarks.batches import read_tree
 from benchmarks.coupling import DEMO, DEMO_DRAFTS
-from benchmarks.reports import write_report
 from infer.bench import load_decoders
 from infer.measure import Decoder, time_batches
 from infer.phases import measure_phases
 from infer.questions import first_prompts, read_questions
+from infer.report import write_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig

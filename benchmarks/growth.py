@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pytorch import interleaved, random_engines, timed_rounds
-from benchmarks.reports import tree_name, write_report
+from benchmarks.reports import tree_name
 from infer.costs import Device, cost_card, describe_workload, floors
 from infer.phases import start
+from infer.report import write_report
 from infer.roofline import find_roofline
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, TreeConfig

@@ -37,7 +37,8 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.batches import read_tree
-from benchmarks.reports import tree_name, write_report
+from benchmarks.reports import tree_name
+from infer.report import write_report
 from poss_jax.checkpoint.record import new_record, provenance, target_identity, with_vocabulary
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError

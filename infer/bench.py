@@ -36,10 +36,12 @@ from poss_jax.engine.trees import tuned_file, write_tuned
 from poss_jax.program.options import at_least, check_writable, read_arguments
 from poss_jax.program.running import run_program
 
+from .answer_files import write_answer_files
 from .autotune import format_tuning, tree_name, tune
-from .journal import SETTINGS, Answer, Cell, Journal, Key
+from .journal import SETTINGS, Answer, Cell, Journal, Key, make_turn
 from .lossless import check_lossless, format_check
 from .measure import Decoder, count_memory, measure_steps, play
+from .page import write_page
 from .phases import describe_phases, measure_phases, phases_to_round
 from .questions import Question, first_prompts, make_dialogues, read_questions, read_sets
 from .report import format_card, format_report, write_report
@@ -127,8 +129,9 @@ def _answer_missing(
         total=len(keys), initial=len(keys) - len(missing), desc="bench", unit="question"
     ) as progress:
         for key in missing:
-            turns = play(engines[key.method], dialogues[key.cell][key.question])
+            timed = play(engines[key.method], dialogues[key.cell][key.question])
             question = sets[key.cell.set][key.question]
+            turns = [make_turn(*one) for one in timed]
             journal.add(Answer(key, question.id, question.category, turns))
             progress.update()
 
@@ -172,7 +175,10 @@ def _show_example(decoders: Sequence[Decoder], dialogue: Dialogue) -> dict[str, 
         ]
         for decoder in decoders[1:]
     }
-    return {"prompt": engine.tokenizer.decode(prompt.ids, skip_special_tokens=True), "answers": answers}
+    return {
+        "prompt": engine.tokenizer.decode(prompt.ids, skip_special_tokens=True),
+        "answers": answers,
+    }
 
 
 def _describe_methods(decoders: Sequence[Decoder], prompt: PreparedPrompt) -> dict[str, Any]:
@@ -246,11 +252,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _autotune(config, args.batch_sizes or [1], args.trees_file, overwrite=args.overwrite)
         return
     if config.output is not None:
-        _check_output(Path(config.output), overwrite=args.overwrite)
+        check_output(Path(config.output), overwrite=args.overwrite)
     report, answers = bench(config, from_scratch=args.overwrite)
-    print(format_report(report))
+    table = format_report(report)
+    print(table)
     if config.output is not None:
-        write_report(report, answers, Path(config.output))
+        folder = Path(config.output)
+        write_report(report, table, folder)
+        write_page(report, folder / "report.html")
+        write_answer_files(answers, folder)
         print(f"report: {config.output}")
     print(json.dumps(report))
 
@@ -347,7 +357,8 @@ def _batch_sizes(text: str) -> list[int]:
     return sorted({at_least(1)(size) for size in text.split(",")})
 
 
-def _check_output(folder: Path, *, overwrite: bool) -> None:
+def check_output(folder: Path, *, overwrite: bool) -> None:
+    """Refuses a folder that no report can be written to."""
     if not ((overwrite and folder.is_dir()) or (folder / SETTINGS).is_file()):
         refuse_non_empty(folder)
     check_writable(folder)

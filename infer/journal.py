@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.reading import UserError
+from poss_jax.engine.answers import Generation
 
 SETTINGS, ANSWERS = "bench.json", "answers.jsonl"
 
@@ -61,6 +62,18 @@ class Turn:
     offered: list[int]
     seconds: float
     first_token_seconds: float
+
+
+def make_turn(answer: Generation, seconds: float, first_token_seconds: float) -> Turn:
+    """Keeps what the journal wants of an answer."""
+    return Turn(
+        text=answer.text or "",
+        output_ids=answer.output_ids,
+        accepted=answer.accepted_per_round,
+        offered=answer.offered_per_round,
+        seconds=seconds,
+        first_token_seconds=first_token_seconds,
+    )
 
 
 @dataclass(frozen=True)

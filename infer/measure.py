@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from poss_jax.model import target
 from poss_jax.model.target import compute_dtype
 
 from .costs import Device, decode, describe_workload
-from .journal import Turn
 
 _STEP_CALLS = 20
 _FIRST_TOKEN_CALLS = 5
@@ -84,7 +83,15 @@ def _prompts_of_all_rooms(
             yield dialogue.prompt._replace(max_new_tokens=length - len(dialogue.prompt.ids))
 
 
-def play(engine: Engine, dialogue: Dialogue) -> list[Turn]:
+class Timed(NamedTuple):
+    """An answer, and the seconds that it and its first token took."""
+
+    answer: Generation
+    seconds: float
+    first_token_seconds: float
+
+
+def play(engine: Engine, dialogue: Dialogue) -> list[Timed]:
     """Answers every turn of a question, alone in its batch, and times each.
 
     Args:
@@ -107,17 +114,7 @@ def play(engine: Engine, dialogue: Dialogue) -> list[Turn]:
     if dialogue.ended:
         turn = dialogue.num_answered + 1
         _LOG.warning("a question ends before turn %d: %s", turn, dialogue.ended)
-    return [
-        Turn(
-            text=answer.text or "",
-            output_ids=answer.output_ids,
-            accepted=answer.accepted_per_round,
-            offered=answer.offered_per_round,
-            seconds=whole,
-            first_token_seconds=first,
-        )
-        for answer, (whole, first) in zip(answers, seconds, strict=True)
-    ]
+    return [Timed(answer, *times) for answer, times in zip(answers, seconds, strict=True)]
 
 
 def count_memory(engine: Engine) -> dict[str, int]:

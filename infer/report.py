@@ -1,16 +1,13 @@
 """The report of a benchmark: tables to read, and the files of a report folder."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import config_to_dict
 
-from .answer_files import write_answer_files
-from .journal import Answer
-from .page import write_page
 from .phases import PARTS
 from .statistics import format_estimate
 from .summary import LOOPING_BELOW
@@ -150,10 +147,24 @@ def format_card(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_report(report: dict[str, Any], answers: Sequence[Answer], folder: Path) -> None:
-    """Writes report.json, report.md, report.html and the answer files of other programs."""
+def write_report(
+    report: dict[str, Any], table: str, folder: Path, *, plot: Callable[[], None] | None = None
+) -> None:
+    """Writes report.json and report.md.
+
+    Args:
+      report: numbers.
+      table: the same as Markdown.
+      folder: folder of the files.
+      plot: draws a picture; called where matplotlib is installed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    (folder / "report.md").write_text(format_report(report) + "\n")
-    write_answer_files(answers, folder)
-    write_page(report, folder / "report.html")
+    (folder / "report.md").write_text(table + "\n")
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    if plot is not None:
+        plot()

@@ -1,7 +1,7 @@
 """Advice on spans: how many positions each of so many specialists should serve.
 
-A specialist serves its positions with one set of weights, so their inputs should be alike. With e_d,
-how far the input of depth d has drifted, and w_d, the share of chains that come to depth d, the
+A specialist serves its positions with one set of weights, so their inputs should be alike. Let e_d
+be how far the input of depth d has drifted, and w_d the share of chains that come to depth d. The
 advice is the spans with the least variation within them:
 
     sum over spans, sum over d in a span:  w_d (e_d - mean e of the span)^2

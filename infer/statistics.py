@@ -74,12 +74,14 @@ def compare(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
 
 
 def format_estimate(number: dict[str, Any], *, digits: int = 2) -> str:
-    """Formats one number as `value [low, high]`; nothing where there is no value."""
-    value, low, high = (number[key] for key in ("value", "low", "high"))
-    if value is None:
+    """Formats one number as `value [low, high]`; an unknown one is empty."""
+    if number["value"] is None:
         return ""
-    interval = "" if low is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
-    return f"{value:.{digits}f}{interval}"
+    value, low, high = (
+        "" if number[key] is None else f"{round(number[key], digits) + 0.0:.{digits}f}"  # no -0.00
+        for key in ("value", "low", "high")
+    )
+    return f"{value} [{low}, {high}]" if low else value
 
 
 def _bootstrap(
@@ -104,4 +106,6 @@ def _bootstrap(
 
 def _known(array: np.ndarray) -> Any:
     """Turns an array into what JSON can hold."""
-    return np.where(np.isnan(array), None, np.asarray(array).astype(object)).tolist()
+    known = np.asarray(array).astype(object)
+    known[np.isnan(array)] = None
+    return known.tolist()

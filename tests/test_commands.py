@@ -22,7 +22,11 @@ from poss_jax.convert.plan import PUBLISHED
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
-LONG = {"docs/generate.md", "docs/training.md"}  # they compile for half a minute each
+LONG = {
+    "docs/experiments.md",
+    "docs/generate.md",
+    "docs/training.md",
+}  # they compile for half a minute each
 NOT_RUN = {  # beginning of a command -> why only its options are checked
     "pip install ": "needs a network; tests/test_wheel.py installs",
     "bash .ci/run": "this test is part of it",
@@ -30,6 +34,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m train.main --config configs/tiny/": "make smoke runs it",
     "python -m infer.bench --config configs/tiny/": "make smoke runs it",
     "python -m infer.bench --config configs/demo/": "needs the models of make demo",
+    "python -m infer.drift --config configs/demo/": "needs the models of make demo",
     "python -m infer.bench --target TARGET --draft NAME=DRAFT --autotune": "compiles many trees; "
     "tests/test_autotune.py tunes",
     "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
@@ -44,6 +49,7 @@ SMALLER = {  # program -> arguments that are added
     "num_tokens=64 mesh.data=1 specialists.positions_per_specialist=[1,1] specialists.depth=2",
     "infer.generate": "--max-new-tokens 6",
     "infer.bench": "--max-new-tokens 6 --num-prompts 2 --repeats 1",
+    "infer.drift": "--max-new-tokens 6 --num-prompts 2 --depth 3",
     "train.regenerate": "--max-new-tokens 6",
 }
 INSTEAD = {  # words of a command -> what stands for them
@@ -102,7 +108,7 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
         link(tmp_path / name, Path(runs.model("target")))
     for name in ("models/eagle", "models/eagle-llama3-8b"):
         link(tmp_path / name, Path(runs.model("eagle")))
-    for name in ("models/poss3", "models/draft", "DRAFT"):
+    for name in ("models/poss1", "models/poss2", "models/poss3", "models/draft", "DRAFT"):
         link(tmp_path / name, published / "models" / "4")
     for name in ("eagle", "poss3"):
         link(tmp_path / "runs" / name, Path(runs.model("poss2")).parent)

@@ -219,7 +219,14 @@ pwd.getpwuid = nobody
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__")
 """
-PROGRAMS = ["infer.generate", "infer.bench", "train.main", "train.regenerate", "train.plot"]
+PROGRAMS = [
+    "infer.generate",
+    "infer.bench",
+    "infer.drift",
+    "train.main",
+    "train.regenerate",
+    "train.plot",
+]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from poss_jax.config.ahead import AheadConfig
-from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.decoding import BenchConfig, DriftConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import load_config, read_yaml
 from poss_jax.config.training import OptimizerConfig, TrainConfig
@@ -37,7 +37,8 @@ def header(path: Path) -> str:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_config_is_read_and_its_header_gives_its_command(path):
     kind = TrainConfig if "stage" in read_yaml(path) else BenchConfig
-    load_config(AheadConfig if path.parent.name == "aot" else kind, path)
+    others = {"aot": AheadConfig, "drift": DriftConfig}
+    load_config(others.get(path.parent.name) or others.get(path.stem) or kind, path)
     assert f"--config {path.relative_to(CONFIGS.parent)}" in header(path)
     assert "# Hardware: " in header(path)
 

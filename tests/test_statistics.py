@@ -76,4 +76,5 @@ def test_many_questions_are_sampled_and_give_the_same_again():
 def test_format():
     assert format_estimate({"value": 0.5, "low": 0.25, "high": 0.75}) == "0.50 [0.25, 0.75]"
     assert format_estimate({"value": 0.5, "low": None, "high": None}, digits=3) == "0.500"
+    assert format_estimate({"value": -0.001, "low": -0.1, "high": 0.0}) == "0.00 [-0.10, 0.00]"
     assert format_estimate({"value": None, "low": None, "high": None}) == ""

@@ -121,6 +121,8 @@ def test_draft_by_depth(target, draft):
     near("cumulative_acceptance", cumulative)
     near("simulated_acceptance_length", 1 + np.mean(lengths))
     near("feature_cosine", cosine.mean(axis=1))
+    distance = np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)
+    near("feature_distance", distance.mean(axis=1))
     near("feature_loss", feature.mean(axis=(1, 2)))
     terms = [np.array(out[f"{name}_loss"]) for name in ("feature", "probability", "top_k")]
     near("validation_loss", terms[0] + 0.5 * terms[1] + terms[2])

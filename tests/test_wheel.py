@@ -67,7 +67,7 @@ def test_programs_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) ->
     run([*pip, "--no-deps", "--no-index", str(wheel)], folder)
     (site,) = environment.glob("lib/*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "8\n"
+    assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "9\n"
     assert "usage: poss-bench " in run([str(environment / "bin" / "poss-bench"), "--help"], folder)
     models = ROOT / "tests" / "fixtures" / "format_v1"
     command = [str(environment / "bin" / "poss-generate"), "--target", str(models / "target")]

@@ -8,6 +8,7 @@ from poss_jax.config.numbers import (
     Bias,
     Count,
     CountOrZero,
+    Depth,
     Penalty,
     Probability,
     Seed,
@@ -138,8 +139,8 @@ class GenerateConfig(AnswerConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class BenchConfig(DecodingConfig):
-    """One benchmark: every draft against autoregressive decoding over the same prompts.
+class ComparisonConfig:
+    """Drafts to compare, and the prompts to compare them on.
 
     Attributes:
       drafts: Drafts to compare: a name for the table, and the model folder.
@@ -151,12 +152,8 @@ class BenchConfig(DecodingConfig):
       data_dir: Folder of sets of questions.
       num_prompts: Number of prompts to use of a set; of a file, at most.
       prompt_tokens: Length of a prompt cut from modules, in tokens.
-      temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
-      seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
-        is used.
-      repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
-      output: Folder to write the report to. It must be new or empty, or hold an interrupted run of
-        the same settings, which goes on.
+      output: Folder to write the report to. It must be new or empty; that of an interrupted
+        benchmark of the same settings goes on.
     """
 
     drafts: dict[str, str] = Field(default_factory=dict)
@@ -165,11 +162,30 @@ class BenchConfig(DecodingConfig):
     data_dir: str | None = None
     num_prompts: Count = 16
     prompt_tokens: Count = 64
+    output: str | None = None
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Sources of questions: prompts first, then the data sets."""
+        prompts = self.prompts or ("" if self.datasets else "stdlib")
+        return (*([prompts] if prompts else []), *self.datasets)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BenchConfig(ComparisonConfig, DecodingConfig):
+    """One benchmark: every draft against autoregressive decoding over the same prompts.
+
+    Attributes:
+      temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
+      seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
+        is used.
+      repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
+    """
+
     max_new_tokens: Count = 128
     temperatures: tuple[Temperature, ...] = ()
     seeds: tuple[Seed, ...] = ()
     repeats: Count = 3
-    output: str | None = None
 
     def __post_init__(self) -> None:
         if self.draft_vocabulary is not None and not self.drafts:
@@ -178,8 +194,51 @@ class BenchConfig(DecodingConfig):
             if len(set(values := getattr(self, name))) < len(values):
                 raise ValueError(f"{name}: want each once, got {list(values)}")
 
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DriftConfig(ComparisonConfig):
+    """One analysis of drafts by depth, along the target's own greedy answers.
+
+    Attributes:
+      target: Model folder of the target.
+      max_new_tokens: Most new tokens of an answer; more than depth.
+      depth: Number of drafted positions to measure.
+      spans: Number of specialists to propose positions_per_specialist for (docs/experiments.md).
+      allow_target_mismatch: Use a draft that was made for other weights of the same shape.
+    """
+
+    target: str
+    max_new_tokens: Count = 128
+    depth: Depth = 8
+    spans: Count | None = None
+    allow_target_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.drafts:
+            raise ValueError("want at least one draft; give --draft NAME=DIR")
+        if self.max_new_tokens <= self.depth:
+            raise ValueError(
+                f"max_new_tokens: want more than depth, {self.depth}, got {self.max_new_tokens}; "
+                "raise it or lower depth"
+            )
+        if (self.spans or 0) > self.depth:
+            raise ValueError(
+                f"spans: want at most one per position, {self.depth}, got {self.spans}; lower it "
+                "or raise depth"
+            )
+
     @property
-    def sets(self) -> tuple[str, ...]:
-        """Sources of questions: prompts first, then the data sets."""
-        prompts = self.prompts or ("" if self.datasets else "stdlib")
-        return (*([prompts] if prompts else []), *self.datasets)
+    def chains(self) -> BenchConfig:
+        """The same models and prompts, decoding with chains."""
+        return BenchConfig(
+            target=self.target,
+            drafts=self.drafts,
+            prompts=self.prompts,
+            datasets=self.datasets,
+            data_dir=self.data_dir,
+            num_prompts=self.num_prompts,
+            prompt_tokens=self.prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            tree=TreeConfig(depth=self.depth, top_k=1, total_tokens=self.depth + 1),
+            allow_target_mismatch=self.allow_target_mismatch,
+        )

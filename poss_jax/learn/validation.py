@@ -47,6 +47,7 @@ class DraftSums(NamedTuple):
       agreement: rows whose most likely token is the target's.
       cosine: similarity of the predicted feature to the target's; None where what is predicted is
         no feature of the target.
+      distance: length of their difference, in lengths of the target's; None likewise.
       num_chains: see `count_accepted`.
       accepted: chains that accept more than so many tokens.
     """
@@ -55,6 +56,7 @@ class DraftSums(NamedTuple):
     losses: dict[str, Any]  # each [R]
     agreement: Any  # [R]
     cosine: Any  # [R]
+    distance: Any  # [R]
     num_chains: Any  # []
     accepted: Any  # [R]
 
@@ -89,6 +91,7 @@ def make_draft_validation(task: DraftTask, depth: int) -> Callable:
             losses=measured.losses,
             agreement=hits.sum(axis=(1, 2), dtype=jnp.float32),
             cosine=measured.cosine,
+            distance=measured.distance,
             num_chains=num_chains,
             accepted=accepted,
         )
@@ -103,12 +106,14 @@ class Measured(NamedTuple):
     Attributes:
       losses: sums of the loss terms by name.
       cosine: see `DraftSums`.
+      distance: see `DraftSums`.
       tokens: most likely tokens, as the draft numbers them.
       is_predicted: trained rows that have a prediction.
     """
 
     losses: dict[str, Any]
     cosine: Any
+    distance: Any
     tokens: Array  # [(R) B T] int32
     is_predicted: Array  # [(R) B T] bool
 
@@ -120,9 +125,12 @@ def _roll_out(draft: Params, head: Array, task: DraftTask, data: DraftData, dept
         parts, block = take_specialist(draft, at.specialist), task.step.attention_block
         prediction = predict(*parts, task.draft, data.inputs, at, block=block)
         rows = family_of(task.draft).read(parts[0], task.draft, prediction)
-        cosine = jnp.where(data.loss_mask, _cosine(rows, data.targets.features), 0.0).sum()
         measured = _measure_depth(rows, head, data, data.loss_mask, task)
-        return prediction, carry, measured._replace(cosine=cosine)
+        cosine, distance = (
+            jnp.where(data.loss_mask, compare(rows, data.targets.features), 0.0).sum()
+            for compare in (_cosine, _distance)
+        )
+        return prediction, carry, measured._replace(cosine=cosine, distance=distance)
 
     versions = first_version(data.inputs.features, depth)
     _, _, measured = unroll(task.draft, data.inputs, versions, None, visit, range(depth))
@@ -183,6 +191,7 @@ def draft_metrics(total: DraftSums) -> dict[str, Any]:
         "top_k_loss": terms["top_k"],
         "agreement": total.agreement,
         "feature_cosine": total.cosine,
+        "feature_distance": total.distance,
     }
     of_rows = {name: sums for name, sums in of_rows.items() if sums is not None}
     cumulative = total.accepted / num_chains
@@ -231,10 +240,16 @@ def _measure_depth(
         head, rows, data.targets, is_predicted, num_trained, task.objective, chunk=chunk
     )
     sums = {name: mean * num_trained for name, mean in vars(means).items()}
-    return Measured(sums, None, most_likely_tokens(head, rows, chunk), is_predicted)
+    return Measured(sums, None, None, most_likely_tokens(head, rows, chunk), is_predicted)
 
 
 def _cosine(a: Float[Array, "B T D"], b: Float[Array, "B T D"]) -> Float[Array, "B T"]:
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     lengths = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
     return (a * b).sum(axis=-1) / jnp.maximum(lengths, 1e-30)
+
+
+def _distance(predicted: Float[Array, "B T D"], true: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    predicted, true = predicted.astype(jnp.float32), true.astype(jnp.float32)
+    lengths = jnp.linalg.norm(true, axis=-1)
+    return jnp.linalg.norm(predicted - true, axis=-1) / jnp.maximum(lengths, 1e-30)

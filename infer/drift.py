@@ -1,0 +1,353 @@
+"""Measures drafts by depth: how far their features drift, and what is accepted where.
+
+Needs a target and drafts (model folders). The target answers every prompt greedily. Along these
+answers a chain is drafted from every position, teacher-forced as in the validation of training, and
+decoding drafts chains in earnest. Prints tables with 95 % intervals over prompts, and as its last
+line everything as one JSON object; --output keeps report.json, report.md and a plot.
+
+    python -m infer.drift --config configs/demo/drift.yaml
+    python -m infer.drift --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl
+    python -m infer.drift --target T --draft EAGLE-2=E --spans 3 --output runs/drift
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, zip_longest
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from poss_jax.checkpoint.folder import load_draft, load_target, read_target
+from poss_jax.checkpoint.record import ModelRecord, provenance
+from poss_jax.config.decoding import DriftConfig
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.training import ObjectiveConfig
+from poss_jax.data.conversations import Tokens
+from poss_jax.data.rows import Rows, make_rows
+from poss_jax.decode.metrics import distinct_ngram_share
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.device import default_dtype
+from poss_jax.engine.dialogue import Dialogue, join_answers
+from poss_jax.learn.task import DraftTask
+from poss_jax.learn.validation import DraftSums, make_draft_validation
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.target import stack_layers
+from poss_jax.program.options import read_arguments
+from poss_jax.program.running import run_program
+from poss_jax.shapes import Params
+
+from .bench import check_output, load_decoders
+from .drift_report import format_report, plot_report
+from .measure import Decoder, play
+from .questions import read_questions
+from .report import write_report
+from .spans import advise_spans
+from .statistics import compare, estimate, estimate_mean, share
+from .summary import LOOPING_BELOW
+
+Answers = list[list[Generation]]
+"""Answers to the turns of every question."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """Predictions of a draft along known texts.
+
+    Attributes:
+      config: shape of the draft.
+      sums: sums over each text; arrays [texts ...].
+      tokens: [texts R T] most likely token at every depth and row.
+    """
+
+    config: DraftConfig
+    sums: DraftSums
+    tokens: np.ndarray
+
+
+def study(config: DriftConfig) -> dict[str, Any]:
+    """Measures all drafts.
+
+    Returns:
+      The report, JSON-compatible (see docs/experiments.md).
+
+    Raises:
+      UserError: bad input.
+    """
+    if kind := read_target(config.target).quantised:
+        raise UserError(
+            f"target {config.target} is quantised to {kind}, whose features no draft was trained "
+            "on; give the target it was made from"
+        )
+    texts, looping, decoded = decode(config)
+    record, target = load_target(config.target, default_dtype())
+    target |= {"layers": stack_layers(target["layers"])}
+    rows = lay_out(texts)
+    drafts = {}
+    for name in config.drafts:
+        followed = follow(config, name, record, target, rows)
+        drafts[name] = describe_draft(texts, decoded[name], followed, config.spans)
+    lengths = {name: _lengths(answers) for name, answers in decoded.items()}
+    return {
+        "prompts": len(texts),
+        "looping_prompts": looping,
+        "max_new_tokens": config.max_new_tokens,
+        "depth": config.depth,
+        "drafts": drafts,
+        "pairs": [
+            {"drafts": pair, **compare(*(lengths[name] for name in pair))}
+            for pair in combinations(config.drafts, 2)
+        ],
+        "config": config_to_dict(config),
+        "provenance": provenance(),
+    }
+
+
+def decode(config: DriftConfig) -> tuple[Answers, list[int], dict[str, Answers]]:
+    """Answers questions without a draft, and then those that do not loop with chains of each draft.
+
+    Returns:
+      The target's answers, the questions left out since their answers loop (none if all do), and
+      the answers with each draft.
+
+    Raises:
+      UserError: bad input, or no answer longer than a chain.
+    """
+    baseline, *drafts = load_decoders(config.chains)
+    questions = read_questions(config.chains, baseline.engine)
+    texts = _answer(baseline, questions)
+    shares = [distinct_ngram_share(join_answers(one).output_ids) for one in texts]
+    kept = [i for i, one in enumerate(shares) if one >= LOOPING_BELOW] or list(range(len(texts)))
+    texts, questions = [texts[i] for i in kept], [questions[i] for i in kept]
+    longest = max(len(answer.output_ids) for answers in texts for answer in answers)
+    if longest <= config.depth:
+        raise UserError(
+            f"want an answer of more than depth, {config.depth}, tokens; the longest has "
+            f"{longest}; lower depth or give other prompts"
+        )
+    looping = [i for i in range(len(shares)) if i not in kept]
+    return texts, looping, {draft.name: _answer(draft, questions) for draft in drafts}
+
+
+def _answer(decoder: Decoder, questions: Sequence[Dialogue]) -> Answers:
+    bar = tqdm(questions, desc=decoder.name, unit="prompt")
+    return [[timed.answer for timed in play(decoder.engine, one)] for one in bar]
+
+
+def lay_out(texts: Answers) -> Rows:
+    """Lays every answer behind its prompt, in a row of its own.
+
+    A row is trained, as validation calls it, where it predicts a token of the answer; only the
+    first of these, which comes with the prompt, is not drafted:
+
+        token     p0 p1 p2 a0 a1 a2 a3
+        predicts  p2 a0 a1 a2 a3             row r: the token at r + 2
+        trained          *  *  *
+    """
+    answers = [answer for turns in texts for answer in turns]
+    sequences = []
+    for answer in answers:
+        ids = _all_ids(answer)
+        row = np.arange(len(ids))
+        is_trained = (row >= len(answer.prompt_ids) - 1) & (row < len(ids) - 2)
+        sequences.append(Tokens(np.array(ids), is_trained))
+    return make_rows(sequences, max(len(one.ids) for one in sequences), "none")
+
+
+def follow(
+    config: DriftConfig, name: str, target_record: ModelRecord, target: Params, rows: Rows
+) -> Followed:
+    """Lets a draft predict along texts, teacher-forced: the validation of training, text by text.
+
+    Args:
+      config: settings of the analysis.
+      name: name of the draft.
+      target_record: record of the target.
+      target: its parameters, layers stacked.
+      rows: texts.
+    """
+    record, draft = load_draft(
+        config.drafts[name],
+        default_dtype(),
+        target=target_record,
+        allow_target_mismatch=config.allow_target_mismatch,
+    )
+    draft |= {"specialists": stack_layers(draft["specialists"])}
+    task = DraftTask(
+        target_record.llama, record.draft, ObjectiveConfig(), vocabulary=record.draft_vocabulary
+    )
+    validate = make_draft_validation(task, config.depth)
+
+    @jax.jit
+    def run(draft: Params, target: Params, batch: TrainBatch) -> tuple[DraftSums, jax.Array]:
+        sums, shown = validate(draft, target, batch)
+        return sums._replace(losses={}), shown.tokens[:, 0]
+
+    results = []
+    for index in tqdm(range(len(rows)), desc=f"{name}, teacher-forced", unit="text"):
+        row = rows[index : index + 1]
+        batch = TrainBatch(*map(jnp.asarray, (row.tokens, row.loss_mask, row.documents)))
+        results.append(jax.device_get(run(draft, target, batch)))
+    sums, tokens = jax.tree.map(lambda *parts: np.stack(parts), *results)
+    return Followed(record.draft, sums, tokens)
+
+
+def describe_draft(
+    texts: Answers, decoded: Answers, followed: Followed, num_spans: int | None
+) -> dict[str, Any]:
+    """Computes all numbers of one draft.
+
+    Args:
+      texts: the target's answers.
+      decoded: those to the same questions with chains of the draft.
+      followed: its predictions along the former.
+      num_spans: number of spans to propose; None: no proposal.
+    """
+    first_texts = np.cumsum([0, *(len(turns) for turns in texts[:-1])])
+    sums = jax.tree.map(
+        lambda of_texts: np.add.reduceat(of_texts, first_texts, dtype=np.float64), followed.sums
+    )
+    num_depths = sums.accepted.shape[1]
+    offered, reached = count_rounds(decoded, num_depths)
+    chains = np.repeat(sums.num_chains[:, None], num_depths, axis=1)
+    before = np.concatenate([chains[:, :1], sums.accepted[:, :-1]], axis=1)
+    rounds = sums.accepted, before, reached, offered
+    by_depth = {
+        "agreement": estimate(share, sums.agreement, sums.num_trained),
+        "conditional_acceptance": estimate(share, sums.accepted, before),
+        "cumulative_acceptance": estimate(share, sums.accepted, chains),
+        "decoded_conditional_acceptance": estimate(share, reached, offered),
+        "decoded_cumulative_acceptance": estimate(_cumulative, reached, offered),
+        "gap": estimate(lambda a, b, r, o: share(r, o) - share(a, b), *rounds),
+    }
+    if sums.cosine is not None:
+        by_depth |= {
+            "feature_cosine": estimate(share, sums.cosine, sums.num_trained),
+            "feature_distance": estimate(share, sums.distance, sums.num_trained),
+        }
+    return {
+        "specialists": [followed.config.specialist_at(depth) for depth in range(num_depths)],
+        "by_depth": by_depth,
+        "simulated_acceptance_length": estimate(
+            lambda accepted, chains: 1 + share(accepted, chains).sum(axis=0), sums.accepted, chains
+        ),
+        "decoded_acceptance_length": estimate_mean(_lengths(decoded)),
+        "rounds_as_predicted": _share_as_predicted(texts, decoded, followed.tokens),
+        "positions_per_specialist": num_spans and _advise(by_depth, num_spans),
+    }
+
+
+def count_rounds(answers: Answers, num_depths: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counts, per question and depth, the rounds that came to it, and those that accepted it.
+
+    Args:
+      answers: answers that were decoded with chains.
+      num_depths: number of depths.
+
+    Returns:
+      Two [questions R] arrays; a round that the end of an answer cut short did not come to what is
+      beyond the cut.
+    """
+    joined = [join_answers(turns) for turns in answers]
+    position = np.arange(1, num_depths + 1)[:, None]
+    offered = [(np.array(one.offered_per_round) >= position).sum(axis=1) for one in joined]
+    accepted = [(np.array(one.accepted_per_round) >= position).sum(axis=1) for one in joined]
+    return np.array(offered, float), np.array(accepted, float)
+
+
+def predicted_rounds(answer: Generation, tokens: np.ndarray) -> list[int]:
+    """Counts the drafted tokens that rounds should accept, by what teacher forcing found.
+
+    A round that begins behind row s accepts as many tokens as hit in sequence on the diagonal from
+    there; the next one begins behind the token after those that were accepted.
+
+    Args:
+      answer: an answer that was decoded with chains.
+      tokens: [R T] most likely token at every depth and row of its text.
+    """
+    text = _all_ids(answer)
+    hits = tokens[:, : len(text) - 2] == np.array(text[2:])
+    row, predicted = len(answer.prompt_ids) - 1, []
+    for accepted in answer.accepted_per_round:
+        predicted.append(int(hits.diagonal(row).cumprod().sum()))
+        row += accepted + 1
+    return predicted
+
+
+def _share_as_predicted(texts: Answers, decoded: Answers, tokens: np.ndarray) -> float | None:
+    """Share of rounds that accept what teacher forcing found; None where no text is equal."""
+    pairs = [
+        pair
+        for turns, answers in zip(texts, decoded, strict=True)
+        for pair in zip_longest(turns, answers[: len(turns)])  # rounding may end a dialogue early
+    ]
+    is_predicted = [
+        accepted == predicted
+        for (text, answer), predictions in zip(pairs, tokens, strict=True)
+        if answer and _all_ids(answer) == _all_ids(text)
+        for accepted, predicted in zip(
+            answer.accepted_per_round, predicted_rounds(answer, predictions), strict=True
+        )
+    ]
+    return float(np.mean(is_predicted)) if is_predicted else None
+
+
+def _advise(by_depth: dict[str, Any], num_spans: int) -> list[int]:
+    """Proposes spans; drafts without a feature to compare drift by where they miss."""
+    values = {name: numbers["value"] for name, numbers in by_depth.items()}
+    drift = [1 - value for value in values["agreement"]]
+    if "feature_distance" in values:
+        drift = [0.0, *values["feature_distance"][:-1]]  # the input of the first is the target's
+    return advise_spans(drift, [1.0, *values["cumulative_acceptance"][:-1]], num_spans)
+
+
+def _cumulative(reached: np.ndarray, offered: np.ndarray) -> np.ndarray:
+    return share(reached, offered).cumprod(axis=0)
+
+
+def _all_ids(answer: Generation) -> list[int]:
+    """Tokens of a prompt and its answer."""
+    return [*answer.prompt_ids, *answer.output_ids]
+
+
+def _lengths(answers: Answers) -> np.ndarray:
+    """Acceptance length of every question."""
+    return np.array([join_answers(turns).mean_acceptance_length for turns in answers])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, measures, prints, writes."""
+    config, args = read_arguments(
+        DriftConfig, arguments, prog="infer.drift", doc=__doc__, add_actions=_add_actions
+    )
+    if config.output is not None:
+        check_output(Path(config.output), overwrite=args.overwrite)
+    report = study(config)
+    table = format_report(report)
+    print(table)
+    if config.output is not None:
+        folder = Path(config.output)
+        write_report(report, table, folder, plot=lambda: plot_report(report, folder / "drift.svg"))
+        print(f"report: {folder}")
+    print(json.dumps(report))
+
+
+def _add_actions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Replace a report that is there already."
+    )
+
+
+def cli() -> None:
+    """Entry point of `poss-drift`."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    cli()

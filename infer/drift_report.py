@@ -1,0 +1,122 @@
+"""The tables and the plot of an analysis of drafts by depth."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .statistics import format_estimate
+
+_COLUMNS = {
+    "feature_cosine": "cosine",
+    "feature_distance": "distance",
+    "agreement": "agreement",
+    "conditional_acceptance": "accepted",
+    "decoded_conditional_acceptance": "decoded",
+    "gap": "gap",
+    "cumulative_acceptance": "accepted so far",
+    "decoded_cumulative_acceptance": "decoded so far",
+}
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report as Markdown tables."""
+    looping = report["looping_prompts"]
+    lines = [
+        f"{report['prompts']} prompts x {report['max_new_tokens']} new tokens, greedy, chains of "
+        f"depth {report['depth']}; left out since their answers loop: {looping}; [95 % interval "
+        "over prompts]",
+        "",
+        *_summary(report["drafts"]),
+        *_pairs(report["pairs"]),
+    ]
+    for name, draft in report["drafts"].items():
+        lines += ["", f"{name}, by position:", "", *_by_depth(draft)]
+    return "\n".join(lines)
+
+
+def plot_report(report: dict[str, Any], path: Path) -> None:
+    """Draws acceptance and, of drafts that predict features, cosine over positions."""
+    from matplotlib import pyplot, rc_context
+
+    with rc_context({"svg.hashsalt": "drift"}):  # the same file for the same numbers
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        for name, draft in report["drafts"].items():
+            numbers = draft["by_depth"]
+            colour = _draw(left, numbers["conditional_acceptance"], label=name)
+            decoded = numbers["decoded_conditional_acceptance"]
+            _draw(left, decoded, color=colour, linestyle="--", marker="")
+            if "feature_cosine" in numbers:
+                _draw(right, numbers["feature_cosine"], label=name, color=colour)
+        left.set(ylabel="accepted, given all before (dashed: decoded)")
+        right.set(ylabel="cosine with the target's feature")
+        for axes in (left, right):
+            axes.set(xlabel="position", xticks=range(1, report["depth"] + 1))
+            axes.grid(alpha=0.3)
+        left.legend()
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def _draw(axes: Any, number: dict[str, Any], **style: Any) -> str:
+    """Draws a line with its interval; returns its colour."""
+    value, low, high = (np.array(number[key], float) for key in ("value", "low", "high"))
+    position = np.arange(1, len(value) + 1)
+    (line,) = axes.plot(position, value, **({"marker": "o"} | style))
+    axes.fill_between(position, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+    return line.get_color()
+
+
+def _summary(drafts: dict[str, Any]) -> list[str]:
+    head = ["acceptance length, simulated", "decoded", "rounds as predicted"]
+    has_spans = any(draft["positions_per_specialist"] for draft in drafts.values())
+    lines = _head(["draft", *head, *["positions_per_specialist"] * has_spans])
+    for name, draft in drafts.items():
+        cells = [
+            format_estimate(draft[f"{way}_acceptance_length"]) for way in ("simulated", "decoded")
+        ]
+        predicted = draft["rounds_as_predicted"]
+        cells.append("" if predicted is None else f"{predicted:.1%}")
+        if has_spans:
+            cells.append(str(draft["positions_per_specialist"]))
+        lines.append(_row(name, *cells))
+    return lines
+
+
+def _pairs(pairs: list[dict[str, Any]]) -> list[str]:
+    if not pairs:
+        return []
+    lines = ["", *_head(["pair", "difference of decoded acceptance length", "p"])]
+    for pair in pairs:
+        first, second = pair["drafts"]
+        difference = format_estimate(pair["difference"], digits=3)
+        lines.append(_row(f"{second} less {first}", difference, f"{pair['p_value']:.4f}"))
+    return lines
+
+
+def _by_depth(draft: dict[str, Any]) -> list[str]:
+    columns = {key: name for key, name in _COLUMNS.items() if key in draft["by_depth"]}
+    lines = _head(["position", "specialist", *columns.values()])
+    for depth, specialist in enumerate(draft["specialists"]):
+        numbers = (draft["by_depth"][key] for key in columns)
+        cells = [format_estimate(_at(number, depth)) for number in numbers]
+        lines.append(_row(depth + 1, specialist + 1, *cells))
+    if "feature_cosine" not in columns:
+        lines += [
+            "",
+            "(no cosine: what it predicts is a state of its own, not the target's feature)",
+        ]
+    return lines
+
+
+def _at(number: dict[str, Any], depth: int) -> dict[str, Any]:
+    """Takes one depth out of numbers by depth."""
+    return {key: values[depth] for key, values in number.items()}
+
+
+def _head(names: list[str]) -> list[str]:
+    return [_row(*names), "|---" * len(names) + "|"]
+
+
+def _row(*cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |"

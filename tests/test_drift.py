@@ -1,0 +1,264 @@
+"""Drafts by depth: against validation and decoding, by hand, and for a draft that knows all."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import exact_pair, random_draft, tiny_llama
+from programs import Runs, copy_model, refusal, tiny_runs, write_lines
+
+from infer import drift
+from infer.drift import count_rounds, describe_draft, follow, lay_out, main, predicted_rounds
+from infer.drift_report import format_report
+from poss_jax.checkpoint.folder import load_draft, load_target, write_model
+from poss_jax.checkpoint.record import new_record, target_identity
+from poss_jax.config.decoding import DriftConfig
+from poss_jax.config.models import DraftConfig
+from poss_jax.config.training import ObjectiveConfig
+from poss_jax.engine.answers import Generation
+from poss_jax.learn.task import DraftTask
+from poss_jax.learn.validation import add_up, draft_metrics, make_draft_validation
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.parameters import split_items
+from poss_jax.model.target import stack_layers
+
+R, N = 3, 14
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+def answer(prompt: list[int], output: list[int], accepted: list[int], offered: list[int]) -> Any:
+    return Generation(
+        prompt_ids=prompt,
+        output_ids=output,
+        text=None,
+        accepted_per_round=accepted,
+        offered_per_round=offered,
+        stop_reason="length",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Drawn examples
+
+
+def test_rows_that_predict_tokens_of_the_answer() -> None:
+    first, second = answer([5, 6, 7], [1, 2, 3, 4], [], []), answer([5], [1, 2], [], [])
+    rows = lay_out([[first], [second]])
+    assert rows.tokens.tolist() == [[5, 6, 7, 1, 2, 3, 4], [5, 1, 2, 0, 0, 0, 0]]
+    assert rows.loss_mask.astype(int).tolist() == [[0, 0, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0]]
+    assert rows.documents.tolist() == [[1] * 7, [1] * 3 + [0] * 4]
+
+
+def test_rounds_follow_diagonals() -> None:
+    """Row r of depth d predicts the token at r + 2; rounds begin behind rows 1, 4 and 6.
+
+    row        0  1  2  3  4  5  6       text  8 9 | 1 2 3 4 5 6 7
+    predicts   1  2  3  4  5  6  7
+    depth 0    .  *  .  .  *  .  *       from row 1: hit, hit; from row 4: hit, miss; from row 6
+    depth 1    .  .  *  .  .  .  .
+    """
+    text = answer([8, 9], [1, 2, 3, 4, 5, 6, 7], [2, 1, 1], [2, 2, 1])
+    wanted = np.array([1, 2, 3, 4, 5, 6, 7])
+    hits = np.array([[0, 1, 0, 0, 1, 0, 1], [0, 0, 1, 0, 0, 0, 0]], bool)
+    tokens = np.where(hits, wanted, 0)
+    padded = np.pad(tokens, ((0, 0), (0, 4)))
+    assert predicted_rounds(text, padded) == [2, 1, 1]
+    one_by_one = replace(text, accepted_per_round=[0] * 6)
+    assert predicted_rounds(one_by_one, padded) == [2, 0, 0, 1, 0, 1]
+
+
+def test_rounds_are_counted_where_they_were_offered_a_token() -> None:
+    """The last round was cut: it neither accepted nor missed its second position."""
+    one = answer([1], [2] * 8, [2, 0, 1], [2, 1, 1])
+    two = answer([1], [2] * 3, [1], [2])
+    offered, accepted = count_rounds([[one], [two]], 2)
+    assert offered.tolist() == [[3, 1], [1, 1]] and accepted.tolist() == [[2, 1], [1, 0]]
+    both = count_rounds([[one, two]], 2)  # two turns of one question
+    assert [part.tolist() for part in both] == [[[4, 2]], [[3, 1]]]
+
+
+# --------------------------------------------------------------------------------------------------
+# A target that the last token decides, and drafts that know it or not
+
+
+@pytest.fixture(scope="module")
+def certain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of a target, `knowing` (it predicts the target's very features) and `random`."""
+    folder = tmp_path_factory.mktemp("certain")
+    llama = tiny_llama(rms_norm_eps=0.0, max_position_embeddings=64)
+    config = DraftConfig(layer=replace(llama, num_layers=1), positions_per_specialist=(1, 2))
+    target, knowing = exact_pair(llama, config, sharpness=1.0, num_flipped=0, seed=0)
+    identity = target_identity("tiny", None, target["embed"]["weight"], target["head"]["weight"])
+    drawn = random_draft(config)
+    for name, shape, params in (
+        ("target", llama, target),
+        ("knowing", config, knowing),
+        ("random", config, drawn),
+    ):
+        record = new_record(shape, identity, tokenizer_from=None)
+        write_model(folder / name, record, split_items(shape, params), tokenizer_from=None)
+    write_lines(folder / "prompts.jsonl", *({"prompt_ids": [n, n + 7]} for n in range(4)))
+    return folder
+
+
+def analyse(folder: Path, *arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    sizes = ["--depth", str(R), "--max-new-tokens", str(N), "--prompts", f"{folder}/prompts.jsonl"]
+    main(["--target", str(folder / "target"), *sizes, *arguments])
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_draft_that_knows_the_target(certain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No drift, everything accepted, and no difference between training and decoding."""
+    drafts = [f"--draft={name}={certain / name}" for name in ("knowing", "random")]
+    report = analyse(certain, *drafts, "--spans", "2", capsys=capsys)
+    knowing, drawn = report["drafts"].values()
+    sure = {"value": [1.0] * R, "low": [1.0] * R, "high": [1.0] * R}
+    numbers = dict(knowing["by_depth"])
+    assert max(map(abs, numbers.pop("feature_distance")["value"])) < 1e-6
+    assert numbers.pop("gap") == {"value": [0.0] * R, "low": [0.0] * R, "high": [0.0] * R}
+    assert numbers.pop("feature_cosine")["value"] == pytest.approx([1.0] * R)
+    assert numbers == dict.fromkeys(numbers, sure)
+    assert knowing["simulated_acceptance_length"]["value"] == 1 + R
+    assert knowing["rounds_as_predicted"] == drawn["rounds_as_predicted"] == 1
+    assert knowing["positions_per_specialist"] == [2, 1]  # equal inputs
+    assert drawn["by_depth"]["feature_distance"]["value"][0] > 0.1
+
+    (pair,) = report["pairs"]
+    gain = [draft["decoded_acceptance_length"]["value"] for draft in (knowing, drawn)]
+    assert pair["drafts"] == ["knowing", "random"]
+    assert pair["difference"]["value"] == pytest.approx(gain[1] - gain[0]) and gain[1] < gain[0]
+    assert 2 / 2**4 <= pair["p_value"] < 1  # all signs of four questions
+
+
+# --------------------------------------------------------------------------------------------------
+# Trained drafts
+
+
+@pytest.fixture(scope="module")
+def config(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> DriftConfig:
+    lines = [{"prompt": f"def area_{n}(width"} for n in range(3)]
+    prompts = write_lines(tmp_path_factory.mktemp("drift") / "prompts.jsonl", *lines)
+    drafts = {name: runs.model(name) for name in ("eagle", "poss2")}
+    return DriftConfig(
+        target=runs.model("target"), drafts=drafts, prompts=prompts, max_new_tokens=N, depth=R
+    )
+
+
+@pytest.fixture(scope="module")
+def decoded(config: DriftConfig) -> Any:
+    return drift.decode(config)
+
+
+@pytest.mark.parametrize("name", ["eagle", "poss2"])
+def test_numbers_are_those_of_validation(config: DriftConfig, decoded: Any, name: str) -> None:
+    """Of all texts as one batch; and by their definitions, text by text and chain by chain."""
+    texts, _, answers = decoded
+    record, target = load_target(config.target)
+    target |= {"layers": stack_layers(target["layers"])}
+    rows = lay_out(texts)
+    followed = follow(config, name, record, target, rows)
+    found = describe_draft(texts, answers[name], followed, num_spans=None)
+    values = {key: number["value"] for key, number in found["by_depth"].items()}
+
+    draft_record, draft = load_draft(config.drafts[name], target=record)
+    draft |= {"specialists": stack_layers(draft["specialists"])}
+    validate = make_draft_validation(
+        DraftTask(record.llama, draft_record.draft, ObjectiveConfig()), R
+    )
+    batch = TrainBatch(*map(jnp.asarray, (rows.tokens, rows.loss_mask, rows.documents)))
+    wanted = draft_metrics(add_up([jax.jit(validate)(draft, target, batch)])[0])
+    for key in ("agreement", "cumulative_acceptance", "feature_cosine", "feature_distance"):
+        np.testing.assert_allclose(values[key], wanted[key], rtol=1e-5, err_msg=key)
+    length = found["simulated_acceptance_length"]["value"]
+    assert length == pytest.approx(wanted["simulated_acceptance_length"])
+
+    chains, rounds = [], []  # drafted tokens that each accepts
+    for (text,), (answer,), tokens in zip(texts, answers[name], followed.tokens, strict=True):
+        ids = [*text.prompt_ids, *text.output_ids]
+        for start in range(len(text.prompt_ids) - 1, len(ids) - 2 - R + 1):
+            hits = [tokens[d, start + d] == ids[start + d + 2] for d in range(R)]
+            chains.append([*hits, False].index(False))
+        rounds += zip(answer.accepted_per_round, answer.offered_per_round, strict=True)
+    for d in range(R):
+        before = [chain for chain in chains if chain >= d]
+        share = np.mean([chain > d for chain in before]) if before else None
+        assert values["conditional_acceptance"][d] == pytest.approx(share)
+        offered = [reached for reached, limit in rounds if limit > d]
+        share = np.mean([reached > d for reached in offered]) if offered else None
+        assert values["decoded_conditional_acceptance"][d] == pytest.approx(share)
+    assert found["rounds_as_predicted"] == 1
+
+
+def test_files_of_a_report(
+    config: DriftConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--target", config.target, "--prompts", config.prompts, "--depth", str(R)]
+    arguments += ["--draft", f"poss2={config.drafts['poss2']}", "--max-new-tokens", str(N)]
+    main([*arguments, "--output", str(tmp_path / "report")])
+    *table, where, last = capsys.readouterr().out.splitlines()
+    report = json.loads(last, parse_constant=pytest.fail)  # nothing that only Python reads
+    assert where == f"report: {tmp_path / 'report'}"
+    assert "\n".join(table) == format_report(report)
+    assert "\n".join(table) + "\n" == (tmp_path / "report" / "report.md").read_text()
+    assert json.loads((tmp_path / "report" / "report.json").read_text()) == report
+    assert report["drafts"]["poss2"]["specialists"] == [0, 0, 1] and report["pairs"] == []
+    plot = tmp_path / "report" / "drift.svg"
+    assert plot.exists() == (importlib.util.find_spec("matplotlib") is not None)
+    assert not plot.exists() or "<svg" in plot.read_text()
+
+
+def test_table_of_a_family_without_features() -> None:
+    """Nothing is known of a depth that no chain came to, and no interval of one prompt."""
+    number = {"value": [0.5, None], "low": [None, None], "high": [None, None]}
+    length = {"value": 1.5, "low": 1.25, "high": 1.75}
+    draft = {
+        "specialists": [0, 1],
+        "by_depth": {"agreement": number},
+        "simulated_acceptance_length": length,
+        "decoded_acceptance_length": length,
+        "rounds_as_predicted": None,
+        "positions_per_specialist": [1, 1],
+    }
+    report = {"prompts": 1, "max_new_tokens": 4, "depth": 2, "looping_prompts": [], "pairs": []}
+    table = format_report(report | {"drafts": {"EAGLE-3": draft}}).splitlines()
+    assert "| EAGLE-3 | 1.50 [1.25, 1.75] | 1.50 [1.25, 1.75] |  | [1, 1] |" in table
+    assert table[-5:-2] == ["|---|---|---|", "| 1 | 1 | 0.50 |", "| 2 | 2 |  |"]
+    assert table[-1].startswith("(no cosine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("--target {target}", "want at least one draft; give --draft NAME=DIR"),
+        ("--draft A={eagle}", "want --target DIR"),
+        ("--target {target} --draft A={eagle} --depth 0", "--depth: Input should be greater"),
+        ("--target {target} --draft A={eagle} --depth 8 --max-new-tokens 8", "more than depth, 8"),
+        ("--target {target} --draft A={eagle} --spans 9", "want at most one per position, 8"),
+        ("--target {target} --draft A={eagle} --depht 2", "did you mean --depth?"),
+        ("--target {target} --draft A={target}", "want a draft, got a target"),
+        ("--target {target} --draft A={eagle} --prompts nowhere.jsonl", "want a readable file"),
+        ("--target {target} --draft autoregressive={eagle}", "is the baseline's name"),
+        ("--target {target} --draft A={eagle} tree.depth=3", "unknown key 'tree'"),
+        ("--target {int8} --draft A={eagle}", "is quantised to int8"),
+    ],
+)
+def test_bad_input_writes_nothing(runs: Runs, tmp_path: Path, arguments: str, error: str) -> None:
+    names = {name: runs.model(name) for name in ("target", "eagle")}
+    names["int8"] = str(tmp_path / "int8")
+    if "{int8}" in arguments:
+        copy_model(names["target"], Path(names["int8"]), quantised="int8")
+    words = [word.format(**names) for word in arguments.split()]
+    assert error in refusal(main, *words, "--output", str(tmp_path / "out" / "report"))
+    assert not (tmp_path / "out").exists()
