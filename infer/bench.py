@@ -114,7 +114,7 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
     baseline = Engine.load(
         config.target,
         tree=config.tree,
-        is_coupled=config.is_coupled,
+        drafting=config.drafting,
         quantise=config.quantise,
         mesh=config.mesh,
     )

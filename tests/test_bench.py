@@ -250,7 +250,7 @@ def test_roofline_is_measured_anew_and_shown(
 def test_sampled_outputs_are_equal_too(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([*flags, *TREE, *"--tree-depth 1 --temperature 1 --seed 5 --no-coupling".split()])
+    main([*flags, *TREE, *"--tree-depth 1 --temperature 1 --seed 5 --drafting argmax".split()])
     out = capsys.readouterr().out
     report = json.loads(out.splitlines()[-1])
     assert out.splitlines()[1] == "sampling: temperature 1.0, seed 5; plain drafting"

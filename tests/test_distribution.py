@@ -32,9 +32,9 @@ DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 1))
 PROMPT = [2, 0, 1]
 GIVEN = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3}
 TREES = {
-    "greedy": (TreeConfig(depth=2, top_k=2, total_tokens=6), False),
-    "wide": (TreeConfig(depth=2, top_k=4, total_tokens=21), True),
-    "chain": (TreeConfig(depth=3, top_k=1, total_tokens=4), True),
+    "greedy": (TreeConfig(depth=2, top_k=2, total_tokens=6), "argmax"),
+    "wide": (TreeConfig(depth=2, top_k=4, total_tokens=21), "coupled"),
+    "chain": (TreeConfig(depth=3, top_k=1, total_tokens=4), "coupled"),
 }
 
 
@@ -69,9 +69,9 @@ def exact_distribution() -> np.ndarray:
 
 def sample(name: str | None, num_samples: int = NUM_SAMPLES) -> np.ndarray:
     """Texts as numbers of four digits to the base of four; None decodes autoregressively."""
-    tree, is_coupled = TREES[name or "chain"]
+    tree, drafting = TREES[name or "chain"]
     config = DecodeConfig(
-        LLAMA, DRAFT if name else None, tree, rows=32, chunk=8, is_coupled=is_coupled
+        LLAMA, DRAFT if name else None, tree, rows=32, chunk=8, drafting=drafting
     )
 
     @jax.jit
