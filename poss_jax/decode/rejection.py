@@ -203,7 +203,7 @@ def accept_child(
     Returns:
       The accepted child, -1 where none is, and the distribution to draw from in that case.
     """
-    ids = jnp.arange(target.shape[-1])
+    ids = jnp.arange(target.shape[-1])[None, None]
     accepted = jnp.full(tokens.shape[:2], -1, jnp.int32)
     for index in range(tokens.shape[2]):
         token = tokens[:, :, index, None]
