@@ -94,7 +94,7 @@ def draw_jobs(prompts: Sequence[PreparedPrompt]) -> Iterator[PreparedPrompt]:
 
 
 def list_settings(decoder: Decoder) -> Iterator[Setting]:
-    """The draft's own tree with coupled and with argmax drafts, and those of `SHAPES`, alone and in batches."""
+    """The draft's own tree with coupled and argmax drafts, and `SHAPES`, alone and in batches."""
     own = tree_for(decoder.engine.trees, 1) or default_tree()
     trees: set[tuple[TreeConfig, Drafting]] = {(own, "coupled"), (own, "argmax")}
     for depth, top_k, total_tokens in SHAPES:

@@ -11,7 +11,7 @@ from test_golden import pad_prompts
 from test_sampling import settings, text_of
 from watch import Watch
 
-from poss_jax.config.models import Drafting, DraftConfig
+from poss_jax.config.models import DraftConfig, Drafting
 from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, coupled_children, top_children
 from poss_jax.decode.ranking import _top_k_of_blocks, choose

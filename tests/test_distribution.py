@@ -76,14 +76,10 @@ def exact_distribution(world: str = "sure") -> np.ndarray:
     return probability / probability.sum()
 
 
-def sample(
-    name: str | None, num_samples: int = NUM_SAMPLES, *, world: str = "sure"
-) -> np.ndarray:
+def sample(name: str | None, num_samples: int = NUM_SAMPLES, *, world: str = "sure") -> np.ndarray:
     """Texts as numbers of four digits to the base of four; None decodes autoregressively."""
     tree, drafting = TREES[name or "chain"]
-    config = DecodeConfig(
-        LLAMA, DRAFT if name else None, tree, rows=32, chunk=8, drafting=drafting
-    )
+    config = DecodeConfig(LLAMA, DRAFT if name else None, tree, rows=32, chunk=8, drafting=drafting)
 
     @jax.jit
     def run(weights: Weights, seeds: jax.Array) -> jax.Array:

@@ -3,7 +3,6 @@
 `test_distribution.py` compares the joint distribution of whole texts.
 """
 
-from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 

@@ -11,8 +11,8 @@ the target alone writes with the same seed.
     next child is tested. Where none is left, the token is drawn from p.
 
 The test decides on a token at every node by itself, so that the path is found as for other trees
-(`verify.accept`). Where the filters of a draft leave fewer tokens than a node has children, the rest
-of them is not tested; a token that is drawn from p may still equal one of them.
+(`verify.accept`). Where the filters leave fewer tokens than a node has children, the other children
+are not tested; a token that is drawn from p may still equal one of them.
 
 The test is exact only if the children it sees do not depend on what was drawn for them. So all are
 kept, and the tree has the same shape in every round (`Widths`). The nodes that get children are the
@@ -215,9 +215,7 @@ def accept_child(
     return accepted, target
 
 
-def remove(
-    drafted: Float[Array, "B groups V"], is_token: Array
-) -> Float[Array, "B groups V"]:
+def remove(drafted: Float[Array, "B groups V"], is_token: Array) -> Float[Array, "B groups V"]:
     """What is left to draw from after a token; all 0 after the last."""
     rest = jnp.where(is_token, 0, drafted)
     return _normalise(rest, otherwise=rest)

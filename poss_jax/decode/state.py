@@ -5,7 +5,7 @@ from typing import NamedTuple
 from flax import struct
 from jax.sharding import Mesh
 
-from poss_jax.config.models import Drafting, DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, Drafting, LlamaConfig, TreeConfig
 from poss_jax.decode.drafting import ChildrenFn, num_streams
 from poss_jax.decode.sampling import Sampling
 from poss_jax.model.cache import KVCache

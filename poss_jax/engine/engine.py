@@ -236,7 +236,7 @@ class Engine:
         return other
 
     def with_tree(self, tree: TreeConfig | Trees, *, drafting: Drafting | None = None) -> "Engine":
-        """Returns an engine of the same models with another tree, or another way to draft, or both."""
+        """Returns an engine of the same models with another tree, or way to draft, or both."""
         other = copy(self)
         other._has_own_trees = True
         other.trees = _fit_trees(tree, self.weights.draft)
