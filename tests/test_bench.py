@@ -253,9 +253,27 @@ def test_sampled_outputs_are_equal_too(
     main([*flags, *TREE, *"--tree-depth 1 --temperature 1 --seed 5 --drafting argmax".split()])
     out = capsys.readouterr().out
     report = json.loads(out.splitlines()[-1])
-    assert out.splitlines()[1] == "sampling: temperature 1.0, seed 5; plain drafting"
+    assert out.splitlines()[1] == "sampling: temperature 1.0, seed 5; argmax drafts"
     assert [method["all"]["equal_outputs"] for method in report["methods"].values()] == [2, 2]
     assert report["config"]["sampling"]["temperature"] == 1
+
+
+def test_outputs_of_sampled_drafts_are_not_compared(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampled = [*flags, *TREE, *"--tree-depth 1 --temperature 1 --drafting sampled".split()]
+    main(sampled)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == [
+        "sampling: temperature 1.0; sampled drafts",
+        "outputs are not compared: with sampled drafts they equal autoregressive ones in "
+        "distribution only",
+    ]
+    rows = [line for line in lines if line.startswith("| PosS-2 | ")]
+    assert rows[0].endswith(" |  |")
+    for action in ("--check-lossless", "--autotune"):
+        with pytest.raises(UserError, match="are the target's in distribution only"):
+            main([*sampled, action])
 
 
 def test_flags_win_over_the_config(

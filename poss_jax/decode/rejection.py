@@ -248,7 +248,7 @@ def _draw_numbers(
         of_noise, of_thresholds = jax.random.split(key)
         return (
             jax.random.gumbel(of_noise, noise_shape, jnp.float32, mode="high"),
-            jax.random.uniform(of_thresholds, num_nodes),
+            jax.random.uniform(of_thresholds, (num_nodes,)),
         )
 
     noise, thresholds = jax.vmap(draw)(sampling.seed, position)

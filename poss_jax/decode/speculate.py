@@ -144,7 +144,8 @@ def draft_candidates(
     """All nodes that a draft proposes, before the tree is selected among them."""
     assert config.draft is not None and state.draft is not None, "want a draft"
     children = config.children or drafting.top_children
-    if config.children is None and config.drafting == "coupled" and noise is not None:
+    is_coupled = config.children is None and config.drafting == "coupled"
+    if is_coupled and request.sampling and noise is not None:
         children = partial(
             drafting.coupled_children,
             sampling=request.sampling,
