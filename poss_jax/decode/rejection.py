@@ -40,7 +40,7 @@ _DRAFTS = 2**32 - 1  # folded into a seed where the target's noise has a positio
 
 
 class Widths(NamedTuple):
-    """Shape of a tree that keeps all its children.
+    """Shape of a tree that keeps all children it draws.
 
         depth 3, of_root 3, inner 2         root ─┬─ 1 ─┬─ 4 ─┬─ 8
                                                   │     │     └─ 9
@@ -52,7 +52,7 @@ class Widths(NamedTuple):
     Attributes:
       depth: levels.
       of_root: children of the root.
-      inner: nodes of every further level but the last that get children, and how many each gets.
+      inner: nodes of every level between root and leaves that get children, and how many each gets.
     """
 
     depth: int
@@ -118,7 +118,7 @@ def draw_tree(
         noise_shape=(widths.depth, V if vocabulary is None else len(vocabulary)),
         num_nodes=1 + widths.of_root + (widths.depth - 1) * widths.inner**2,
     )
-    probs = []  # of every level; `draft` calls for one after the other
+    probs = []  # of every level, as `draft` asks for its children
 
     def children(logits: Array, level: Level, top_k: int) -> tuple[Array, Array]:
         before = text._replace(path=level.path, on_path=level.on_path)
@@ -168,15 +168,16 @@ def choose_drawn(
     parents = tree.parents_of_groups
     of_parents = partial(jnp.take_along_axis, indices=parents[:, :, None], axis=1)
     text = text._replace(on_path=of_parents(text.on_path))
-    probs = jax.nn.softmax(process_logits(of_parents(logits), sampling, text)), tree.probs
+    target = jax.nn.softmax(process_logits(of_parents(logits), sampling, text))
+    groups = zip(
+        (slice(0, 1), slice(1, None)),  # the root, and the others
+        tree.by_group(tree.tokens),
+        tree.by_group(tree.thresholds),
+        strict=True,
+    )
     tested = [
-        accept_child(*(of_groups[:, rows] for of_groups in probs), *children)
-        for rows, *children in zip(
-            (slice(0, 1), slice(1, None)),
-            tree.by_group(tree.tokens),
-            tree.by_group(tree.thresholds),
-            strict=True,
-        )
+        accept_child(target[:, rows], tree.probs[:, rows], tokens, thresholds)
+        for rows, tokens, thresholds in groups
     ]
     accepted, left = (jnp.concatenate(parts, axis=1) for parts in zip(*tested, strict=True))
     drawn = choose(jnp.log(left) + of_parents(noise))
@@ -216,7 +217,7 @@ def accept_child(
 
 
 def remove(drafted: Float[Array, "B groups V"], is_token: Array) -> Float[Array, "B groups V"]:
-    """What is left to draw from after a token; all 0 after the last."""
+    """The distribution without a token; all 0 after the last."""
     rest = jnp.where(is_token, 0, drafted)
     return _normalise(rest, otherwise=rest)
 
