@@ -17,7 +17,7 @@ from watch import tree_faults
 
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode import rejection, speculate
-from poss_jax.decode.rejection import DrawnTree, Widths, accept_child, widths_of
+from poss_jax.decode.rejection import DrawnTree, accept_child, groups_of
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Candidates
 from poss_jax.model.specialists import attach
@@ -26,26 +26,22 @@ from poss_jax.model.specialists import attach
 # The shape
 
 
-def test_widths_of_trees_in_use():
-    wanted = {
-        (6, 10, 60): Widths(6, 10, 3),
-        (4, 4, 16): Widths(4, 3, 2),
-        (4, 2, 8): Widths(4, 2, 1),
-        (6, 1, 7): Widths(6, 1, 1),
-        (6, 1, 5): Widths(4, 1, 1),
-    }
-    for (depth, top_k, total_tokens), widths in wanted.items():
-        tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
-        assert widths_of(tree) == widths
+def test_the_drawn_example():
+    groups = groups_of(TreeConfig(depth=3, top_k=2, total_tokens=7))
+    assert groups.parents == groups.rows == (0, 1, 2, 3)
+    assert groups.children == ((1, 2), (3, 4), (5, -1), (6, -1))
 
 
-def test_no_tree_is_larger_than_wanted():
-    for depth, top_k, total_tokens in product(range(1, 8), range(1, 12), range(2, 70)):
+def test_groups_are_those_of_the_tree_that_is_selected():
+    for depth, top_k, total_tokens in [(6, 10, 60), (4, 4, 16), (4, 2, 8), (6, 1, 5), (1, 3, 9)]:
         tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
-        levels, of_root, inner = widths_of(tree)
-        assert 1 <= inner <= of_root <= top_k
-        assert levels == tree.max_accepted
-        assert 1 + of_root + (levels - 1) * inner**2 <= tree.num_nodes
+        groups = groups_of(tree)
+        nodes = [node for own in groups.children for node in own if node >= 0]
+        assert sorted(nodes) == list(range(1, tree.num_nodes))
+        for node, own in zip(groups.parents, groups.children, strict=True):
+            assert own[0] > node
+        assert len(groups.children[0]) <= top_k
+        assert max(groups.rows) <= (depth - 1) * top_k
 
 
 # --------------------------------------------------------------------------------------------------
@@ -118,7 +114,7 @@ def test_a_rejected_child_leaves_what_the_draft_gives_too_little():
 LLAMA = tiny_llama()
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(2, 2))
 VOCABULARY = tuple(range(0, LLAMA.vocab_size, 2))
-TREE = TreeConfig(depth=4, top_k=4, total_tokens=20)  # Widths(4, 4, 2)
+TREE = TreeConfig(depth=4, top_k=4, total_tokens=20)
 CONFIG = DecodeConfig(LLAMA, DRAFT, TREE, rows=64, drafting="sampled")
 NUM_NEW = 24
 ROWS = (  # temperature, top_k, seed
@@ -181,11 +177,11 @@ def test_trees_are_well_formed(vocabulary):
 
     tree, faults = run(weights(vocabulary), request(*range(len(ROWS))))
     assert not [name for name, rows in faults.items() if rows.any()]
-    assert (np.bincount(tree.depths[0]) == [1, 4, 4, 4, 4]).all() and tree.depths.shape[1] == 17
-    parents = np.array(tree.parents_of_groups)
-    of_root, inner = tree.by_group(tree.parents)
-    np.testing.assert_array_equal(of_root, np.zeros((len(ROWS), 1, 4)))
-    np.testing.assert_array_equal(inner, np.repeat(parents[:, 1:, None], 2, axis=2))
+    for parent, children in zip(tree.groups.parents, tree.groups.children, strict=True):
+        for place, node in enumerate(children):
+            assert node < 0 or (tree.parents[:, node] == parent).all()
+            assert node < 0 or place == 0 or node > children[place - 1]
+    assert tree.tokens.shape[1] == TREE.num_nodes
     np.testing.assert_allclose(tree.probs.sum(axis=-1), 1, rtol=1e-5)
     allowed = set(vocabulary or range(LLAMA.vocab_size))
     assert set(np.array(tree.tokens[:, 1:]).ravel().tolist()) <= allowed

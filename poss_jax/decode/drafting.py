@@ -47,9 +47,7 @@ class Level(NamedTuple):
 
 
 ChildrenFn = Callable[[Array, Level, int], tuple[Array, Array]]
-"""(logits [B rows Vd], their level, W) -> (draft ids, log-probabilities), both [B rows W].
-
-The root may get more than W children."""
+"""(logits [B rows Vd], their level, W) -> (draft ids, log-probabilities), both [B rows W]."""
 
 # Calibrated on trained drafts (benchmarks/coupling.py); from 1 to 2 the tree hardly changes.
 _SHARPNESS = 1.5
@@ -127,7 +125,7 @@ def draft(
                 beam, picks = next_beam(beam, levels[-1], first_index=first_index, top_k=tree.top_k)
                 tokens = jnp.take_along_axis(levels[-1].tokens, picks, axis=1)
                 path = jnp.concatenate([path, tokens], axis=1)
-                parent = (picks // ids.shape[2])[:, :, None]
+                parent = (picks // tree.top_k)[:, :, None]
                 parents = jnp.take_along_axis(features, parent, axis=1)
                 x = join_pairs(params, config, tokens, parents)
     return join_levels(levels)

@@ -14,13 +14,13 @@ The test decides on a token at every node by itself, so that the path is found a
 (`verify.accept`). Where the filters leave fewer tokens than a node has children, the other children
 are not tested; a token that is drawn from p may still equal one of them.
 
-The test is exact only if the children it sees do not depend on what was drawn for them. So all are
-kept, and the tree has the same shape in every round (`Widths`). The nodes that get children are the
-best of their level: that depends on tokens above those children alone.
+The test is exact only if the children it sees do not depend on what was drawn for them. So neither
+tokens nor probabilities decide where the tree grows, only the places at which children are drawn:
+the child at place 0 is accepted most often, whatever it is. With the score of a place instead of a
+log-probability, EAGLE-2's search gives a tree of the same shape in every round (`groups_of`).
 """
 
-from dataclasses import replace
-from functools import partial
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -33,68 +33,80 @@ from poss_jax.decode.ranking import choose
 from poss_jax.decode.ranking import top_k as best_of
 from poss_jax.decode.sampling import Sampling, Text, process_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
-from poss_jax.decode.tree import Tree, make_tree
+from poss_jax.decode.tree import Tree, select
 from poss_jax.shapes import Array, Float, Int
 
+# A later place counts as three levels more: right if of the children that are tested, each passes
+# with probability a = 0.68, for which 1 - a = a^3. Whole numbers are added without rounding.
+_LEVELS_PER_PLACE = 3
 _DRAFTS = 2**32 - 1  # folded into a seed where the target's noise has a position, which is smaller
 
 
-class Widths(NamedTuple):
-    """Shape of a tree that keeps all children it draws.
+Path = tuple[int, ...]
+"""Places at which the nodes between the root and a node were drawn among their siblings."""
 
-        depth 3, of_root 3, inner 2         root ─┬─ 1 ─┬─ 4 ─┬─ 8
-                                                  │     │     └─ 9
-                                                  │     └─ 5
-                                                  ├─ 2 ─┬─ 6
-                                                  │     └─ 7 ─┬─ 10
-                                                  └─ 3        └─ 11
+
+class Groups(NamedTuple):
+    """Siblings of a drawn tree.
+
+        places  root ─┬─ 0 ─┬─ 0 ─── 0        nodes  0 ─┬─ 1 ─┬─ 3 ─── 6
+                      │     └─ 1                        │     └─ 4
+                      └─ 1 ─── 0                        └─ 2 ─── 5
+
+        parents (0, 1, 2, 3)   children ((1, 2), (3, 4), (5, -1), (6, -1))   rows (0, 1, 2, 3)
 
     Attributes:
-      depth: levels.
-      of_root: children of the root.
-      inner: nodes of every level between root and leaves that get children, and how many each gets.
+      parents: node that each group continues.
+      children: its children in the order of their places; -1 fills up.
+      rows: place of each parent in the list of all nodes that children were drawn for.
     """
 
-    depth: int
-    of_root: int
-    inner: int
+    parents: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+    rows: tuple[int, ...]
 
 
-def widths_of(tree: TreeConfig) -> Widths:
-    """Widest tree of that depth that is within `total_tokens` and no wider than `top_k`.
+@cache
+def groups_of(tree: TreeConfig) -> Groups:
+    """Siblings of all drawn trees of a size."""
+    beam: list[Path] = [()]
+    expanded: list[Path] = []  # `draft` runs these nodes, in this order
+    listed: list[Path] = []  # and lists these children
+    for _ in range(tree.depth):
+        level = [(*path, place) for path in beam for place in range(tree.top_k)]
+        expanded, listed = expanded + beam, listed + level
+        beam = sorted(level, key=_cost)[: tree.top_k]
+    kept = set(sorted(listed, key=_cost)[: tree.num_nodes - 1])
+    nodes = {path: node for node, path in enumerate([(), *filter(kept.__contains__, listed)])}
+    children: dict[Path, list[int]] = {}
+    for path, node in nodes.items():
+        if path:
+            children.setdefault(path[:-1], []).append(node)
+    most = max(map(len, children.values()))
+    return Groups(
+        parents=tuple(nodes[path] for path in children),
+        children=tuple((*own, *[-1] * (most - len(own))) for own in children.values()),
+        rows=tuple(expanded.index(path) for path in children),
+    )
 
-    The root gets the nodes that are left when the levels below it are as wide as they can be.
-    """
-    budget, depth = tree.num_nodes - 1, tree.max_accepted
-    fitting = [k for k in range(1, tree.top_k + 1) if k + (depth - 1) * k**2 <= budget]
-    inner = fitting[-1]
-    return Widths(depth, min(tree.top_k, budget - (depth - 1) * inner**2), inner)
+
+def _cost(path: Path) -> int:
+    return len(path) + _LEVELS_PER_PLACE * sum(path)
 
 
 class DrawnTree(Tree):
     """A tree whose children were drawn, and what the test of them needs.
 
     Attributes:
-      probs: draft's distribution at each node that has children, over the target's vocabulary.
+      probs: distribution that the children of each group were drawn from, over the target's
+        vocabulary.
       thresholds: uniform number that each node is tested with.
-      widths: shape of the tree.
+      groups: its siblings.
     """
 
     probs: Array  # [B groups V] float32
     thresholds: Array  # [B M] float32
-    widths: Widths = struct.field(pytree_node=False)
-
-    @property
-    def parents_of_groups(self) -> Int[Array, "B groups"]:
-        """The nodes that have children, in the order of their children."""
-        first = 1 + self.widths.of_root
-        return jnp.pad(self.parents[:, first :: self.widths.inner], ((0, 0), (1, 0)))
-
-    def by_group(self, of_nodes: Array) -> tuple[Array, Array]:
-        """Children of the root and those of the others, [B groups W] each; the root's are more."""
-        first = 1 + self.widths.of_root
-        inner = of_nodes[:, first:].reshape(len(of_nodes), -1, self.widths.inner)
-        return of_nodes[:, None, 1:first], inner
+    groups: Groups = struct.field(pytree_node=False)
 
 
 def draw_tree(
@@ -110,40 +122,37 @@ def draw_tree(
       text: tokens so far; the path in it is not looked at.
     """
     assert config.draft is not None and state.draft is not None, "want a draft"
-    widths, vocabulary = widths_of(config.tree), weights.draft["vocabulary"]
-    V = config.target.vocab_size
+    vocabulary, V = weights.draft["vocabulary"], config.target.vocab_size
     noise, thresholds = _draw_numbers(
         sampling,
         state.target_cache.length,
-        noise_shape=(widths.depth, V if vocabulary is None else len(vocabulary)),
-        num_nodes=1 + widths.of_root + (widths.depth - 1) * widths.inner**2,
+        noise_shape=(config.tree.depth, V if vocabulary is None else len(vocabulary)),
+        num_nodes=config.tree.num_nodes,
     )
     probs = []  # of every level, as `draft` asks for its children
 
     def children(logits: Array, level: Level, top_k: int) -> tuple[Array, Array]:
         before = text._replace(path=level.path, on_path=level.on_path)
         scores = process_logits(logits, sampling, before, vocab_size=V, vocabulary=vocabulary)
-        log_probs = jax.nn.log_softmax(scores)
-        probs.append(_over_target(jnp.exp(log_probs), vocabulary, V))
-        noisy = scores + noise[:, level.depth, None]
-        _, ids = best_of(noisy, top_k if level.depth else widths.of_root)
-        return ids, jnp.minimum(jnp.take_along_axis(log_probs, ids, axis=-1), 0.0)
+        probs.append(_over_target(jax.nn.softmax(scores), vocabulary, V))
+        _, ids = best_of(scores + noise[:, level.depth, None], top_k)
+        costs = jnp.asarray([_cost((place,)) for place in range(top_k)], jnp.float32)
+        return ids, jnp.broadcast_to(-costs[None, None], ids.shape)
 
-    drafted = draft(
+    candidates = draft(
         weights.draft,
         config.draft,
-        replace(config.tree, depth=widths.depth, top_k=widths.inner),
+        config.tree,
         state.draft.cache,
         state.draft.root_input,
         children,
     )
-    tree = make_tree(
-        jnp.concatenate([state.root[:, None], drafted.tokens], axis=1),
-        jnp.pad(drafted.parents + 1, ((0, 0), (1, 0))),
-        depth=widths.depth,
-    )
+    groups = groups_of(config.tree)
     return DrawnTree(
-        **vars(tree), probs=jnp.concatenate(probs, axis=1), thresholds=thresholds, widths=widths
+        **vars(select(state.root, candidates, config.tree)),
+        probs=jnp.concatenate(probs, axis=1)[:, jnp.asarray(groups.rows)],
+        thresholds=thresholds,
+        groups=groups,
     )
 
 
@@ -165,26 +174,18 @@ def choose_drawn(
       sampling: the request's settings.
       text: tokens before each choice.
     """
-    parents = tree.parents_of_groups
-    of_parents = partial(jnp.take_along_axis, indices=parents[:, :, None], axis=1)
-    text = text._replace(on_path=of_parents(text.on_path))
-    target = jax.nn.softmax(process_logits(of_parents(logits), sampling, text))
-    groups = zip(
-        (slice(0, 1), slice(1, None)),  # the root, and the others
-        tree.by_group(tree.tokens),
-        tree.by_group(tree.thresholds),
-        strict=True,
+    parents, children = map(jnp.asarray, (tree.groups.parents, tree.groups.children))
+    text = text._replace(on_path=text.on_path[:, parents])
+    accepted, left = accept_child(
+        jax.nn.softmax(process_logits(logits[:, parents], sampling, text)),
+        tree.probs,
+        jnp.where(children[None] < 0, -1, tree.tokens[:, children]),
+        tree.thresholds[:, children],
     )
-    tested = [
-        accept_child(target[:, rows], tree.probs[:, rows], tokens, thresholds)
-        for rows, tokens, thresholds in groups
-    ]
-    accepted, left = (jnp.concatenate(parts, axis=1) for parts in zip(*tested, strict=True))
-    drawn = choose(jnp.log(left) + of_parents(noise))
+    drawn = choose(jnp.log(left) + noise[:, parents])
     decided = jnp.where(accepted < 0, drawn, accepted)
-    rows = jnp.arange(len(chosen))[:, None]
     is_sampled = sampling.temperature[:, None] > 0
-    return jnp.where(is_sampled, chosen.at[rows, parents].set(decided), chosen)
+    return jnp.where(is_sampled, chosen.at[:, parents].set(decided), chosen)
 
 
 def accept_child(
@@ -198,7 +199,7 @@ def accept_child(
     Args:
       target: distribution p that the accepted or drawn token has.
       drafted: distribution q that the children were drawn from, without replacement.
-      tokens: the children.
+      tokens: the children; -1 where there are no more.
       thresholds: uniform numbers.
 
     Returns:
@@ -209,9 +210,10 @@ def accept_child(
     for index in range(tokens.shape[2]):
         token = tokens[:, :, index, None]
         p, q = (jnp.take_along_axis(probs, token, axis=2)[..., 0] for probs in (target, drafted))
-        passes = (q > 0) & (thresholds[:, :, index] * q < p)
+        passes = (token[..., 0] >= 0) & (q > 0) & (thresholds[:, :, index] * q < p)
         accepted = jnp.where((accepted < 0) & passes, token[..., 0], accepted)
-        target = _normalise(jnp.maximum(target - drafted, 0), otherwise=target)
+        rest = _normalise(jnp.maximum(target - drafted, 0), otherwise=target)
+        target = jnp.where(token < 0, target, rest)
         drafted = remove(drafted, ids == token)
     return accepted, target
 
