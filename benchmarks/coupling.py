@@ -1,9 +1,10 @@
-"""Acceptance length of coupled against plain drafting, over temperatures, drafts and trees.
+"""Coupled, argmax and sampled drafts side by side, over temperatures, drafts and trees.
 
-Needs a target and drafts (model folders; by default the demo's). Prompts and seeds are decoded with
-both kinds of drafting, which must give the same texts; texts that loop are left out. Prints a table
-with bootstrap intervals, and as its last line one JSON object; --output keeps report.json,
-report.md and a plot.
+Needs a target and drafts (model folders; by default the demo's). Prompts and seeds are decoded in
+all three ways. Coupled and argmax drafts must give the same texts; those of sampled drafts are
+others, except greedy ones. A prompt and seed for which any text loops is left out. Prints
+acceptance lengths with bootstrap intervals and tokens per second, and as its last line one JSON
+object; --output keeps report.json, report.md and a plot.
 
     python -m benchmarks.coupling --output docs/results/coupling
     python -m benchmarks.coupling --target T --draft PosS-3=P --prompts prompts.jsonl
@@ -14,19 +15,21 @@ import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.batches import read_tree
 from benchmarks.reports import tree_name
 from infer.bench import load_decoders
+from infer.measure import time_batches
 from infer.questions import first_prompts, read_questions
 from infer.report import write_report
 from infer.summary import LOOPING_BELOW
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
-from poss_jax.config.models import TreeConfig
+from poss_jax.config.models import Drafting, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode.metrics import distinct_ngram_share
 from poss_jax.engine.answers import Generation
@@ -46,143 +49,159 @@ SETTINGS = {
     "T = 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
     "T = 1, top-k 20, top-p 0.9": {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
 }
-TREES = (
-    TreeConfig(depth=6, top_k=10, total_tokens=60),
-    TreeConfig(depth=4, top_k=4, total_tokens=16),
-    TreeConfig(depth=6, top_k=1, total_tokens=7),
-)
+TREES = ["6/10/60", "4/4/16", "6/1/7"]
+WAYS: tuple[Drafting, ...] = get_args(Drafting)
 NUM_RESAMPLES = 2000
 
 
-def measure(config: BenchConfig, num_seeds: int, batch_size: int) -> dict[str, Any]:
-    """Decodes everything with both kinds of drafting."""
+class Answered(NamedTuple):
+    """The answers to some prompts and seeds, and the speed of decoding them."""
+
+    answers: list[Generation]
+    tokens_per_second: float
+
+
+def measure(
+    config: BenchConfig, trees: Sequence[TreeConfig], num_seeds: int, batch_size: int
+) -> dict[str, Any]:
+    """Decodes everything in all ways."""
     baseline, *decoders = load_decoders(config)
     prompts = first_prompts(read_questions(config, baseline.engine))
-    jobs = list(product(SETTINGS, range(num_seeds), range(len(prompts))))
-    total = len(jobs) * len(decoders) * len(TREES) * 2
+    cases = list(product(decoders, trees, SETTINGS))
     rows = []
-    with tqdm(total=total, desc="coupling", unit="answer") as progress:
-        for decoder, tree in product(decoders, TREES):
-            answers = [
-                _decode(
-                    decoder.engine.with_tree(tree, is_coupled=is_coupled),
-                    [
-                        prompts[prompt]._replace(
-                            sampling=SamplingConfig(seed=seed, **SETTINGS[name])
-                        )
-                        for name, seed, prompt in jobs
-                    ],
-                    batch_size,
-                    progress,
-                )
-                for is_coupled in (False, True)
+    with tqdm(total=len(cases) * len(WAYS), desc="coupling", unit="setting") as progress:
+        for decoder, tree, setting in cases:
+            jobs = [
+                prompt._replace(sampling=SamplingConfig(seed=seed, **SETTINGS[setting]))
+                for seed, prompt in product(range(num_seeds), prompts)
             ]
+            answered = {}
+            for way in WAYS:
+                engine = decoder.engine.with_tree(tree, drafting=way)
+                answered[way] = _answer(engine, jobs, batch_size)
+                progress.update()
             rows.append(
-                {"draft": decoder.name, "tree": tree_name(tree)} | _summarise(jobs, *answers)
+                {"draft": decoder.name, "tree": tree_name(tree), "setting": setting}
+                | _summarise(len(prompts), answered)
             )
     return {
         "prompts": len(prompts),
         "seeds": num_seeds,
         "max_new_tokens": config.max_new_tokens,
+        "batch_size": batch_size,
         "rows": rows,
         "provenance": provenance(),
     }
 
 
-def _decode(
-    engine: Engine, jobs: Sequence[PreparedPrompt], batch_size: int, progress: tqdm
-) -> list[Generation]:
-    answers: list[Generation] = []
-    for first in range(0, len(jobs), batch_size):
-        batch = jobs[first : first + batch_size]
-        answers += engine.decode(batch, batch_size=batch_size)
-        progress.update(len(batch))
-    return answers
+def _answer(engine: Engine, jobs: Sequence[PreparedPrompt], batch_size: int) -> Answered:
+    """Decodes all jobs, after a batch that compiles the program."""
+    time_batches(engine, jobs[:batch_size], batch_size)
+    answers, seconds = time_batches(engine, jobs, batch_size)
+    return Answered(answers, sum(len(answer.output_ids) for answer in answers) / seconds)
 
 
-def _summarise(
-    jobs: Sequence[tuple[str, int, int]], plain: list[Generation], coupled: list[Generation]
-) -> dict[str, Any]:
-    """Per setting: acceptance lengths, averaged over seeds, then over prompts that do not loop."""
-    summary: dict[str, Any] = {}
-    for setting in SETTINGS:
-        lengths: dict[int, list[tuple[float, float]]] = {}
-        num_different = num_looping = 0
-        for (name, _, prompt), one, other in zip(jobs, plain, coupled, strict=True):
-            if name != setting:
-                continue
-            num_different += one.output_ids != other.output_ids
-            if distinct_ngram_share(one.output_ids) < LOOPING_BELOW:
-                num_looping += 1
-                continue
-            pair = (one.mean_acceptance_length, other.mean_acceptance_length)
-            lengths.setdefault(prompt, []).append(pair)
-        per_prompt = np.array([np.mean(pairs, axis=0) for pairs in lengths.values()])
-        summary[setting] = _with_intervals(per_prompt.reshape(-1, 2))
-        summary[setting] |= {"looping": num_looping, "different_outputs": num_different}
-    return {"settings": summary}
-
-
-def _with_intervals(per_prompt: np.ndarray) -> dict[str, Any]:
-    """Means of plain, coupled and their difference, with 95 % intervals over prompts."""
-    if not len(per_prompt):
-        return {"plain": None, "coupled": None, "gain": None}
-    columns = np.column_stack([per_prompt, per_prompt[:, 1] - per_prompt[:, 0]])
-    picks = np.random.default_rng(0).integers(0, len(columns), (NUM_RESAMPLES, len(columns)))
-    bounds = np.quantile(columns[picks].mean(axis=1), [0.025, 0.975], axis=0)
-    return {
-        name: {"mean": mean, "low": low, "high": high}
-        for name, mean, low, high in zip(
-            ("plain", "coupled", "gain"), columns.mean(axis=0), *bounds, strict=True
-        )
+def _summarise(num_prompts: int, answered: dict[Drafting, Answered]) -> dict[str, Any]:
+    """Acceptance lengths, averaged over seeds, then over prompts with texts that do not loop."""
+    lengths: dict[int, list[list[float]]] = {}
+    together = list(zip(*(answered[way].answers for way in WAYS), strict=True))
+    for index, answers in enumerate(together):
+        if min(distinct_ngram_share(one.output_ids) for one in answers) >= LOOPING_BELOW:
+            of_ways = [one.mean_acceptance_length for one in answers]
+            lengths.setdefault(index % num_prompts, []).append(of_ways)
+    per_prompt = np.array([np.mean(seeds, axis=0) for seeds in lengths.values()])
+    summary = _with_intervals(per_prompt.reshape(-1, len(WAYS)))
+    for way in WAYS:
+        summary[way]["tokens_per_second"] = answered[way].tokens_per_second
+    coupled, argmax = (answered[way].answers for way in ("coupled", "argmax"))
+    return summary | {
+        "looping": len(together) - sum(map(len, lengths.values())),
+        "different_outputs": sum(
+            one.output_ids != other.output_ids for one, other in zip(coupled, argmax, strict=True)
+        ),
     }
 
 
+def _with_intervals(per_prompt: np.ndarray) -> dict[str, Any]:
+    """Means of every way and of the gain of coupling over each other one, with 95 % intervals."""
+    columns = {way: per_prompt[:, index] for index, way in enumerate(WAYS)}
+    for way in WAYS[1:]:
+        columns[f"gain_over_{way}"] = columns["coupled"] - columns[way]
+    picks = np.random.default_rng(0).integers(
+        0, max(len(per_prompt), 1), (NUM_RESAMPLES, len(per_prompt))
+    )
+
+    def describe(values: np.ndarray) -> dict[str, Any]:
+        if not len(values):
+            return {"mean": None}
+        low, high = np.quantile(values[picks].mean(axis=1), [0.025, 0.975])
+        return {"mean": values.mean(), "low": low, "high": high}
+
+    return {name: describe(values) for name, values in columns.items()}
+
+
 def format_table(report: dict[str, Any]) -> str:
-    """The report as a Markdown table."""
-    lines = [
-        "Acceptance length, plain -> coupled drafting [95 % interval of the gain over prompts]; "
-        f"{report['prompts']} prompts x {report['seeds']} seeds x {report['max_new_tokens']} "
-        "tokens, without texts that loop",
-        "",
-        f"| draft | tree | {' | '.join(SETTINGS)} |",
-        "|---" * (2 + len(SETTINGS)) + "|",
-    ]
+    """The report as two Markdown tables."""
+    settings = list(dict.fromkeys(row["setting"] for row in report["rows"]))
+    of_pair: dict[tuple[str, str], dict[str, Any]] = {}
     for row in report["rows"]:
-        cells = [_cell(row["settings"][setting]) for setting in SETTINGS]
-        lines.append(f"| {row['draft']} | {row['tree']} | {' | '.join(cells)} |")
-    counts = [entry for row in report["rows"] for entry in row["settings"].values()]
-    different = sum(entry["different_outputs"] for entry in counts)
-    return "\n".join([*lines, "", f"Outputs that differ between the two: {different}"])
+        of_pair.setdefault((row["draft"], row["tree"]), {})[row["setting"]] = row
+    lines = [
+        f"{report['prompts']} prompts x {report['seeds']} seeds x {report['max_new_tokens']} "
+        f"tokens, {report['batch_size']} together, tiny models"
+    ]
+    for title, cell in (
+        (
+            f"Acceptance length, {' / '.join(WAYS)} [95 % intervals over prompts of the gain of "
+            "coupled drafts over the others], without texts that loop",
+            _acceptance,
+        ),
+        (f"Tokens per second, {' / '.join(WAYS)}", _speed),
+    ):
+        lines += ["", title, "", f"| draft | tree | {' | '.join(settings)} |"]
+        lines.append("|---" * (2 + len(settings)) + "|")
+        for (draft, tree), rows in of_pair.items():
+            cells = [cell(rows[setting]) for setting in settings]
+            lines.append(f"| {draft} | {tree} | {' | '.join(cells)} |")
+    different = sum(row["different_outputs"] for row in report["rows"])
+    return "\n".join([*lines, "", f"Outputs that differ, coupled from argmax: {different}"])
 
 
-def _cell(entry: dict[str, Any]) -> str:
-    if entry["gain"] is None:
+def _acceptance(row: dict[str, Any]) -> str:
+    if row["coupled"]["mean"] is None:
         return "all loop"
-    means = f"{entry['plain']['mean']:.2f} -> {entry['coupled']['mean']:.2f}"
-    gain = entry["gain"]
-    return f"{means} [{gain['low']:+.2f}, {gain['high']:+.2f}]"
+    means = " / ".join(f"{row[way]['mean']:.2f}" for way in WAYS)
+    gains = (row[f"gain_over_{way}"] for way in WAYS[1:])
+    return " ".join([means, *(f"[{gain['low']:+.2f}, {gain['high']:+.2f}]" for gain in gains)])
+
+
+def _speed(row: dict[str, Any]) -> str:
+    return " / ".join(f"{row[way]['tokens_per_second']:.0f}" for way in WAYS)
 
 
 def _plot(report: dict[str, Any], path: Path) -> None:
-    """Acceptance length over temperature; one panel per tree, dashed lines are plain drafting."""
+    """Acceptance length over temperature; one panel per tree, one style of line per way."""
     from matplotlib import pyplot
 
     names = [name for name, given in SETTINGS.items() if set(given) == {"temperature"}]
     temperatures = [SETTINGS[name]["temperature"] for name in names]
-    trees = list(dict.fromkeys(row["tree"] for row in report["rows"]))
+    trees, drafts = (
+        list(dict.fromkeys(r[key] for r in report["rows"])) for key in ("tree", "draft")
+    )
+    found = {(row["draft"], row["tree"], row["setting"]): row for row in report["rows"]}
     figure, axes = pyplot.subplots(
         1, len(trees), figsize=(4 * len(trees), 4), sharey=True, layout="constrained", squeeze=False
     )
     for axis, tree in zip(axes[0], trees, strict=True):
-        rows = [row for row in report["rows"] if row["tree"] == tree]
-        for number, row in enumerate(rows):
-            for kind, style in (("coupled", "-"), ("plain", "--")):
-                entries = [row["settings"][name][kind] for name in names]
-                means = [np.nan if entry is None else entry["mean"] for entry in entries]
-                label = row["draft"] if kind == "coupled" else None
-                axis.plot(temperatures, means, style, marker="o", color=f"C{number}", label=label)
-        axis.set(title=f"tree {tree}", xlabel="temperature (solid: coupled, dashed: plain)")
+        for (number, draft), (way, style) in product(
+            enumerate(drafts), zip(WAYS, ("-", "--", ":"), strict=True)
+        ):
+            means = [found[draft, tree, name][way]["mean"] for name in names]
+            means = [np.nan if mean is None else mean for mean in means]
+            axis.plot(
+                temperatures, means, style, marker="o", color=f"C{number}", label=f"{draft}, {way}"
+            )
+        axis.set(title=f"tree {tree}", xlabel="temperature")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("acceptance length")
     axes[0][0].legend()
@@ -199,8 +218,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=at_least(1), default=128, metavar="N")
     parser.add_argument("--seeds", type=at_least(1), default=3, metavar="N", help="per prompt")
     parser.add_argument("--batch-size", type=at_least(1), default=16, metavar="N")
+    parser.add_argument("--trees", nargs="+", default=TREES, metavar="DEPTH/TOP_K/TOTAL")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
     args = parser.parse_args(arguments)
+    trees = [read_tree(text) for text in args.trees]
     demo = {name: str(DEMO / folder / "model") for name, folder in DEMO_DRAFTS.items()}
     config = BenchConfig(
         target=args.target,
@@ -210,14 +231,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prompt_tokens=48,
         max_new_tokens=args.max_new_tokens,
     )
-    report = measure(config, args.seeds, args.batch_size)
+    report = measure(config, trees, args.seeds, args.batch_size)
     print(format_table(report))
     if args.output is not None:
         picture = args.output / "coupling.png"
         write_report(report, format_table(report), args.output, plot=lambda: _plot(report, picture))
     print(json.dumps(report))
-    if any(e["different_outputs"] for row in report["rows"] for e in row["settings"].values()):
-        raise UserError("outputs differ between plain and coupled drafting; see the report")
+    if any(row["different_outputs"] for row in report["rows"]):
+        raise UserError("outputs of coupled and argmax drafts differ; see the report")
 
 
 if __name__ == "__main__":

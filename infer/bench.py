@@ -218,7 +218,7 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
     baseline = Engine.load(
         config.target,
         tree=config.tree,
-        is_coupled=config.is_coupled,
+        drafting=config.drafting,
         quantise=config.quantise,
         mesh=config.mesh,
     )
@@ -242,6 +242,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if not args.autotune and (args.batch_sizes or args.trees_file):
         raise UserError("--batch-sizes and --trees-file are of --autotune; give it, too")
+    if config.drafting == "sampled" and (args.check_lossless or args.autotune):
+        raise UserError(
+            "--check-lossless and --autotune want texts that no draft changes; those of "
+            "drafting=sampled are the target's in distribution only; choose coupled or argmax"
+        )
     if args.check_lossless:
         _check_lossless(config)
         return

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.models import TreeConfig
+from poss_jax.config.models import Drafting, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import Text, draw_noise, process_logits, shift_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
@@ -49,8 +49,8 @@ class Setting:
     @property
     def name(self) -> str:
         tree = f"{self.tree.depth}/{self.tree.top_k}/{self.tree.num_nodes}"
-        coupling = "" if self.engine.is_coupled else ", not coupled"
-        return f"{self.draft}, tree {tree}, batch {self.batch_size}{coupling}"
+        drafting = "" if self.engine.drafting == "coupled" else f", {self.engine.drafting} drafts"
+        return f"{self.draft}, tree {tree}, batch {self.batch_size}{drafting}"
 
 
 def check_lossless(
@@ -94,13 +94,13 @@ def draw_jobs(prompts: Sequence[PreparedPrompt]) -> Iterator[PreparedPrompt]:
 
 
 def list_settings(decoder: Decoder) -> Iterator[Setting]:
-    """The draft's own tree coupled and not, and those of `SHAPES`, alone and in batches."""
+    """The draft's own tree with coupled and argmax drafts, and `SHAPES`, alone and in batches."""
     own = tree_for(decoder.engine.trees, 1) or default_tree()
-    trees = {(own, True), (own, False)}
+    trees: set[tuple[TreeConfig, Drafting]] = {(own, "coupled"), (own, "argmax")}
     for depth, top_k, total_tokens in SHAPES:
-        trees.add((TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens), True))
-    for (tree, is_coupled), size in product(sorted(trees, key=str), BATCH_SIZES):
-        engine = decoder.engine.with_tree(tree, is_coupled=is_coupled)
+        trees.add((TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens), "coupled"))
+    for (tree, drafting), size in product(sorted(trees, key=str), BATCH_SIZES):
+        engine = decoder.engine.with_tree(tree, drafting=drafting)
         yield Setting(decoder.name, engine, tree, size)
 
 

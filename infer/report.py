@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,33 @@ def format_report(report: dict[str, Any]) -> str:
     lines = [
         f"{report['max_new_tokens']} new tokens, {report['repeats']} repeats; in brackets 95 % "
         "intervals over questions",
-        *_describe_sampling(report.get("config")),
+        *_describe_sampling(report["config"]),
     ]
+    is_compared = report["config"]["drafting"] != "sampled"
+    if not is_compared:
+        lines.append(
+            "outputs are not compared: with sampled drafts they equal autoregressive ones in "
+            "distribution only"
+        )
     for group in report["groups"]:
-        lines += ["", *_describe_group(group), *_group_table(group, "all")]
+        table = partial(_group_table, group, is_compared=is_compared)
+        lines += ["", *_describe_group(group), *table("all")]
         if group["looping_questions"]:
-            lines += [
-                "",
-                "without those whose answers loop",
-                "",
-                *_group_table(group, "not_looping"),
-            ]
+            lines += ["", "without those whose answers loop", "", *table("not_looping")]
         lines += _comparison_table(group)
     return "\n".join([*lines, "", *_memory_table(report), *_phase_table(report)])
 
 
-def _describe_sampling(config: dict[str, Any] | None) -> list[str]:
-    """Line about sampling; empty if nothing but temperature and seed are set."""
-    defaults = config_to_dict(SamplingConfig()) | {"temperature": None, "seed": None}
-    given = {} if config is None else config["sampling"] | {"temperature": None, "seed": None}
-    changed = [f"{key} {value}" for key, value in given.items() if value != defaults[key]]
-    if config is not None and not config["is_coupled"]:
-        changed.append("plain drafting")
+def _describe_sampling(config: dict[str, Any]) -> list[str]:
+    """Line about sampling, beyond temperature and seed; empty if all is as by default."""
+    defaults, ours = config_to_dict(SamplingConfig()), ("temperature", "seed")
+    changed = [
+        f"{key} {value}"
+        for key, value in config["sampling"].items()
+        if value != defaults[key] and key not in ours
+    ]
+    if config["drafting"] != "coupled":
+        changed.append(f"{config['drafting']} drafts")
     return [f"sampling: {', '.join(changed)}"] if changed else []
 
 
@@ -55,7 +61,7 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     ]
 
 
-def _group_table(group: dict[str, Any], part: str) -> list[str]:
+def _group_table(group: dict[str, Any], part: str, *, is_compared: bool) -> list[str]:
     rows = {name: entry[part] for name, entry in group["methods"].items() if part in entry}
     depth = max((len(row["positionwise_acceptance"]["value"]) for row in rows.values()), default=0)
     head = ["acceptance length", "pooled", "tokens/s", "speed-up"]
@@ -73,7 +79,7 @@ def _group_table(group: dict[str, Any], part: str) -> list[str]:
             *[""] * (depth - len(positions)),
             *(f"{row['first_token_milliseconds'][key]:.1f}" for key in ("p50", "p90")),
             *(f"{row['token_milliseconds'][key]:.2f}" for key in ("p50", "p90")),
-            f"{row['equal_outputs']} of {row['answers']}",
+            f"{row['equal_outputs']} of {row['answers']}" if is_compared else "",
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines

@@ -125,7 +125,7 @@ def tiny_models(folder: Path) -> Dump:
         name: Engine.load(target, trained[name] / "model", tree=SMALL)
         for name in ("eagle", "poss3", "poss3_shared")
     }
-    engines["uncoupled"] = engines["poss3"].with_tree(SMALL, is_coupled=False)
+    engines["uncoupled"] = engines["poss3"].with_tree(SMALL, drafting="argmax")
     for name, engine in {"plain": Engine.load(target), **engines}.items():
         for size, sampling in ((1, None), (3, SAMPLED)):
             if sampling is None and name in ("eagle", "uncoupled"):

@@ -194,7 +194,11 @@ def made_up_report() -> dict[str, Any]:
         },
         "autoregressive_step_milliseconds": steps,
         "roofline": {"device": device},
-        "config": {"target": "T", "sampling": config_to_dict(SamplingConfig()), "is_coupled": True},
+        "config": {
+            "target": "T",
+            "sampling": config_to_dict(SamplingConfig()),
+            "drafting": "coupled",
+        },
         "provenance": {"command": ["python", "-m", "infer.bench"], "versions": {"jax": "1"}},
     }
 
@@ -372,13 +376,32 @@ def test_roofline_is_measured_anew_and_shown(
 def test_sampled_outputs_are_equal_too(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([*flags, *TREE, *"--tree-depth 1 --temperature 1 --seed 5 --no-coupling".split()])
+    main([*flags, *TREE, *"--tree-depth 1 --temperature 1 --seed 5 --drafting argmax".split()])
     out = capsys.readouterr().out
     report = json.loads(out.splitlines()[-1])
-    assert out.splitlines()[1] == "sampling: plain drafting"
+    assert out.splitlines()[1] == "sampling: argmax drafts"
     (group,) = report["groups"]
     assert (group["temperature"], group["seeds"]) == (1, [5])
     assert [rows["all"]["equal_outputs"] for rows in group["methods"].values()] == [2, 2]
+
+
+def test_outputs_of_sampled_drafts_are_not_compared(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampled = [*flags, *TREE, *"--tree-depth 1 --temperature 1 --drafting sampled".split()]
+    main(sampled)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == [
+        "sampling: sampled drafts",
+        "outputs are not compared: with sampled drafts they equal autoregressive ones in "
+        "distribution only",
+    ]
+    rows = [line for line in lines if line.startswith("| PosS-2 | ")]
+    assert rows[0].endswith(" |  |")
+    assert not any(" of 2 |" in line for line in lines)
+    for action in ("--check-lossless", "--autotune"):
+        with pytest.raises(UserError, match="are the target's in distribution only"):
+            main([*sampled, action])
 
 
 def test_flags_win_over_the_config(

@@ -11,6 +11,7 @@ from test_golden import pad_prompts
 from test_sampling import settings, text_of
 from watch import Watch
 
+from poss_jax.config.models import DraftConfig, Drafting
 from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, coupled_children, top_children
 from poss_jax.decode.ranking import _top_k_of_blocks, choose
@@ -77,13 +78,12 @@ def test_more_is_accepted_and_nothing_changes(given, tmp_path):
         sampling=settings(len(prompts), seed=range(len(prompts)), temperature=1.0, **given)
     )
 
-    def run(is_coupled: bool | None):
-        draft = None if is_coupled is None else golden.draft_config
-        tree, coupled = TREES["_small"], bool(is_coupled)
-        config = DecodeConfig(golden.llama, draft, tree, rows=256, is_coupled=coupled)
+    def run(draft: DraftConfig | None, drafting: Drafting = "coupled"):
+        config = DecodeConfig(golden.llama, draft, TREES["_small"], rows=256, drafting=drafting)
         return generate(golden.weights, config, request).output
 
-    alone, plain, coupled = run(None), run(False), run(True)
+    alone, coupled = run(None), run(golden.draft_config)
+    plain = run(golden.draft_config, "argmax")
     WATCH.check()
     for output in (plain, coupled):
         np.testing.assert_array_equal(output.tokens[:, :LENGTH], alone.tokens[:, :LENGTH])

@@ -2,7 +2,7 @@
 
 A vocabulary of four tokens and texts of four tokens: all 256 texts are enumerated with their exact
 probabilities. Of 200,000 that are sampled autoregressively the frequencies are tested; speculative
-texts are the same, seed by seed.
+texts are the same, seed by seed. Those of sampled drafts have frequencies of their own, tested too.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import random_draft, random_target, stacked, tiny_llama
+from models import exact_pair, random_draft, random_target, stacked, tiny_llama
 from scipy import stats
 from test_sampling import settings
 
@@ -30,26 +30,35 @@ V, LENGTH, BATCH, NUM_SAMPLES = 4, 4, 4000, 200_000
 LLAMA = tiny_llama(vocab_size=V, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 1))
 PROMPT = [2, 0, 1]
-GIVEN = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3}
+GIVEN = {
+    "sure": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3},
+    "unsure": {"temperature": 1.5, "top_k": 3, "top_p": 0.95, "repetition_penalty": 1.3},
+    "twins": {"temperature": 1.2, "top_k": 3, "top_p": 0.95, "repetition_penalty": 1.3},
+}
 TREES = {
-    "greedy": (TreeConfig(depth=2, top_k=2, total_tokens=6), False),
-    "wide": (TreeConfig(depth=2, top_k=4, total_tokens=21), True),
-    "chain": (TreeConfig(depth=3, top_k=1, total_tokens=4), True),
+    "greedy": (TreeConfig(depth=2, top_k=2, total_tokens=6), "argmax"),
+    "wide": (TreeConfig(depth=2, top_k=4, total_tokens=21), "coupled"),
+    "chain": (TreeConfig(depth=3, top_k=1, total_tokens=4), "coupled"),
+    "sampled": (TreeConfig(depth=3, top_k=3, total_tokens=14), "sampled"),
 }
 
 
 @cache
-def weights() -> Weights:
-    target = random_target(LLAMA, seed=3)
-    return Weights(target, attach(random_draft(DRAFT, seed=4), target))
+def weights(world: str = "sure") -> Weights:
+    """A target and a draft that knows nothing of it; twins agree on every logit."""
+    if world == "twins":
+        target, draft = exact_pair(LLAMA, DRAFT, sharpness=0.125, num_flipped=0, seed=0)
+    else:
+        target, draft = random_target(LLAMA, seed=3), random_draft(DRAFT, seed=4)
+    return Weights(target, attach(draft, target))
 
 
 @cache
-def exact_distribution() -> np.ndarray:
+def exact_distribution(world: str = "sure") -> np.ndarray:
     """Probability of every text, from plain forwards over all of them."""
     texts = np.array(list(itertools.product(range(V), repeat=LENGTH)), np.int32)
     tokens = jnp.asarray(np.hstack([np.tile(PROMPT, (len(texts), 1)), texts]), jnp.int32)
-    target = weights().target
+    target = weights(world).target
     features = encode(stacked(target), LLAMA, tokens)
     logits = linear(features, target["head"]["weight"])
     probability = np.ones(len(texts))
@@ -59,7 +68,7 @@ def exact_distribution() -> np.ndarray:
         text = Text(
             tokens, jnp.zeros_like(tokens, bool).at[:, :end].set(True), tokens[:, :0], nothing
         )
-        given = settings(len(texts), **GIVEN)
+        given = settings(len(texts), **GIVEN[world])
         scores = process_logits(logits[:, end - 1 : end], given, text)
         chosen = np.array(jax.nn.softmax(scores[:, 0]), np.float64)
         probability *= np.take_along_axis(chosen, texts[:, n : n + 1], axis=1)[:, 0]
@@ -67,12 +76,10 @@ def exact_distribution() -> np.ndarray:
     return probability / probability.sum()
 
 
-def sample(name: str | None, num_samples: int = NUM_SAMPLES) -> np.ndarray:
+def sample(name: str | None, num_samples: int = NUM_SAMPLES, *, world: str = "sure") -> np.ndarray:
     """Texts as numbers of four digits to the base of four; None decodes autoregressively."""
-    tree, is_coupled = TREES[name or "chain"]
-    config = DecodeConfig(
-        LLAMA, DRAFT if name else None, tree, rows=32, chunk=8, is_coupled=is_coupled
-    )
+    tree, drafting = TREES[name or "chain"]
+    config = DecodeConfig(LLAMA, DRAFT if name else None, tree, rows=32, chunk=8, drafting=drafting)
 
     @jax.jit
     def run(weights: Weights, seeds: jax.Array) -> jax.Array:
@@ -81,18 +88,18 @@ def sample(name: str | None, num_samples: int = NUM_SAMPLES) -> np.ndarray:
             lengths=jnp.full(BATCH, len(PROMPT), jnp.int32),
             limits=jnp.full(BATCH, LENGTH, jnp.int32),
             stop_ids=jnp.asarray([-1], jnp.int32),
-            sampling=settings(BATCH, **GIVEN).replace(seed=seeds),
+            sampling=settings(BATCH, **GIVEN[world]).replace(seed=seeds),
         )
         tokens = speculate.generate(weights, config, request).output.tokens[:, :LENGTH]
         return tokens @ jnp.asarray(V ** np.arange(LENGTH)[::-1], jnp.int32)
 
     seeds = np.arange(num_samples, dtype=np.uint32).reshape(-1, BATCH)
-    return np.concatenate([np.array(run(weights(), jnp.asarray(part))) for part in seeds])
+    return np.concatenate([np.array(run(weights(world), jnp.asarray(part))) for part in seeds])
 
 
-def find_bias(texts: np.ndarray) -> list[str]:
+def find_bias(texts: np.ndarray, world: str = "sure") -> list[str]:
     """Which of two tests tell the texts from the exact distribution, at 0.1 %."""
-    exact, counts = exact_distribution(), np.bincount(texts, minlength=V**LENGTH)
+    exact, counts = exact_distribution(world), np.bincount(texts, minlength=V**LENGTH)
     size, found = len(texts), []
     is_common = exact * size >= 5
     merged = [np.append(x[is_common], x[~is_common].sum()) for x in (counts, exact * size)]
@@ -117,9 +124,14 @@ def test_sampled_texts_have_the_exact_distribution():
     assert find_bias(expected()) == []
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", ["greedy", "wide", "chain"])
 def test_speculative_texts_are_the_same(name):
     np.testing.assert_array_equal(sample(name, 20_000), expected()[:20_000])
+
+
+@pytest.mark.parametrize("world", ["unsure", "twins"])
+def test_texts_of_sampled_drafts_have_the_exact_distribution(world):
+    assert find_bias(sample("sampled", world=world), world) == []
 
 
 def by_round(config, request, state, *, original):

@@ -73,15 +73,15 @@ def test_a_written_line_is_a_prompt_that_brings_back_its_answer(
     assert again["output_ids"] == sampled[2]["output_ids"]
 
 
-def test_coupling_can_be_left_out(
+def test_another_way_to_draft_can_be_chosen(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, coupled = Engine.load, []
+    load, seen = Engine.load, []
     monkeypatch.setattr(
         Engine,
         "load",
-        lambda *args, **options: coupled.append(options["is_coupled"]) or load(*args, **options),
+        lambda *args, **options: seen.append(options["drafting"]) or load(*args, **options),
     )
-    for options in ([], ["--no-coupling"]):
+    for options in ([], ["--drafting", "sampled"]):
         generate(runs.model("target"), None, tmp_path, "--prompt", "def area_7", *options)
-    assert coupled == [True, False]
+    assert seen == ["coupled", "sampled"]

@@ -3,7 +3,7 @@
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from poss_jax.config.models import STRICT, MeshConfig, Quantisation, TreeConfig
+from poss_jax.config.models import STRICT, Drafting, MeshConfig, Quantisation, TreeConfig
 from poss_jax.config.numbers import (
     Bias,
     Count,
@@ -59,8 +59,10 @@ class DecodingConfig:
       tree: Size of the draft tree; null takes what was tuned for the draft on this kind of device
         (`infer.bench --autotune`), else the default of the device (depth 6, top_k 10 and
         total_tokens 60 on accelerators, 4, 4 and 16 on CPU).
-      is_coupled: Let drafts use the noise that the target samples with, which saves rounds and
-        changes no text.
+      drafting: How drafts propose tokens when texts are sampled (docs/generate.md, "Ways to
+        draft"): coupled uses the noise that the target samples with, argmax takes the most likely
+        tokens; both leave every text as it is. sampled draws tokens and keeps them by a ratio test;
+        then texts have the same distribution, but not the same tokens as without a draft.
       allow_target_mismatch: Use a draft that was made for other weights of the same shape.
       draft_vocabulary: JSON file of the tokens that drafts may propose (docs/generate.md, "Draft
         vocabularies"); for drafts that share the target's head.
@@ -73,7 +75,7 @@ class DecodingConfig:
     max_new_tokens: Count = 256
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     tree: TreeConfig | None = None
-    is_coupled: bool = True
+    drafting: Drafting = "coupled"
     allow_target_mismatch: bool = False
     draft_vocabulary: str | None = None
     quantise: Quantisation | None = None

@@ -24,6 +24,7 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Spans = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
 Divisors = tuple[Positive, ...]
 Quantisation = Literal["int8", "fp8"]
+Drafting = Literal["coupled", "argmax", "sampled"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -124,10 +124,19 @@ def shift_logits(
 
 
 def process_logits(
-    logits: Float[Array, "B rows V"], sampling: Sampling, text: Text
-) -> Float[Array, "B rows V"]:
-    """Scores of the tokens that may be chosen, -inf for the others: what `draw` draws from."""
-    scores = shift_logits(logits, sampling, text, vocab_size=logits.shape[-1])
+    logits: Float[Array, "B rows Vd"],
+    sampling: Sampling,
+    text: Text,
+    *,
+    vocab_size: int | None = None,
+    vocabulary: Int[Array, " Vd"] | None = None,
+) -> Float[Array, "B rows Vd"]:
+    """Scores of the tokens that may be chosen, -inf for the others: what `draw` draws from.
+
+    The vocabulary is that of `shift_logits`; None: the logits are the target's.
+    """
+    vocab_size = vocab_size or logits.shape[-1]
+    scores = shift_logits(logits, sampling, text, vocab_size=vocab_size, vocabulary=vocabulary)
     return _where_any(
         _has_filter(sampling),
         lambda scores: jnp.where(_is_kept(scores, sampling), scores, -jnp.inf),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from poss_jax.config.models import DraftConfig
-from poss_jax.decode import drafting
+from poss_jax.decode import drafting, rejection
 from poss_jax.decode.ranking import choose
 from poss_jax.decode.sampling import Text, draw, draw_noise, shift_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, DraftState, Output, Request, Weights
@@ -126,6 +126,9 @@ def draft_tree(
     """First part of a round: the tree to verify."""
     if config.draft is None:
         return root_tree(state.root)
+    if config.children is None and config.drafting == "sampled" and request.sampling:
+        text = text_before(request, state.output, root_tree(state.root))
+        return rejection.draw_tree(weights, config, state, request.sampling, text)
     candidates = draft_candidates(weights, config, request, state, noise)
     with jax.named_scope("select"):
         return select(state.root, candidates, config.tree)
@@ -141,7 +144,8 @@ def draft_candidates(
     """All nodes that a draft proposes, before the tree is selected among them."""
     assert config.draft is not None and state.draft is not None, "want a draft"
     children = config.children or drafting.top_children
-    if config.children is None and config.is_coupled and request.sampling and noise is not None:
+    is_coupled = config.children is None and config.drafting == "coupled"
+    if is_coupled and request.sampling and noise is not None:
         children = partial(
             drafting.coupled_children,
             sampling=request.sampling,
@@ -188,7 +192,10 @@ def choose_tokens(
     text = text_before(request, state.output, tree)
     scores = shift_logits(logits, request.sampling, text, vocab_size=logits.shape[-1])
     noise = jnp.take_along_axis(noise, tree.depths[:, :, None], axis=1)
-    return draw(scores, noise, request.sampling)
+    chosen = draw(scores, noise, request.sampling)
+    if isinstance(tree, rejection.DrawnTree):
+        return rejection.choose_drawn(tree, chosen, logits, noise, request.sampling, text)
+    return chosen
 
 
 @jax.named_scope("commit")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from flax import struct
 from jax.sharding import Mesh
 
-from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, Drafting, LlamaConfig, TreeConfig
 from poss_jax.decode.drafting import ChildrenFn, num_streams
 from poss_jax.decode.sampling import Sampling
 from poss_jax.model.cache import KVCache
@@ -22,8 +22,8 @@ class DecodeConfig(NamedTuple):
       rows: S, room of every sequence for its prompt, its new tokens and `margin`, and for the
         prompt in whole chunks.
       chunk: tokens of a prompt that the target reads in one forward.
-      is_coupled: whether the draft looks at the noise the target will sample with.
-      children: how the draft proposes the children of a node, instead of either way of its own.
+      drafting: how drafts propose tokens to sampled sequences.
+      children: how the draft proposes the children of a node, instead of `drafting`.
       mesh: devices; None: one.
     """
 
@@ -32,7 +32,7 @@ class DecodeConfig(NamedTuple):
     tree: TreeConfig
     rows: int
     chunk: int = 64
-    is_coupled: bool = True
+    drafting: Drafting = "coupled"
     children: ChildrenFn | None = None
     mesh: Mesh | None = None
 

@@ -2,7 +2,8 @@
 
 Drafts are a deterministic expansion, so "accept the token the target itself chose, if the tree
 holds it" is the accept/reject scheme of EAGLE-2 with the same acceptance probability, and the
-output is what the target alone would have written.
+output is what the target alone would have written. Where drafts are sampled, `rejection` makes the
+choices.
 """
 
 import jax.numpy as jnp

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.models import DraftConfig, MeshConfig, Quantisation, TreeConfig
+from poss_jax.config.models import DraftConfig, Drafting, MeshConfig, Quantisation, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.tokenizer import load_tokenizer
@@ -78,7 +78,7 @@ class Engine:
       draft_config: shape of the draft; None decodes autoregressively.
       weights: parameters of both, on the device, fused for decoding.
       trees: size of the draft tree per batch size, clamped to what can be drafted.
-      is_coupled: True if the draft uses the noise that the target samples with.
+      drafting: how the draft proposes tokens to sampled texts.
       tokenizer: the target's tokenizer; None if the model folder has none (token ids still work).
       stop_ids: tokens that end a text.
       max_length: most tokens of prompt and answer together.
@@ -93,7 +93,7 @@ class Engine:
         tokenizer: Any = None,
         tree: TreeConfig | Trees | None = None,
         max_length: int | None = None,
-        is_coupled: bool = True,
+        drafting: Drafting = "coupled",
         mesh: MeshConfig | Mesh | None = None,
     ) -> None:
         """Holds a target; `with_draft` adds a draft.
@@ -104,7 +104,7 @@ class Engine:
           tokenizer: the target's tokenizer; None accepts token ids only.
           tree: as in `load`.
           max_length: as in `load`.
-          is_coupled: as in `load`.
+          drafting: as in `load`.
           mesh: as in `load`.
         """
         self._record = record
@@ -118,7 +118,7 @@ class Engine:
         self.weights = Weights(target, {})
         self._has_own_trees = tree is not None
         self.trees = _fit_trees(tree or default_tree(), {})
-        self.is_coupled = is_coupled
+        self.drafting: Drafting = drafting
         self.tokenizer = tokenizer
         self.stop_ids = _stop_ids(self.target_config.eos_token_ids, tokenizer)
         self.max_length = max_length or self.target_config.max_position_embeddings
@@ -132,7 +132,7 @@ class Engine:
         tree: TreeConfig | Trees | None = None,
         dtype: Any = None,
         max_length: int | None = None,
-        is_coupled: bool = True,
+        drafting: Drafting = "coupled",
         allow_target_mismatch: bool = False,
         draft_vocabulary: str | Path | None = None,
         quantise: Quantisation | None = None,
@@ -148,8 +148,10 @@ class Engine:
             else 6/10/60 on accelerators, 4/4/16 on CPU.
           dtype: dtype of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
           max_length: most tokens of prompt and answer; None: what the target was made for.
-          is_coupled: let the draft use the noise that the target samples with; the output is the
-            same, the acceptance length is not.
+          drafting: how the draft proposes tokens to sampled texts: `coupled` uses the noise that
+            the target samples with, `argmax` takes the most likely tokens, both with the same
+            output; `sampled` draws tokens and keeps them by a ratio test, with outputs that are
+            the same in distribution only.
           allow_target_mismatch: use a draft made for other weights of the same shape.
           draft_vocabulary: file of the tokens that the draft may propose (see `python -m
             poss_jax.draft_vocab`); None: what its folder says, usually all.
@@ -175,7 +177,7 @@ class Engine:
             tokenizer=tokenizer,
             tree=tree,
             max_length=max_length,
-            is_coupled=is_coupled,
+            drafting=drafting,
             mesh=mesh,
         )
         if draft is None:
@@ -233,13 +235,13 @@ class Engine:
         other.trees = _fit_trees(self.trees, draft)
         return other
 
-    def with_tree(self, tree: TreeConfig | Trees, *, is_coupled: bool | None = None) -> "Engine":
-        """Returns an engine of the same models with another tree, or other coupling, or both."""
+    def with_tree(self, tree: TreeConfig | Trees, *, drafting: Drafting | None = None) -> "Engine":
+        """Returns an engine of the same models with another tree, or way to draft, or both."""
         other = copy(self)
         other._has_own_trees = True
         other.trees = _fit_trees(tree, self.weights.draft)
-        if is_coupled is not None:
-            other.is_coupled = is_coupled
+        if drafting is not None:
+            other.drafting = drafting
         return other
 
     # ----------------------------------------------------------------------------------------------
@@ -410,7 +412,7 @@ class Engine:
             tree or TreeConfig(),
             rows=0,
             chunk=prefill_chunk(),
-            is_coupled=self.is_coupled,
+            drafting=self.drafting,
             mesh=self.mesh,
         )
         return config._replace(rows=rows_for(config, length, max_length=self.max_length))

@@ -36,10 +36,7 @@ ConfigT = TypeVar("ConfigT")
 
 _INDENT = 6 * " "
 _MOST = 2**31 - 1  # numbers become int32 on the device
-_NAMES = {
-    **{"drafts": "draft", "datasets": "dataset"},
-    **{"is_coupled": "no-coupling", "keeps_unfinished": "keep-unfinished"},
-}
+_NAMES = {"drafts": "draft", "datasets": "dataset", "keeps_unfinished": "keep-unfinished"}
 _METAVARS = {
     **dict.fromkeys(["target", "draft", "init_draft"], "DIR"),
     **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
@@ -164,7 +161,7 @@ def load_engine(config: AnswerConfig) -> Engine:
         config.draft,
         tree=config.tree if config.trees is None else read_trees(Path(config.trees)),
         max_length=config.max_length,
-        is_coupled=config.is_coupled,
+        drafting=config.drafting,
         allow_target_mismatch=config.allow_target_mismatch,
         draft_vocabulary=config.draft_vocabulary,
         quantise=config.quantise,

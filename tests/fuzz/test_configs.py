@@ -22,7 +22,7 @@ SECTIONS = {
 OPTIONS = """
     --max-new-tokens --batch-size --max-length --temperature --top-k --top-p --min-p --seed
     --repetition-penalty --logit-bias --tree-depth --tree-top-k --tree-total-tokens --stop --stream
-    --no-coupling --trees --prompt --output
+    --drafting --trees --prompt --output
 """.split()
 TEXTS = """
     2024-13-45 2024-12-24 12:30:45 1_000 0x1F 0b11 017 1e-4 1e400 .inf -.nan ~ null true yes = <<

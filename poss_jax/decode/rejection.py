@@ -1,0 +1,258 @@
+"""Sampled drafts with rejection: children are drawn from the draft, and kept by a ratio test.
+
+The third way to draft, beside argmax and coupled drafts, and the one of SpecInfer (arXiv
+2305.09781) and EAGLE (2401.15077). Texts have the target's distribution, but are not those that
+the target alone writes with the same seed.
+
+  - Drafting: the children of a node are drawn without replacement from the draft's distribution q,
+    in an order that counts: the best of log q plus Gumbel noise of their own.
+  - Verification: with p the target's distribution, child x is accepted with probability
+    min(1, p(x) / q(x)). If it is not, p becomes norm(max(p - q, 0)), x is removed from q, and the
+    next child is tested. Where none is left, the token is drawn from p.
+
+The test decides on a token at every node by itself, so that the path is found as for other trees
+(`verify.accept`). Where the filters leave fewer tokens than a node has children, the other children
+are not tested; a token that is drawn from p may still equal one of them.
+
+The test is exact only if the children it sees do not depend on what was drawn for them. So neither
+tokens nor probabilities decide where the tree grows, only the places at which children are drawn:
+the child at place 0 is accepted most often, whatever it is. With the score of a place instead of a
+log-probability, EAGLE-2's search gives a tree of the same shape in every round (`groups_of`).
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from poss_jax.config.models import TreeConfig
+from poss_jax.decode.drafting import Level, draft
+from poss_jax.decode.ranking import choose
+from poss_jax.decode.ranking import top_k as best_of
+from poss_jax.decode.sampling import Sampling, Text, process_logits
+from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
+from poss_jax.decode.tree import Tree, select
+from poss_jax.shapes import Array, Float, Int
+
+# A later place counts as three levels more: right if of the children that are tested, each passes
+# with probability a = 0.68, for which 1 - a = a^3. Whole numbers are added without rounding.
+_LEVELS_PER_PLACE = 3
+_DRAFTS = 2**32 - 1  # folded into a seed where the target's noise has a position, which is smaller
+
+
+Path = tuple[int, ...]
+"""Places at which the nodes between the root and a node were drawn among their siblings."""
+
+
+class Groups(NamedTuple):
+    """Siblings of a drawn tree.
+
+        places  root ─┬─ 0 ─┬─ 0 ─── 0        nodes  0 ─┬─ 1 ─┬─ 3 ─── 6
+                      │     └─ 1                        │     └─ 4
+                      └─ 1 ─── 0                        └─ 2 ─── 5
+
+        parents (0, 1, 2, 3)   children ((1, 2), (3, 4), (5, -1), (6, -1))   rows (0, 1, 2, 3)
+
+    Attributes:
+      parents: node that each group continues.
+      children: its children in the order of their places; -1 fills up.
+      rows: place of each parent in the list of all nodes that children were drawn for.
+    """
+
+    parents: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+    rows: tuple[int, ...]
+
+
+@cache
+def groups_of(tree: TreeConfig) -> Groups:
+    """Siblings of all drawn trees of a size."""
+    beam: list[Path] = [()]
+    expanded: list[Path] = []  # `draft` runs these nodes, in this order
+    listed: list[Path] = []  # and lists these children
+    for _ in range(tree.depth):
+        level = [(*path, place) for path in beam for place in range(tree.top_k)]
+        expanded, listed = expanded + beam, listed + level
+        beam = sorted(level, key=_cost)[: tree.top_k]
+    kept = set(sorted(listed, key=_cost)[: tree.num_nodes - 1])
+    nodes = {path: node for node, path in enumerate([(), *filter(kept.__contains__, listed)])}
+    children: dict[Path, list[int]] = {}
+    for path, node in nodes.items():
+        if path:
+            children.setdefault(path[:-1], []).append(node)
+    most = max(map(len, children.values()))
+    return Groups(
+        parents=tuple(nodes[path] for path in children),
+        children=tuple((*own, *[-1] * (most - len(own))) for own in children.values()),
+        rows=tuple(expanded.index(path) for path in children),
+    )
+
+
+def _cost(path: Path) -> int:
+    return len(path) + _LEVELS_PER_PLACE * sum(path)
+
+
+class DrawnTree(Tree):
+    """A tree whose children were drawn, and what the test of them needs.
+
+    Attributes:
+      probs: distribution that the children of each group were drawn from, over the target's
+        vocabulary.
+      thresholds: uniform number that each node is tested with.
+      groups: its siblings.
+    """
+
+    probs: Array  # [B groups V] float32
+    thresholds: Array  # [B M] float32
+    groups: Groups = struct.field(pytree_node=False)
+
+
+def draw_tree(
+    weights: Weights, config: DecodeConfig, state: DecodeState, sampling: Sampling, text: Text
+) -> DrawnTree:
+    """Drafts a tree; greedy sequences get the most likely children.
+
+    Args:
+      weights: target and draft.
+      config: static settings.
+      state: state before the round.
+      sampling: the request's settings.
+      text: tokens so far; the path in it is not looked at.
+    """
+    assert config.draft is not None and state.draft is not None, "want a draft"
+    vocabulary, V = weights.draft["vocabulary"], config.target.vocab_size
+    noise, thresholds = _draw_numbers(
+        sampling,
+        state.target_cache.length,
+        noise_shape=(config.tree.depth, V if vocabulary is None else len(vocabulary)),
+        num_nodes=config.tree.num_nodes,
+    )
+    probs = []  # of every level, as `draft` asks for its children
+
+    def children(logits: Array, level: Level, top_k: int) -> tuple[Array, Array]:
+        before = text._replace(path=level.path, on_path=level.on_path)
+        scores = process_logits(logits, sampling, before, vocab_size=V, vocabulary=vocabulary)
+        probs.append(_over_target(jax.nn.softmax(scores), vocabulary, V))
+        _, ids = best_of(scores + noise[:, level.depth, None], top_k)
+        costs = jnp.asarray([_cost((place,)) for place in range(top_k)], jnp.float32)
+        return ids, jnp.broadcast_to(-costs[None, None], ids.shape)
+
+    candidates = draft(
+        weights.draft,
+        config.draft,
+        config.tree,
+        state.draft.cache,
+        state.draft.root_input,
+        children,
+    )
+    groups = groups_of(config.tree)
+    return DrawnTree(
+        **vars(select(state.root, candidates, config.tree)),
+        probs=jnp.concatenate(probs, axis=1)[:, jnp.asarray(groups.rows)],
+        thresholds=thresholds,
+        groups=groups,
+    )
+
+
+def choose_drawn(
+    tree: DrawnTree,
+    chosen: Int[Array, "B M"],
+    logits: Float[Array, "B M V"],
+    noise: Float[Array, "B M V"],
+    sampling: Sampling,
+    text: Text,
+) -> Int[Array, "B M"]:
+    """The token after every node: the child that passes the test, or a draw from what is left.
+
+    Args:
+      tree: the drawn tree.
+      chosen: the target's choices; those of nodes without children and of greedy sequences stay.
+      logits: the target's.
+      noise: the target's, of every node.
+      sampling: the request's settings.
+      text: tokens before each choice.
+    """
+    parents, children = map(jnp.asarray, (tree.groups.parents, tree.groups.children))
+    text = text._replace(on_path=text.on_path[:, parents])
+    accepted, left = accept_child(
+        jax.nn.softmax(process_logits(logits[:, parents], sampling, text)),
+        tree.probs,
+        jnp.where(children[None] < 0, -1, tree.tokens[:, children]),
+        tree.thresholds[:, children],
+    )
+    drawn = choose(jnp.log(left) + noise[:, parents])
+    decided = jnp.where(accepted < 0, drawn, accepted)
+    is_sampled = sampling.temperature[:, None] > 0
+    return jnp.where(is_sampled, chosen.at[:, parents].set(decided), chosen)
+
+
+def accept_child(
+    target: Float[Array, "B groups V"],
+    drafted: Float[Array, "B groups V"],
+    tokens: Int[Array, "B groups W"],
+    thresholds: Float[Array, "B groups W"],
+) -> tuple[Int[Array, "B groups"], Float[Array, "B groups V"]]:
+    """Tests the children of every group in the order in which they were drawn.
+
+    Args:
+      target: distribution p that the accepted or drawn token has.
+      drafted: distribution q that the children were drawn from, without replacement.
+      tokens: the children; -1 where there are no more.
+      thresholds: uniform numbers.
+
+    Returns:
+      The accepted child, -1 where none is, and the distribution to draw from in that case.
+    """
+    ids = jnp.arange(target.shape[-1])[None, None]
+    accepted = jnp.full(tokens.shape[:2], -1, jnp.int32)
+    for index in range(tokens.shape[2]):
+        token = tokens[:, :, index, None]
+        p, q = (jnp.take_along_axis(probs, token, axis=2)[..., 0] for probs in (target, drafted))
+        passes = (token[..., 0] >= 0) & (q > 0) & (thresholds[:, :, index] * q < p)
+        accepted = jnp.where((accepted < 0) & passes, token[..., 0], accepted)
+        rest = _normalise(jnp.maximum(target - drafted, 0), otherwise=target)
+        target = jnp.where(token < 0, target, rest)
+        drafted = remove(drafted, ids == token)
+    return accepted, target
+
+
+def remove(drafted: Float[Array, "B groups V"], is_token: Array) -> Float[Array, "B groups V"]:
+    """The distribution without a token; all 0 after the last."""
+    rest = jnp.where(is_token, 0, drafted)
+    return _normalise(rest, otherwise=rest)
+
+
+def _normalise(weights: Array, *, otherwise: Array) -> Array:
+    total = weights.sum(axis=-1, keepdims=True)
+    return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), otherwise)
+
+
+def _over_target(
+    probs: Float[Array, "B rows Vd"], vocabulary: Int[Array, " Vd"] | None, vocab_size: int
+) -> Float[Array, "B rows V"]:
+    if vocabulary is None:
+        return probs
+    return jnp.zeros((*probs.shape[:2], vocab_size)).at[..., vocabulary].set(probs)
+
+
+def _draw_numbers(
+    sampling: Sampling,
+    position: Int[Array, " B"],
+    *,
+    noise_shape: tuple[int, int],
+    num_nodes: int,
+) -> tuple[Float[Array, "B depth Vd"], Float[Array, "B M"]]:
+    """Noise of the draft, 0 in greedy rows, and thresholds; new ones at each position."""
+
+    def draw(seed: Array, position: Array) -> tuple[Array, Array]:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _DRAFTS), position)
+        of_noise, of_thresholds = jax.random.split(key)
+        return (
+            jax.random.gumbel(of_noise, noise_shape, jnp.float32, mode="high"),
+            jax.random.uniform(of_thresholds, (num_nodes,)),
+        )
+
+    noise, thresholds = jax.vmap(draw)(sampling.seed, position)
+    return jnp.where(sampling.temperature[:, None, None] > 0, noise, 0.0), thresholds

@@ -1,0 +1,203 @@
+"""Sampled drafts with rejection: the shape of the tree, the test of its children, whole texts.
+
+`test_distribution.py` compares the joint distribution of whole texts.
+"""
+
+from functools import cache, partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import random_draft, random_target, tiny_llama
+from scipy import stats
+from test_sampling import settings
+from watch import tree_faults
+
+from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.decode import rejection, speculate
+from poss_jax.decode.rejection import DrawnTree, accept_child, groups_of
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.tree import Candidates
+from poss_jax.model.specialists import attach
+
+# --------------------------------------------------------------------------------------------------
+# The shape
+
+
+def test_the_drawn_example():
+    groups = groups_of(TreeConfig(depth=3, top_k=2, total_tokens=7))
+    assert groups.parents == groups.rows == (0, 1, 2, 3)
+    assert groups.children == ((1, 2), (3, 4), (5, -1), (6, -1))
+
+
+def test_groups_are_those_of_the_tree_that_is_selected():
+    for depth, top_k, total_tokens in [(6, 10, 60), (4, 4, 16), (4, 2, 8), (6, 1, 5), (1, 3, 9)]:
+        tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
+        groups = groups_of(tree)
+        nodes = [node for own in groups.children for node in own if node >= 0]
+        assert sorted(nodes) == list(range(1, tree.num_nodes))
+        for node, own in zip(groups.parents, groups.children, strict=True):
+            assert own[0] > node
+        assert len(groups.children[0]) <= top_k
+        assert max(groups.rows) <= (depth - 1) * top_k
+
+
+# --------------------------------------------------------------------------------------------------
+# The test of one node's children
+
+NUM_DRAWS, V = 200_000, 6
+UNLIKE = np.float32([0.02, 0.4, 0.08, 0.3, 0.15, 0.05])
+TARGET = np.float32([0.3, 0.05, 0.25, 0.1, 0.1, 0.2])
+FEW = np.float32([0.5, 0, 0, 0.5, 0, 0])
+DRAFTS = {"unlike": UNLIKE, "equal": TARGET, "filtered": FEW}
+
+
+def choose_often(target: np.ndarray, drafted: np.ndarray, num_children: int) -> np.ndarray:
+    """How often each token comes out as a child or as a draw from what is left."""
+
+    @jax.jit
+    def run(key: jax.Array) -> jax.Array:
+        of_children, of_thresholds, of_rest = jax.random.split(key, 3)
+        shape = (1, NUM_DRAWS, V)
+        p, q = (jnp.broadcast_to(probs[None, None], shape) for probs in (target, drafted))
+        noisy = jnp.log(q) + jax.random.gumbel(of_children, shape)
+        tokens = jnp.argsort(-noisy, axis=-1)[..., :num_children].astype(jnp.int32)
+        thresholds = jax.random.uniform(of_thresholds, tokens.shape)
+        accepted, left = accept_child(p, q, tokens, thresholds)
+        drawn = jnp.argmax(jnp.log(left) + jax.random.gumbel(of_rest, shape), axis=-1)
+        return jnp.bincount(jnp.where(accepted < 0, drawn, accepted)[0], length=V)
+
+    return np.array(run(jax.random.key(0)))
+
+
+def has_distribution(counts: np.ndarray, exact: np.ndarray) -> bool:
+    possible = exact > 0
+    expected = exact[possible] / exact.sum(dtype=np.float64) * counts.sum()
+    return not counts[~possible].any() and stats.chisquare(counts[possible], expected).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("draft", "num_children"), list(product(DRAFTS, (1, 3, 6))))
+def test_choices_have_the_targets_distribution(draft, num_children):
+    for target in (TARGET, FEW[::-1]):
+        assert has_distribution(choose_often(target, DRAFTS[draft], num_children), target)
+
+
+def unnormalised(weights, *, otherwise):
+    del otherwise
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("function", "mistake"),
+    [("remove", lambda drafted, is_token: drafted), ("_normalise", unnormalised)],
+    ids=["a rejected child stays in q", "what is left is not normalised"],
+)
+def test_a_planted_mistake_is_noticed(function, mistake, monkeypatch):
+    monkeypatch.setattr(rejection, function, mistake)
+    assert not has_distribution(choose_often(TARGET, UNLIKE, 3), TARGET)
+
+
+def test_a_rejected_child_leaves_what_the_draft_gives_too_little():
+    target, drafted = jnp.asarray([[[0.5, 0.25, 0.25]]]), jnp.asarray([[[0.125, 0.25, 0.625]]])
+    tokens = jnp.asarray([[[2, 0]]])
+    for thresholds, wanted in (([0.3, 0.9], 2), ([0.5, 0.9], 0)):
+        accepted, left = accept_child(target, drafted, tokens, jnp.asarray([[thresholds]]))
+        assert accepted.tolist() == [[wanted]]
+    np.testing.assert_allclose(left[0, 0], [1, 0, 0])
+
+
+# --------------------------------------------------------------------------------------------------
+# Trees and texts of models
+
+LLAMA = tiny_llama()
+DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(2, 2))
+VOCABULARY = tuple(range(0, LLAMA.vocab_size, 2))
+TREE = TreeConfig(depth=4, top_k=4, total_tokens=20)
+CONFIG = DecodeConfig(LLAMA, DRAFT, TREE, rows=64, drafting="sampled")
+NUM_NEW = 24
+ROWS = (  # temperature, top_k, seed
+    (0.0, 0, 1),
+    (1.0, 0, 2),
+    (0.7, 1, 3),
+    (1.3, 10, 4),
+)
+
+
+@cache
+def weights(vocabulary: tuple[int, ...] | None = None) -> Weights:
+    target = random_target(LLAMA)
+    ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
+    return Weights(target, attach(random_draft(DRAFT), target, ids))
+
+
+def request(*rows: int, seed: int = 0) -> Request:
+    """Some of `ROWS`, their seeds raised by `seed`."""
+    temperatures, top_ks, seeds = zip(*(ROWS[row] for row in rows), strict=True)
+    prompts = np.random.default_rng(0).integers(0, LLAMA.vocab_size, (len(ROWS), 6))
+    return Request(
+        tokens=jnp.asarray(prompts[list(rows)], jnp.int32),
+        lengths=jnp.asarray([3 + row for row in rows], jnp.int32).clip(max=6),
+        limits=jnp.full(len(rows), NUM_NEW, jnp.int32),
+        stop_ids=jnp.asarray([-1], jnp.int32),
+        sampling=settings(
+            len(rows),
+            temperature=temperatures,
+            top_k=top_ks,
+            seed=np.asarray(seeds) + seed,
+            repetition_penalty=1.2,
+        ),
+    )
+
+
+@partial(jax.jit, static_argnums=1)
+def generate(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+    return speculate.generate(weights, config, request)
+
+
+def texts(request: Request, config: DecodeConfig = CONFIG) -> list[list[int]]:
+    return generate(weights(), config, request).output.tokens[:, :NUM_NEW].tolist()
+
+
+@cache
+def all_texts() -> list[list[int]]:
+    return texts(request(*range(len(ROWS))))
+
+
+@pytest.mark.parametrize("vocabulary", [None, VOCABULARY], ids=["whole", "own"])
+def test_trees_are_well_formed(vocabulary):
+    @jax.jit
+    def run(weights: Weights, request: Request) -> tuple[DrawnTree, dict[str, jax.Array]]:
+        state = speculate.start(weights, CONFIG, request)
+        tree = speculate.draft_tree(weights, CONFIG, request, state, None)
+        assert isinstance(tree, DrawnTree)
+        nodes = Candidates(tree.tokens[:, 1:], tree.thresholds[:, 1:], tree.parents[:, 1:] - 1)
+        return tree, tree_faults(tree, nodes, TREE.depth)
+
+    tree, faults = run(weights(vocabulary), request(*range(len(ROWS))))
+    assert not [name for name, rows in faults.items() if rows.any()]
+    for parent, children in zip(tree.groups.parents, tree.groups.children, strict=True):
+        for place, node in enumerate(children):
+            assert node < 0 or (tree.parents[:, node] == parent).all()
+            assert node < 0 or place == 0 or node > children[place - 1]
+    assert tree.tokens.shape[1] == TREE.num_nodes
+    np.testing.assert_allclose(tree.probs.sum(axis=-1), 1, rtol=1e-5)
+    allowed = set(vocabulary or range(LLAMA.vocab_size))
+    assert set(np.array(tree.tokens[:, 1:]).ravel().tolist()) <= allowed
+    support = np.array(tree.probs > 0).sum(axis=-1)
+    assert (support[2] == 1).all() and (support[3] == 10).all()
+
+
+def test_greedy_rows_are_what_the_target_writes_alone():
+    row = request(0)
+    (alone,) = texts(row, CONFIG._replace(draft=None))
+    assert all_texts()[0] == alone
+    assert texts(request(2), CONFIG._replace(draft=None))[0] == all_texts()[2]  # top-k 1
+
+
+def test_a_text_depends_on_its_seed_and_on_no_other_row():
+    assert texts(request(*range(len(ROWS)))) == all_texts()
+    for row in (1, 3):
+        assert texts(request(row))[0] == all_texts()[row]
+        assert texts(request(row, seed=1))[0] != all_texts()[row]
