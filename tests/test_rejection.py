@@ -32,7 +32,7 @@ def test_the_drawn_example():
     assert groups.children == ((1, 2), (3, 4), (5, -1), (6, -1))
 
 
-def test_groups_are_those_of_the_tree_that_is_selected():
+def test_groups_hold_every_node_once():
     for depth, top_k, total_tokens in [(6, 10, 60), (4, 4, 16), (4, 2, 8), (6, 1, 5), (1, 3, 9)]:
         tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
         groups = groups_of(tree)
