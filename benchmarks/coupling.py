@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -85,6 +86,7 @@ def measure(
                 | _summarise(len(prompts), answered)
             )
     return {
+        "target_parameters": count_parameters(baseline.engine),
         "prompts": len(prompts),
         "seeds": num_seeds,
         "max_new_tokens": config.max_new_tokens,
@@ -92,6 +94,11 @@ def measure(
         "rows": rows,
         "provenance": provenance(),
     }
+
+
+def count_parameters(engine: Engine) -> int:
+    """Numbers in the target's weights."""
+    return sum(leaf.size for leaf in jax.tree.leaves(engine.weights.target))
 
 
 def _answer(engine: Engine, jobs: Sequence[PreparedPrompt], batch_size: int) -> Answered:
@@ -148,7 +155,8 @@ def format_table(report: dict[str, Any]) -> str:
         of_pair.setdefault((row["draft"], row["tree"]), {})[row["setting"]] = row
     lines = [
         f"{report['prompts']} prompts x {report['seeds']} seeds x {report['max_new_tokens']} "
-        f"tokens, {report['batch_size']} together, tiny models"
+        f"tokens, {report['batch_size']} together; a target of "
+        f"{report['target_parameters'] / 1e6:,.1f} million parameters"
     ]
     for title, cell in (
         (

@@ -41,7 +41,6 @@ from poss_jax.shapes import Array, Float, Int
 _LEVELS_PER_PLACE = 3
 _DRAFTS = 2**32 - 1  # folded into a seed where the target's noise has a position, which is smaller
 
-
 Path = tuple[int, ...]
 """Places at which the nodes between the root and a node were drawn among their siblings."""
 
