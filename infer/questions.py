@@ -148,7 +148,7 @@ def _read_set(source: str, config: BenchConfig, engine: Engine) -> tuple[str, li
 
 def _find_file(source: str, data_dir: str | None) -> Path | None:
     """Finds the file of a path or of a name below the data directory."""
-    if source.endswith((".jsonl", ".json")):
+    if source.endswith((".jsonl", ".json")) or Path(source).is_file():
         return Path(source)
     folders = [Path(source), *([Path(data_dir) / source] if data_dir else [])]
     files = [folder / QUESTIONS for folder in folders]

@@ -17,6 +17,7 @@ from poss_jax.config.decoding import (
     AnswerConfig,
     BenchConfig,
     DecodingConfig,
+    DriftConfig,
     GenerateConfig,
     SamplingConfig,
 )
@@ -307,6 +308,7 @@ NEEDED = {
     DraftConfig: {"layer": LAYER},
     TrainConfig: DRAFT_RUN,
     BenchConfig: {"target": "t"},
+    DriftConfig: {"target": "t", "drafts": {"d": "d"}},
     DecodingConfig: {"target": "t"},
     AnswerConfig: {"target": "t"},
     GenerateConfig: {"target": "t", "prompt": "p"},
@@ -338,7 +340,9 @@ def test_every_number_has_both_bounds(kind):
         ]
         most = [number[key] for key in ("maximum", "exclusiveMaximum", "le", "lt") if key in number]
         assert least and most, where
-        is_wide = number["type"] == "number" or where.endswith(("/seed", "/num_tokens/anyOf"))
+        is_wide = number["type"] == "number" or where.endswith(
+            ("/seed", "/seeds/items", "/num_tokens/anyOf")
+        )
         assert -1e30 <= max(least) < min(most) <= (1e30 if is_wide else 2**31), where
 
 
