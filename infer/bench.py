@@ -22,6 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
 from poss_jax.checkpoint.record import provenance, read_record
@@ -73,7 +74,7 @@ def bench(
         for cell, sampling in _cells(config, sets)
     }
     folder = Path(config.output) if config.output else None
-    journal = Journal(folder, _settings(config), from_scratch=from_scratch)
+    journal = Journal(folder, _settings(config, decoders), from_scratch=from_scratch)
     for decoder in tqdm(decoders, desc="compile"):
         decoder.compile([one for few in dialogues.values() for one in few])
     _answer_missing(config, decoders, sets, dialogues, journal)
@@ -98,14 +99,17 @@ def _cells(config: BenchConfig, sets: dict[str, list[Question]]) -> Iterator[tup
                 yield Cell(name, temperature, seed), sampling
 
 
-def _settings(config: BenchConfig) -> dict[str, Any]:
-    """What decides the answers: the config, where they are written aside, and the weights."""
+def _settings(config: BenchConfig, decoders: Sequence[Decoder]) -> dict[str, Any]:
+    """Collects what decides answers and times: the config, the weights, the trees, the device."""
     settings = config_to_dict(config)
     for key in ("output", "repeats"):
         del settings[key]
     folders = {AUTOREGRESSIVE: config.target, **config.drafts}
-    weights = {name: read_record(folder).weights_sha256 for name, folder in folders.items()}
-    return settings | {"weights": weights}
+    return settings | {
+        "weights": {name: read_record(folder).weights_sha256 for name, folder in folders.items()},
+        "trees": {decoder.name: str(decoder.engine.trees) for decoder in decoders},
+        "device": jax.devices()[0].device_kind,
+    }
 
 
 def _answer_missing(

@@ -103,9 +103,9 @@ def _speeds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
 def _rounds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
     width = 0.8 / max(len(drafts), 1)
     for place, (name, rows) in enumerate(drafts.items()):
-        counts = rows["rounds_by_accepted"]
+        counts = rows["rounds_by_accepted"] or [0]
         at = [accepted - 0.4 + (place + 0.5) * width for accepted in range(len(counts))]
-        shares = [count / sum(counts) for count in counts]
+        shares = [count / max(sum(counts), 1) for count in counts]
         axes.bar(at, shares, width, label=name, color=colours[name])
     axes.set(xlabel="accepted drafted tokens", ylabel="share of rounds")
     _finish(axes)

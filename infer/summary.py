@@ -118,7 +118,7 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
         "acceptance_length": estimate(
             share, np.where(is_counted, lengths, 0.0).sum(axis=1), is_counted.sum(axis=1)
         ),
-        "pooled_acceptance_length": estimate(share, accepted.sum(axis=1) + rounds, rounds),
+        "pooled_acceptance_length": estimate(share, _count_emitted(rows), rounds),
         "positionwise_acceptance": _estimate_positions(accepted, offered),
         "positions_reached": _estimate_positions(
             accepted, np.where(offered.sum(axis=0) > 0, rounds[:, None], 0)
@@ -164,6 +164,11 @@ def _count_positions(rows: list[list[Answer]]) -> tuple[np.ndarray, np.ndarray, 
     accepted = [[count for one in few for count in one.accepted] for few in rows]
     offered = [[count for one in few for count in one.offered] for few in rows]
     return reaching(accepted), reaching(offered), np.array([len(one) for one in accepted])
+
+
+def _count_emitted(rows: list[list[Answer]]) -> np.ndarray:
+    """Counts the tokens that all rounds of each question emitted, bonus tokens included."""
+    return np.array([sum(sum(one.accepted) + len(one.accepted) for one in few) for few in rows])
 
 
 def _estimate_positions(part: np.ndarray, whole: np.ndarray) -> dict[str, Any]:

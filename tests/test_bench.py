@@ -138,6 +138,18 @@ def test_numbers_of_a_method() -> None:
     assert both["token_milliseconds"]["p50"] == 1000 * 0.5 / 8
 
 
+def test_rounds_deeper_than_the_table_count_as_a_whole() -> None:
+    plain = answer((0, "plain", 0), DIVERSE, [0] * 11, [0] * 11, 1.0)
+    deep = answer((0, "draft", 0), DIVERSE, [10], [12], 1.0)
+    grids = {
+        name: make_grid({one.key: one}, [CELL], name, repeats=1, num_questions=1)
+        for name, one in (("plain", plain), ("draft", deep))
+    }
+    rows = summarise_group(grids, "plain")["methods"]["draft"]["all"]
+    assert value(rows["pooled_acceptance_length"]) == value(rows["acceptance_length"]) == 11
+    assert value(rows["positionwise_acceptance"]) == [1] * 8
+
+
 def test_the_original_scripts_find_the_numbers_of_the_table(tmp_path: Path) -> None:
     """The arithmetic of the evaluation scripts of PosS and Spec-Bench, on the files written."""
     write_answer_files(made_up_answers(), tmp_path)
