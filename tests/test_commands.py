@@ -56,6 +56,7 @@ INSTEAD = {  # words of a command -> what stands for them
     "--precompile 512 --precompile 4096": "--precompile 32 --precompile 64",
     "draft --source DIR_OR_HUB_ID": "draft --source yuhuili/EAGLE-llama2-chat-7B",
     "data.source=regenerated.jsonl": "data.source=sharegpt.json",  # short answers are left out
+    "--size 32000": "--size 100",
 }
 CHATS = [
     {"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": f"def f_{n}"}]}
