@@ -58,7 +58,7 @@ class Run:
 
     Attributes:
       answers: one per prompt.
-      seconds: likewise.
+      seconds: seconds of each, likewise one per prompt.
     """
 
     seconds: list[float]

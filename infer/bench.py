@@ -26,7 +26,6 @@ import jax
 from tqdm import tqdm
 
 from poss_jax.checkpoint.record import provenance, read_record
-from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
@@ -45,7 +44,7 @@ from .measure import Decoder, count_memory, measure_steps, play
 from .page import write_page
 from .phases import describe_phases, measure_phases, phases_to_round
 from .questions import Question, first_prompts, make_dialogues, read_questions, read_sets
-from .report import format_card, format_report, write_report
+from .report import check_output, format_card, format_report, write_report
 from .roofline import Roofline, find_roofline, measure_roofline
 from .summary import make_grid, summarise_group
 
@@ -261,7 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _autotune(config, args.batch_sizes or [1], args.trees_file, overwrite=args.overwrite)
         return
     if config.output is not None:
-        check_output(Path(config.output), overwrite=args.overwrite)
+        goes_on = (Path(config.output) / SETTINGS).is_file()
+        check_output(Path(config.output), overwrite=args.overwrite or goes_on)
     report, answers = bench(config, from_scratch=args.overwrite)
     table = format_report(report)
     print(table)
@@ -364,13 +364,6 @@ def _write_tuned(
 def _batch_sizes(text: str) -> list[int]:
     """Reads batch sizes separated by commas."""
     return sorted({at_least(1)(size) for size in text.split(",")})
-
-
-def check_output(folder: Path, *, overwrite: bool) -> None:
-    """Refuses a folder that no report can be written to."""
-    if not ((overwrite and folder.is_dir()) or (folder / SETTINGS).is_file()):
-        refuse_non_empty(folder)
-    check_writable(folder)
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:

@@ -46,7 +46,7 @@ class Decoder:
     first_token_seconds: dict[str, float] = field(default_factory=dict)
 
     def compile(self, dialogues: Sequence[Dialogue]) -> None:
-        """Compiles the programs of all rooms that dialogues can need.
+        """Compiles the programs of all rooms that dialogues can need, and runs a round of each.
 
         The first prompt's first token is timed before that, cold, and after it, warm.
 
@@ -57,21 +57,19 @@ class Decoder:
         started = time.monotonic()
         cold = time_first_token(self.engine, first)
         compiled = set()
-        for prompt in _prompts_of_all_rooms(self.engine, dialogues):
+        for prompt in _prompts_of_all_rooms(dialogues):
             config, request = self.engine.request([prompt])
             program = config, jax.tree.structure(request)
             if program not in compiled:
-                ended = request.replace(limits=jnp.ones_like(request.limits))
-                jax.block_until_ready(decode_batch(self.engine.weights, config, ended))
+                short = request.replace(limits=jnp.minimum(request.limits, 2))
+                jax.block_until_ready(decode_batch(self.engine.weights, config, short))
                 compiled.add(program)
         self.compile_seconds = time.monotonic() - started
         warm = [time_first_token(self.engine, first) for _ in range(_FIRST_TOKEN_CALLS)]
         self.first_token_seconds = {"cold": cold, "warm": float(np.median(warm))}
 
 
-def _prompts_of_all_rooms(
-    engine: Engine, dialogues: Sequence[Dialogue]
-) -> Iterator[PreparedPrompt]:
+def _prompts_of_all_rooms(dialogues: Sequence[Dialogue]) -> Iterator[PreparedPrompt]:
     """Yields prompts for every room that a dialogue can need, from its first turn to its last."""
     for dialogue in dialogues:
         if dialogue.prompt is None:

@@ -29,8 +29,6 @@ def write_page(report: dict[str, Any], path: Path) -> None:
     ]
     page = template.render(
         report=report,
-        colours=colours,
-        parts=PARTS,
         figures=figures,
         phases=_draw(_phases, report) if has_figures else "",
         deepest=max(map(_deepest, report["groups"]), default=0),
@@ -48,7 +46,7 @@ def _draw_group(group: dict[str, Any], baseline: str, colours: dict[str, str]) -
     }
 
 
-def _draw(draw: Callable[..., None], *args: Any) -> Markup | str:
+def _draw(draw: Callable[..., None], *args: Any) -> Markup:
     """Draws a figure as SVG text."""
     import matplotlib
 

@@ -56,15 +56,11 @@ class Question:
     """One question of a set.
 
     Attributes:
-      set: name of its set.
-      index: place in the set, from 0.
       id: its `question_id`, or else its place.
       category: its `category`, "" for none.
-      record: the prompt, under one of `PROMPT_KEYS`, and settings of sampling of its own.
+      record: the prompt, under one of `PROMPT_KEYS`; settings of sampling of its own are left out.
     """
 
-    set: str
-    index: int
     id: Any
     category: str
     record: dict[str, Any]
@@ -74,25 +70,21 @@ def read_sets(config: BenchConfig, engine: Engine) -> dict[str, list[Question]]:
     """Reads the questions of every set.
 
     Raises:
-      UserError: no such set, too few prompts, or one that the engine refuses.
+      UserError: no such set, or too few prompts.
     """
     sets: dict[str, list[Question]] = {}
     for source in config.sets:
         name, records = _read_set(source, config, engine)
         if name in sets:
             raise UserError(f"{source}: there is a set called {name} already; rename its folder")
-        keys = {*PROMPT_KEYS, "sampling"}
         sets[name] = [
             Question(
-                name,
-                index,
                 record.get("question_id", index),
                 str(record.get("category", "")),
-                {key: record[key] for key in record if key in keys},
+                {key: record[key] for key in PROMPT_KEYS if key in record},
             )
             for index, record in enumerate(records)
         ]
-        make_dialogues(sets[name], config, config.sampling, engine)
     return sets
 
 
@@ -100,7 +92,7 @@ def read_questions(config: BenchConfig, engine: Engine) -> list[Dialogue]:
     """Reads the questions of all sets as dialogues that are checked.
 
     Raises:
-      UserError: as `read_sets`.
+      UserError: as `read_sets`, or a prompt that the engine refuses.
     """
     sets = read_sets(config, engine).values()
     return [one for few in sets for one in make_dialogues(few, config, config.sampling, engine)]
@@ -168,6 +160,8 @@ def read_hub(name: str, subset: str | None, split: str, most: int) -> list[dict[
             f"data set {name}: {one_line(error)}; save its questions as {QUESTIONS} in a folder of "
             "data_dir"
         ) from error
+    if not records:
+        raise UserError(f"data set {name}: want questions, got none in its split {split!r}")
     column = next((one for one in _COLUMNS if one in records[0]), None)
     if column is None:
         raise UserError(f"data set {name}: want a column {'/'.join(_COLUMNS)}, got {[*records[0]]}")

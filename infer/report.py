@@ -6,8 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import config_to_dict
+from poss_jax.program.options import check_writable
 
 from .phases import PARTS
 from .statistics import format_estimate
@@ -151,6 +153,13 @@ def format_card(report: dict[str, Any]) -> str:
             cells += [f"{cost['floor_to_measured']:.0%}"]
             lines.append(f"| {method} | {phase} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def check_output(folder: Path, *, overwrite: bool) -> None:
+    """Refuses a folder that no report can be written to."""
+    if not (overwrite and folder.is_dir()):
+        refuse_non_empty(folder)
+    check_writable(folder)
 
 
 def write_report(

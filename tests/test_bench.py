@@ -568,6 +568,20 @@ def test_sets_are_found_by_name(runs: Runs, tmp_path: Path) -> None:
         read_sets(replace(config, datasets=("nothing",)), engine)
 
 
+def test_a_question_has_no_sampling_of_its_own(runs: Runs, tmp_path: Path) -> None:
+    """Else the temperatures and seeds of a table would not be those of its answers."""
+    record = {"prompt": "heig", "sampling": {"temperature": 2, "seed": 9}}
+    config = BenchConfig(target="", prompts=write_lines(tmp_path / "lines.jsonl", record))
+    (question,) = read_questions(config, Engine.load(runs.model("target")))
+    assert question.sampling == SamplingConfig()
+
+
+def test_a_data_set_without_questions_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **settings: iter([]))
+    with pytest.raises(UserError, match=r"^data set some/set: want questions, got none in its spl"):
+        read_hub("some/set", None, "test", 2)
+
+
 @pytest.mark.parametrize(
     ("columns", "turns"),
     [

@@ -80,7 +80,7 @@ class DataConfig:
 
     @property
     def is_code(self) -> bool:
-        """Whether the source is modules of Python, named by their paths."""
+        """True if the source is modules of Python, named by their paths."""
         return self.source == "stdlib" or self.packages is not None
 
 

@@ -57,7 +57,8 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
     """
     source = config.source
     if source == "stdlib":
-        yield from _read_modules(Path(sysconfig.get_path("stdlib")))
+        root = Path(sysconfig.get_path("stdlib"))
+        yield from ((name, _read_module(path)) for name, path in _list_modules(root))
     elif config.packages is not None:
         yield from _read_packages(config.packages, config.held_out)
     elif source.endswith(_SUFFIXES) or matching_files(source):
@@ -67,16 +68,20 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
         yield from _read_hub(config)
 
 
-def _read_modules(root: Path) -> Iterator[tuple[str, Record]]:
+def _list_modules(root: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if _SKIPPED.search(name) or not _SMALLEST <= path.stat().st_size <= _LARGEST:
             continue
-        try:
-            with tokenize.open(path) as file:
-                yield name, {"text": file.read()}
-        except (SyntaxError, UnicodeDecodeError) as error:
-            yield name, Broken("not Python", str(error))
+        yield name, path
+
+
+def _read_module(path: Path) -> Record:
+    try:
+        with tokenize.open(path) as file:
+            return {"text": file.read()}
+    except (SyntaxError, UnicodeDecodeError) as error:
+        return Broken("not Python", str(error))
 
 
 def _read_packages(
@@ -89,12 +94,13 @@ def _read_packages(
     folders[_STDLIB] = Path(sysconfig.get_path("stdlib"))
     if missing := [name for name in (*wanted, *held_out) if name not in folders]:
         raise UserError(f"data: want installed packages, got {missing}; install or leave them out")
-    records = [
-        (f"{name}/{place}", record)
+    modules = {
+        f"{name}/{place}": path
         for name in wanted or folders
-        for place, record in _read_modules(folders[name])
-    ]
-    yield from sorted(records, key=lambda pair: blake2b(pair[0].encode()).digest())
+        for place, path in _list_modules(folders[name])
+    }
+    for name in sorted(modules, key=lambda name: blake2b(name.encode()).digest()):
+        yield name, _read_module(modules[name])
 
 
 def _read_text(path: Path) -> Iterator[tuple[str, Record]]:
