@@ -262,3 +262,9 @@ def test_bad_input_writes_nothing(runs: Runs, tmp_path: Path, arguments: str, er
     words = [word.format(**names) for word in arguments.split()]
     assert error in refusal(main, *words, "--output", str(tmp_path / "out" / "report"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_benchmark_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text("{}")
+    arguments = "--target nowhere --draft a=nowhere --output".split()
+    assert "is not empty; name another folder" in refusal(main, *arguments, str(tmp_path))
