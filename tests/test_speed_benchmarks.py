@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import accelerator, growth, pytorch
+from benchmarks import accelerator, break_even, growth, pytorch
 from infer.costs import Device
 from infer.roofline import Roofline
+from poss_jax.config.models import TreeConfig
 
 TINY = "--layers 2 --heads 2 --kv-heads 1 --repeats 1".split()
 
@@ -35,6 +36,16 @@ def test_recorded_spans() -> None:
         ("2,2,2", 6),
         ("3,3", 6),
     ]
+
+
+def test_every_specialist_has_its_price_unless_keys_and_values_are_shared() -> None:
+    rows = break_even.measure(TreeConfig(), context=2048)
+    assert len(rows) == 3 * 2 * 7 * 5
+    by_draft = {row["draft"]: row for row in rows if (row["target"], row["batch"]) == ("8B", 1)}
+    prices = [row["break_even_percent"] for row in by_draft.values()]
+    assert prices[0] == prices[4] == 0 < prices[1] < prices[2] < prices[3] < 1
+    streams = [row["cache_bytes_per_token"] / 4096 for row in by_draft.values()]
+    assert streams == [1, 2, 3, 6, 1]  # 8 heads x 128 numbers x 2 bytes, of keys and of values
 
 
 @pytest.mark.torch

@@ -1,0 +1,190 @@
+"""How much longer the acceptance must be to pay for n specialists, by the cost card.
+
+Needs nothing: every number follows from shapes and the datasheets of devices (`infer/costs.py`). A
+round with more specialists takes longer, since each keeps its own keys and values of the committed
+text and projects a node's again where it takes over. Relative to the round of EAGLE-2, that is the
+factor by which the acceptance length has to grow before a token is any faster. Prints a table; as
+its last line one JSON object; --output keeps report.json, report.md and a plot.
+
+    python -m benchmarks.break_even --output docs/results/break_even
+    python -m benchmarks.break_even --context 16384 --tree 6/10/60
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.batches import read_tree
+from benchmarks.reports import tree_name
+from infer.costs import DEVICES, Workload, cost_card, floors
+from infer.report import write_report
+from poss_jax.checkpoint.record import provenance
+from poss_jax.config.ahead import AheadConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
+from poss_jax.config.reading import load_config
+from poss_jax.model.parameters import count_parameters
+from poss_jax.program.options import at_least
+from poss_jax.program.running import Parser, run_program
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "aot"
+TARGETS = {"8B": "llama3-8b", "13B": "llama2-13b", "70B": "llama3-70b"}
+SPANS = {
+    "EAGLE-2": (1,),
+    "PosS-3": (3, 3),
+    "PosS-2": (2, 2, 2),
+    "PosS-1": (1,) * 6,
+    "PosS-1, kv shared": (1,) * 6,
+}
+DRAFTS_ON = ("h100", "v6e")
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+BYTES = 2.0  # bfloat16
+PAPER = 4.5
+"""Per cent that the paper reports PosS to accept more than the best baseline (arXiv 2506.03566)."""
+
+
+def measure(tree: TreeConfig, context: int) -> list[dict[str, Any]]:
+    """Computes memory and round time of every draft, for every target, device and batch size."""
+    rows = []
+    for (size, config), device in product(TARGETS.items(), DRAFTS_ON):
+        target = load_config(AheadConfig, CONFIGS / f"{config}.yaml").model
+        for batch in BATCHES:
+            rounds = {
+                name: _describe(target, draft, tree, batch, context, device)
+                for name, draft in drafts_for(target).items()
+            }
+            least = rounds["EAGLE-2"]["round_milliseconds"]
+            rows += [
+                {"target": size, "device": device, "batch": batch, "draft": name, **numbers}
+                | {"break_even_percent": 100 * (numbers["round_milliseconds"] / least - 1)}
+                for name, numbers in rounds.items()
+            ]
+    return rows
+
+
+def drafts_for(target: LlamaConfig) -> dict[str, DraftConfig]:
+    """Shapes of the drafts that are compared, each for six positions."""
+    layer = replace(target, num_layers=1)
+    return {
+        name: DraftConfig(
+            layer=layer,
+            positions_per_specialist=spans,
+            trained_depth=6,
+            kv="shared" if "shared" in name else "per_specialist",
+        )
+        for name, spans in SPANS.items()
+    }
+
+
+def _describe(
+    target: LlamaConfig, draft: DraftConfig, tree: TreeConfig, batch: int, context: int, device: str
+) -> dict[str, float]:
+    work = Workload(
+        target=target,
+        draft=draft,
+        tree=tree,
+        batch=batch,
+        context=context,
+        target_bytes=BYTES,
+        draft_bytes=BYTES,
+        cache_bytes=BYTES,
+    )
+    times = floors(cost_card(work, prompt_tokens=1), DEVICES[device])
+    row = 2 * draft.layer.num_kv_heads * draft.layer.head_dim * BYTES
+    return {
+        "draft_gigabytes": count_parameters(draft) * BYTES / 1e9,
+        "cache_bytes_per_token": draft.num_streams * row,
+        "draft_milliseconds": times["draft"],
+        "round_milliseconds": times["round"],
+    }
+
+
+def format_rows(rows: Sequence[dict[str, Any]], tree: TreeConfig, context: int) -> str:
+    """Writes the report in Markdown."""
+    lines = [
+        "# What a specialist must earn",
+        "",
+        f"Floors of the cost card in bfloat16, tree {tree_name(tree)}, {context:,} tokens of "
+        "context per sequence; a target that one device cannot hold is cut over several, which "
+        "divides all times alike. Break-even: how much longer than that of EAGLE-2 the acceptance "
+        "must be.",
+        "",
+        "![break-even over batch sizes](break_even.svg)",
+        "",
+        "| target | device | draft | draft GB | draft K/V bytes per token "
+        "| round ms, batch 1 | break-even, batch 1 | batch 8 | batch 64 |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    by_case = {(r["target"], r["device"], r["draft"], r["batch"]): r for r in rows}
+    for target, device, draft in product(TARGETS, DRAFTS_ON, SPANS):
+        few = [by_case[target, device, draft, batch] for batch in (1, 8, 64)]
+        shares = " | ".join(f"{row['break_even_percent']:.2f} %" for row in few)
+        cells = (
+            f"{few[0]['draft_gigabytes']:.2f}",
+            f"{few[0]['cache_bytes_per_token']:,.0f}",
+            f"{few[0]['round_milliseconds']:.2f}",
+        )
+        lines.append(f"| {target} | {device} | {draft} | {' | '.join(cells)} | {shares} |")
+    return "\n".join(lines)
+
+
+def _with_a_price(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Drafts whose rounds take longer than those of EAGLE-2."""
+    return [
+        draft
+        for draft in SPANS
+        if any(r["break_even_percent"] for r in rows if r["draft"] == draft)
+    ]
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws the break-even over batch sizes, a panel per target."""
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"svg.hashsalt": "poss_jax"}):
+        figure, panels = pyplot.subplots(1, len(TARGETS), figsize=(12, 3.6), sharey=True)
+        for panel, target in zip(panels, TARGETS, strict=True):
+            for number, draft in enumerate(_with_a_price(rows)):
+                for device, style in zip(DRAFTS_ON, ("-", "--"), strict=True):
+                    few = [
+                        row["break_even_percent"]
+                        for row in rows
+                        if (row["target"], row["device"], row["draft"]) == (target, device, draft)
+                    ]
+                    label = f"{draft}, {device}"
+                    panel.plot(BATCHES, few, style, color=f"C{number}", label=label)
+            panel.axhline(PAPER, color="grey", linewidth=1)
+            panel.set(title=target, xlabel="batch size", xscale="log", yscale="log")
+            panel.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
+            panel.grid(alpha=0.3)
+        panels[0].set_ylabel("longer acceptance needed, %")
+        panels[0].annotate(f"gain in the paper, {PAPER} %", (1, PAPER), va="bottom", fontsize=8)
+        panels[-1].legend(fontsize="x-small")
+        figure.tight_layout()
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, computes, prints."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tree", type=read_tree, default=TreeConfig(), metavar="D/K/N")
+    parser.add_argument("--context", type=at_least(1), default=2048, metavar="N")
+    parser.add_argument("--output", type=Path, metavar="DIR")
+    args = parser.parse_args(arguments)
+    rows = measure(args.tree, args.context)
+    text = format_rows(rows, args.tree, args.context)
+    print(text)
+    report = {"tree": asdict(args.tree), "context": args.context, "rows": rows}
+    if args.output is not None:
+        report |= {"provenance": provenance()}
+        picture = args.output / "break_even.svg"
+        write_report(report, text, args.output, plot=lambda: plot(rows, picture))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    run_program(main)
