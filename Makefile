@@ -16,15 +16,20 @@ PYTEST := $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal
 TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
 LOCK := $(wildcard requirements/$(TAG).lock)
 STAMP := $(VENV)/.installed-$(TAG)-$(shell cat pyproject.toml $(LOCK) | cksum | cut -d' ' -f1)
+BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
 TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch test-slow fuzz smoke lint lock clean venv
+.PHONY: help demo demo-train bundle test test-torch test-slow fuzz smoke lint lock clean venv
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare them in a table
+demo: $(STAMP)  ## compare the bundled drafts in a report, with nothing to train
+	@$(PY) -m infer.bench --config configs/bundled/bench.yaml --overwrite
+	@echo "Open runs/bundled/bench/report.html"
+
+demo-train: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare them in a table
 	@for run in target eagle eagle_continued hass poss3; do \
 	  echo "== $$run"; \
 	  $(PY) -m train.main --config configs/demo/$$run.yaml || exit $$?; \
@@ -34,6 +39,15 @@ demo: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare them i
 	@echo "== bench, sampling at temperature 1"
 	@$(PY) -m infer.bench --config configs/demo/bench_sampled.yaml --overwrite
 	@echo "Models, metrics and the report lie under runs/demo/"
+
+bundle: $(STAMP)  ## train the bundled models (2 hours), and put them into the package
+	@for run in target eagle_start $(BUNDLED_DRAFTS); do \
+	  echo "== $$run"; \
+	  $(PY) -m train.main --config configs/bundled/$$run.yaml || exit $$?; \
+	done
+	@for run in target $(BUNDLED_DRAFTS); do \
+	  rm -rf poss_jax/bundled/$$run && cp -r runs/bundled/$$run/model poss_jax/bundled/$$run || exit $$?; \
+	done
 
 test: $(STAMP)  ## run the tests
 	@$(PYTEST) $(ARGS)

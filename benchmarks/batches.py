@@ -20,8 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from infer import report as reports
-from infer.bench import load_decoders
-from infer.measure import time_batches
+from infer.measure import load_decoders, time_batches
 from infer.questions import first_prompts, read_questions
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty

@@ -23,8 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.batches import read_tree
 from benchmarks.reports import tree_name
-from infer.bench import load_decoders
-from infer.measure import time_batches
+from infer.measure import load_decoders, time_batches
 from infer.questions import first_prompts, read_questions
 from infer.report import write_report
 from infer.summary import LOOPING_BELOW

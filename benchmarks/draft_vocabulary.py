@@ -23,8 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.batches import read_tree
 from benchmarks.coupling import DEMO, DEMO_DRAFTS
-from infer.bench import load_decoders
-from infer.measure import Decoder, time_batches
+from infer.measure import Decoder, load_decoders, time_batches
 from infer.phases import measure_phases
 from infer.questions import first_prompts, read_questions
 from infer.report import write_report

@@ -22,8 +22,7 @@ import numpy as np
 from benchmarks.batches import read_tree
 from benchmarks.coupling import DEMO
 from benchmarks.draft_vocabulary import summarise, time_in_turn
-from infer.bench import load_decoders
-from infer.measure import Decoder
+from infer.measure import Decoder, load_decoders
 from infer.questions import read_questions
 from infer.report import write_report
 from poss_jax.checkpoint.folder import load_target

@@ -30,7 +30,6 @@ from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.dialogue import Dialogue
-from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.trees import tuned_file, write_tuned
 from poss_jax.program.options import at_least, check_writable, read_arguments
@@ -38,17 +37,24 @@ from poss_jax.program.running import run_program
 
 from .answer_files import write_answer_files
 from .autotune import format_tuning, tree_name, tune
+from .drift import study
+from .drift_report import format_report as format_drift
 from .journal import SETTINGS, Answer, Cell, Journal, Key, make_turn
 from .lossless import check_lossless, format_check
-from .measure import Decoder, count_memory, measure_steps, play
+from .measure import (
+    AUTOREGRESSIVE,
+    Decoder,
+    count_memory,
+    load_decoders,
+    measure_steps,
+    play,
+)
 from .page import write_page
 from .phases import describe_phases, measure_phases, phases_to_round
 from .questions import Question, first_prompts, make_dialogues, read_questions, read_sets
 from .report import check_output, format_card, format_report, write_report
 from .roofline import Roofline, find_roofline, measure_roofline
 from .summary import make_grid, summarise_group
-
-AUTOREGRESSIVE = "autoregressive"
 
 
 def bench(
@@ -84,6 +90,8 @@ def bench(
         "groups": list(_summarise(config, decoders, dialogues, journal)),
         **_describe_methods(decoders, first_prompts(next(iter(dialogues.values())))[0]),
     }
+    if config.drift:
+        report["drift"] = study(config.by_depth)
     report |= {"config": config_to_dict(config), "provenance": provenance()}
     return report, list(journal.answers.values())
 
@@ -101,7 +109,7 @@ def _cells(config: BenchConfig, sets: dict[str, list[Question]]) -> Iterator[tup
 def _settings(config: BenchConfig, decoders: Sequence[Decoder]) -> dict[str, Any]:
     """Collects what decides answers and times: the config, the weights, the trees, the device."""
     settings = config_to_dict(config)
-    for key in ("output", "repeats"):
+    for key in ("output", "repeats", "drift"):
         del settings[key]
     folders = {AUTOREGRESSIVE: config.target, **config.drafts}
     return settings | {
@@ -214,30 +222,6 @@ def measure_card(decoder: Decoder, prompt: PreparedPrompt, roofline: Roofline) -
     }
 
 
-def load_decoders(config: BenchConfig) -> list[Decoder]:
-    """Loads the target once, and one engine per draft beside the autoregressive one."""
-    if AUTOREGRESSIVE in config.drafts:
-        raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
-    baseline = Engine.load(
-        config.target,
-        tree=config.tree,
-        drafting=config.drafting,
-        quantise=config.quantise,
-        mesh=config.mesh,
-    )
-    given = {
-        "allow_target_mismatch": config.allow_target_mismatch,
-        "vocabulary": config.draft_vocabulary,
-    }
-    return [
-        Decoder(AUTOREGRESSIVE, baseline),
-        *(
-            Decoder(name, baseline.load_draft(folder, **given))
-            for name, folder in config.drafts.items()
-        ),
-    ]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
     config, args = read_arguments(
@@ -264,6 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_output(Path(config.output), overwrite=args.overwrite or goes_on)
     report, answers = bench(config, from_scratch=args.overwrite)
     table = format_report(report)
+    if "drift" in report:
+        table += f"\n\n## By position\n\n{format_drift(report['drift'])}"
     print(table)
     if config.output is not None:
         folder = Path(config.output)

@@ -43,9 +43,8 @@ from poss_jax.program.options import read_arguments
 from poss_jax.program.running import run_program
 from poss_jax.shapes import Params
 
-from .bench import load_decoders
 from .drift_report import format_report, plot_report
-from .measure import Decoder, play
+from .measure import Decoder, load_decoders, play
 from .questions import read_questions
 from .report import check_output, write_report
 from .spans import advise_spans

@@ -1,9 +1,10 @@
 r"""Continues prompts with a target, speculatively if a draft is given.
 
-Needs model folders (see `python -m poss_jax.convert`). Prints the texts, or writes one JSON line
-per answer to --output; the last line printed is one JSON summary. Interrupted, it keeps the answers
-that are finished.
+Takes model folders (see `python -m poss_jax.convert`), without --target the small models that come
+with the package. Prints the texts, or writes one JSON line per answer to --output; the last line
+printed is one JSON summary. Interrupted, it keeps the answers that are finished.
 
+    python -m infer.generate --prompt "def read_lines(path):" --stream --show-drafts
     python -m infer.generate --target runs/demo/target/model --draft runs/demo/poss3/model \
         --prompt "def read_lines(path):" --max-new-tokens 64
     python -m infer.generate --target DIR --draft DIR --prompt "Once" --temperature 0.8 --stream

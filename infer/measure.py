@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
 from poss_jax.decode.ranking import choose
 from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
@@ -23,6 +25,7 @@ from poss_jax.model.target import compute_dtype
 
 from .costs import Device, decode, describe_workload
 
+AUTOREGRESSIVE = "autoregressive"
 _STEP_CALLS = 20
 _FIRST_TOKEN_CALLS = 5
 _LOG = logging.getLogger(__name__)
@@ -67,6 +70,30 @@ class Decoder:
         self.compile_seconds = time.monotonic() - started
         warm = [time_first_token(self.engine, first) for _ in range(_FIRST_TOKEN_CALLS)]
         self.first_token_seconds = {"cold": cold, "warm": float(np.median(warm))}
+
+
+def load_decoders(config: BenchConfig) -> list[Decoder]:
+    """Loads the target once, and one engine per draft beside the autoregressive one."""
+    if AUTOREGRESSIVE in config.drafts:
+        raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
+    baseline = Engine.load(
+        config.target,
+        tree=config.tree,
+        drafting=config.drafting,
+        quantise=config.quantise,
+        mesh=config.mesh,
+    )
+    given = {
+        "allow_target_mismatch": config.allow_target_mismatch,
+        "vocabulary": config.draft_vocabulary,
+    }
+    return [
+        Decoder(AUTOREGRESSIVE, baseline),
+        *(
+            Decoder(name, baseline.load_draft(folder, **given))
+            for name, folder in config.drafts.items()
+        ),
+    ]
 
 
 def _prompts_of_all_rooms(dialogues: Sequence[Dialogue]) -> Iterator[PreparedPrompt]:

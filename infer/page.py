@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
 from .phases import PARTS
@@ -30,6 +31,9 @@ def write_page(report: dict[str, Any], path: Path) -> None:
     page = template.render(
         report=report,
         figures=figures,
+        drift=_draw(_drift, report["drift"]["drafts"], colours)
+        if has_figures and "drift" in report
+        else "",
         phases=_draw(_phases, report) if has_figures else "",
         deepest=max(map(_deepest, report["groups"]), default=0),
     )
@@ -106,6 +110,18 @@ def _rounds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
         shares = [count / max(sum(counts), 1) for count in counts]
         axes.bar(at, shares, width, label=name, color=colours[name])
     axes.set(xlabel="accepted drafted tokens", ylabel="share of rounds")
+    _finish(axes)
+
+
+def _drift(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
+    for name, draft in drafts.items():
+        if "feature_cosine" in draft["by_depth"]:
+            cosine = draft["by_depth"]["feature_cosine"]
+            value, low, high = (np.array(cosine[key], float) for key in ("value", "low", "high"))
+            places = range(1, len(value) + 1)
+            axes.plot(places, value, marker="o", label=name, color=colours[name])
+            axes.fill_between(places, low, high, color=colours[name], alpha=0.15, linewidth=0)
+    axes.set(xlabel="draft position", ylabel="cosine with the target's feature")
     _finish(axes)
 
 

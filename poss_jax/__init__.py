@@ -10,18 +10,20 @@ Where things live, each folder importing from those above it:
     data              records, chats, tokenizer, rows and features for training
     convert           from and to the checkpoints of other programs
     engine            load, generate, stream: what users hold
+    bundled           small models that come with the package
     program           what the command-line programs share
 
 `train/` makes weights and `infer/` uses them; both are programs around these functions.
 """
 
+from poss_jax.bundled import bundled_model
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.engine import Engine
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Chunk",
@@ -31,4 +33,5 @@ __all__ = [
     "TreeConfig",
     "UserError",
     "__version__",
+    "bundled_model",
 ]

@@ -28,10 +28,10 @@ from programs import (
 from infer import bench as program
 from infer import page as page_module
 from infer.answer_files import write_answer_files
-from infer.bench import load_decoders, main
+from infer.bench import main
 from infer.costs import Device
 from infer.journal import Answer, Cell, Journal, Key, Turn
-from infer.measure import play
+from infer.measure import load_decoders, play
 from infer.page import write_page
 from infer.phases import phases_to_round
 from infer.questions import first_prompts, read_hub, read_questions, read_sets
@@ -414,6 +414,25 @@ def test_outputs_of_sampled_drafts_are_not_compared(
     for action in ("--check-lossless", "--autotune"):
         with pytest.raises(UserError, match="are the target's in distribution only"):
             main([*sampled, action])
+
+
+def test_drift_is_part_of_the_report(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*flags, *"--tree-depth 1 --drift --output".split(), str(tmp_path / "report")])
+    table, _, report = capsys.readouterr().out.rstrip().rsplit("\n", 2)
+    drift = json.loads(report)["drift"]
+    assert "## By position" in table and drift["prompts"] + len(drift["looping_prompts"]) == 2
+    assert len(drift["drafts"]["PosS-2"]["by_depth"]["feature_cosine"]["value"]) == 8
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert ("cosine with the target" in page) == (
+        importlib.util.find_spec("matplotlib") is not None
+    )
+
+
+def test_drift_wants_drafts(flags: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="want at least one draft"):
+        main([*flags[:2], "--prompts", "x.jsonl", "--drift", "--output", str(tmp_path / "report")])
 
 
 def test_flags_win_over_the_config(

@@ -17,8 +17,9 @@ LAYERS = {  # a folder of poss_jax imports from itself and from these
     "data": {"config", "shapes", "checkpoint"},
     "convert": {"config", "shapes", "model", "checkpoint"},
     "engine": {"config", "shapes", "model", "decode", "checkpoint", "convert", "data"},
-    "program": {"config", "engine"},  # what programs share; nothing else may import it
-    "__init__": {"config", "engine"},
+    "bundled": {"config"},
+    "program": {"config", "engine", "bundled"},  # what programs share; nothing else may import it
+    "__init__": {"config", "engine", "bundled"},
 }
 MODULES = set(LAYERS) - {"__init__"}
 PROGRAMS = {("convert", "__main__.py"), ("draft_vocab.py",)}

@@ -34,8 +34,8 @@ from programs import (
 )
 
 from benchmarks import quantised as quantised_benchmark
-from infer.bench import load_decoders
 from infer.generate import main as generate_main
+from infer.measure import load_decoders
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.folder import check_quantisation, load_target, read_target, verify_model
 from poss_jax.checkpoint.record import new_record, read_record, target_identity

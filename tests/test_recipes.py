@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.study import StudyConfig
 from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.decoding import BenchConfig, DriftConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig
@@ -36,9 +37,11 @@ def header(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_config_is_read_and_its_header_gives_its_command(path):
-    kind = TrainConfig if "stage" in read_yaml(path) else BenchConfig
+    by_key = {"stage": TrainConfig, "variants": StudyConfig}
+    kinds = [kind for key, kind in by_key.items() if key in read_yaml(path)]
     others = {"aot": AheadConfig, "drift": DriftConfig}
-    load_config(others.get(path.parent.name) or others.get(path.stem) or kind, path)
+    kinds += [others.get(path.parent.name) or others.get(path.stem) or BenchConfig]
+    load_config(kinds[0], path)
     assert f"--config {path.relative_to(CONFIGS.parent)}" in header(path)
     assert "# Hardware: " in header(path)
 

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from poss_jax.config.reading import UserError
@@ -87,7 +89,9 @@ def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int | None:
                 file=sys.stderr,
             )
         return step
-    stage.save_model(folder.exported(config.export, state).params, folder.model)
+    params = folder.exported(config.export, state).params
+    dtype = jnp.dtype(config.export_dtype)
+    stage.save_model(jax.tree.map(lambda leaf: leaf.astype(dtype), params), folder.model)
     return None
 
 

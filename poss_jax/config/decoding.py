@@ -16,6 +16,9 @@ from poss_jax.config.numbers import (
     TokenId,
 )
 
+BUNDLED = "bundled"
+"""The target of `infer.generate` where none is given: the model that comes with the package."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SamplingConfig:
@@ -112,6 +115,8 @@ class GenerateConfig(AnswerConfig):
     """One run of `infer.generate`.
 
     Attributes:
+      target: Model folder of the target; `bundled` is the one that comes with the package, and is
+        decoded with its PosS-3 draft where no draft is given.
       prompt: Text to continue.
       prompts: JSONL file of prompts; each line has one of prompt, prompt_ids, messages or turns.
       stream: Print text while it is decoded, one answer after the other.
@@ -122,6 +127,7 @@ class GenerateConfig(AnswerConfig):
         compiled beforehand, and later runs find them compiled. A prompt is optional then.
     """
 
+    target: str = BUNDLED
     prompt: str | None = None
     prompts: str | None = None
     stream: bool = False
@@ -182,12 +188,14 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
       seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
         is used.
       repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
+      drift: Measure the drafts by depth, too, on the first set (docs/experiments.md).
     """
 
     max_new_tokens: Count = 128
     temperatures: tuple[Temperature, ...] = ()
     seeds: tuple[Seed, ...] = ()
     repeats: Count = 3
+    drift: bool = False
 
     def __post_init__(self) -> None:
         if self.draft_vocabulary is not None and not self.drafts:
@@ -195,6 +203,22 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
         for name in ("datasets", "temperatures", "seeds"):
             if len(set(values := getattr(self, name))) < len(values):
                 raise ValueError(f"{name}: want each once, got {list(values)}")
+        if self.drift:
+            _ = self.by_depth  # is checked before any work
+
+    @property
+    def by_depth(self) -> "DriftConfig":
+        """The analysis by depth of the same drafts, on the first set."""
+        return DriftConfig(
+            target=self.target,
+            drafts=self.drafts,
+            prompts=self.sets[0],
+            data_dir=self.data_dir,
+            num_prompts=self.num_prompts,
+            prompt_tokens=self.prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            allow_target_mismatch=self.allow_target_mismatch,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

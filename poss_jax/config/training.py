@@ -249,6 +249,7 @@ class TrainConfig:
       keep_checkpoints: Number of newest checkpoints to keep, beside the best one: that with the
         longest simulated acceptance length (stage target: the lowest validation loss).
       export: Checkpoint that `model` is made of.
+      export_dtype: Dtype that `model` is stored in.
       explosion_factor: Stop the run if the loss is this many times its running mean, and 1 above
         it; null stops only if it is not finite.
       loggers: Programs to send metrics to, beside the file metrics.jsonl.
@@ -281,6 +282,7 @@ class TrainConfig:
     num_samples: CountOrZero = 4
     keep_checkpoints: Count = 2
     export: Literal["best", "last"] = "best"
+    export_dtype: Literal["float32", "bfloat16"] = "float32"
     explosion_factor: Positive | None = Field(default=5.0, gt=1)
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     profile: ProfileConfig | None = None

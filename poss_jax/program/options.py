@@ -16,7 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from poss_jax.config.decoding import AnswerConfig
+from poss_jax.bundled import bundled_model
+from poss_jax.config.decoding import BUNDLED, AnswerConfig
 from poss_jax.config.reading import (
     Key,
     UserError,
@@ -151,14 +152,17 @@ def make_parser(
 
 
 def load_engine(config: AnswerConfig) -> Engine:
-    """Loads the models of a config.
+    """Loads the models of a config; the bundled target comes with a draft.
 
     Raises:
       UserError: what `Engine.load` or `read_trees` refuses.
     """
+    target, draft = config.target, config.draft
+    if target == BUNDLED:
+        target, draft = bundled_model("target"), draft or bundled_model("poss3")
     return Engine.load(
-        config.target,
-        config.draft,
+        target,
+        draft,
         tree=config.tree if config.trees is None else read_trees(Path(config.trees)),
         max_length=config.max_length,
         drafting=config.drafting,

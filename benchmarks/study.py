@@ -1,0 +1,315 @@
+"""Does the method hold? Variants of a draft, trained alike with several seeds, and compared.
+
+All variants continue one draft, first with equally many optimizer steps, then for equally long as
+the slowest of them took. All are benchmarked on the same questions; what is compared is their
+acceptance length, question by question and averaged over training seeds, by the paired test of
+`infer.statistics`. Runs that are complete are not run again, so that the same command goes on after
+an interruption. Prints tables, and as its last line one JSON object; report.json, report.md and
+plots are written to DIR.
+
+    python -m benchmarks.study --config configs/study/python.yaml --output docs/results/study_python
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from infer.bench import bench
+from infer.journal import Answer, Cell
+from infer.report import write_report
+from infer.statistics import compare, estimate_mean, format_estimate
+from infer.summary import make_grid
+from poss_jax.checkpoint.record import provenance
+from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.models import STRICT, TreeConfig
+from poss_jax.config.numbers import Seed
+from poss_jax.config.reading import UserError, load_config, read_values
+from poss_jax.config.training import TrainConfig
+from poss_jax.program.running import Parser, run_program
+
+BUDGETS = {"steps": "equal optimizer steps", "time": "equal training time"}
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StudyConfig:
+    """One study.
+
+    Attributes:
+      start: config of the run that variants are variants of; it names the draft they continue.
+      variants: keys of that config that a variant has otherwise; the first is the baseline.
+      bench: config of the benchmark, without drafts.
+      trees: trees that all drafts are benchmarked with, by name.
+      seeds: seeds of training.
+      budgets: `steps`, `time` or both.
+      output: folder of runs and benchmarks.
+    """
+
+    start: str
+    variants: dict[str, dict[str, Any]]
+    bench: str
+    trees: dict[str, TreeConfig]
+    seeds: tuple[Seed, ...] = (0, 1, 2)
+    budgets: tuple[str, ...] = tuple(BUDGETS)
+    output: str = Field(default="runs/study")
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.budgets if name not in BUDGETS]
+        if unknown or not self.variants or not self.seeds:
+            raise ValueError(f"want variants, seeds, and budgets of {list(BUDGETS)}")
+
+
+class Run(NamedTuple):
+    """One training run: a variant, the seed, and what is equal among the runs."""
+
+    budget: str
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of its draft in benchmarks."""
+        return f"{self.variant} seed {self.seed}"
+
+
+def study(config: StudyConfig) -> dict[str, Any]:
+    """Trains and benchmarks what is not done yet, and compares.
+
+    Raises:
+      UserError: bad input, or a run that failed.
+    """
+    rows, curves = [], {}
+    for budget in config.budgets:
+        runs = [Run(budget, *one) for one in product(config.variants, config.seeds)]
+        for run in runs:
+            train(config, run)
+        curves[budget] = {run.name: read_curve(config, run) for run in runs}
+        for tree in config.trees:
+            rows += [{"budget": budget, "tree": tree} | row for row in measure(config, runs, tree)]
+    return {
+        "baseline": next(iter(config.variants)),
+        "seeds": list(config.seeds),
+        "rows": rows,
+        "curves": curves,
+        "provenance": provenance(),
+    }
+
+
+def folder_of(config: StudyConfig, run: Run) -> Path:
+    """Folder of a run."""
+    return Path(config.output) / run.budget / run.variant.replace(" ", "_") / str(run.seed)
+
+
+def train(config: StudyConfig, run: Run) -> None:
+    """Trains one draft in a process of its own, or goes on with it."""
+    folder = folder_of(config, run)
+    if (folder / "model").exists():
+        return
+    values = {"output": str(folder), "seed": run.seed} | config.variants[run.variant]
+    if run.budget == "time":
+        values["num_tokens"] = tokens_in_equal_time(config, run)
+    words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    command = [sys.executable, "-m", "train.main", "--config", config.start, *words]
+    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise UserError(f"training of {run.name} failed; see above")
+
+
+def tokens_in_equal_time(config: StudyConfig, run: Run) -> int:
+    """Tokens that a variant is trained on while the slowest sees those of the start's config."""
+    rates = {
+        variant: np.median(
+            [
+                line["tokens_per_second"]
+                for seed in config.seeds
+                for line in read_metrics(config, Run("steps", variant, seed))
+                if "tokens_per_second" in line
+            ]
+        )
+        for variant in config.variants
+    }
+    budget = load_config(TrainConfig, config.start).num_tokens
+    if budget is None:
+        raise UserError(f"{config.start}: want num_tokens")
+    return int(budget * rates[run.variant] / min(rates.values()))
+
+
+def read_metrics(config: StudyConfig, run: Run) -> list[dict[str, Any]]:
+    """Reads the metrics of a run."""
+    path = folder_of(config, run) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_curve(config: StudyConfig, run: Run) -> list[tuple[int, float]]:
+    """Reads (step, simulated acceptance length) of every validation."""
+    key = "simulated_acceptance_length"
+    return [(line["step"], line[key]) for line in read_metrics(config, run) if key in line]
+
+
+def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dict[str, Any]]:
+    """Benchmarks the drafts of all runs with one tree; yields a row per set and temperature."""
+    budget = runs[0].budget
+    settings = replace(
+        load_config(BenchConfig, config.bench),
+        drafts={run.name: str(folder_of(config, run) / "model") for run in runs},
+        tree=config.trees[tree],
+        output=str(Path(config.output) / "bench" / f"{budget}-{tree.replace('/', '-')}"),
+    )
+    report, answers = bench(settings)
+    for group in report["groups"]:
+        yield compare_variants(config, runs, group, answers, settings.repeats) | {
+            "round_milliseconds": {
+                variant: float(
+                    np.median(
+                        [
+                            report["methods"][run.name]["phase_milliseconds"]["round"]
+                            for run in runs
+                            if run.variant == variant
+                        ]
+                    )
+                )
+                for variant in config.variants
+            },
+            "memory": {
+                run.variant: report["methods"][run.name]["memory"]
+                for run in runs[:: len(config.seeds)]
+            },
+        }
+
+
+def compare_variants(
+    config: StudyConfig,
+    runs: Sequence[Run],
+    group: dict[str, Any],
+    answers: Sequence[Answer],
+    repeats: int,
+) -> dict[str, Any]:
+    """Compares all variants with the first, on the questions whose answers do not loop."""
+    cells = [Cell(group["set"], group["temperature"], seed) for seed in group["seeds"]]
+    by_key = {answer.key: answer for answer in answers}
+    kept = [i for i in range(group["questions"]) if i not in group["looping_questions"]]
+    lengths: dict[str, list[np.ndarray]] = {variant: [] for variant in config.variants}
+    positions: dict[str, list[list[float]]] = {variant: [] for variant in config.variants}
+    for run in runs:
+        sizes = {"repeats": repeats, "num_questions": group["questions"]}
+        grid = make_grid(by_key, cells, run.name, **sizes).of(kept)
+        lengths[run.variant].append(np.nan_to_num(grid.acceptance_lengths(), nan=1.0).mean(axis=1))
+        numbers = group["methods"][run.name].get("not_looping", group["methods"][run.name]["all"])
+        positions[run.variant].append(numbers["positionwise_acceptance"]["value"])
+    baseline = np.stack(lengths[next(iter(config.variants))], axis=1)
+    variants = {}
+    for variant, few in lengths.items():
+        of_seeds = np.stack(few, axis=1)  # [questions seeds]
+        shortest = min(map(len, positions[variant]))
+        shares = [np.array(one[:shortest], float) for one in positions[variant]]
+        variants[variant] = {
+            "acceptance_length": estimate_mean(of_seeds.mean(axis=1)),
+            "of_seeds": of_seeds.mean(axis=0).tolist(),
+            "positionwise_acceptance": np.mean(shares, axis=0).tolist(),
+            **compare(baseline, of_seeds),
+        }
+    about = {"set": group["set"], "temperature": group["temperature"], "questions": len(kept)}
+    return about | {"variants": variants}
+
+
+def format_study(report: dict[str, Any]) -> str:
+    """Writes the report in Markdown."""
+    lines = [
+        f"Training seeds {report['seeds']}; acceptance lengths are averaged over them, per "
+        "question; in brackets 95 % intervals over questions; difference from "
+        f"{report['baseline']}, and p of the paired permutation test, not corrected for the number "
+        "of comparisons.",
+    ]
+    for row in report["rows"]:
+        deepest = max(len(one["positionwise_acceptance"]) for one in row["variants"].values())
+        head = ["variant", "acceptance length", "seeds apart", "difference", "p", "round ms"]
+        head += [f"pos {depth}" for depth in range(1, deepest + 1)]
+        lines += [
+            "",
+            f"## {row['set']}, temperature {row['temperature']:g}, tree {row['tree']}, "
+            f"{BUDGETS[row['budget']]}",
+            "",
+            f"{row['questions']} questions whose answers do not loop.",
+            "",
+            f"| {' | '.join(head)} |",
+            "|---" * len(head) + "|",
+        ]
+        for variant, one in row["variants"].items():
+            cells = [
+                variant,
+                format_estimate(one["acceptance_length"], digits=3),
+                f"{max(one['of_seeds']) - min(one['of_seeds']):.3f}",
+                format_estimate(one["difference"], digits=3),
+                f"{one['p_value']:.4f}",
+                f"{row['round_milliseconds'][variant]:.2f}",
+                *(f"{share:.1%}" for share in one["positionwise_acceptance"]),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(report: dict[str, Any], folder: Path) -> None:
+    """Draws acceptance by position for every row, and the curves of training."""
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"svg.hashsalt": "poss_jax"}):
+        rows = report["rows"]
+        figure, panels = pyplot.subplots(
+            1, len(rows), figsize=(4.5 * len(rows), 3.6), squeeze=False, layout="constrained"
+        )
+        for panel, row in zip(panels[0], rows, strict=True):
+            for variant, one in row["variants"].items():
+                shares = one["positionwise_acceptance"]
+                panel.plot(range(1, len(shares) + 1), shares, marker="o", label=variant)
+            panel.set_title(
+                f"{row['set']}, T = {row['temperature']:g}\n{row['tree']}, {row['budget']}"
+            )
+            panel.set(xlabel="draft position", ylabel="accepted, given all before")
+            panel.grid(alpha=0.3)
+        panels[0][0].legend(fontsize="x-small")
+        figure.savefig(folder / "positions.svg", metadata={"Date": None})
+        pyplot.close(figure)
+        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        colours: dict[str, str] = {}
+        for budget, curves in report["curves"].items():
+            for name, curve in curves.items():
+                variant = name.rpartition(" seed ")[0]
+                colour = colours.setdefault(variant, f"C{len(colours)}")
+                style = "-" if budget == "steps" else "--"
+                label = (
+                    variant if name.endswith(f" {report['seeds'][0]}") and style == "-" else None
+                )
+                axes.plot(*zip(*curve, strict=True), style, color=colour, alpha=0.7, label=label)
+        axes.set(xlabel="optimizer steps", ylabel="simulated acceptance length, held out")
+        axes.legend(fontsize="x-small")
+        axes.grid(alpha=0.3)
+        figure.savefig(folder / "convergence.svg", metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, trains, measures, prints."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the config")
+    parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    args = parser.parse_intermixed_args(arguments)
+    config = load_config(StudyConfig, args.config, args.overrides)
+    read_values(config.start), read_values(config.bench)  # are missing before hours of training
+    report = study(config)
+    text = format_study(report)
+    print(text)
+    write_report(report, text, args.output, plot=lambda: plot(report, args.output))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,79 @@
+"""The bundled models, and what shows them: the picture, the notebook, and `infer.generate`."""
+
+import json
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+import poss_jax
+from infer.generate import main as generate
+from poss_jax.engine.text import Piece
+
+ROOT = Path(__file__).parent.parent
+DRAFTS = ("eagle", "hass", "poss1", "poss2", "poss3", "eagle3", "poss3_e3")
+PROMPT = "def read_lines(path):\n"
+
+sys.path.insert(0, str(ROOT / "examples"))
+import picture  # noqa: E402
+
+
+def texts(svg: str) -> list[str]:
+    return [one.text or "" for one in xml.etree.ElementTree.fromstring(svg) if "text" in one.tag]
+
+
+@pytest.fixture(scope="module")
+def target() -> poss_jax.Engine:
+    return poss_jax.Engine.load(poss_jax.bundled_model("target"), max_length=256)
+
+
+def test_models_are_small_enough() -> None:
+    files = [path for path in (ROOT / "poss_jax/bundled").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 24e6
+    assert {path.parent.name for path in files if path.name == "model.json"} == {"target", *DRAFTS}
+
+
+def test_an_unknown_model_is_named() -> None:
+    with pytest.raises(poss_jax.UserError, match=r"want one of .*poss3.* got poss9"):
+        poss_jax.bundled_model("poss9")
+
+
+@pytest.mark.parametrize("name", ["eagle", "poss1", "poss3_e3"])
+def test_drafts_are_accepted_and_change_no_text(target: poss_jax.Engine, name: str) -> None:
+    engine = target.load_draft(poss_jax.bundled_model(name))
+    (plain,) = target.generate([PROMPT], max_new_tokens=32)
+    (drafted,) = engine.generate([PROMPT], max_new_tokens=32)
+    assert drafted.output_ids == plain.output_ids
+    assert drafted.mean_acceptance_length > 1.5
+
+
+def test_generate_needs_no_target(capsys: pytest.CaptureFixture[str]) -> None:
+    generate(["--prompt", PROMPT, "--max-new-tokens", "24", "--stream", "--show-drafts"])
+    shown, summary = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+    assert "[" in shown and json.loads(summary)["new_tokens"] == 24
+
+
+def test_the_picture_places_every_piece() -> None:
+    rounds = [[Piece("a < b", 1), Piece("\n\tc", 2), Piece("d" * 120, 0)], [Piece("!", 9)]]
+    drawn = texts(picture.draw("if ", rounds))
+    assert drawn[:3] == ["if ", "a < b", "    c"]
+    assert drawn[3:5] == ["d" * 91, "d" * 29]  # 96 columns
+    assert drawn[5] == "!" and drawn[6].startswith("4 tokens in 2 passes")
+    assert drawn[7:] == [str(depth) for depth in range(1, 10)]
+
+
+def test_the_picture_of_the_readme_is_what_the_models_write(tmp_path: Path) -> None:
+    picture.main(["--output", str(tmp_path / "drafts.svg")])
+    assert (tmp_path / "drafts.svg").read_text() == (ROOT / "docs" / "drafts.svg").read_text()
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    matplotlib.use("Agg")
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)

@@ -1,0 +1,131 @@
+"""The study of variants: what it compares by hand, and a whole one on tiny models."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from programs import DRAFT, Runs, config_file, tiny_runs, write_config, write_lines
+
+from benchmarks import study
+from infer.journal import Answer, Cell, Key, Turn
+from poss_jax.config.reading import UserError
+from train.main import main as train_main
+
+VARIANTS = {"one layer": {}, "two": {"specialists": {"positions_per_specialist": [1, 1]}}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Outputs of the runs that were trained, in this process, which has compiled their programs."""
+    seen: list[str] = []
+
+    def run(command: list[str], **settings: object) -> SimpleNamespace:
+        seen.append(next(word for word in command if word.startswith("output=")))
+        train_main(command[command.index("--config") :])
+        return SimpleNamespace(returncode=0)
+
+    fake = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(study, "subprocess", fake)
+    return seen
+
+
+def answer(name: str, question: int, accepted: list[int]) -> Answer:
+    turn = Turn(
+        text="",
+        output_ids=list(range(8)),
+        accepted=accepted,
+        offered=[4] * len(accepted),
+        seconds=1.0,
+        first_token_seconds=1.0,
+    )
+    return Answer(Key(Cell("made up", 0.0, 0), 0, name, question), question, "", [turn])
+
+
+def test_variants_are_compared_question_by_question() -> None:
+    config = study.StudyConfig(start="s", variants=VARIANTS, bench="b", trees={}, seeds=(0, 1))
+    runs = [study.Run("steps", variant, seed) for variant in VARIANTS for seed in (0, 1)]
+    shares = {"all": {"positionwise_acceptance": {"value": [0.5, 0.25]}}}
+    group = {
+        "set": "made up",
+        "temperature": 0.0,
+        "seeds": [0],
+        "questions": 3,
+        "looping_questions": [2],
+        "methods": {run.name: shares for run in runs},
+    }
+    accepted = {"one layer seed 0": [1, 3], "one layer seed 1": [3, 3]}
+    accepted |= {"two seed 0": [2, 4], "two seed 1": [4, 4]}
+    answers = [
+        answer(name, question, [few[0], few[1]] if question == 0 else [few[1]] * 2)
+        for name, few in accepted.items()
+        for question in range(3)
+    ]
+    row = study.compare_variants(config, runs, group, answers, 1)
+    one, two = row["variants"].values()
+    assert row["questions"] == 2
+    assert one["of_seeds"] == [(3 + 4) / 2, (4 + 4) / 2]
+    assert one["difference"]["value"] == 0 and two["difference"]["value"] == pytest.approx(1)
+    assert two["acceptance_length"]["value"] == pytest.approx(one["acceptance_length"]["value"] + 1)
+    assert two["positionwise_acceptance"] == [0.5, 0.25]
+
+
+def test_a_study_goes_on_where_it_stopped(
+    runs: Runs,
+    tmp_path: Path,
+    trained: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = {**DRAFT, "init_draft": runs.model("eagle"), "num_tokens": 128, "validate_every": 1}
+    bench = {"target": runs.model("target"), "num_prompts": 2, "max_new_tokens": 6, "repeats": 1}
+    bench["prompts"] = write_lines(tmp_path / "p.jsonl", {"prompt": "def area_7"}, {"prompt": "de"})
+    values = {
+        "start": config_file(runs, tmp_path, start),
+        "variants": VARIANTS,
+        "bench": write_config(tmp_path, bench),
+        "trees": {"2/1/3": {"depth": 2, "top_k": 1, "total_tokens": 3}},
+        "seeds": [3],
+        "output": str(tmp_path / "runs"),
+    }
+    config, output = write_config(tmp_path, values), str(tmp_path / "report")
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "measure", lambda *arguments: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            study.main(["--config", config, "--output", output])
+    assert len(trained) == 2
+    study.main(["--config", config, "--output", output])
+    assert len(trained) == 4 and sum("/time/" in one for one in trained) == 2
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["budget"], row["tree"]) for row in report["rows"]] == [
+        ("steps", "2/1/3"),
+        ("time", "2/1/3"),
+    ]
+    assert list(report["rows"][0]["variants"]) == list(VARIANTS)
+    assert [len(curve) for curve in report["curves"]["steps"].values()] == [2, 2]
+    longer = report["curves"]["time"].values()
+    assert min(curve[-1][0] for curve in longer) == 2 <= max(curve[-1][0] for curve in longer)
+    assert (tmp_path / "report" / "report.md").read_text().count("## ") == 2
+    assert {"positions.svg", "convergence.svg"} <= {
+        path.name for path in (tmp_path / "report").iterdir()
+    }
+
+
+def test_a_variant_that_cannot_be_trained_ends_the_study(runs: Runs, tmp_path: Path) -> None:
+    values = {
+        "start": config_file(runs, tmp_path, DRAFT),
+        "variants": {"wrong": {"specialists": {"depth": "deep"}}},
+        "bench": write_config(tmp_path, {"target": runs.model("target")}),
+        "trees": {},
+        "output": str(tmp_path / "runs"),
+    }
+    with pytest.raises(UserError, match="training of wrong seed 0 failed"):
+        study.main(["--config", write_config(tmp_path, values), "--output", str(tmp_path / "r")])
