@@ -15,6 +15,7 @@ the same command goes on after an interruption, and the report (report.html, .md
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -26,12 +27,14 @@ import jax
 from tqdm import tqdm
 
 from poss_jax.checkpoint.record import provenance, read_record
+from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.engine.device import default_tree
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.trees import tuned_file, write_tuned
+from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
 from poss_jax.program.options import at_least, check_writable, read_arguments
 from poss_jax.program.running import run_program
 
@@ -227,8 +230,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, args = read_arguments(
         BenchConfig, arguments, prog="infer.bench", doc=__doc__, add_actions=_add_actions
     )
-    if not args.autotune and (args.batch_sizes or args.trees_file):
-        raise UserError("--batch-sizes and --trees-file are of --autotune; give it, too")
+    if not args.autotune and (args.batch_sizes or args.trees_file or args.try_vocabulary):
+        raise UserError(
+            "--batch-sizes, --try-vocabulary and --trees-file are of --autotune; give it, too"
+        )
     if config.drafting == "sampled" and (args.check_lossless or args.autotune):
         raise UserError(
             "--check-lossless and --autotune want texts that no draft changes; those of "
@@ -241,7 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _show_roofline(config)
         return
     if args.autotune:
-        _autotune(config, args.batch_sizes or [1], args.trees_file, overwrite=args.overwrite)
+        places = _places_of_trees(config, args.trees_file, overwrite=args.overwrite)
+        _autotune(config, args.batch_sizes or [1], args.try_vocabulary, places)
         return
     if config.output is not None:
         goes_on = (Path(config.output) / SETTINGS).is_file()
@@ -285,11 +291,23 @@ def _show_roofline(config: BenchConfig) -> None:
 
 
 def _autotune(
-    config: BenchConfig, batch_sizes: Sequence[int], file: Path | None, *, overwrite: bool
+    config: BenchConfig,
+    batch_sizes: Sequence[int],
+    vocabularies: Sequence[str],
+    places: dict[str, Path],
 ) -> None:
-    """Prints what was predicted and measured, and writes the fastest trees of every draft."""
-    places = _places_of_trees(config, file, overwrite=overwrite)
-    baseline, *decoders = load_decoders(config)
+    """Prints what was predicted and measured, and writes what every draft is fastest with."""
+    # With a tree of its own the engine does not look for what was tuned before.
+    baseline, *decoders = load_decoders(replace(config, tree=config.tree or default_tree()))
+    allowed = {"allow_target_mismatch": config.allow_target_mismatch}
+    tried = {
+        one.name: {config.draft_vocabulary: one.engine}
+        | {
+            file: baseline.engine.load_draft(config.drafts[one.name], vocabulary=file, **allowed)
+            for file in vocabularies
+        }
+        for one in decoders
+    }
     prompts = first_prompts(read_questions(config, baseline.engine))
     if max(batch_sizes) > len(prompts):
         raise UserError(
@@ -297,15 +315,26 @@ def _autotune(
             f"{max(batch_sizes)}; raise num_prompts"
         )
     report: dict[str, Any] = {"drafts": {}, "files": {}}
-    for decoder in decoders:
-        tuned = tune(decoder.engine, prompts, batch_sizes, repeats=config.repeats)
-        path, folder = places[decoder.name], config.drafts[decoder.name]
-        _write_tuned(path, folder, tuned, config)
-        report["drafts"][decoder.name] = tuned
-        report["files"][decoder.name] = str(path)
+    for name, engines in tried.items():
+        tuned = {
+            file: tune(engine, prompts, batch_sizes, repeats=config.repeats)
+            for file, engine in engines.items()
+        }
+        best = max(tuned, key=lambda file: _gain(tuned[file]))
+        _write_tuned(places[name], config.drafts[name], tuned[best], best, config)
+        for file, entry in tuned.items():
+            label = name if file == config.draft_vocabulary else f"{name}, {file}"
+            report["drafts"][label] = entry
+        report["files"][name] = str(places[name])
     print(format_tuning(report))
     print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
     print(json.dumps(report | {"config": config_to_dict(config), "provenance": provenance()}))
+
+
+def _gain(tuned: dict[int, dict[str, Any]]) -> float:
+    """Speed of the best trees relative to no draft, averaged over batch sizes."""
+    ratios = [max(row["ratio"] for row in one["methods"].values()) for one in tuned.values()]
+    return math.prod(ratios) ** (1 / len(ratios))
 
 
 def _places_of_trees(config: BenchConfig, file: Path | None, *, overwrite: bool) -> dict[str, Path]:
@@ -326,13 +355,17 @@ def _places_of_trees(config: BenchConfig, file: Path | None, *, overwrite: bool)
 
 
 def _write_tuned(
-    path: Path, draft: str, tuned: dict[int, dict[str, Any]], config: BenchConfig
+    path: Path,
+    draft: str,
+    tuned: dict[int, dict[str, Any]],
+    vocabulary: str | None,
+    config: BenchConfig,
 ) -> None:
     record = read_record(draft)
     about = {
         "target": record.target.name,
         "sampling": config_to_dict(config.sampling),
-        "draft_vocabulary": config.draft_vocabulary,
+        "draft_vocabulary": vocabulary,
         "quantise": config.quantise,
         "prompts": config.prompts,
     }
@@ -344,6 +377,8 @@ def _write_tuned(
         for size, entry in tuned.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    if vocabulary is not None:
+        write_file(vocabulary_file(path), Path(vocabulary).read_text())
     write_tuned(path, trees, record, about=about, comments=comments)
 
 
@@ -377,6 +412,14 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="With --autotune: numbers of prompts decoded together, such as 1,4,16; 1 alone if "
         "left out.",
+    )
+    parser.add_argument(
+        "--try-vocabulary",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="With --autotune: draft vocabulary to try beside the whole head, see python -m "
+        "poss_jax.draft_vocab. The option may be repeated.",
     )
     parser.add_argument(
         "--trees-file",

@@ -154,7 +154,8 @@ class Engine:
             the same in distribution only.
           allow_target_mismatch: use a draft made for other weights of the same shape.
           draft_vocabulary: file of the tokens that the draft may propose (see `python -m
-            poss_jax.draft_vocab`); None: what its folder says, usually all.
+            poss_jax.draft_vocab`); None: that which was tuned with the trees, else what its folder
+            says, usually all.
           quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
             folder holds.
           mesh: grid of devices: `tensor` cuts weights and caches, `data` the batch; every device
@@ -205,12 +206,15 @@ class Engine:
             allow_target_mismatch=allow_target_mismatch,
             sharding=_sharding_on(self.mesh),
         )
+        tuned = None if self._has_own_trees else find_tuned(draft, record)
+        if vocabulary is None and tuned is not None:
+            vocabulary = tuned.draft_vocabulary
         if vocabulary is not None:
             tokens = read_draft_vocabulary(vocabulary, self.target_config.vocab_size)
             record = with_vocabulary(record, tokens.tolist(), origin=str(draft))
         other = self.with_draft(record, params)
         if not self._has_own_trees:
-            trees = find_tuned(draft, record) or default_tree()
+            trees = tuned.trees if tuned is not None else default_tree()
             other.trees = _fit_trees(trees, other.weights.draft)
         return other
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,6 +25,18 @@ from poss_jax.engine.device import Trees, default_tree
 _LOG = logging.getLogger(__package__)
 _TUNED = "tuned"
 _MOST = 2**31 - 1  # numbers become int32 on the device
+
+
+class Tuned(NamedTuple):
+    """What was tuned for a draft.
+
+    Attributes:
+      trees: trees by batch size.
+      draft_vocabulary: file of the tokens that the draft is fastest with; None: all of its head.
+    """
+
+    trees: Trees
+    draft_vocabulary: Path | None
 
 
 def read_trees(path: Path) -> Trees:
@@ -59,8 +71,13 @@ def tuned_file(draft: str | Path) -> Path:
     return Path(draft) / f"trees.{slug}.yaml"
 
 
-def find_tuned(draft: str | Path, record: ModelRecord) -> Trees | None:
-    """Reads the trees that were tuned for a draft on this kind of device; None: there are none.
+def vocabulary_file(trees: Path) -> Path:
+    """Place of the draft vocabulary that belongs to a file of tuned trees."""
+    return trees.with_suffix(".vocabulary.json")
+
+
+def find_tuned(draft: str | Path, record: ModelRecord) -> Tuned | None:
+    """Reads what was tuned for a draft on this kind of device; None: nothing was.
 
     A file that was made for other weights or another kind of device is left alone, and a line says
     so.
@@ -97,7 +114,7 @@ def find_tuned(draft: str | Path, record: ModelRecord) -> Trees | None:
             )
             return None
     _LOG.info("trees by batch size: %s, tuned for this draft and device", path)
-    return trees
+    return Tuned(trees, vocabulary_file(path) if tuned.get("draft_vocabulary") else None)
 
 
 def write_tuned(
