@@ -20,6 +20,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -29,12 +31,14 @@ from infer.journal import Answer, Cell
 from infer.report import write_report
 from infer.statistics import compare, estimate_mean, format_estimate
 from infer.summary import make_grid
-from poss_jax.checkpoint.record import provenance
+from poss_jax.checkpoint.folder import load_draft, write_model
+from poss_jax.checkpoint.record import new_record, provenance, read_record
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import STRICT, TreeConfig
 from poss_jax.config.numbers import Seed
 from poss_jax.config.reading import UserError, load_config, read_values
 from poss_jax.config.training import TrainConfig
+from poss_jax.model.parameters import split_items
 from poss_jax.program.running import Parser, run_program
 
 BUDGETS = {"steps": "equal optimizer steps", "time": "equal training time"}
@@ -46,7 +50,8 @@ class StudyConfig:
 
     Attributes:
       start: config of the run that variants are variants of; it names the draft they continue.
-      variants: keys of that config that a variant has otherwise; the first is the baseline.
+      variants: keys of that config that a variant has otherwise; the first is the baseline. The key
+        `widen` stands for a draft to continue whose MLP is that wide (see `widen`).
       bench: config of the benchmark, without drafts.
       trees: trees that all drafts are benchmarked with, by name.
       seeds: seeds of training.
@@ -115,12 +120,46 @@ def train(config: StudyConfig, run: Run) -> None:
     if (folder / "model").exists():
         return
     values = {"output": str(folder), "seed": run.seed} | config.variants[run.variant]
+    if width := values.pop("widen", None):
+        values["init_draft"] = str(widen(config, width))
     if run.budget == "time":
         values["num_tokens"] = tokens_in_equal_time(config, run)
     words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     command = [sys.executable, "-m", "train.main", "--config", config.start, *words]
     if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
         raise UserError(f"training of {run.name} failed; see above")
+
+
+def widen(config: StudyConfig, width: int) -> Path:
+    """Copies the draft that variants continue, its MLP widened by neurons that add nothing yet.
+
+    A control: one layer with as many weights as several specialists have. The new rows of gate and
+    up are drawn, the new columns of down are zero, so that both drafts predict the same.
+
+    Returns:
+      The model folder of the copy.
+    """
+    run = load_config(TrainConfig, config.start)
+    start, target = run.init_draft, run.target
+    if start is None or target is None:
+        raise UserError(f"{config.start}: want target and init_draft, which is what is widened")
+    folder = Path(config.output) / f"start-{width}"
+    if folder.exists():
+        return folder
+    record, draft = load_draft(start, jnp.float32, target=read_record(target))
+    key = jax.random.key(0)
+    for layer in draft["specialists"]:
+        mlp = layer["mlp"]
+        more = width - mlp["down"]["weight"].shape[1]
+        for name in ("gate", "up"):
+            weight, key = mlp[name]["weight"], jax.random.fold_in(key, 1)
+            drawn = weight.std() * jax.random.normal(key, (more, weight.shape[1]), weight.dtype)
+            mlp[name]["weight"] = jnp.concatenate([weight, drawn])
+        mlp["down"]["weight"] = jnp.pad(mlp["down"]["weight"], ((0, 0), (0, more)))
+    wide = replace(record.draft, layer=replace(record.draft.layer, intermediate_size=width))
+    new = new_record(wide, record.target, tokenizer_from=Path(start))
+    write_model(folder, new, split_items(wide, draft), tokenizer_from=Path(start))
+    return folder
 
 
 def tokens_in_equal_time(config: StudyConfig, run: Run) -> int:

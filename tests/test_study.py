@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from programs import DRAFT, Runs, config_file, tiny_runs, write_config, write_lines
+from programs import DRAFT, Runs, config_file, generate, tiny_runs, write_config, write_lines
 
 from benchmarks import study
 from infer.journal import Answer, Cell, Key, Turn
+from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError
 from train.main import main as train_main
 
@@ -117,6 +119,28 @@ def test_a_study_goes_on_where_it_stopped(
     assert {"positions.svg", "convergence.svg"} <= {
         path.name for path in (tmp_path / "report").iterdir()
     }
+
+
+def test_a_widened_draft_predicts_the_same(runs: Runs, tmp_path: Path) -> None:
+    start = {**DRAFT, "init_draft": runs.model("eagle")}
+    config = study.StudyConfig(
+        start=config_file(runs, tmp_path, start),
+        variants=VARIANTS,
+        bench="b",
+        trees={},
+        output=str(tmp_path / "runs"),
+    )
+    folder = study.widen(config, 80)
+    record, wide = load_draft(folder, target=read_record(runs.model("target")))
+    assert record.draft.layer.intermediate_size == 80
+    assert wide["specialists"][0]["mlp"]["up"]["weight"].shape == (80, 32)
+    arguments = ["--prompt", "def area_7", "--tree-depth", "2"]
+    texts = [
+        generate(runs.model("target"), draft, tmp_path, *arguments)
+        for draft in (runs.model("eagle"), str(folder))
+    ]
+    assert texts[0] == texts[1]  # rounds, too
+    assert study.widen(config, 80) == folder
 
 
 def test_a_variant_that_cannot_be_trained_ends_the_study(runs: Runs, tmp_path: Path) -> None:
