@@ -26,6 +26,7 @@ from benchmarks.reports import tree_name
 from infer.measure import load_decoders, time_batches
 from infer.questions import first_prompts, read_questions
 from infer.report import write_report
+from infer.statistics import estimate_mean
 from infer.summary import LOOPING_BELOW
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
@@ -51,7 +52,6 @@ SETTINGS = {
 }
 TREES = ["6/10/60", "4/4/16", "6/1/7"]
 WAYS: tuple[Drafting, ...] = get_args(Drafting)
-NUM_RESAMPLES = 2000
 
 
 class Answered(NamedTuple):
@@ -133,17 +133,7 @@ def _with_intervals(per_prompt: np.ndarray) -> dict[str, Any]:
     columns = {way: per_prompt[:, index] for index, way in enumerate(WAYS)}
     for way in WAYS[1:]:
         columns[f"gain_over_{way}"] = columns["coupled"] - columns[way]
-    picks = np.random.default_rng(0).integers(
-        0, max(len(per_prompt), 1), (NUM_RESAMPLES, len(per_prompt))
-    )
-
-    def describe(values: np.ndarray) -> dict[str, Any]:
-        if not len(values):
-            return {"mean": None}
-        low, high = np.quantile(values[picks].mean(axis=1), [0.025, 0.975])
-        return {"mean": values.mean(), "low": low, "high": high}
-
-    return {name: describe(values) for name, values in columns.items()}
+    return {name: estimate_mean(values) for name, values in columns.items()}
 
 
 def format_table(report: dict[str, Any]) -> str:
@@ -175,11 +165,12 @@ def format_table(report: dict[str, Any]) -> str:
 
 
 def _acceptance(row: dict[str, Any]) -> str:
-    if row["coupled"]["mean"] is None:
+    if row["coupled"]["value"] is None:
         return "all loop"
-    means = " / ".join(f"{row[way]['mean']:.2f}" for way in WAYS)
-    gains = (row[f"gain_over_{way}"] for way in WAYS[1:])
-    return " ".join([means, *(f"[{gain['low']:+.2f}, {gain['high']:+.2f}]" for gain in gains)])
+    means = " / ".join(f"{row[way]['value']:.2f}" for way in WAYS)
+    gains = [row[f"gain_over_{way}"] for way in WAYS[1:]]
+    known = [gain for gain in gains if gain["low"] is not None]
+    return " ".join([means, *(f"[{gain['low']:+.2f}, {gain['high']:+.2f}]" for gain in known)])
 
 
 def _speed(row: dict[str, Any]) -> str:
@@ -203,7 +194,7 @@ def _plot(report: dict[str, Any], path: Path) -> None:
         for (number, draft), (way, style) in product(
             enumerate(drafts), zip(WAYS, ("-", "--", ":"), strict=True)
         ):
-            means = [found[draft, tree, name][way]["mean"] for name in names]
+            means = [found[draft, tree, name][way]["value"] for name in names]
             means = [np.nan if mean is None else mean for mean in means]
             axis.plot(
                 temperatures, means, style, marker="o", color=f"C{number}", label=f"{draft}, {way}"
