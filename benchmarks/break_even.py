@@ -1,4 +1,4 @@
-"""How much longer the acceptance must be to pay for n specialists, by the cost card.
+"""Prices n specialists: the longer acceptance that pays for them, by the cost card.
 
 Needs nothing: every number follows from shapes and the datasheets of devices (`infer/costs.py`). A
 round with more specialists takes longer, since each keeps its own keys and values of the committed

@@ -28,7 +28,7 @@ _MOST = 2**31 - 1  # numbers become int32 on the device
 
 
 class Tuned(NamedTuple):
-    """What was tuned for a draft.
+    """Trees and draft vocabulary that a draft was tuned to.
 
     Attributes:
       trees: trees by batch size.
