@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 import poss_jax
 from poss_jax.engine.text import Piece
 
-PROMPT = "def read_lines(path, encoding=None):\n"
+PROMPT = "class Node:\n    def __init__(self, value, children=None):\n"
 COLOURS = ("#9ecbff", "#7ee2b8", "#ffd866", "#ffab70", "#f692ce", "#c8a6ff")
 """Background of a token by the position it was drafted at; the last one serves those beyond."""
 
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--prompt", default=PROMPT, help="Text to continue.")
-    parser.add_argument("--max-new-tokens", type=int, default=96, help="Most tokens of the answer.")
+    parser.add_argument("--max-new-tokens", type=int, default=72, help="Most tokens of the answer.")
     parser.add_argument("--output", type=Path, default=Path("docs/drafts.svg"))
     args = parser.parse_args(arguments)
     models = poss_jax.bundled_model("target"), poss_jax.bundled_model("poss3")
