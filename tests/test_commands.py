@@ -40,6 +40,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m infer.bench --target TARGET --draft NAME=DRAFT --autotune": "compiles many trees; "
     "tests/test_autotune.py tunes",
     "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
+    "python -m benchmarks.study ": "trains for hours; tests/test_study.py runs a small one",
     "python -m benchmarks.coupling ": "compiles many trees, which takes minutes",
     "python -m benchmarks.draft_vocabulary ": "needs the models of make demo",
     "python -m benchmarks.pytorch ": "needs torch, and compiles many trees",
