@@ -114,7 +114,8 @@ def find_tuned(draft: str | Path, record: ModelRecord) -> Tuned | None:
             )
             return None
     _LOG.info("trees by batch size: %s, tuned for this draft and device", path)
-    return Tuned(trees, vocabulary_file(path) if tuned.get("draft_vocabulary") else None)
+    file = vocabulary_file(path)
+    return Tuned(trees, file if tuned.get("draft_vocabulary") and file.is_file() else None)
 
 
 def write_tuned(
