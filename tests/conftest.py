@@ -1,6 +1,7 @@
 """What every test runs under: eight CPU devices, one compilation cache, no silent promotion."""
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -58,6 +59,16 @@ def watched_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     with watch.tracing():
         yield
     watch.check(at_least=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """Drops compiled programs before they reach the kernel's limit of memory maps (65,530)."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > 25_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,6 +11,7 @@ import pytest
 import poss_jax
 from infer.generate import main as generate
 from poss_jax.engine.text import Piece
+from poss_jax.program.running import BRACKETS
 
 ROOT = Path(__file__).parent.parent
 DRAFTS = ("eagle", "hass", "poss1", "poss2", "poss3", "eagle3", "poss3_e3")
@@ -52,7 +53,8 @@ def test_drafts_are_accepted_and_change_no_text(target: poss_jax.Engine, name: s
 def test_generate_needs_no_target(capsys: pytest.CaptureFixture[str]) -> None:
     generate(["--prompt", PROMPT, "--max-new-tokens", "24", "--stream", "--show-drafts"])
     shown, summary = capsys.readouterr().out.rstrip().rsplit("\n", 1)
-    assert "[" in shown and json.loads(summary)["new_tokens"] == 24
+    assert BRACKETS[0] in shown
+    assert json.loads(summary)["new_tokens"] == 24
 
 
 def test_the_picture_places_every_piece() -> None:

@@ -31,11 +31,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "pip install ": "needs a network; tests/test_wheel.py installs",
     "bash .ci/run": "this test is part of it",
     "make ": "runs the tests, or for minutes",
-    "python -m train.main --config configs/tiny/": "make smoke runs it",
-    "python -m infer.bench --config configs/tiny/": "make smoke runs it",
     "python -m infer.bench --config configs/bundled/": "make demo runs it",
-    "python -m train.main --config configs/bundled/": "trains for minutes to an hour",
-    "python -m infer.bench --config configs/demo/": "needs the models of make demo",
     "python -m infer.drift --config configs/demo/": "needs the models of make demo",
     "python -m infer.bench --target TARGET --draft NAME=DRAFT --autotune": "compiles many trees; "
     "tests/test_autotune.py tunes",

@@ -261,7 +261,6 @@ def test_a_prompt_is_tokenised_once_for_every_answer(
         ("--target {target} --prompt <s>", "prompt 1 of 1: prompt: want at least one token"),
         ("--target {target}", "want either a text (prompt) or a file of prompts (prompts)"),
         ("--target {target} --prompt x --prompts y", "want either a text (prompt) or a file"),
-        ("--prompt x", "want --target DIR, or the key target in the file that --config names"),
         (
             "--target {target} --prompt x --temprature 1",
             "unknown option --temprature; did you mean --temper",

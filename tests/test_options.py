@@ -84,7 +84,7 @@ def test_command_lines_that_are_refused(arguments: str, error: str) -> None:
 
 def test_a_missing_key_names_its_option() -> None:
     with pytest.raises(UserError, match="want --target DIR, or the key target in the file"):
-        read_arguments(GenerateConfig, ["--prompt=x"], prog="test", doc=None)
+        read_arguments(BenchConfig, ["--prompts=x"], prog="test", doc=None)
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
