@@ -36,7 +36,7 @@ from poss_jax.checkpoint.record import new_record, provenance, read_record
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import STRICT, TreeConfig
 from poss_jax.config.numbers import Seed
-from poss_jax.config.reading import UserError, load_config, read_values
+from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.parameters import split_items
 from poss_jax.program.running import Parser, run_program
@@ -55,7 +55,7 @@ class StudyConfig:
       bench: config of the benchmark, without drafts.
       trees: trees that all drafts are benchmarked with, by name.
       seeds: seeds of training.
-      budgets: `steps`, `time` or both.
+      budgets: `steps`, or `steps` and `time`, whose runs are as long as those were measured to be.
       output: folder of runs and benchmarks.
     """
 
@@ -69,8 +69,8 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.budgets if name not in BUDGETS]
-        if unknown or not self.variants or not self.seeds:
-            raise ValueError(f"want variants, seeds, and budgets of {list(BUDGETS)}")
+        if unknown or not self.variants or not self.seeds or "steps" not in self.budgets[:1]:
+            raise ValueError("want variants, seeds, and budgets: steps, or steps and then time")
 
 
 class Run(NamedTuple):
@@ -342,7 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     args = parser.parse_intermixed_args(arguments)
     config = load_config(StudyConfig, args.config, args.overrides)
-    read_values(config.start), read_values(config.bench)  # are missing before hours of training
+    load_config(TrainConfig, config.start)  # is refused before hours of training
+    load_config(BenchConfig, config.bench)
     report = study(config)
     text = format_study(report)
     print(text)

@@ -143,6 +143,11 @@ def test_a_widened_draft_predicts_the_same(runs: Runs, tmp_path: Path) -> None:
     assert study.widen(config, 80) == folder
 
 
+def test_equal_time_wants_measured_times() -> None:
+    with pytest.raises(ValueError, match="steps, or steps and then time"):
+        study.StudyConfig(start="s", variants=VARIANTS, bench="b", trees={}, budgets=("time",))
+
+
 def test_a_variant_that_cannot_be_trained_ends_the_study(runs: Runs, tmp_path: Path) -> None:
     values = {
         "start": config_file(runs, tmp_path, DRAFT),
