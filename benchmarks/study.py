@@ -94,7 +94,7 @@ def study(config: StudyConfig) -> dict[str, Any]:
     """
     rows, curves = [], {}
     for budget in config.budgets:
-        runs = [Run(budget, *one) for one in product(config.variants, config.seeds)]
+        runs = [Run(budget, name, seed) for seed, name in product(config.seeds, config.variants)]
         for run in runs:
             train(config, run)
         curves[budget] = {run.name: read_curve(config, run) for run in runs}
