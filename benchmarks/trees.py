@@ -69,7 +69,7 @@ def compile_round(
         tokens=jnp.full((1, prompt), 5, jnp.int32),
         lengths=jnp.asarray([prompt], jnp.int32),
         limits=jnp.asarray([NEW], jnp.int32),
-        stop_ids=jnp.asarray([-1], jnp.int32),
+        stop_ids=jnp.asarray([[-1]], jnp.int32),
     )
     generate = jax.jit(speculate.generate, static_argnums=1)
 

@@ -214,7 +214,7 @@ def _request(config: AheadConfig, decode: DecodeConfig, mesh: Mesh) -> Request:
             tokens=jnp.zeros((B, decode.rows), jnp.int32),
             lengths=jnp.zeros(B, jnp.int32),
             limits=jnp.zeros(B, jnp.int32),
-            stop_ids=jnp.zeros(max(1, len(decode.target.eos_token_ids)), jnp.int32),
+            stop_ids=jnp.zeros((B, max(1, len(decode.target.eos_token_ids))), jnp.int32),
             sampling=sampling_arrays([config.sampling] * B),
         )
 

@@ -72,7 +72,7 @@ def greedy_request(*prompts: list[int], limit: int) -> Request:
         tokens=jnp.asarray(tokens),
         lengths=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
         limits=jnp.full(len(prompts), limit, jnp.int32),
-        stop_ids=jnp.asarray([-1], jnp.int32),
+        stop_ids=jnp.asarray([[-1]], jnp.int32),
     )
 
 
@@ -85,7 +85,7 @@ def draw_request(
         tokens=jnp.asarray(rng.integers(0, llama.vocab_size, (batch, PROMPT_SIZE)), jnp.int32),
         lengths=jnp.asarray(rng.integers(1, PROMPT_SIZE + 1, batch), jnp.int32),
         limits=jnp.asarray(rng.integers(MAX_NEW // 2, MAX_NEW + 1, batch), jnp.int32),
-        stop_ids=jnp.asarray([stop], jnp.int32),
+        stop_ids=jnp.asarray([[stop]], jnp.int32),
         sampling=draw_sampling(llama, batch, rng) if is_sampled else None,
     )
 

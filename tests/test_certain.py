@@ -111,7 +111,7 @@ def request() -> Request:
         tokens=jnp.asarray(rng.integers(0, LLAMA.vocab_size, (B, PROMPT_SIZE)), jnp.int32),
         lengths=jnp.asarray(rng.integers(1, PROMPT_SIZE + 1, B), jnp.int32),
         limits=jnp.full(B, NUM_NEW, jnp.int32),
-        stop_ids=jnp.asarray([-1], jnp.int32),
+        stop_ids=jnp.asarray([[-1]], jnp.int32),
         sampling=sampling,
     )
 

@@ -87,7 +87,7 @@ def sample(name: str | None, num_samples: int = NUM_SAMPLES, *, world: str = "su
             tokens=jnp.tile(jnp.asarray([PROMPT], jnp.int32), (BATCH, 1)),
             lengths=jnp.full(BATCH, len(PROMPT), jnp.int32),
             limits=jnp.full(BATCH, LENGTH, jnp.int32),
-            stop_ids=jnp.asarray([-1], jnp.int32),
+            stop_ids=jnp.asarray([[-1]], jnp.int32),
             sampling=settings(BATCH, **GIVEN[world]).replace(seed=seeds),
         )
         tokens = speculate.generate(weights, config, request).output.tokens[:, :LENGTH]

@@ -151,7 +151,7 @@ def pad_prompts(prompts: list[list[int]], *, limit: int, stop_ids=NO_STOP) -> Re
         row[: len(prompt)] = prompt
     lengths = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
     limits = jnp.full(len(prompts), limit, jnp.int32)
-    return Request(jnp.asarray(tokens), lengths, limits, stop_ids)
+    return Request(jnp.asarray(tokens), lengths, limits, stop_ids[None])
 
 
 def generate(golden: Golden, suffix: str, prompts: list) -> list:

@@ -140,7 +140,7 @@ def request(*rows: int, seed: int = 0) -> Request:
         tokens=jnp.asarray(prompts[list(rows)], jnp.int32),
         lengths=jnp.asarray([3 + row for row in rows], jnp.int32).clip(max=6),
         limits=jnp.full(len(rows), NUM_NEW, jnp.int32),
-        stop_ids=jnp.asarray([-1], jnp.int32),
+        stop_ids=jnp.asarray([[-1]], jnp.int32),
         sampling=settings(
             len(rows),
             temperature=temperatures,

@@ -9,6 +9,7 @@ from poss_jax.config.numbers import (
     Count,
     CountOrZero,
     Depth,
+    OutputPenalty,
     Penalty,
     Probability,
     Seed,
@@ -22,7 +23,8 @@ BUNDLED = "bundled"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SamplingConfig:
-    """Sampling settings; names, meaning and order of application are those of `transformers`.
+    """Sampling settings; names, meaning and order of application are those of `transformers`,
+    except for the frequency and presence penalties, which are those of the OpenAI API.
 
     Attributes:
       temperature: Divide the scores by this number; 0 is greedy, and then top_k, top_p and min_p
@@ -32,6 +34,10 @@ class SamplingConfig:
       min_p: Sample from tokens at least this likely, relative to the most likely one; 0 allows all.
       repetition_penalty: Divide positive and multiply negative scores of tokens that are in the
         text already, prompt included; 1 changes nothing.
+      frequency_penalty: Subtract this from the logit of a token for every time that the output holds
+        it, the prompt not included; 0 changes nothing.
+      presence_penalty: Subtract this from the logits of tokens that the output holds; 0 changes
+        nothing.
       logit_bias: Add a value to the logit of a token, such as 42=-1.5.
       seed: Seed of all draws; the first prompt has it, the others have seeds derived from it and
         their index.
@@ -42,13 +48,21 @@ class SamplingConfig:
     top_p: Probability = Field(default=1.0, gt=0)
     min_p: Probability = 0.0
     repetition_penalty: Penalty = 1.0
+    frequency_penalty: OutputPenalty = 0.0
+    presence_penalty: OutputPenalty = 0.0
     logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
     seed: Seed = 0
 
     @property
     def is_plain(self) -> bool:
         """True if tokens are the argmax of the unchanged logits."""
-        return self.temperature == 0 and self.repetition_penalty == 1 and not self.logit_bias
+        is_changed = self.repetition_penalty != 1 or self.has_output_penalty or self.logit_bias
+        return self.temperature == 0 and not is_changed
+
+    @property
+    def has_output_penalty(self) -> bool:
+        """True if scores depend on how often the output holds a token."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -53,4 +53,5 @@ Decay = Annotated[float, Field(ge=0, le=0.999999), _NUMBER, _REAL]
 # Scores stay finite with the largest bias and penalty at the lowest temperature.
 Temperature = Annotated[float, Field(ge=0, le=1e6), _NUMBER, _no_smaller_than(1e-20)]
 Penalty = Annotated[float, Field(gt=0, le=1e6), _NUMBER, _no_smaller_than(1e-6)]
+OutputPenalty = Annotated[float, Field(ge=-2, le=2), _NUMBER, _REAL]
 Bias = Annotated[float, Field(ge=-1e9, le=1e9), _NUMBER, _REAL]

@@ -1,11 +1,12 @@
 """The two parts of the target's choice: processed scores, and noise that belongs to the request.
 
 A token is chosen as `argmax(scores + noise)`. The scores are the logits after the processors of
-`transformers`, in its order: logit bias, repetition penalty, temperature, top-k, top-p, min-p. The
-noise is Gumbel noise, so that the argmax is a draw from softmax(scores); it depends on the seed of
-the request and the position of the chosen token, and on nothing else. So a request gets the same
-text from any drafter, tree and batch, and the drafter may look at the noise beforehand. Sequences
-of temperature 0 get no noise: they are greedy.
+`transformers`, in its order: logit bias, repetition penalty, temperature, top-k, top-p, min-p; the
+frequency and presence penalties of servers, which count the output alone, come after the repetition
+penalty. The noise is Gumbel noise, so that the argmax is a draw from softmax(scores); it depends on
+the seed of the request and the position of the chosen token, and on nothing else. So a request gets
+the same text from any drafter, tree and batch, and the drafter may look at the noise beforehand.
+Sequences of temperature 0 get no noise: they are greedy.
 
 Scores and noise are float32 whatever the model's dtype.
 """
@@ -36,6 +37,9 @@ class Sampling(struct.PyTreeNode):
         is none.
       bias_ids: tokens whose logits are shifted; -1 is none.
       bias: number added to each of them.
+      frequency_penalty: number subtracted from the logit of a token for every time that the output
+        holds it; None where no sequence has any.
+      presence_penalty: number subtracted once if the output holds it; None likewise.
     """
 
     seed: Array  # [B] uint32
@@ -46,6 +50,8 @@ class Sampling(struct.PyTreeNode):
     repetition_penalty: Array  # [B] float32
     bias_ids: Array  # [B num_biased] int32
     bias: Array  # [B num_biased] float32
+    frequency_penalty: Array | None = None  # [B] float32
+    presence_penalty: Array | None = None  # [B] float32
 
 
 class Text(NamedTuple):
@@ -56,12 +62,14 @@ class Text(NamedTuple):
       is_token: False for padding.
       path: tokens of all nodes.
       on_path: which of the nodes precede each choice.
+      is_output: tokens of the sequence that the target chose; None: none of them.
     """
 
     tokens: Array  # [B S]
     is_token: Array  # [B S] bool
     path: Array  # [B nodes]
     on_path: Array  # [B rows nodes] bool
+    is_output: Array | None = None  # [B S] bool
 
 
 def draw_noise(
@@ -94,14 +102,14 @@ def shift_logits(
     vocab_size: int,
     vocabulary: Int[Array, " Vd"] | None = None,
 ) -> Float[Array, "B rows Vd"]:
-    """Scores before the filters: logits after bias, repetition penalty and temperature.
+    """Scores before the filters: logits after bias, penalties and temperature.
 
     What no sequence asks for takes no time: it is skipped by conditions on the settings.
 
     Args:
       logits: logits of the next token.
       sampling: the settings.
-      text: what the repetition penalty looks at.
+      text: what the penalties look at.
       vocab_size: V of the target.
       vocabulary: target id of every logit, for a draft that has its own; None: all, in order.
     """
@@ -120,6 +128,15 @@ def shift_logits(
     scores = logits.astype(jnp.float32)
     scores = _where_any(sampling.bias_ids >= 0, biased, scores)
     scores = _where_any(sampling.repetition_penalty != 1, penalised, scores)
+    frequency, presence = sampling.frequency_penalty, sampling.presence_penalty
+    if frequency is not None and presence is not None:
+
+        def lowered(scores: Array) -> Array:
+            counts = own(_count_output(text, vocab_size))
+            scores = scores - frequency[:, None, None] * counts
+            return scores - presence[:, None, None] * (counts > 0)
+
+        scores = _where_any((frequency != 0) | (presence != 0), lowered, scores)
     return scores / jnp.where(_is_sampled(sampling), sampling.temperature, 1.0)[:, None, None]
 
 
@@ -234,6 +251,18 @@ def _seen(text: Text, vocab_size: int) -> Bool[Array, "B rows V"]:
     seen = jnp.broadcast_to(before[:, None], (B, rows, vocab_size))
     path = jnp.where(text.on_path, text.path[:, None], vocab_size)
     return seen.at[sequence[:, None], jnp.arange(rows)[None, :, None], path].set(True, mode="drop")
+
+
+def _count_output(text: Text, vocab_size: int) -> Float[Array, "B rows V"]:
+    """Counts how often the output before each choice holds every token."""
+    B, rows = text.on_path.shape[:2]
+    sequence = jnp.arange(B)[:, None]
+    is_output = jnp.zeros_like(text.is_token) if text.is_output is None else text.is_output
+    tokens = jnp.where(is_output, text.tokens, vocab_size)
+    before = jnp.zeros((B, vocab_size)).at[sequence, tokens].add(1, mode="drop")
+    counts = jnp.broadcast_to(before[:, None], (B, rows, vocab_size))
+    path = jnp.where(text.on_path, text.path[:, None], vocab_size)
+    return counts.at[sequence[:, None], jnp.arange(rows)[None, :, None], path].add(1, mode="drop")
 
 
 def _has_filter(sampling: Sampling) -> Bool[Array, " B"]:

@@ -14,9 +14,17 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting, rejection
-from poss_jax.decode.ranking import choose
+from poss_jax.decode.ranking import choose, top_k
 from poss_jax.decode.sampling import Text, draw, draw_noise, shift_logits
-from poss_jax.decode.state import DecodeConfig, DecodeState, DraftState, Output, Request, Weights
+from poss_jax.decode.state import (
+    DecodeConfig,
+    DecodeState,
+    DraftState,
+    Logprobs,
+    Output,
+    Request,
+    Weights,
+)
 from poss_jax.decode.tree import Candidates, Tree, root_tree, select
 from poss_jax.decode.verify import Acceptance, accept
 from poss_jax.model import target as targets
@@ -27,8 +35,14 @@ from poss_jax.shapes import Array, Bool, Float, Int
 
 def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
     """Runs the prompts through target and draft, and chooses the first token."""
+    return first_state(weights, config, request, prefill(weights, config, request))
+
+
+def first_state(
+    weights: Weights, config: DecodeConfig, request: Request, out: targets.Prefilled
+) -> DecodeState:
+    """Chooses the first token after prompts that were run through target and draft."""
     B = len(request.tokens)
-    out = prefill(weights, config, request)
     root = _choose_first(config, request, out.logits)
     state = DecodeState(
         target_cache=out.cache,
@@ -40,7 +54,8 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
             num_accepted=jnp.zeros((B, config.rows), jnp.int32),
             num_offered=jnp.zeros((B, config.rows), jnp.int32),
             num_rounds=jnp.zeros(B, jnp.int32),
-            is_done=_is_stop(root, request) | (request.limits == 1),
+            is_done=_is_stop(root[:, None], request)[:, 0] | (request.limits == 1),
+            logprobs=_first_logprobs(config, out.logits, root),
         ),
     )
     if config.draft is None:
@@ -51,18 +66,44 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
     return state.replace(draft=draft)
 
 
-@jax.named_scope("prefill")
 def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.Prefilled:
     """The target's pass over the prompts; it visits the draft's cache with all pairs but the last.
 
     The last pair of a prompt has to wait for the first chosen token.
     """
+    num_chunks = (highest_of_groups(request.lengths.max()) + config.chunk - 1) // config.chunk
+    begun = begin_prefill(weights, config, request)
+    state = run_chunks(weights, config, request, begun, (0, num_chunks))
+    return targets.end_prefill(weights.target, state, request.lengths)
+
+
+def begin_prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.Prefill:
+    """Empty caches of target and draft."""
     make_cache = partial(
         init_cache,
         size=config.rows,
         rope_length=request.lengths + request.limits,
         dtype=targets.compute_dtype(weights.target),
     )
+    draft = config.draft
+    return targets.begin_prefill(
+        weights.target,
+        config.target,
+        make_cache(config.target, num_layers=config.target.num_layers),
+        aux_layers=config.aux_layers,
+        carry=make_cache(draft.layer, num_layers=config.num_streams) if draft else None,
+    )
+
+
+@jax.named_scope("prefill")
+def run_chunks(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    prefill: targets.Prefill,
+    chunks: tuple[Array | int, Array | int],
+) -> targets.Prefill:
+    """Runs some chunks of the prompts, from the first index up to the second."""
     padding = -request.tokens.shape[1] % config.chunk
     following = jnp.pad(request.tokens[:, 1:], ((0, 0), (0, padding + 1)))
 
@@ -74,17 +115,16 @@ def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets
         num_pairs = jnp.full_like(request.lengths, config.chunk)
         return drafting.commit_pairs(weights.draft, config.draft, cache, x, num_pairs)
 
-    draft = config.draft
-    return targets.prefill(
+    return targets.run_chunks(
         weights.target,
         config.target,
-        make_cache(config.target, num_layers=config.target.num_layers),
+        prefill,
         request.tokens,
         request.lengths,
+        chunks,
         chunk=config.chunk,
         aux_layers=config.aux_layers,
         visit=append_pairs,
-        carry=make_cache(draft.layer, num_layers=config.num_streams) if draft else None,
     )
 
 
@@ -98,7 +138,8 @@ def run_round(
     with jax.named_scope("accept"):
         chosen = choose_tokens(request, state, tree, out.logits, noise)
         acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
-    return commit(weights, config, request, state, out, acceptance)
+        logprobs = _path_logprobs(config, out.logits, acceptance)
+    return commit(weights, config, request, state, out, acceptance, logprobs)
 
 
 def round_noise(
@@ -107,7 +148,7 @@ def round_noise(
     """Noise of every position that a round can choose a token for; None decodes greedily."""
     if request.sampling is None:
         return None
-    depth = config.tree.depth if config.draft else 0
+    depth = config.tree.depth if config.is_drafting else 0
     return draw_noise(
         request.sampling,
         state.target_cache.length + 1,
@@ -124,7 +165,7 @@ def draft_tree(
     noise: Float[Array, "B positions V"] | None,
 ) -> Tree:
     """First part of a round: the tree to verify."""
-    if config.draft is None:
+    if not config.is_drafting:
         return root_tree(state.root)
     if config.children is None and config.drafting == "sampled" and request.sampling:
         text = text_before(request, state.output, root_tree(state.root))
@@ -206,12 +247,13 @@ def commit(
     state: DecodeState,
     out: targets.Verified,
     acceptance: Acceptance,
+    logprobs: Logprobs | None = None,
 ) -> DecodeState:
     """Last part of a round: output, statistics and both caches take in the accepted path."""
     num_new = jnp.where(state.output.is_done, 0, acceptance.num_accepted + 1)
     root = jnp.take_along_axis(acceptance.emitted, acceptance.num_accepted[:, None], axis=1)
     path = acceptance.path
-    kept = take_rows(out.rows, path) if config.draft else out.rows
+    kept = take_rows(out.rows, path) if config.is_drafting else out.rows
     cache = state.target_cache
     # Adds 0. XLA on CPU copies the caches of a single row, unless it knows by this that the row is
     # written after all that is read to choose its token.
@@ -219,7 +261,7 @@ def commit(
     state = state.replace(
         target_cache=commit_rows(cache, kept, num_new),
         root=root[:, 0],
-        output=_write_output(request, state.output, acceptance),
+        output=_write_output(request, state.output, acceptance, logprobs),
     )
     if config.draft is None or state.draft is None:
         return state
@@ -246,7 +288,9 @@ def run_rounds(
     )
 
 
-def _write_output(request: Request, output: Output, acceptance: Acceptance) -> Output:
+def _write_output(
+    request: Request, output: Output, acceptance: Acceptance, logprobs: Logprobs | None
+) -> Output:
     """Appends what a round emitted, cut exactly at a stop token or at the limit."""
     # Differs from PosS: there a round is kept whole, so texts run past limit and stop token.
     emitted = acceptance.emitted
@@ -271,7 +315,52 @@ def _write_output(request: Request, output: Output, acceptance: Acceptance) -> O
         num_offered=recorded(output.num_offered, acceptance.num_offered),
         num_rounds=output.num_rounds + active.astype(jnp.int32),
         is_done=output.is_done | is_end.any(axis=1) | (num_tokens >= request.limits),
+        logprobs=_write_logprobs(output.logprobs, logprobs, output.num_tokens),
     )
+
+
+def _logprobs(
+    config: DecodeConfig, logits: Float[Array, "B A V"], tokens: Int[Array, "B A"]
+) -> Logprobs:
+    """Log-probabilities of chosen tokens and of the most likely ones."""
+    logits = logits.astype(jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    best, ids = top_k(logits, min(config.num_logprobs, logits.shape[-1]))
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)
+    return Logprobs(chosen=(chosen - total)[..., 0], ids=ids, top=best - total)
+
+
+def _first_logprobs(
+    config: DecodeConfig, logits: Float[Array, "B V"], root: Int[Array, " B"]
+) -> Logprobs | None:
+    """Room for the log-probabilities of a text, with those of its first token."""
+    if not config.num_logprobs:
+        return None
+    first = _logprobs(config, logits[:, None], root[:, None])
+
+    def with_room(one: Array) -> Array:
+        return jnp.zeros((len(one), config.rows, *one.shape[2:]), one.dtype).at[:, :1].set(one)
+
+    return jax.tree.map(with_room, first)
+
+
+def _path_logprobs(
+    config: DecodeConfig, logits: Float[Array, "B M V"], acceptance: Acceptance
+) -> Logprobs | None:
+    """Log-probabilities of the tokens that a round emitted."""
+    if not config.num_logprobs:
+        return None
+    on_path = jnp.take_along_axis(logits, acceptance.path[:, :, None], axis=1)
+    return _logprobs(config, on_path, acceptance.emitted)
+
+
+def _write_logprobs(
+    stored: Logprobs | None, new: Logprobs | None, start: Int[Array, " B"]
+) -> Logprobs | None:
+    """Appends those of a round; a round without any leaves them as they are."""
+    if stored is None or new is None:
+        return stored
+    return jax.tree.map(lambda old, own: write_rows(old, own, start, axis=1), stored, new)
 
 
 def _choose_first(config: DecodeConfig, request: Request, logits: Array) -> Int[Array, " B"]:
@@ -293,6 +382,7 @@ def prompt_text(request: Request) -> Text:
         is_token=_are_first(request.tokens, request.lengths),
         path=jnp.zeros((B, 0), jnp.int32),
         on_path=jnp.zeros((B, 1, 0), bool),
+        is_output=_are_continued(request),
     )
 
 
@@ -304,13 +394,22 @@ def text_before(request: Request, output: Output, tree: Tree) -> Text:
         tokens=jnp.concatenate([request.tokens, output.tokens], axis=1),
         is_token=jnp.concatenate([in_prompt, in_output], axis=1),
         path=tree.tokens,
-        on_path=tree.ancestors,
+        on_path=tree.ancestors.at[:, :, 0].set(False),  # the root is in the output
+        is_output=jnp.concatenate([_are_continued(request), in_output], axis=1),
     )
 
 
 def _are_first(tokens: Int[Array, "B T"], count: Int[Array, " B"]) -> Bool[Array, "B T"]:
     """Marks the first `count` tokens of every sequence."""
     return jnp.arange(tokens.shape[1])[None] < count[:, None]
+
+
+def _are_continued(request: Request) -> Bool[Array, "B P"]:
+    """Marks the tokens of prompts that are output of an answer to be continued."""
+    in_prompt = _are_first(request.tokens, request.lengths)
+    if request.output_starts is None:
+        return jnp.zeros_like(in_prompt)
+    return in_prompt & ~_are_first(request.tokens, request.output_starts)
 
 
 def _commit_draft(
@@ -328,6 +427,5 @@ def _commit_draft(
     return DraftState(cache=cache, root_input=last)
 
 
-def _is_stop(tokens: Array, request: Request) -> Array:
-    stop_ids = request.stop_ids.reshape((1,) * tokens.ndim + (-1,))
-    return (tokens[..., None] == stop_ids).any(axis=-1)
+def _is_stop(tokens: Int[Array, "B A"], request: Request) -> Bool[Array, "B A"]:
+    return (tokens[..., None] == request.stop_ids[:, None]).any(axis=-1)

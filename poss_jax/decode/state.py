@@ -25,6 +25,8 @@ class DecodeConfig(NamedTuple):
       drafting: how drafts propose tokens to sampled sequences.
       children: how the draft proposes the children of a node, instead of `drafting`.
       mesh: devices; None: one.
+      drafts: False drafts nothing in this round, and keeps the draft's cache for later ones.
+      num_logprobs: how many tokens' log-probabilities are kept at each position; 0: none.
     """
 
     target: LlamaConfig
@@ -35,10 +37,16 @@ class DecodeConfig(NamedTuple):
     drafting: Drafting = "coupled"
     children: ChildrenFn | None = None
     mesh: Mesh | None = None
+    drafts: bool = True
+    num_logprobs: int = 0
+
+    @property
+    def is_drafting(self) -> bool:
+        return self.draft is not None and self.drafts
 
     @property
     def max_accepted(self) -> int:
-        return self.tree.max_accepted if self.draft else 0
+        return self.tree.max_accepted if self.is_drafting else 0
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -69,15 +77,18 @@ class Request(struct.PyTreeNode):
       tokens: prompts, padded on the right.
       lengths: tokens of each prompt, at least 1.
       limits: most new tokens, at least 1.
-      stop_ids: tokens that end a text, the same for all; -1 is none.
+      stop_ids: tokens that end each text, -1 is none; one row stands for all sequences.
       sampling: how tokens are chosen; None is the argmax of the target's logits.
+      output_starts: position from which a prompt's tokens count as output (of an answer that is
+        continued), for penalties that look at the output alone; None: its end.
     """
 
     tokens: Array  # [B P] int32
     lengths: Array  # [B] int32
     limits: Array  # [B] int32
-    stop_ids: Array  # [num_stop] int32
+    stop_ids: Array  # [B num_stop] int32
     sampling: Sampling | None = None
+    output_starts: Array | None = None  # [B] int32
 
 
 class DraftState(struct.PyTreeNode):
@@ -92,6 +103,20 @@ class DraftState(struct.PyTreeNode):
     root_input: Array  # [B 1 width]
 
 
+class Logprobs(struct.PyTreeNode):
+    """Log-probabilities that the target gave tokens: log-softmax of its logits as they are.
+
+    Attributes:
+      chosen: of the token that was chosen.
+      ids: the most likely tokens, best first.
+      top: theirs.
+    """
+
+    chosen: Array  # [B S] float32
+    ids: Array  # [B S K] int32
+    top: Array  # [B S K] float32
+
+
 class Output(struct.PyTreeNode):
     """Tokens decoded so far, and statistics.
 
@@ -102,6 +127,7 @@ class Output(struct.PyTreeNode):
       num_offered: deepest position offered along the accepted path in every round.
       num_rounds: rounds each sequence has taken part in.
       is_done: the text ended: stop token or limit.
+      logprobs: of the tokens; None where nobody asks for them.
     """
 
     tokens: Array  # [B S] int32
@@ -110,6 +136,7 @@ class Output(struct.PyTreeNode):
     num_offered: Array  # [B S] int32
     num_rounds: Array  # [B] int32
     is_done: Array  # [B] bool
+    logprobs: Logprobs | None = None
 
 
 class DecodeState(struct.PyTreeNode):

@@ -1,9 +1,9 @@
 """Answers: Generation and Chunk, read from a finished batch or round by round from the host."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine.text import Piece, TextStream
 from poss_jax.model.sharding import partition_state
 
-StopReason = Literal["stop", "length"]
+StopReason = Literal["stop", "length", "cancelled"]
 
 
 def on_mesh(function: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
@@ -33,22 +33,19 @@ def on_mesh(function: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
         if mesh is None:
             return function(weights, config, request, *state)
 
-        def run_group(weights: Weights, stop_ids: jax.Array, rows: Any, *state: DecodeState) -> Any:
-            request = Request(stop_ids=stop_ids, **rows)
+        def run_group(weights: Weights, request: Request, *state: DecodeState) -> Any:
             return _hold_cut(function(weights, config, request, *state), mesh)
 
-        rows = dict(vars(request))
-        stop_ids = rows.pop("stop_ids")
         cut, whole = PartitionSpec("data"), PartitionSpec()
         group = jax.shard_map(
             run_group,
             mesh=mesh,
-            in_specs=(whole, whole, cut, *[cut] * len(state)),
+            in_specs=(whole, cut, *[cut] * len(state)),
             out_specs=cut,
             axis_names={"data"},
             check_vma=False,
         )
-        return group(weights, stop_ids, rows, *state)
+        return group(weights, request, *state)
 
     return run
 
@@ -80,7 +77,8 @@ class Generation:
       text: the new tokens as text, without stop token or stop string; None without a tokenizer.
       accepted_per_round: accepted drafted tokens of every round, bonus token not counted.
       offered_per_round: deepest position that the tree offered on the accepted path, per round.
-      stop_reason: `stop` (a stop token or stop string) or `length` (the limit).
+      stop_reason: `stop` (a stop token or stop string), `length` (the limit), or `cancelled` (by
+        the caller, or at its deadline).
     """
 
     prompt_ids: list[int]
@@ -96,6 +94,38 @@ class Generation:
         return float(np.mean(self.accepted_per_round)) + 1 if self.accepted_per_round else 1.0
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at the place of one token (see `decode.state.Logprobs`).
+
+    Attributes:
+      chosen: of the token.
+      ids: the most likely tokens, best first.
+      top: theirs.
+    """
+
+    chosen: float
+    ids: list[int]
+    top: list[float]
+
+
+class Landed(NamedTuple):
+    """What one round added to one text, on the host.
+
+    Attributes:
+      tokens: the new tokens.
+      num_accepted: drafted tokens accepted; None for the first token, which no round chose.
+      num_offered: deepest position offered along the accepted path.
+      is_done: the text ended at a stop token or its limit.
+      logprobs: of the tokens, if they were asked for.
+    """
+
+    tokens: list[int]
+    num_accepted: int | None
+    num_offered: int | None
+    is_done: bool
+    logprobs: Sequence[TokenLogprobs] = ()
+
+
 @dataclass(frozen=True)
 class Chunk:
     """The part of an answer that one round added.
@@ -105,12 +135,14 @@ class Chunk:
       output_ids: tokens of this round.
       depths: position that each token was drafted at, from 1; 0 for the target's own.
       answer: the whole answer; only the last chunk has it.
+      logprobs: of the tokens of this round, if they were asked for.
     """
 
     pieces: list[Piece]
     output_ids: list[int]
     depths: list[int]
     answer: Generation | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
 
     @property
     def is_drafted(self) -> list[bool]:
@@ -168,7 +200,7 @@ def run_live(
     state = start(weights, config, request)
     while True:
         output = jax.device_get(vars(state.output))
-        yield [answer.land(output) for answer in answers]
+        yield [answer.land(_last_round(output, row, answer)) for row, answer in enumerate(answers)]
         if all(answer.is_ended for answer in answers):
             return
         is_done = output["is_done"].copy()
@@ -177,49 +209,99 @@ def run_live(
         state = run_round(weights, config, request, state)
 
 
+def _last_round(output: dict[str, Any], row: int, answer: "LiveAnswer") -> Landed:
+    """Reads what the last round added to a sequence."""
+    new = slice(answer.num_tokens, output["num_tokens"][row])
+    last = output["num_rounds"][row] - 1
+    return Landed(
+        tokens=output["tokens"][row, new].tolist(),
+        num_accepted=None if last < 0 else int(output["num_accepted"][row, last]),
+        num_offered=None if last < 0 else int(output["num_offered"][row, last]),
+        is_done=bool(output["is_done"][row]),
+    )
+
+
 class LiveAnswer:
-    """One sequence of a batch, which grows as its rounds land on the host.
+    """An answer that grows as its rounds land on the host.
 
     Attributes:
-      is_ended: True after a stop token, a stop string or the limit.
+      is_ended: True after a stop token, a stop string, the limit, or `cancel`.
     """
 
     def __init__(
         self,
         prompt: list[int],
-        row: int,
         *,
         tokenizer: Any,
         stop_ids: Sequence[int],
         stop: Sequence[str] = (),
+        num_continued: int = 0,
     ) -> None:
-        self._prompt, self._row, self._stop_ids = prompt, row, stop_ids
+        """Begins an answer.
+
+        Args:
+          prompt: token ids of the prompt.
+          tokenizer: the target's tokenizer; None: there will be no text.
+          stop_ids: tokens that end the answer.
+          stop: strings that end it.
+          num_continued: tokens at the end of the prompt that belong to an answer which is
+            continued: stop strings may begin in them.
+        """
+        self._prompt, self._stop_ids = prompt, stop_ids
         self._stream = None if tokenizer is None else TextStream(tokenizer, stop)
         self._text = ""
-        self._num_landed = 0
+        self._ids: list[int] = []
+        self._accepted: list[int] = []
+        self._offered: list[int] = []
         self.is_ended = False
+        self._push(prompt[len(prompt) - num_continued :], [0] * num_continued, is_last=False)
 
-    def land(self, output: dict[str, np.ndarray]) -> Chunk:
-        """Takes in the output of the batch after one more round."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that landed so far."""
+        return len(self._ids)
+
+    def land(self, landed: Landed) -> Chunk:
+        """Takes in one more round."""
         if self.is_ended:
             return Chunk([], [], [])
-        answer = read_answer(self._prompt, output, self._row, self._stop_ids)
-        accepted = answer.accepted_per_round
-        tokens = answer.output_ids[self._num_landed :]
-        num_drafted = accepted[-1] if accepted else 0
-        depths = [i + 1 if i < num_drafted else 0 for i in range(len(tokens))]
-        is_done = bool(output["is_done"][self._row])
-        pieces, num_kept = self._push(tokens, depths, is_last=is_done)
-        self._num_landed += num_kept
+        tokens = landed.tokens
+        depths = [i + 1 if i < (landed.num_accepted or 0) else 0 for i in range(len(tokens))]
+        pieces, num_kept = self._push(tokens, depths, is_last=landed.is_done)
+        is_cut = num_kept < len(tokens)  # as at a stop token, nothing beyond counts
+        if landed.num_accepted is not None and landed.num_offered is not None:
+            most = num_kept if is_cut else len(tokens) + landed.num_offered
+            self._accepted.append(min(landed.num_accepted, most))
+            self._offered.append(min(landed.num_offered, most))
+        self._ids += tokens[:num_kept]
         self._text += "".join(piece.text for piece in pieces)
-        chunk = Chunk(pieces, tokens[:num_kept], depths[:num_kept])
         is_stopped = self._stream is not None and self._stream.is_stopped
-        self.is_ended = is_stopped or is_done
-        if not self.is_ended:
-            return chunk
-        if is_stopped:
-            answer = _stop_after(answer, num_kept, num_beyond=len(tokens) - num_kept)
-        return replace(chunk, answer=replace(answer, text=self._text if self._stream else None))
+        self.is_ended = is_stopped or landed.is_done
+        is_at_stop = is_stopped or tokens[-1] in self._stop_ids
+        return Chunk(
+            pieces,
+            tokens[:num_kept],
+            depths[:num_kept],
+            answer=self._answer("stop" if is_at_stop else "length") if self.is_ended else None,
+            logprobs=landed.logprobs[:num_kept],
+        )
+
+    def cancel(self) -> Chunk:
+        """Ends the answer where it is; returns the text that was held back."""
+        pieces = self._stream.finish() if self._stream else []
+        self._text += "".join(piece.text for piece in pieces)
+        self.is_ended = True
+        return Chunk(pieces, [], [], answer=self._answer("cancelled"))
+
+    def _answer(self, stop_reason: StopReason) -> Generation:
+        return Generation(
+            prompt_ids=self._prompt,
+            output_ids=self._ids,
+            text=self._text if self._stream else None,
+            accepted_per_round=self._accepted,
+            offered_per_round=self._offered,
+            stop_reason=stop_reason,
+        )
 
     def _push(
         self, tokens: list[int], depths: list[int], *, is_last: bool
@@ -234,21 +316,3 @@ class LiveAnswer:
             if self._stream.is_stopped:
                 return pieces, count
         return pieces + (self._stream.finish() if is_last else []), len(tokens)
-
-
-def _stop_after(answer: Generation, num_kept: int, *, num_beyond: int) -> Generation:
-    """Cuts an answer in whose last round a stop string ended, with `num_beyond` tokens after it."""
-    if not num_beyond:
-        return replace(answer, stop_reason="stop")
-
-    def cut(counts: list[int]) -> list[int]:
-        # As at a stop token: nothing beyond was accepted or refused.
-        return [*counts[:-1], min(counts[-1], num_kept)]
-
-    return replace(
-        answer,
-        output_ids=answer.output_ids[:-num_beyond],
-        accepted_per_round=cut(answer.accepted_per_round),
-        offered_per_round=cut(answer.offered_per_round),
-        stop_reason="stop",
-    )

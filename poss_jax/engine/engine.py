@@ -57,6 +57,7 @@ from poss_jax.engine.prompts import (
     encode_prompt,
     sampling_arrays,
     sampling_per_prompt,
+    stop_id_rows,
 )
 from poss_jax.engine.text import check_stop
 from poss_jax.engine.trees import find_tuned
@@ -368,7 +369,7 @@ class Engine:
             batch = prompts[first : first + batch_size]
             config, request = self.request(batch, batch_size=batch_size)
             if stop:
-                live = [self._live_answer(prompt, row, stop) for row, prompt in enumerate(batch)]
+                live = [self.live_answer(prompt, stop) for prompt in batch]
                 rounds = list(run_live(self.weights, config, request, live))
                 ended = [chunk.answer for chunks in zip(*rounds, strict=True) for chunk in chunks]
                 answers += [answer for answer in ended if answer is not None]
@@ -380,7 +381,7 @@ class Engine:
     def decode_rounds(self, prompt: PreparedPrompt, *, stop: Sequence[str] = ()) -> Iterator[Chunk]:
         """Answers one prepared prompt round by round; yields what `stream` yields."""
         config, request = self.request([prompt])
-        live = [self._live_answer(prompt, 0, stop)]
+        live = [self.live_answer(prompt, stop)]
         return (chunks[0] for chunks in run_live(self.weights, config, request, live))
 
     def precompile(self, lengths: Sequence[int], *, batch_size: int = 1) -> None:
@@ -450,8 +451,9 @@ class Engine:
             tokens=jnp.asarray(tokens),
             lengths=jnp.asarray([len(prompt.ids) for prompt in rows], jnp.int32),
             limits=jnp.asarray([prompt.max_new_tokens for prompt in rows], jnp.int32),
-            stop_ids=jnp.asarray(self.stop_ids or [-1], jnp.int32),
+            stop_ids=jnp.asarray(stop_id_rows([self.stop_ids_of(prompt) for prompt in rows])),
             sampling=sampling_arrays([prompt.sampling for prompt in rows]),
+            output_starts=_output_starts(rows),
         )
         return config, request
 
@@ -459,20 +461,30 @@ class Engine:
         """Brings finished texts to the host."""
         host = jax.device_get(vars(output))
         answers = [
-            read_answer(prompt.ids, host, row, self.stop_ids) for row, prompt in enumerate(prompts)
+            read_answer(prompt.ids, host, row, self.stop_ids_of(prompt))
+            for row, prompt in enumerate(prompts)
         ]
         if self.tokenizer is None:
             return answers
-        return [replace(answer, text=self._text(answer.output_ids)) for answer in answers]
+        return [replace(answer, text=self._text(answer)) for answer in answers]
 
-    def _text(self, ids: list[int]) -> str:
+    def _text(self, answer: Generation) -> str:
         """Text of an answer, without its stop token."""
-        shown = ids[:-1] if ids[-1] in self.stop_ids else ids
+        shown = answer.output_ids[: -1 if answer.stop_reason == "stop" else None]
         return self.tokenizer.decode(shown, skip_special_tokens=True)
 
-    def _live_answer(self, prompt: PreparedPrompt, row: int, stop: Sequence[str]) -> LiveAnswer:
+    def stop_ids_of(self, prompt: PreparedPrompt) -> Sequence[int]:
+        """Tokens that end the answer to a prompt."""
+        return self.stop_ids if prompt.stop_ids is None else prompt.stop_ids
+
+    def live_answer(self, prompt: PreparedPrompt, stop: Sequence[str] = ()) -> LiveAnswer:
+        """Begins an answer that grows round by round."""
         return LiveAnswer(
-            prompt.ids, row, tokenizer=self.tokenizer, stop_ids=self.stop_ids, stop=stop
+            prompt.ids,
+            tokenizer=self.tokenizer,
+            stop_ids=self.stop_ids_of(prompt),
+            stop=stop,
+            num_continued=prompt.num_continued,
         )
 
 
@@ -493,6 +505,14 @@ def _fit_trees(tree: TreeConfig | Trees, draft: Params) -> Trees:
         size: tree and fit_tree(tree, draft["head"]["weight"].shape[0])
         for size, tree in trees.items()
     }
+
+
+def _output_starts(prompts: Sequence[PreparedPrompt]) -> jax.Array | None:
+    """Positions from which the prompts are output; None if no answer is continued."""
+    if not any(prompt.num_continued for prompt in prompts):
+        return None
+    starts = [len(prompt.ids) - prompt.num_continued for prompt in prompts]
+    return jnp.asarray(starts, jnp.int32)
 
 
 def _stop_ids(eos_token_ids: Sequence[int], tokenizer: Any) -> list[int]:

@@ -30,11 +30,16 @@ class PreparedPrompt(NamedTuple):
       ids: token ids, at least one, all in the target's vocabulary.
       max_new_tokens: most new tokens; they fit behind the prompt.
       sampling: how tokens are chosen; its biased tokens are in the vocabulary.
+      stop_ids: tokens that end the answer; None: those of the engine.
+      num_continued: tokens at the end of `ids` that belong to an answer which is continued: the
+        frequency and presence penalties count them, and stop strings may begin in them.
     """
 
     ids: list[int]
     max_new_tokens: int
     sampling: SamplingConfig = SamplingConfig()  # greedy
+    stop_ids: Sequence[int] | None = None
+    num_continued: int = 0
 
 
 class PromptTooLong(UserError):
@@ -100,16 +105,27 @@ def prompt_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
-def sampling_arrays(settings: Sequence[SamplingConfig]) -> Sampling | None:
+def stop_id_rows(stop_ids: Sequence[Sequence[int]], least: int = 1) -> np.ndarray:
+    """Lays the stop ids of every sequence into rows of one width, at least `least`; -1 is none."""
+    width = max(least, *map(len, stop_ids))
+    return np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32)
+
+
+def sampling_arrays(
+    settings: Sequence[SamplingConfig], *, num_biased: int | None = None
+) -> Sampling | None:
     """Turns the settings of a batch into arrays; None if every token is the argmax of the logits.
 
     Args:
       settings: one per sequence; their biases are checked already.
+      num_biased: room for the biases of each; then the arrays have the same shapes for all
+        settings, and are never None.
     """
-    if all(one.is_plain for one in settings):
+    if num_biased is None and all(one.is_plain for one in settings):
         return None
     most = max(len(one.logit_bias) for one in settings)
-    width = 1 << (most - 1).bit_length() if most else 0  # few shapes to compile
+    few_shapes = 1 << (most - 1).bit_length() if most else 0
+    width = few_shapes if num_biased is None else num_biased
     ids = np.full((len(settings), width), -1, np.int32)
     bias = np.zeros((len(settings), width), np.float32)
     for row, one in enumerate(settings):
@@ -119,6 +135,10 @@ def sampling_arrays(settings: Sequence[SamplingConfig]) -> Sampling | None:
     def column(name: str, dtype: Any) -> jax.Array:
         return jnp.asarray([getattr(one, name) for one in settings], dtype)
 
+    penalties = {}
+    if num_biased is not None or any(one.has_output_penalty for one in settings):
+        names = ("frequency_penalty", "presence_penalty")
+        penalties = {name: column(name, jnp.float32) for name in names}
     return Sampling(
         seed=column("seed", jnp.uint32),
         temperature=column("temperature", jnp.float32),
@@ -128,6 +148,7 @@ def sampling_arrays(settings: Sequence[SamplingConfig]) -> Sampling | None:
         repetition_penalty=column("repetition_penalty", jnp.float32),
         bias_ids=jnp.asarray(ids),
         bias=jnp.asarray(bias),
+        **penalties,
     )
 
 

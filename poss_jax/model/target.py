@@ -58,6 +58,22 @@ class Prefilled(NamedTuple):
     visited: Any
 
 
+class Prefill(struct.PyTreeNode):
+    """Prompts on their way into the cache, chunk by chunk.
+
+    Attributes:
+      cache: the chunks so far.
+      hidden: final hidden state of each prompt's last row, once its chunk was run.
+      features: features of that row, F as in `Prefilled`.
+      carry: what `visit` returned last.
+    """
+
+    cache: KVCache
+    hidden: Array  # [B 1 D]
+    features: Array  # [B 1 F]
+    carry: Any
+
+
 class Verified(struct.PyTreeNode):
     """The target's output for the nodes of a tree.
 
@@ -134,45 +150,86 @@ def prefill(
     visit: Callable[[Any, Array, Array], Any] = lambda carry, first, features: carry,
     carry: Any = None,
 ) -> Prefilled:
-    """Runs prompts, padded on the right, through an empty cache and commits them.
+    """Runs whole prompts through an empty cache; see `begin_prefill` and `run_chunks`."""
+    begun = begin_prefill(params, config, cache, aux_layers=aux_layers, carry=carry)
+    num_chunks = (highest_of_groups(lengths.max()) + chunk - 1) // chunk
+    settings: Any = {"chunk": chunk, "aux_layers": aux_layers, "visit": visit}
+    state = run_chunks(params, config, begun, tokens, lengths, (0, num_chunks), **settings)
+    return end_prefill(params, state, lengths)
 
-    Every forward takes a chunk of all prompts, up to the end of the longest one.
+
+def begin_prefill(
+    params: Params,
+    config: LlamaConfig,
+    cache: KVCache,
+    *,
+    aux_layers: tuple[int, ...] = (),
+    carry: Any = None,
+) -> Prefill:
+    """The state before the first chunk.
 
     Args:
       params: the target.
       config: its shape.
-      cache: empty; at least P rows, rounded up to chunks.
-      tokens: prompts, padded with any token.
-      lengths: tokens of each prompt, at least 1.
-      chunk: tokens of each prompt per forward. Static.
+      cache: empty.
       aux_layers: layers whose inputs are the features; none: the final hidden state is. Static.
-      visit: (carry, first row of a chunk, its features [B chunk F]) -> carry.
       carry: what `visit` is given first.
     """
-    B, dtype = len(tokens), compute_dtype(params)
+    hidden = jnp.zeros((len(cache.length), 1, config.hidden_size), compute_dtype(params))
+    features = jnp.concatenate([hidden] * max(len(aux_layers), 1), axis=-1)
+    return Prefill(cache=cache, hidden=hidden, features=features, carry=carry)
+
+
+def run_chunks(
+    params: Params,
+    config: LlamaConfig,
+    prefill: Prefill,
+    tokens: Int[Array, "B P"],
+    lengths: Int[Array, " B"],
+    chunks: tuple[Array | int, Array | int],
+    *,
+    chunk: int,
+    aux_layers: tuple[int, ...] = (),
+    visit: Callable[[Any, Array, Array], Any] = lambda carry, first, features: carry,
+) -> Prefill:
+    """Runs some chunks of prompts, padded on the right, through the target and commits them.
+
+    Args:
+      params: the target.
+      config: its shape.
+      prefill: all chunks before; its cache has at least P rows, rounded up to chunks.
+      tokens: prompts, padded with any token.
+      lengths: tokens of each prompt, at least 1.
+      chunks: index of the first chunk to run, and of the first one not to run.
+      chunk: tokens of each prompt per forward. Static.
+      aux_layers: see `begin_prefill`.
+      visit: (carry, first row of a chunk, its features [B chunk F]) -> carry.
+    """
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
-    depths = jnp.broadcast_to(jnp.arange(chunk)[None], (B, chunk))
+    depths = jnp.broadcast_to(jnp.arange(chunk)[None], (len(tokens), chunk))
     causal = depths[:, :, None] >= depths[:, None, :]
 
-    def run(index: Array, state: tuple[KVCache, Array, Array, Any]):
-        cache, hidden, features, carry = state
+    def run(index: Array, state: Prefill) -> Prefill:
         first = index * chunk
         new = lax.dynamic_slice_in_dim(tokens, first, chunk, axis=1)
-        all_hidden, all_features, rows = _run_layers(
-            params, config, cache, new, depths, causal, aux_layers
+        hidden, features, rows = _run_layers(
+            params, config, state.cache, new, depths, causal, aux_layers
         )
-        hidden = _last_row(hidden, all_hidden, lengths - 1 - first)
-        features = _last_row(features, all_features, lengths - 1 - first)
-        cache = commit_rows(cache, rows, jnp.full_like(lengths, chunk))
-        return cache, hidden, features, visit(carry, first, all_features)
+        return Prefill(
+            cache=commit_rows(state.cache, rows, jnp.full_like(lengths, chunk)),
+            hidden=_last_row(state.hidden, hidden, lengths - 1 - first),
+            features=_last_row(state.features, features, lengths - 1 - first),
+            carry=visit(state.carry, first, features),
+        )
 
-    hidden = jnp.zeros((B, 1, config.hidden_size), dtype)
-    features = jnp.concatenate([hidden] * max(len(aux_layers), 1), axis=-1)
-    num_chunks = (highest_of_groups(lengths.max()) + chunk - 1) // chunk
-    state = cache, hidden, features, carry
-    cache, hidden, features, carry = lax.fori_loop(0, num_chunks, run, state)
-    logits = linear(hidden, params["head"]["weight"])[:, 0]
-    return Prefilled(logits, features, cache.replace(length=lengths), carry)
+    return lax.fori_loop(*chunks, run, prefill)
+
+
+def end_prefill(params: Params, prefill: Prefill, lengths: Int[Array, " B"]) -> Prefilled:
+    """Logits and caches of prompts whose chunks were all run."""
+    logits = linear(prefill.hidden, params["head"]["weight"])[:, 0]
+    cache = prefill.cache.replace(length=lengths)
+    return Prefilled(logits, prefill.features, cache, prefill.carry)
 
 
 def verify(

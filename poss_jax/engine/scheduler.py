@@ -1,0 +1,458 @@
+"""The scheduler: requests come and go at any time, and one thread decodes them together.
+
+    scheduler = Scheduler(engine, sizes=(1, 4, 16))
+    scheduler.warm_up()
+    stream = scheduler.submit(engine.prepare("def fibonacci(", 64))
+    for chunk in stream:              # or: async for chunk in stream
+        print(chunk.text, end="")
+    scheduler.close()
+
+Texts are those of `Engine.generate` with the same settings and seed, whatever else is decoded.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.decode.state import Weights
+from poss_jax.engine.answers import Chunk, LiveAnswer
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
+from poss_jax.engine.slots import Landing, Leader, Slots, read_landing
+
+_LOG = logging.getLogger(__package__)
+_PATIENCE = 16  # rounds that a batch stays larger than its texts need
+
+
+class QueueFull(Exception):
+    """As many requests wait as may."""
+
+
+class Closed(Exception):
+    """The scheduler takes no more requests."""
+
+
+@dataclass
+class Stats:
+    """Counts since the scheduler was made.
+
+    Attributes:
+      rounds: rounds that were run.
+      drafted: drafted positions offered to texts.
+      accepted: how often a draft was accepted, by position from 1.
+      tokens: tokens delivered.
+      prompt_tokens: tokens of prompts that were read.
+      finished: answers by stop reason.
+      compilations: programs compiled after `warm_up`.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: Counter[int] = field(default_factory=Counter)
+    tokens: int = 0
+    prompt_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    compilations: int = 0
+
+
+class Stream:
+    """The answer to one request, chunk by chunk; the last chunk holds the whole answer.
+
+    Attributes:
+      prompt: the request.
+    """
+
+    def __init__(
+        self, prompt: PreparedPrompt, answer: LiveAnswer, *, has_logprobs: bool, deadline: float
+    ) -> None:
+        self.prompt = prompt
+        self._answer = answer
+        self._has_logprobs = has_logprobs
+        self._deadline = deadline
+        self._chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
+        self._wake: Callable[[], None] = lambda: None
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """Ends the answer with the next round; from any thread."""
+        self._is_cancelled = True
+
+    def __iter__(self) -> Iterator[Chunk]:
+        chunk = None
+        while chunk is None or chunk.answer is None:
+            chunk = _unwrap(self._chunks.get())
+            yield chunk
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(ready.set)
+
+        self._wake = wake
+        while True:
+            ready.clear()
+            while not self._chunks.empty():
+                chunk = _unwrap(self._chunks.get())
+                yield chunk
+                if chunk.answer is not None:
+                    return
+            await ready.wait()
+
+    def _put(self, chunk: Chunk | Exception) -> None:
+        self._chunks.put(chunk)
+        self._wake()
+
+    def _is_overdue(self) -> bool:
+        return self._is_cancelled or time.monotonic() > self._deadline
+
+
+def _unwrap(chunk: Chunk | Exception) -> Chunk:
+    if isinstance(chunk, Exception):
+        raise chunk
+    return chunk
+
+
+class Scheduler:
+    """Decodes requests together in slots, on a thread of its own; all methods are thread-safe.
+
+    Requests are taken in the order in which they came. A prompt is read in chunks between rounds.
+
+    Attributes:
+      stats: counts since it was made.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        sizes: Sequence[int] = (1, 4, 16),
+        max_length: int | None = None,
+        max_logprobs: int = 20,
+        max_queue: int = 256,
+    ) -> None:
+        """Allocates slots and starts the thread.
+
+        Args:
+          engine: target and draft.
+          sizes: numbers of slots that the batch can have; the largest is how many texts are decoded
+            at once.
+          max_length: most tokens of prompt and answer together; None: the engine's.
+          max_logprobs: most log-probabilities per token.
+          max_queue: most requests that wait.
+
+        Raises:
+          UserError: what `Slots` refuses.
+        """
+        self.stats = Stats()
+        self._engine, self._max_queue = engine, max_queue
+        self._slots = Slots(engine, sizes=sizes, max_length=max_length, max_logprobs=max_logprobs)
+        self._steps: Any = self._slots if jax.process_count() == 1 else Leader(self._slots)
+        self._waiting: deque[Stream] = deque()
+        self._active: list[Stream | None] = [None] * self._slots.size
+        self._reading: tuple[Stream, int] | None = None  # and the chunks that were read
+        self._ended: list[int] = []  # slots to be freed by the next round
+        self._landing: list[tuple[Landing, dict[int, Stream]]] = []  # not read yet
+        self._num_large = 0  # rounds for which the batch was larger than need be
+        self._calls: deque[tuple[Callable[[], None], threading.Event]] = deque()
+        self._changed = threading.Condition()
+        self._is_draining = self._is_closed = False
+        self._error: Exception | None = None
+        self._counts = False
+        jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
+        self._thread = threading.Thread(target=self._run, name="poss-scheduler", daemon=True)
+        self._thread.start()
+
+    # ----------------------------------------------------------------------------------------------
+    # From any thread
+
+    def submit(
+        self,
+        prompt: PreparedPrompt,
+        *,
+        stop: Sequence[str] = (),
+        has_logprobs: bool = False,
+        timeout: float = float("inf"),
+    ) -> Stream:
+        """Puts a request into the queue.
+
+        Args:
+          prompt: made by `Engine.prepare`.
+          stop: strings that `Engine.check_stop` accepts.
+          has_logprobs: whether chunks hold log-probabilities.
+          timeout: seconds after which the answer ends where it is.
+
+        Raises:
+          PromptTooLong: prompt and answer are longer than `max_length`.
+          QueueFull: too many requests wait.
+          Closed: the scheduler drains or is closed, or its thread failed.
+        """
+        length = len(prompt.ids) + prompt.max_new_tokens
+        if length > self.max_length:
+            raise PromptTooLong(
+                f"prompt of {len(prompt.ids)} tokens and {prompt.max_new_tokens} new ones do not "
+                f"fit a length of {self.max_length}"
+            )
+        answer = self._engine.live_answer(prompt, stop)
+        deadline = time.monotonic() + timeout
+        stream = Stream(prompt, answer, has_logprobs=has_logprobs, deadline=deadline)
+        with self._changed:
+            if self._is_draining or self._error is not None:
+                raise Closed("takes no more requests")
+            if len(self._waiting) >= self._max_queue:
+                raise QueueFull(f"{self._max_queue} requests are waiting")
+            self._waiting.append(stream)
+            self._changed.notify()
+        return stream
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._slots.max_length
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are read or decoded."""
+        return sum(one is not None for one in self._active) + (self._reading is not None)
+
+    @property
+    def num_slots(self) -> int:
+        """Texts that are decoded at once, at most."""
+        return self._slots.sizes[-1]
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the thread; None while it is well."""
+        return self._error
+
+    def warm_up(self) -> None:
+        """Compiles all programs; afterwards requests of any kind compile nothing."""
+        self._call(self._compile_all)
+        self._counts = True
+
+    def update_weights(self, weights: Weights) -> None:
+        """Goes on with other weights of the same shapes, once all that run now have ended."""
+        self._call(lambda: self._slots.set_weights(weights))
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Takes no more requests and waits for all others; False if time ran out."""
+        with self._changed:
+            self._is_draining = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._is_idle() or self._error, timeout) is True
+
+    def close(self) -> None:
+        """Cancels all requests and ends the thread."""
+        with self._changed:
+            self._is_draining = self._is_closed = True
+            for stream in [*self._waiting, *self._streams()]:
+                stream.cancel()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Runs a function on the scheduler's thread while no text is decoded."""
+        done = threading.Event()
+        with self._changed:
+            self._calls.append((function, done))
+            self._changed.notify()
+        while not done.wait(0.1):
+            if self._error is not None:
+                raise Closed("the scheduler's thread failed") from self._error
+
+    # ----------------------------------------------------------------------------------------------
+    # On the scheduler's thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._turn()
+            if isinstance(self._steps, Leader):
+                self._steps.dismiss()
+        except Exception as error:
+            _LOG.exception("decoding failed; restart the server")
+            with self._changed:
+                self._error = error
+                for stream in [*self._waiting, *self._streams()]:
+                    stream._put(Closed("decoding failed"))
+                self._changed.notify_all()
+
+    def _wait_for_work(self) -> bool:
+        """Waits until there is something to do; False once closed."""
+        with self._changed:
+            if self._is_idle():
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_closed or self._calls or not self._is_idle())
+            return not (self._is_closed and self._is_idle())
+
+    def _is_idle(self) -> bool:
+        return not (self._waiting or self._landing or any(True for _ in self._streams()))
+
+    def _streams(self) -> Iterator[Stream]:
+        """All requests that are read or decoded."""
+        yield from (stream for stream in self._active if stream is not None)
+        if self._reading is not None:
+            yield self._reading[0]
+
+    def _turn(self) -> None:
+        """Reads a part of a prompt, starts a round, and delivers the round before."""
+        self._drop_cancelled()
+        if self._calls and not any(True for _ in self._streams()):
+            self._land_all()
+            function, done = self._calls.popleft()
+            function()
+            done.set()
+            return
+        if not self._calls:
+            self._admit()
+        self._start_round()
+        # One round is under way while the host is busy with the one before.
+        while len(self._landing) > (1 if any(self._active) else 0):
+            self._land(*self._landing.pop(0))
+
+    def _land_all(self) -> None:
+        while self._landing:
+            self._land(*self._landing.pop(0))
+
+    def _drop_cancelled(self) -> None:
+        """Ends the requests that were cancelled or are overdue."""
+        with self._changed:
+            overdue = [stream for stream in self._waiting if stream._is_overdue()]
+            for stream in overdue:
+                self._waiting.remove(stream)
+        for stream in overdue:
+            self._end(stream, stream._answer.cancel())
+        if self._reading is not None and self._reading[0]._is_overdue():
+            stream, self._reading = self._reading[0], None
+            self._end(stream, stream._answer.cancel())
+        for slot, stream in enumerate(self._active):
+            if stream is not None and stream._is_overdue():
+                self._free(slot)
+                self._end(stream, stream._answer.cancel())
+
+    def _admit(self) -> None:
+        """Reads the next part of a prompt: all of it if nobody waits for a round meanwhile."""
+        if self._reading is None and self._waiting and self._has_room():
+            with self._changed:
+                stream = self._waiting.popleft()
+            self._reading = stream, 0
+            self._steps.begin(stream.prompt)
+        if self._reading is None:
+            return
+        stream, first = self._reading
+        num_chunks = self._slots.num_chunks(stream.prompt)
+        last = first + 1 if any(self._active) else num_chunks
+        self._steps.extend(first, last)
+        self._reading = stream, last
+        if last == num_chunks:
+            self._reading = None
+            self.stats.prompt_tokens += len(stream.prompt.ids)
+            slot = self._active.index(None)
+            if slot in self._ended:  # what is there is written over
+                self._ended.remove(slot)
+            self._active[slot] = stream
+            self._landing.append((self._steps.insert(slot), {0: stream}))
+
+    def _has_room(self) -> bool:
+        """Makes room for one more text if there is any."""
+        num_texts = sum(one is not None for one in self._active)
+        if num_texts < self._slots.size:
+            return True
+        larger = [size for size in self._slots.sizes if size > self._slots.size]
+        if larger:
+            self._resize(larger[0])
+        return bool(larger)
+
+    def _resize(self, size: int) -> None:
+        order = [slot for slot, stream in enumerate(self._active) if stream is not None]
+        self._steps.resize(size, order)
+        kept = [self._active[slot] for slot in order]
+        self._active = [*kept, *[None] * (size - len(kept))]
+        self._ended, self._num_large = [], 0
+
+    def _shrink(self) -> None:
+        """Makes the batch smaller after some rounds in which it could have been."""
+        texts = sum(one is not None for one in self._active) + (self._reading is not None)
+        smaller = [size for size in self._slots.sizes if texts <= size < self._slots.size]
+        self._num_large = self._num_large + 1 if smaller and not self._waiting else 0
+        if self._num_large > _PATIENCE:
+            self._resize(smaller[-1])
+
+    def _start_round(self) -> None:
+        texts = {slot: stream for slot, stream in enumerate(self._active) if stream is not None}
+        if not texts:
+            return
+        self._shrink()
+        texts = {slot: stream for slot, stream in enumerate(self._active) if stream is not None}
+        program = self._slots.choose_program(
+            [stream.prompt for stream in texts.values()],
+            has_logprobs=any(stream._has_logprobs for stream in texts.values()),
+        )
+        landing = self._steps.run(program, tuple(self._ended))
+        self._ended = []
+        self.stats.rounds += 1
+        self._landing.append((landing, texts))
+
+    def _land(self, landing: Landing, texts: dict[int, Stream]) -> None:
+        """Delivers a round."""
+        rows = read_landing(landing)
+        for slot, stream in texts.items():
+            row = rows[slot]
+            if stream._answer.is_ended or not row.tokens:
+                continue
+            chunk = stream._answer.land(row if stream._has_logprobs else row._replace(logprobs=()))
+            self.stats.tokens += len(chunk.output_ids)
+            self.stats.drafted += row.num_offered or 0
+            self.stats.accepted.update(range(1, (row.num_accepted or 0) + 1))
+            if chunk.answer is not None:
+                if stream in self._active:
+                    self._free(self._active.index(stream))
+                self._end(stream, chunk)
+            else:
+                stream._put(chunk)
+
+    def _free(self, slot: int) -> None:
+        self._active[slot] = None
+        self._ended.append(slot)
+
+    def _end(self, stream: Stream, chunk: Chunk) -> None:
+        assert chunk.answer is not None
+        self.stats.finished[chunk.answer.stop_reason] += 1
+        stream._put(chunk)
+
+    # ----------------------------------------------------------------------------------------------
+    # Compilation
+
+    def _compile_all(self) -> None:
+        """Takes every step once in every size, with texts that end at once."""
+        prompt = PreparedPrompt([0], 1, SamplingConfig(temperature=1.0))
+        for size in [*self._slots.sizes, *self._slots.sizes[-2::-1]]:
+            if size != self._slots.size:
+                self._steps.resize(size, ())
+            self._steps.begin(prompt)
+            self._steps.extend(0, 1)
+            read_landing(self._steps.insert(0))
+            programs = {one for n in range(1, size + 1) for one in self._slots.programs(n)}
+            for program in sorted(programs, key=repr):
+                read_landing(self._steps.run(program, (0,)))
+        self._active, self._ended = [None] * self._slots.size, []
+
+    def _count_compilation(self, event: str, duration: float, **about: Any) -> None:
+        del duration, about
+        if self._counts and event == "/jax/core/compile/backend_compile_duration":
+            self.stats.compilations += 1

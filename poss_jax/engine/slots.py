@@ -1,0 +1,447 @@
+"""Slots: a batch whose sequences come and go between rounds, on one device or a group of them.
+
+    begin ─► extend ... extend ─► insert into a slot ─► run ─► run ... until the slot is ended
+
+A prompt is read by itself, chunk by chunk, so that rounds of other texts run in between. All shapes
+are fixed when the slots are made: how many there are, how long a text may be, how many tokens may
+be biased. What a slot's text is depends on its prompt, settings and seed alone.
+
+On several hosts every process makes the same slots and calls them in the same order (see `follow`).
+"""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jax.experimental import multihost_utils
+
+from poss_jax.config.models import TreeConfig
+from poss_jax.config.reading import UserError
+from poss_jax.decode import speculate
+from poss_jax.decode.state import (
+    DecodeConfig,
+    DecodeState,
+    Logprobs,
+    Output,
+    Request,
+    Weights,
+)
+from poss_jax.engine.answers import Landed, TokenLogprobs, on_mesh
+from poss_jax.engine.device import check_memory, prefill_chunk, rows_for, tree_for
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt, sampling_arrays, stop_id_rows
+from poss_jax.model import target as targets
+from poss_jax.model.cache import KVCache
+from poss_jax.shapes import Array, Bool, Int
+
+MOST_BIASED = 300
+"""Tokens that a request may bias, as in the OpenAI API."""
+
+MOST_STOP_IDS = 16
+
+
+class Program(NamedTuple):
+    """One of the compiled rounds.
+
+    Attributes:
+      tree: size of the draft tree; None decodes autoregressively.
+      is_sampled: whether any text has sampling settings.
+      has_logprobs: whether any text wants log-probabilities.
+    """
+
+    tree: TreeConfig | None
+    is_sampled: bool = False
+    has_logprobs: bool = False
+
+
+class Landing(struct.PyTreeNode):
+    """What one round added to every slot, on the device.
+
+    Attributes:
+      tokens: the new tokens, the first `num_tokens` of each row.
+      num_tokens: how many; 0 where no text is.
+      num_accepted: drafted tokens accepted; -1 where the first token of a text was chosen.
+      num_offered: deepest position offered along the accepted path.
+      is_done: the text ended.
+      logprobs: of the tokens; None where nobody asked.
+    """
+
+    tokens: Array  # [B A] int32
+    num_tokens: Array  # [B] int32
+    num_accepted: Array  # [B] int32
+    num_offered: Array  # [B] int32
+    is_done: Array  # [B] bool
+    logprobs: Logprobs | None
+
+
+def read_landing(landing: Landing) -> list[Landed]:
+    """Brings a round to the host; an item per slot."""
+    host: Landing = jax.device_get(landing)
+    return [_read_slot(host, slot) for slot in range(len(host.tokens))]
+
+
+def _read_slot(host: Landing, slot: int) -> Landed:
+    count, logprobs = int(host.num_tokens[slot]), host.logprobs
+    accepted = int(host.num_accepted[slot])
+    return Landed(
+        tokens=host.tokens[slot, :count].tolist(),
+        num_accepted=None if accepted < 0 else accepted,
+        num_offered=None if accepted < 0 else int(host.num_offered[slot]),
+        is_done=bool(host.is_done[slot]),
+        logprobs=[]
+        if logprobs is None
+        else [
+            TokenLogprobs(float(chosen), ids.tolist(), top.tolist())
+            for chosen, ids, top in zip(
+                logprobs.chosen[slot, :count],
+                logprobs.ids[slot, :count],
+                logprobs.top[slot, :count],
+                strict=True,
+            )
+        ],
+    )
+
+
+class Slots:
+    """The slots of an engine; every call is in the order that one thread gives.
+
+    Attributes:
+      sizes: numbers of slots that the batch can have, ascending; more texts take a larger batch.
+      size: number of slots now.
+      max_length: most tokens of prompt and answer together.
+      max_logprobs: most log-probabilities per token; 0: none are kept.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        sizes: Sequence[int],
+        max_length: int | None = None,
+        max_logprobs: int = 0,
+    ) -> None:
+        """Allocates the slots.
+
+        Args:
+          engine: target and draft; its trees say how much to draft for how many texts.
+          sizes: see the attribute.
+          max_length: see the attribute; None: the engine's.
+          max_logprobs: see the attribute.
+
+        Raises:
+          UserError: the memory is too small, or the engine's mesh splits the batch.
+        """
+        if engine.mesh is not None and engine.mesh.shape["data"] > 1:
+            raise UserError(
+                f"mesh.data {engine.mesh.shape['data']}: a server takes one group of devices; put "
+                "all of them in mesh.tensor, and run a server per group"
+            )
+        self.sizes, self.size = tuple(sorted(sizes)), 0
+        self.max_length = min(max_length or engine.max_length, engine.max_length)
+        self.max_logprobs = max_logprobs
+        self.weights = engine.weights
+        self._engine = engine
+        self._trees = [tree_for(engine.trees, n) for n in range(1, self.sizes[-1] + 1)]
+        self._config = self._make_config()
+        check_memory(engine.weights, self._config, batch_size=self.sizes[-1] + 1)
+        self._prefill: tuple[Request, targets.Prefill] | None = None
+        self._request, self._state = self._make_empty(self.sizes[0])
+        self.size = self.sizes[0]
+
+    def _make_config(self) -> DecodeConfig:
+        """Static settings whose tree is as large as any that will be drafted, for the rooms."""
+        engine, trees = self._engine, [tree for tree in self._trees if tree is not None]
+        most = {
+            name: max(getattr(tree, name) for tree in trees or [TreeConfig()])
+            for name in ("depth", "top_k", "total_tokens")
+        }
+        config = DecodeConfig(
+            engine.target_config,
+            engine.draft_config if trees else None,
+            TreeConfig(**most),
+            rows=0,
+            chunk=prefill_chunk(),
+            drafting=engine.drafting,
+            mesh=engine.mesh,
+            num_logprobs=self.max_logprobs,
+        )
+        rows = rows_for(config, self.max_length, max_length=self.max_length)
+        return config._replace(rows=rows)
+
+    def _make_empty(self, size: int) -> tuple[Request, DecodeState]:
+        request = self._make_request(PreparedPrompt([0], 1))
+        state = jax.eval_shape(lambda w, r: _start(w, self._config, r), self.weights, request)
+
+        def room(leaf: Any) -> Array:
+            return jnp.zeros((size, *leaf.shape[1:]), leaf.dtype)
+
+        state = jax.tree.map(room, state)
+        state = state.replace(output=state.output.replace(is_done=jnp.ones(size, bool)))
+        request, state = jax.tree.map(room, request), state
+        order = jnp.arange(size)
+        return _resize(self.weights, self._config, request, state, order, order >= 0)
+
+    def _make_request(self, prompt: PreparedPrompt) -> Request:
+        tokens = np.zeros((1, self._config.rows), np.int32)
+        tokens[0, : len(prompt.ids)] = prompt.ids
+        stop_ids = [self._engine.stop_ids_of(prompt)]
+        start = len(prompt.ids) - prompt.num_continued
+        return Request(
+            tokens=jnp.asarray(tokens),
+            lengths=jnp.asarray([len(prompt.ids)], jnp.int32),
+            limits=jnp.asarray([prompt.max_new_tokens], jnp.int32),
+            stop_ids=jnp.asarray(stop_id_rows(stop_ids, MOST_STOP_IDS)),
+            sampling=sampling_arrays([prompt.sampling], num_biased=MOST_BIASED),
+            output_starts=jnp.asarray([start], jnp.int32),
+        )
+
+    def num_chunks(self, prompt: PreparedPrompt) -> int:
+        """Calls of `extend` with one chunk that a prompt takes."""
+        return -(-len(prompt.ids) // self._config.chunk)
+
+    def programs(self, num_texts: int) -> list[Program]:
+        """All rounds that so many texts may need."""
+        tree = self._trees[num_texts - 1]
+        kinds = [(False, False), (True, False)] + ([(True, True)] if self.max_logprobs else [])
+        return [Program(tree, *kind) for kind in kinds]
+
+    def choose_program(self, prompts: Sequence[PreparedPrompt], *, has_logprobs: bool) -> Program:
+        """The cheapest round that serves some texts; log-probabilities come with sampling."""
+        is_sampled = has_logprobs or not all(prompt.sampling.is_plain for prompt in prompts)
+        return Program(self._trees[len(prompts) - 1], is_sampled, has_logprobs)
+
+    # ----------------------------------------------------------------------------------------------
+    # Steps, the same on all processes
+
+    def begin(self, prompt: PreparedPrompt) -> None:
+        """Begins to read a prompt."""
+        request = self._make_request(prompt)
+        self._prefill = request, _begin(self.weights, self._config, request)
+
+    def extend(self, first: int, last: int) -> None:
+        """Reads the chunks of the prompt from `first` up to `last`."""
+        assert self._prefill is not None, "want begin first"
+        request, prefill = self._prefill
+        chunks = jnp.asarray([[first, last]], jnp.int32)
+        self._prefill = request, _extend(self.weights, self._config, request, prefill, chunks)
+
+    def insert(self, slot: int) -> Landing:
+        """Chooses the first token after the prompt, and gives the text a slot."""
+        assert self._prefill is not None, "want begin first"
+        one, prefill = self._prefill
+        self._prefill = None
+        self._request, self._state, landing = _insert(
+            self.weights,
+            self._config,
+            self._request,
+            self._state,
+            one,
+            prefill,
+            jnp.asarray([slot], jnp.int32),
+        )
+        return landing
+
+    def run(self, program: Program, ended: Sequence[int] = ()) -> Landing:
+        """Runs one round; returns before it is done.
+
+        Args:
+          program: which one.
+          ended: slots whose texts end before this round.
+        """
+        tree, logprobs = program.tree, self.max_logprobs if program.has_logprobs else 0
+        config = self._config._replace(num_logprobs=logprobs, drafts=tree is not None)
+        if tree is not None:
+            config = config._replace(tree=tree)
+        request = self._request
+        if not program.is_sampled:
+            request = request.replace(sampling=None)
+        is_ended = np.zeros(self.size, bool)
+        is_ended[list(ended)] = True
+        self._state, landing = _run(
+            self.weights, config, request, self._state, jnp.asarray(is_ended)
+        )
+        return landing
+
+    def resize(self, size: int, order: Sequence[int]) -> None:
+        """Moves texts into a batch of another size.
+
+        Args:
+          size: one of `sizes`.
+          order: slots whose texts go on, in the order of their new slots.
+        """
+        index = np.zeros(size, np.int32)
+        index[: len(order)] = order
+        is_kept = jnp.asarray(np.arange(size) < len(order))
+        self._request, self._state = _resize(
+            self.weights, self._config, self._request, self._state, jnp.asarray(index), is_kept
+        )
+        self.size = size
+
+    def set_weights(self, weights: Weights) -> None:
+        """Goes on with other weights of the same shapes."""
+        self.weights = weights
+
+
+# --------------------------------------------------------------------------------------------------
+# The steps on the device
+
+
+def _start_state(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+    return speculate.start(weights, config, request)
+
+
+def _begin_prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.Prefill:
+    return speculate.begin_prefill(weights, config, request)
+
+
+def _run_chunks(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    prefill: targets.Prefill,
+    chunks: Int[Array, "1 2"],
+) -> targets.Prefill:
+    bounds = chunks[0, 0], chunks[0, 1]
+    return speculate.run_chunks(weights, config, request, prefill, bounds)
+
+
+def _insert_text(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    one: Request,
+    prefill: targets.Prefill,
+    slot: Int[Array, " 1"],
+) -> tuple[Request, DecodeState, Landing]:
+    out = targets.end_prefill(weights.target, prefill, one.lengths)
+    first = speculate.first_state(weights, config, one, out)
+
+    def place(stored: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(stored, new, slot[0], 0)
+
+    output = first.output
+    landing = Landing(
+        tokens=output.tokens[:, :1],
+        num_tokens=output.num_tokens,
+        num_accepted=jnp.full_like(output.num_tokens, -1),
+        num_offered=jnp.zeros_like(output.num_tokens),
+        is_done=output.is_done,
+        logprobs=jax.tree.map(lambda rows: rows[:, :1], output.logprobs),
+    )
+    return jax.tree.map(place, request, one), jax.tree.map(place, state, first), landing
+
+
+def _run_slots(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    ended: Bool[Array, " B"],
+) -> tuple[DecodeState, Landing]:
+    is_done = state.output.is_done | ended
+    # A slot without a text shall not make attention go over more rows. None is too few for it.
+    short = jnp.where(is_done, 1, config.rows)
+
+    def shortened(cache: KVCache) -> KVCache:
+        return cache.replace(length=jnp.minimum(cache.length, short))
+
+    before = state.output.replace(is_done=is_done)
+    state = state.replace(target_cache=shortened(state.target_cache), output=before)
+    if state.draft is not None:
+        state = state.replace(draft=state.draft.replace(cache=shortened(state.draft.cache)))
+    state = speculate.run_round(weights, config, request, state)
+    return state, _landing(config, before, state.output)
+
+
+def _landing(config: DecodeConfig, before: Output, after: Output) -> Landing:
+    """What was written between two outputs."""
+    columns = before.num_tokens[:, None] + jnp.arange(config.max_accepted + 1)[None]
+
+    def new(rows: Array) -> Array:
+        return jax.vmap(lambda row, at: jnp.take(row, at, axis=0, mode="clip"))(rows, columns)
+
+    def last(counts: Array) -> Array:
+        return jnp.take_along_axis(counts, before.num_rounds[:, None], axis=1)[:, 0]
+
+    return Landing(
+        tokens=new(after.tokens),
+        num_tokens=after.num_tokens - before.num_tokens,
+        num_accepted=last(after.num_accepted),
+        num_offered=last(after.num_offered),
+        is_done=after.is_done,
+        logprobs=jax.tree.map(new, after.logprobs) if config.num_logprobs else None,
+    )
+
+
+def _move(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    index: Int[Array, " B"],
+    is_kept: Bool[Array, " B"],
+) -> tuple[Request, DecodeState]:
+    del weights, config
+    request, state = jax.tree.map(lambda rows: jnp.take(rows, index, axis=0), (request, state))
+    output = state.output.replace(is_done=state.output.is_done | ~is_kept)
+    return request, state.replace(output=output)
+
+
+_start = on_mesh(_start_state)
+_begin = jax.jit(on_mesh(_begin_prefill), static_argnums=1)
+_extend = jax.jit(on_mesh(_run_chunks), static_argnums=1, donate_argnums=3)
+_insert = jax.jit(on_mesh(_insert_text), static_argnums=1, donate_argnums=(2, 3))
+_run = jax.jit(on_mesh(_run_slots), static_argnums=1, donate_argnums=3)
+_resize = jax.jit(on_mesh(_move), static_argnums=1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Several processes
+
+
+class Leader:
+    """The slots of process 0: every step is told to the others before it is taken."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._slots, name)
+        if name not in _STEPS:
+            return own
+
+        def tell_and_take(*args: Any) -> Any:
+            _broadcast((name, args))
+            return own(*args)
+
+        return tell_and_take
+
+    def dismiss(self) -> None:
+        """Lets the other processes return from `follow`."""
+        _broadcast(None)
+
+
+def follow(slots: Slots) -> None:
+    """Takes the steps that process 0 tells, until it dismisses."""
+    while (step := _broadcast(None)) is not None:
+        name, args = step
+        getattr(slots, name)(*args)
+
+
+_STEPS = ("begin", "extend", "insert", "run", "resize")
+
+
+def _broadcast(message: Any) -> Any:
+    """Gives process 0's message to all processes: its length, and then the bytes."""
+    data = np.frombuffer(pickle.dumps(message), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int64(len(data))))
+    room = np.zeros(1 << (size - 1).bit_length(), np.uint8)  # few shapes to compile
+    if jax.process_index() == 0:
+        room[:size] = data
+    return pickle.loads(bytes(multihost_utils.broadcast_one_to_all(room)[:size]))
