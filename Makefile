@@ -76,7 +76,7 @@ lock: venv  ## write requirements/*.lock anew (ARGS=--upgrade takes the newest v
 	@$(PIP) install uv
 	@for version in 3.11 3.12 3.13; do \
 	  lock=requirements/py$$(echo $$version | tr -d .).lock; \
-	  $(PY) -m uv pip compile -q pyproject.toml --extra dev --extra plots \
+	  $(PY) -m uv pip compile -q pyproject.toml --extra dev --extra plots --extra serve \
 	    --python-version $$version --constraint requirements/pins.txt \
 	    --no-emit-index-url --no-annotate --no-header --output-file $$lock $(ARGS) || exit $$?; \
 	  { echo "# Tested versions for Python $$version; \`make lock\` writes this file."; \
@@ -101,5 +101,5 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*
 	@echo "Installing into $(VENV) (once, takes a few minutes)"
 	@$(if $(LOCK),,echo "No lock for this Python: taking the newest versions that pyproject.toml allows")
-	@$(PIP) install $(if $(LOCK),-r $(LOCK)) -e '.[dev,plots]'
+	@$(PIP) install $(if $(LOCK),-r $(LOCK)) -e '.[dev,plots,serve]'
 	@touch $@

@@ -18,12 +18,13 @@ LAYERS = {  # a folder of poss_jax imports from itself and from these
     "convert": {"config", "shapes", "model", "checkpoint"},
     "engine": {"config", "shapes", "model", "decode", "checkpoint", "convert", "data"},
     "bundled": {"config"},
-    "program": {"config", "engine", "bundled"},  # what programs share; nothing else may import it
+    "program": {"config", "engine", "bundled"},  # what programs share
+    "serving": {"config", "engine", "program"},
     "__init__": {"config", "engine", "bundled"},
 }
 MODULES = set(LAYERS) - {"__init__"}
 PROGRAMS = {("convert", "__main__.py"), ("draft_vocab.py",)}
-OPENS_FILES = {"config", "checkpoint", "data", "engine", "convert"}
+OPENS_FILES = {"config", "checkpoint", "data", "engine", "convert", "serving"}
 FILE_CALLS = {"open", "read_text", "write_text", "read_bytes", "write_bytes"}
 SOURCES = sorted(p for top in ("poss_jax", "train", "infer") for p in (ROOT / top).rglob("*.py"))
 

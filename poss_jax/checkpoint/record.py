@@ -113,6 +113,12 @@ class ModelRecord:
         return item_shapes(self.config, is_quantised=self.quantised is not None)
 
     @property
+    def fingerprint(self) -> str:
+        """Digest of the weights."""
+        sums = json.dumps(self.weights_sha256, sort_keys=True).encode()
+        return hashlib.sha256(sums).hexdigest()[:16]
+
+    @property
     def llama(self) -> LlamaConfig:
         """The config of a target."""
         assert isinstance(self.config, LlamaConfig)

@@ -11,6 +11,9 @@ from poss_jax.config.numbers import (
     Depth,
     OutputPenalty,
     Penalty,
+    Port,
+    Positive,
+    PositiveOrZero,
     Probability,
     Seed,
     Temperature,
@@ -23,8 +26,9 @@ BUNDLED = "bundled"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SamplingConfig:
-    """Sampling settings; names, meaning and order of application are those of `transformers`,
-    except for the frequency and presence penalties, which are those of the OpenAI API.
+    """Sampling settings; names, meaning and order of application are those of `transformers`.
+
+    The frequency and presence penalties are those of the OpenAI API.
 
     Attributes:
       temperature: Divide the scores by this number; 0 is greedy, and then top_k, top_p and min_p
@@ -34,8 +38,8 @@ class SamplingConfig:
       min_p: Sample from tokens at least this likely, relative to the most likely one; 0 allows all.
       repetition_penalty: Divide positive and multiply negative scores of tokens that are in the
         text already, prompt included; 1 changes nothing.
-      frequency_penalty: Subtract this from the logit of a token for every time that the output holds
-        it, the prompt not included; 0 changes nothing.
+      frequency_penalty: Subtract this from the logit of a token for every time that the output
+        holds it, the prompt not included; 0 changes nothing.
       presence_penalty: Subtract this from the logits of tokens that the output holds; 0 changes
         nothing.
       logit_bias: Add a value to the logit of a token, such as 42=-1.5.
@@ -158,6 +162,50 @@ class GenerateConfig(AnswerConfig):
             raise ValueError("show_drafts marks text as it is streamed; set stream, too")
         if self.stream and self.batch_size > 1:
             raise ValueError("stream shows one answer after the other; leave out batch_size")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ServeConfig(AnswerConfig):
+    """One server. Requests that say nothing about sampling take what is given here.
+
+    Attributes:
+      target: Model folder of the target; `bundled` is the one that comes with the package, and is
+        decoded with its PosS-3 draft where no draft is given.
+      host: Address to listen at; 0.0.0.0 is all of them.
+      port: Port to listen at; 0 takes a free one.
+      batch_size: Most answers that are decoded together.
+      slots: Sizes that the batch can have; null takes 1, 4, 16, ... up to batch_size on CPU, where
+        an empty place costs as much as a text, and batch_size alone elsewhere.
+      max_length: Most tokens of prompt and answer together; null takes the target's own limit, at
+        most 8192.
+      cache_gib: Most memory for keys and values, in GiB; null takes what batch_size and max_length
+        need.
+      max_queue: Most requests that wait; more are answered with 429.
+      max_logprobs: Most log-probabilities per token that a request may ask for.
+      timeout_seconds: Longest time for an answer, from its arrival on.
+      drain_seconds: Longest time to finish answers after SIGTERM.
+      max_body_mib: Largest body of a request, in MiB.
+      model_name: Name of the model in the API; null takes the name of the target's folder.
+    """
+
+    target: str = BUNDLED
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    batch_size: Count = 16
+    slots: tuple[Count, ...] | None = None
+    sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(temperature=1.0))
+    cache_gib: Positive | None = None
+    max_queue: Count = 256
+    max_logprobs: CountOrZero = 20
+    timeout_seconds: Positive = 600.0
+    drain_seconds: PositiveOrZero = 30.0
+    max_body_mib: Positive = 8.0
+    model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.slots is not None and max(self.slots, default=0) != self.batch_size:
+            raise ValueError(f"slots: want the largest to be batch_size, {self.batch_size}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

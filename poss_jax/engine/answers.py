@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -16,24 +16,23 @@ from poss_jax.engine.text import Piece, TextStream
 from poss_jax.model.sharding import partition_state
 
 StopReason = Literal["stop", "length", "cancelled"]
+StateT = TypeVar("StateT")
 
 
-def on_mesh(function: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
+def on_mesh(function: Callable[..., StateT]) -> Callable[..., StateT]:
     """Cuts a step of decoding along the axes of `DecodeConfig.mesh`, if there is one.
 
     Args:
-      function: (weights, config, request, *state) -> state.
+      function: (weights, config, request, *state) -> state; all arrays but weights are [B ...].
     """
 
     @wraps(function)
-    def run(
-        weights: Weights, config: DecodeConfig, request: Request, *state: DecodeState
-    ) -> DecodeState:
+    def run(weights: Weights, config: DecodeConfig, request: Request, *state: Any) -> StateT:
         mesh = config.mesh
         if mesh is None:
             return function(weights, config, request, *state)
 
-        def run_group(weights: Weights, request: Request, *state: DecodeState) -> Any:
+        def run_group(weights: Weights, request: Request, *state: Any) -> Any:
             return _hold_cut(function(weights, config, request, *state), mesh)
 
         cut, whole = PartitionSpec("data"), PartitionSpec()
@@ -50,7 +49,7 @@ def on_mesh(function: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
     return run
 
 
-def _hold_cut(state: DecodeState, mesh: Mesh) -> DecodeState:
+def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
     """Keeps the arrays of a group of devices cut in one way, so that all rounds are one program."""
 
     def hold(leaf: jax.Array) -> jax.Array:

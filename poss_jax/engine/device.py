@@ -138,14 +138,21 @@ def least_bytes(weights: Weights, config: DecodeConfig, *, batch_size: int) -> i
     """Counts the bytes a device holds: weights, caches, the output, the logits of a round."""
     size = compute_dtype(weights.target).itemsize
     arrays = {id(leaf): _bytes_per_device(leaf) for leaf in jax.tree.leaves(weights)}  # once each
-    target, num_nodes = config.target, config.tree.num_nodes if config.draft else 1
-    per_row = 16 + size * target.num_layers * _pair(target, config.mesh)
-    each = size * num_nodes * _part(target.vocab_size, config.mesh)
+    num_nodes = config.tree.num_nodes if config.draft else 1
+    each = 16 * config.rows + cache_bytes(weights, config)
+    each += size * num_nodes * _part(config.target.vocab_size, config.mesh)
     if config.draft is not None:
-        per_row += size * config.num_streams * _pair(config.draft.layer, config.mesh)
         each += 8 * config.tree.num_candidates
     batch_size //= config.mesh.shape["data"] if config.mesh else 1
-    return sum(arrays.values()) + batch_size * (each + config.rows * per_row)
+    return sum(arrays.values()) + batch_size * each
+
+
+def cache_bytes(weights: Weights, config: DecodeConfig) -> int:
+    """Counts the bytes of keys and values that a device holds of one sequence."""
+    per_row = config.target.num_layers * _pair(config.target, config.mesh)
+    if config.draft is not None:
+        per_row += config.num_streams * _pair(config.draft.layer, config.mesh)
+    return compute_dtype(weights.target).itemsize * config.rows * per_row
 
 
 def _bytes_per_device(leaf: jax.Array) -> int:

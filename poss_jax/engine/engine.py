@@ -249,6 +249,11 @@ class Engine:
             other.drafting = drafting
         return other
 
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the target's weights."""
+        return self._record.fingerprint
+
     # ----------------------------------------------------------------------------------------------
     # From prompts to answers
 

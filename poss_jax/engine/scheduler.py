@@ -1,6 +1,6 @@
 """The scheduler: requests come and go at any time, and one thread decodes them together.
 
-    scheduler = Scheduler(engine, sizes=(1, 4, 16))
+    scheduler = Scheduler(Slots(engine, sizes=(1, 4, 16)))
     scheduler.warm_up()
     stream = scheduler.submit(engine.prepare("def fibonacci(", 64))
     for chunk in stream:              # or: async for chunk in stream
@@ -25,7 +25,6 @@ import jax
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.decode.state import Weights
 from poss_jax.engine.answers import Chunk, LiveAnswer
-from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from poss_jax.engine.slots import Landing, Leader, Slots, read_landing
 
@@ -47,7 +46,8 @@ class Stats:
 
     Attributes:
       rounds: rounds that were run.
-      drafted: drafted positions offered to texts.
+      drafts: trees drafted, one per text and round.
+      drafted: positions that they offered along the accepted path.
       accepted: how often a draft was accepted, by position from 1.
       tokens: tokens delivered.
       prompt_tokens: tokens of prompts that were read.
@@ -56,6 +56,7 @@ class Stats:
     """
 
     rounds: int = 0
+    drafts: int = 0
     drafted: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
     tokens: int = 0
@@ -132,31 +133,15 @@ class Scheduler:
       stats: counts since it was made.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        sizes: Sequence[int] = (1, 4, 16),
-        max_length: int | None = None,
-        max_logprobs: int = 20,
-        max_queue: int = 256,
-    ) -> None:
-        """Allocates slots and starts the thread.
+    def __init__(self, slots: Slots, *, max_queue: int = 256) -> None:
+        """Starts the thread.
 
         Args:
-          engine: target and draft.
-          sizes: numbers of slots that the batch can have; the largest is how many texts are decoded
-            at once.
-          max_length: most tokens of prompt and answer together; None: the engine's.
-          max_logprobs: most log-probabilities per token.
+          slots: where texts are decoded; nobody else may use them.
           max_queue: most requests that wait.
-
-        Raises:
-          UserError: what `Slots` refuses.
         """
         self.stats = Stats()
-        self._engine, self._max_queue = engine, max_queue
-        self._slots = Slots(engine, sizes=sizes, max_length=max_length, max_logprobs=max_logprobs)
+        self._slots, self._max_queue = slots, max_queue
         self._steps: Any = self._slots if jax.process_count() == 1 else Leader(self._slots)
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream | None] = [None] * self._slots.size
@@ -203,7 +188,7 @@ class Scheduler:
                 f"prompt of {len(prompt.ids)} tokens and {prompt.max_new_tokens} new ones do not "
                 f"fit a length of {self.max_length}"
             )
-        answer = self._engine.live_answer(prompt, stop)
+        answer = self._slots.engine.live_answer(prompt, stop)
         deadline = time.monotonic() + timeout
         stream = Stream(prompt, answer, has_logprobs=has_logprobs, deadline=deadline)
         with self._changed:
@@ -417,6 +402,7 @@ class Scheduler:
                 continue
             chunk = stream._answer.land(row if stream._has_logprobs else row._replace(logprobs=()))
             self.stats.tokens += len(chunk.output_ids)
+            self.stats.drafts += bool(row.num_offered)
             self.stats.drafted += row.num_offered or 0
             self.stats.accepted.update(range(1, (row.num_accepted or 0) + 1))
             if chunk.answer is not None:
@@ -452,7 +438,7 @@ class Scheduler:
                 read_landing(self._steps.run(program, (0,)))
         self._active, self._ended = [None] * self._slots.size, []
 
-    def _count_compilation(self, event: str, duration: float, **about: Any) -> None:
-        del duration, about
+    def _count_compilation(self, event: str, duration_secs: float, **about: Any) -> None:
+        del duration_secs, about
         if self._counts and event == "/jax/core/compile/backend_compile_duration":
             self.stats.compilations += 1

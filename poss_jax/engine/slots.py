@@ -32,7 +32,7 @@ from poss_jax.decode.state import (
     Weights,
 )
 from poss_jax.engine.answers import Landed, TokenLogprobs, on_mesh
-from poss_jax.engine.device import check_memory, prefill_chunk, rows_for, tree_for
+from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunk, rows_for, tree_for
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, sampling_arrays, stop_id_rows
 from poss_jax.model import target as targets
@@ -111,6 +111,7 @@ class Slots:
     """The slots of an engine; every call is in the order that one thread gives.
 
     Attributes:
+      engine: target and draft.
       sizes: numbers of slots that the batch can have, ascending; more texts take a larger batch.
       size: number of slots now.
       max_length: most tokens of prompt and answer together.
@@ -124,6 +125,7 @@ class Slots:
         sizes: Sequence[int],
         max_length: int | None = None,
         max_logprobs: int = 0,
+        max_cache_bytes: int | None = None,
     ) -> None:
         """Allocates the slots.
 
@@ -132,6 +134,7 @@ class Slots:
           sizes: see the attribute.
           max_length: see the attribute; None: the engine's.
           max_logprobs: see the attribute.
+          max_cache_bytes: most bytes of keys and values per device; None: what is needed.
 
         Raises:
           UserError: the memory is too small, or the engine's mesh splits the batch.
@@ -145,17 +148,25 @@ class Slots:
         self.max_length = min(max_length or engine.max_length, engine.max_length)
         self.max_logprobs = max_logprobs
         self.weights = engine.weights
-        self._engine = engine
+        self.engine = engine
         self._trees = [tree_for(engine.trees, n) for n in range(1, self.sizes[-1] + 1)]
         self._config = self._make_config()
-        check_memory(engine.weights, self._config, batch_size=self.sizes[-1] + 1)
+        most = self.sizes[-1]
+        check_memory(engine.weights, self._config, batch_size=most + 1)
+        needed = (most + 1) * cache_bytes(engine.weights, self._config)  # a prompt is read beside
+        if max_cache_bytes is not None and needed > max_cache_bytes:
+            raise UserError(
+                f"{most} answers of {self.max_length} tokens need {needed / 2**30:.2f} GiB of keys "
+                f"and values, which may take {max_cache_bytes / 2**30:.2f}; lower batch_size or "
+                "max_length, or raise cache_gib"
+            )
         self._prefill: tuple[Request, targets.Prefill] | None = None
         self._request, self._state = self._make_empty(self.sizes[0])
         self.size = self.sizes[0]
 
     def _make_config(self) -> DecodeConfig:
         """Static settings whose tree is as large as any that will be drafted, for the rooms."""
-        engine, trees = self._engine, [tree for tree in self._trees if tree is not None]
+        engine, trees = self.engine, [tree for tree in self._trees if tree is not None]
         most = {
             name: max(getattr(tree, name) for tree in trees or [TreeConfig()])
             for name in ("depth", "top_k", "total_tokens")
@@ -189,7 +200,7 @@ class Slots:
     def _make_request(self, prompt: PreparedPrompt) -> Request:
         tokens = np.zeros((1, self._config.rows), np.int32)
         tokens[0, : len(prompt.ids)] = prompt.ids
-        stop_ids = [self._engine.stop_ids_of(prompt)]
+        stop_ids = [self.engine.stop_ids_of(prompt)]
         start = len(prompt.ids) - prompt.num_continued
         return Request(
             tokens=jnp.asarray(tokens),

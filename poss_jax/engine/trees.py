@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,8 +149,7 @@ def write_tuned(
 
 def _identity(record: ModelRecord) -> dict[str, str]:
     """The kind of device and the draft that trees are tuned for."""
-    sums = json.dumps(record.weights_sha256, sort_keys=True).encode()
-    return {"device": _device_kind(), "draft": sha256(sums).hexdigest()[:16]}
+    return {"device": _device_kind(), "draft": record.fingerprint}
 
 
 def _device_kind() -> str:

@@ -1,0 +1,410 @@
+"""The ASGI application: endpoints of the OpenAI API over one scheduler.
+
+    uvicorn.run(create_app(ServeConfig(target="models/llama", draft="models/poss3")))
+
+The same application runs under Ray Serve (examples/ray_serve) or any other ASGI server.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from prometheus_client import generate_latest
+from starlette.exceptions import HTTPException
+
+import poss_jax
+from poss_jax.config.decoding import ServeConfig
+from poss_jax.engine.answers import Chunk
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler, Stream
+from poss_jax.engine.slots import Slots
+from poss_jax.program.options import load_engine
+from poss_jax.serving.guard import Guard
+from poss_jax.serving.metrics import Metrics
+from poss_jax.serving.replies import DONE, Reply, event
+from poss_jax.serving.requests import (
+    ApiError,
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    Job,
+    TokenizeRequest,
+    check_text,
+    read_chat,
+    read_completion,
+)
+
+_LOG = logging.getLogger(__package__)
+_KEEP_ALIVE = b": waiting\n\n"
+_KEEP_ALIVE_SECONDS = 10.0
+_POLL_SECONDS = 0.25
+_CSP = (
+    "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'"
+)
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": about}
+    for status, about in {
+        400: "the request cannot be served",
+        401: "no or a wrong API key",
+        404: "no such model",
+        413: "the body is too large",
+        429: "too many requests wait",
+        503: "starting, draining, or failed",
+    }.items()
+}
+
+
+def make_slots(engine: Engine, config: ServeConfig) -> Slots:
+    """Allocates the slots that a config describes; see `batch_sizes`."""
+    return Slots(
+        engine,
+        sizes=config.slots or batch_sizes(config.batch_size),
+        max_length=min(config.max_length or 8192, engine.max_length),
+        max_logprobs=config.max_logprobs,
+        max_cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
+    )
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Sizes of the batch: on CPU every place costs as much as a text, elsewhere next to nothing."""
+    if jax.default_backend() != "cpu":
+        return [most]
+    return sorted({min(4**power, most) for power in range(most.bit_length())})
+
+
+class Service:
+    """What the endpoints share.
+
+    Attributes:
+      config: settings.
+      limits: the same with the length that the scheduler allows.
+      engine: target and draft.
+      scheduler: decodes.
+      metrics: what /metrics shows.
+      is_ready: warmed up, and not draining.
+    """
+
+    def __init__(self, config: ServeConfig, engine: Engine, scheduler: Scheduler) -> None:
+        self.config, self.engine, self.scheduler = config, engine, scheduler
+        self.limits = replace(config, max_length=scheduler.max_length)
+        self.metrics = Metrics(scheduler)
+        self.is_ready = False
+        self.model = config.model_name or Path(config.target).resolve().name
+
+    def check_model(self, body: CommonRequest) -> None:
+        """Raises ApiError if another model is asked for."""
+        if body.model is not None and body.model != self.model:
+            raise ApiError(
+                404, f"want the model {self.model}", param="model", code="model_not_found"
+            )
+
+    def submit(self, job: Job) -> list[Stream]:
+        """Puts all choices of a request into the queue, or none.
+
+        Raises:
+          ApiError: the queue is full, or the server stops.
+        """
+        streams: list[Stream] = []
+        try:
+            for prompt in job.prompts:
+                streams.append(
+                    self.scheduler.submit(
+                        prompt,
+                        stop=job.stop,
+                        has_logprobs=job.num_logprobs is not None,
+                        timeout=self.config.timeout_seconds,
+                    )
+                )
+        except QueueFull as error:
+            _cancel(streams)
+            raise ApiError(429, "too many requests wait; try again", retry_after=1) from error
+        except Closed as error:
+            _cancel(streams)
+            raise ApiError(503, "the server stops; try another one", retry_after=1) from error
+        return streams
+
+    async def answer(self, request: Request, body: CommonRequest, job: Job) -> Response:
+        """Answers a request, as one body or as a stream of events."""
+        arrived = time.monotonic()
+        options = body.stream_options
+        reply = Reply(
+            self.engine,
+            job,
+            model=self.model,
+            is_chat=isinstance(body, ChatRequest),
+            options={
+                "usage": bool(options and options.include_usage),
+                "speculation": bool(options and options.include_speculation),
+                "token_ids": bool(body.return_token_ids),
+            },
+        )
+        streams = self.submit(job)
+        chunks = self._timed(_merge(streams), arrived)
+        if body.stream:
+            events = _write_events(reply, chunks, streams)
+            return StreamingResponse(
+                events, media_type="text/event-stream", headers={"cache-control": "no-store"}
+            )
+        try:
+            return await _until_disconnected(request, _whole(reply, chunks))
+        finally:
+            _cancel(streams)
+
+    async def _timed(
+        self, chunks: AsyncIterator[tuple[int, Chunk] | None], arrived: float
+    ) -> AsyncIterator[tuple[int, Chunk] | None]:
+        """Passes chunks on and measures when they come."""
+        first: dict[int, float] = {}
+        async for item in chunks:
+            if item is not None:
+                index, chunk = item
+                now = time.monotonic()
+                if index not in first and chunk.output_ids:
+                    first[index] = now
+                    self.metrics.first_token.observe(now - arrived)
+                if chunk.answer is not None:
+                    self.metrics.whole.observe(now - arrived)
+                    more = len(chunk.answer.output_ids) - 1
+                    if more > 0:
+                        self.metrics.per_token.observe((now - first[index]) / more)
+            yield item
+
+
+def create_app(config: ServeConfig, engine: Engine | None = None) -> FastAPI:
+    """Makes the application; it loads the models when it starts.
+
+    Args:
+      config: settings; plain, so that it can be pickled.
+      engine: target and draft that are loaded already; None loads those of the config.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        own = engine or await asyncio.to_thread(load_engine, config)
+        scheduler = Scheduler(make_slots(own, config), max_queue=config.max_queue)
+        app.state.service = service = Service(config, own, scheduler)
+        warm_up = asyncio.create_task(_warm_up(service))
+        yield
+        warm_up.cancel()
+        await asyncio.to_thread(scheduler.close)
+
+    app = FastAPI(
+        title="poss_jax",
+        version=poss_jax.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+    )
+    _add_errors(app)
+    _add_state(app)
+    _add_api(app)
+    return app
+
+
+def guarded(app: FastAPI, config: ServeConfig, *, api_key: str | None) -> Guard:
+    """Puts an application behind the checks of `guard.py`."""
+    return Guard(app, api_key=api_key, max_body_bytes=int(config.max_body_mib * 2**20))
+
+
+async def _warm_up(service: Service) -> None:
+    begun = time.monotonic()
+    await asyncio.to_thread(service.scheduler.warm_up)
+    service.is_ready = True
+    _LOG.warning("ready after %.0f s of compilation", time.monotonic() - begun)
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def of_api(request: Request, error: Any) -> Response:
+        del request
+        headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+        return JSONResponse(error.body(), error.status, headers)
+
+    async def of_validation(request: Request, error: Any) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, str | int))
+        param = where if where.isascii() and len(where) <= 100 else "body"
+        told = ApiError(400, f"{param or 'body'}: {first['msg']}", param=param or None)
+        return await of_api(request, told)
+
+    async def of_http(request: Request, error: Any) -> Response:
+        told = ApiError(error.status_code, str(error.detail))
+        response = await of_api(request, told)
+        response.headers.update(error.headers or {})
+        return response
+
+    async def of_anything(request: Request, error: Any) -> Response:
+        del error  # the log has it
+        return await of_api(request, ApiError(500, "an error of the server; see its log"))
+
+    app.add_exception_handler(ApiError, of_api)
+    app.add_exception_handler(RequestValidationError, of_validation)
+    app.add_exception_handler(HTTPException, of_http)
+    app.add_exception_handler(Exception, of_anything)
+
+
+def _add_state(app: FastAPI) -> None:
+    """Endpoints that say how the server is."""
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> Response:
+        text = (Path(__file__).parent / "chat.html").read_text()
+        return HTMLResponse(text, headers={"content-security-policy": _CSP})
+
+    @app.get("/health")
+    async def health(request: Request) -> Response:
+        """Alive: the thread that decodes has not failed."""
+        if _service(request).scheduler.error is not None:
+            raise ApiError(503, "decoding failed; restart the server")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready(request: Request) -> Response:
+        """Ready: warmed up, and not draining."""
+        if not _service(request).is_ready:
+            raise ApiError(503, "starting or draining", retry_after=1)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        """The version of poss_jax."""
+        return JSONResponse({"version": poss_jax.__version__})
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Metrics in Prometheus' format."""
+        text = generate_latest(_service(request).metrics.registry)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_api(app: FastAPI) -> None:
+    """Endpoints of the OpenAI API."""
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        """The one model."""
+        service = _service(request)
+        about = {"id": service.model, "object": "model", "created": 0, "owned_by": "poss_jax"}
+        about["max_model_len"] = service.scheduler.max_length
+        return JSONResponse({"object": "list", "data": [about]})
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """Continues prompts."""
+        service = _service(request)
+        check_text(body.model_dump())
+        service.check_model(body)
+        job = await asyncio.to_thread(read_completion, service.engine, service.limits, body)
+        return await service.answer(request, body, job)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        """Answers a chat."""
+        service = _service(request)
+        check_text(body.model_dump())
+        service.check_model(body)
+        job = await asyncio.to_thread(read_chat, service.engine, service.limits, body)
+        return await service.answer(request, body, job)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+        """Token ids of a text, as /v1/completions would read it."""
+        check_text(body.prompt)
+        job = CompletionRequest(prompt=body.prompt, max_tokens=1)
+        service = _service(request)
+        read = await asyncio.to_thread(read_completion, service.engine, service.limits, job)
+        return JSONResponse({"tokens": read.prompts[0].ids, "count": read.num_prompt_tokens})
+
+
+def _service(request: Request) -> Service:
+    return request.app.state.service
+
+
+def _cancel(streams: Sequence[Stream]) -> None:
+    """Frees what is still decoded; nothing happens to answers that have ended."""
+    for stream in streams:
+        stream.cancel()
+
+
+async def _merge(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Chunk] | None]:
+    """Chunks of all choices with their indices as they come; None when none came for a while."""
+    chunks: asyncio.Queue[tuple[int, Chunk | Exception]] = asyncio.Queue()
+
+    async def read(index: int, stream: Stream) -> None:
+        try:
+            async for chunk in stream:
+                await chunks.put((index, chunk))
+        except Closed as error:
+            await chunks.put((index, error))
+
+    tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
+    num_open = len(streams)
+    try:
+        while num_open:
+            try:
+                async with asyncio.timeout(_KEEP_ALIVE_SECONDS):
+                    index, chunk = await chunks.get()
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(chunk, Exception):
+                raise ApiError(503, "decoding failed") from chunk
+            num_open -= chunk.answer is not None
+            yield index, chunk
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _whole(reply: Reply, chunks: AsyncIterator[tuple[int, Chunk] | None]) -> Response:
+    async for item in chunks:
+        if item is not None:
+            reply.take(*item)
+    return JSONResponse(reply.body())
+
+
+async def _write_events(
+    reply: Reply,
+    chunks: AsyncIterator[tuple[int, Chunk] | None],
+    streams: Sequence[Stream],
+) -> AsyncIterator[bytes]:
+    """Server-sent events of a reply; a client that leaves frees its slots."""
+    try:
+        for first in reply.first_events():
+            yield event(first)
+        async for item in chunks:
+            if item is None:
+                yield _KEEP_ALIVE
+            elif (data := reply.take(*item)) is not None:
+                yield event(data)
+        if (last := reply.last_event()) is not None:
+            yield event(last)
+        yield DONE
+    except ApiError as error:
+        yield event(error.body())
+    finally:
+        _cancel(streams)
+
+
+async def _until_disconnected(request: Request, answer: Any) -> Response:
+    """Waits for an answer, but not for a client that has left."""
+    task = asyncio.create_task(answer)
+    try:
+        while not task.done():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(task), _POLL_SECONDS)
+            if not task.done() and await request.is_disconnected():
+                return Response(status_code=499)
+        return task.result()
+    finally:
+        task.cancel()

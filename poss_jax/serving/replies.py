@@ -1,0 +1,190 @@
+"""Chunks of answers -> the bodies and events of the OpenAI API."""
+
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs
+from poss_jax.engine.engine import Engine
+from poss_jax.serving.requests import Job
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Reply:
+    """The reply to one request; it grows with the chunks of its choices."""
+
+    def __init__(
+        self, engine: Engine, job: Job, *, model: str, is_chat: bool, options: dict[str, bool]
+    ) -> None:
+        """Begins a reply.
+
+        Args:
+          engine: gives the tokenizer and the fingerprint.
+          job: what was asked for.
+          model: name of the model.
+          is_chat: whether it answers a chat.
+          options: `usage`, `speculation`, `token_ids`: what is asked for beside the text.
+        """
+        self._engine, self._job, self._is_chat, self._options = engine, job, is_chat, options
+        self._about = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": engine.fingerprint,
+        }
+        self._tokens: list[list[int]] = [[] for _ in job.prompts]
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in job.prompts]
+        self._answers: list[Generation | None] = [None] * len(job.prompts)
+        self._offsets = [len(text) for text in job.echo]
+
+    def first_events(self) -> list[dict[str, Any]]:
+        """What a stream begins with: the role of a chat, the prompt of an echo, its token ids."""
+        if self._is_chat:
+            firsts = [{"delta": {"role": "assistant", "content": ""}} for _ in self._job.prompts]
+        else:
+            firsts = [{"text": text} for text in self._job.echo]
+        events = []
+        for index, (first, prompt) in enumerate(zip(firsts, self._job.prompts, strict=True)):
+            if self._options["token_ids"]:
+                first = first | {"prompt_token_ids": prompt.ids}
+            if self._is_chat or self._options["token_ids"] or self._job.echo[index]:
+                choice = {"index": index, **first, "logprobs": None, "finish_reason": None}
+                events.append(self._event([choice]))
+        return events
+
+    def take(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """Takes in a chunk of a choice; returns its event, None if it shows nothing."""
+        self._tokens[index] += chunk.output_ids
+        logprobs = None
+        if self._job.num_logprobs is not None and chunk.output_ids:
+            logprobs = self._format_logprobs(index, chunk.output_ids, chunk.logprobs)
+            self._logprobs[index] += chunk.logprobs
+        self._answers[index] = answer = chunk.answer
+        is_shown = chunk.text or answer or logprobs or self._options["token_ids"]
+        if not is_shown:
+            return None
+        choice: dict[str, Any] = {"index": index}
+        if self._is_chat:
+            choice["delta"] = {"content": chunk.text} if chunk.text else {}
+        else:
+            choice["text"] = chunk.text
+        choice |= {"logprobs": logprobs, "finish_reason": answer and _finish_reason(answer)}
+        if self._options["speculation"]:
+            choice["speculation"] = {"pieces": [[one.text, one.depth] for one in chunk.pieces]}
+        if self._options["token_ids"]:
+            choice["token_ids"] = chunk.output_ids
+        return self._event([choice])
+
+    def last_event(self) -> dict[str, Any] | None:
+        """The usage, if a stream is to end with it."""
+        return self._event([]) | {"usage": self.usage()} if self._options["usage"] else None
+
+    def body(self) -> dict[str, Any]:
+        """The whole reply, once all choices have ended."""
+        return self._about | {
+            "choices": [self._choice(index) for index in range(len(self._answers))],
+            "usage": self.usage(),
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Counts of tokens, and (ours) of what was drafted."""
+        answers = [answer for answer in self._answers if answer is not None]
+        rounds = [count for answer in answers for count in answer.accepted_per_round]
+        positions = Counter(i for count in rounds for i in range(1, count + 1))
+        completion = sum(map(len, self._tokens))
+        return {
+            "prompt_tokens": self._job.num_prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self._job.num_prompt_tokens + completion,
+            "speculation": {
+                "rounds": len(rounds),
+                "accepted_tokens": sum(rounds),
+                "acceptance_length": sum(rounds) / len(rounds) + 1 if rounds else 1.0,
+                "accepted_per_position": [positions[i] for i in range(1, len(positions) + 1)],
+            },
+        }
+
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        about = self._about | {"object": kind, "choices": choices}
+        return about | {"usage": None} if self._options["usage"] else about
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        answer = self._answers[index]
+        assert answer is not None, "want the end of every choice"
+        text = self._job.echo[index] + (answer.text or "")
+        choice: dict[str, Any] = {"index": index}
+        if self._is_chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        logprobs = None
+        if self._job.num_logprobs is not None:
+            self._offsets[index] = len(self._job.echo[index])
+            tokens = self._tokens[index]
+            logprobs = self._format_logprobs(index, tokens, self._logprobs[index])
+        choice |= {"logprobs": logprobs, "finish_reason": _finish_reason(answer)}
+        if self._options["token_ids"]:
+            choice["token_ids"] = self._tokens[index]
+            choice["prompt_token_ids"] = self._job.prompts[index].ids
+        return choice
+
+    def _format_logprobs(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
+        """Log-probabilities of some tokens, in the form of chats or of completions."""
+        most = self._job.num_logprobs or 0
+        pairs = list(zip(tokens, logprobs, strict=True))
+        if self._is_chat:
+            return {
+                "content": [
+                    self._of_token(token, one.chosen)
+                    | {
+                        "top_logprobs": [
+                            self._of_token(other, value)
+                            for other, value in zip(one.ids[:most], one.top[:most], strict=True)
+                        ]
+                    }
+                    for token, one in pairs
+                ],
+                "refusal": None,
+            }
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(self._name(token))
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [one.chosen for _, one in pairs],
+            "top_logprobs": [
+                {
+                    self._name(other): value
+                    for other, value in zip(one.ids[:most], one.top[:most], strict=True)
+                }
+                for _, one in pairs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _of_token(self, token: int, logprob: float) -> dict[str, Any]:
+        name = self._name(token)
+        return {"token": name, "logprob": logprob, "bytes": list(name.encode())}
+
+    def _name(self, token: int) -> str:
+        tokenizer = self._engine.tokenizer
+        return str(token) if tokenizer is None else tokenizer.decode([token])
+
+
+def _finish_reason(answer: Generation) -> str:
+    """`stop` or `length`; the API has no word for a deadline."""
+    return "stop" if answer.stop_reason == "stop" else "length"

@@ -1,0 +1,351 @@
+"""Bodies of requests, as the OpenAI API has them, and what the scheduler is to do for them.
+
+Fields that only we have are marked; most have vLLM's names. Fields that are not known are ignored,
+since clients send many, and a line is logged once for each.
+"""
+
+import logging
+import secrets
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from poss_jax.config.decoding import SamplingConfig, ServeConfig
+from poss_jax.config.reading import UserError, cut
+from poss_jax.config.yaml_text import lone_surrogates
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt, Prompt, PromptTooLong, prompt_seed
+from poss_jax.engine.slots import MOST_BIASED, MOST_STOP_IDS
+
+_LOG = logging.getLogger(__package__)
+_MOST_CHOICES = 128
+
+Real = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class ApiError(Exception):
+    """An error that the client is told.
+
+    Attributes:
+      status: HTTP status.
+      message: one line.
+      param: field of the request that is wrong.
+      code: name of the error, for programs.
+      retry_after: seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.code, self.retry_after = code, retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The error as the API writes it."""
+        kinds = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else kinds[400])
+        about = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": about}
+
+
+class StreamOptions(BaseModel):
+    """What a stream holds beside the text.
+
+    Attributes:
+      include_usage: a last event with the usage.
+      include_speculation: the depth at which each piece of text was drafted (ours).
+    """
+
+    include_usage: bool | None = None
+    include_speculation: bool | None = None
+
+
+class CommonRequest(BaseModel):
+    """Fields that completions and chats share; null stands for the default."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    temperature: Annotated[Real, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
+    frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[Real, Field(ge=-100, le=100)]] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+    # Ours, with the names that vLLM has for them.
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Real, Field(gt=1e-6, le=1e6)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionRequest(CommonRequest):
+    """Body of /v1/completions.
+
+    `continued_tokens` (ours): so many tokens at the end of the prompt belong to an answer that is
+    continued; the penalties of the output count them, and stop strings may begin in them.
+    """
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    continued_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+class ContentPart(BaseModel):
+    """Part of a message; text alone is served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+
+class ChatRequest(CommonRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    tool_choice: Any = None
+    modalities: list[str] | None = None
+
+
+class TokenizeRequest(BaseModel):
+    """Body of /tokenize."""
+
+    prompt: str
+
+
+class Job(NamedTuple):
+    """What a request asks of the scheduler.
+
+    Attributes:
+      prompts: one per choice, in the order of their indices.
+      stop: strings that end an answer.
+      num_logprobs: most likely tokens to show at each position; None: no log-probabilities.
+      num_prompt_tokens: tokens of all prompts, each counted once.
+      echo: text that stands before each choice.
+    """
+
+    prompts: list[PreparedPrompt]
+    stop: list[str]
+    num_logprobs: int | None
+    num_prompt_tokens: int
+    echo: list[str]
+
+
+def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest) -> Job:
+    """Turns a completion request into a job.
+
+    Raises:
+      ApiError: something in it cannot be served.
+    """
+    _refuse(body, "suffix")
+    if body.best_of not in (None, body.n or 1):
+        raise ApiError(400, "best_of: want the same as n", param="best_of")
+    if body.echo and body.logprobs is not None:
+        raise ApiError(400, "logprobs: not served together with echo", param="logprobs")
+    prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if not prompts:
+        raise ApiError(400, "prompt: want at least one token", param="prompt")
+    if isinstance(prompts[0], int):
+        prompts = [prompts]
+    job = _make_job(engine, config, body, prompts, limit=body.max_tokens, logprobs=body.logprobs)
+    if not body.echo:
+        return job
+    if engine.tokenizer is None:
+        raise ApiError(400, "echo: this model has no tokenizer", param="echo")
+    return job._replace(echo=[engine.tokenizer.decode(prompt.ids) for prompt in job.prompts])
+
+
+def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
+    """Turns a chat request into a job.
+
+    Raises:
+      ApiError: something in it cannot be served.
+    """
+    _refuse(body, "tools", "functions")
+    if (body.response_format or {}).get("type", "text") != "text":
+        raise ApiError(400, "response_format: only text is served", param="response_format")
+    if body.modalities not in (None, [], ["text"]):
+        raise ApiError(400, "modalities: only text is served", param="modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs: want logprobs to be true", param="top_logprobs")
+    messages = [_read_message(message) for message in body.messages]
+    limit = body.max_completion_tokens or body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs)
+
+
+def _read_message(message: Message) -> dict[str, str]:
+    content = message.content
+    if isinstance(content, list):
+        if any(part.type != "text" for part in content):
+            raise ApiError(400, "messages: only content of type text is served", param="messages")
+        content = "".join(part.text or "" for part in content)
+    return {"role": message.role, "content": content or ""}
+
+
+def _refuse(body: CommonRequest, *names: str) -> None:
+    for name in names:
+        if getattr(body, name):
+            raise ApiError(400, f"{name}: not served", param=name)
+
+
+def _make_job(
+    engine: Engine,
+    config: ServeConfig,
+    body: CommonRequest,
+    prompts: list[Prompt],
+    *,
+    limit: int | None,
+    logprobs: int | None,
+) -> Job:
+    _log_unknown(body)
+    if logprobs is not None and logprobs > config.max_logprobs:
+        raise ApiError(400, f"logprobs: want at most {config.max_logprobs}", param="logprobs")
+    if len(prompts) * (body.n or 1) > _MOST_CHOICES:
+        raise ApiError(400, f"n: want at most {_MOST_CHOICES} choices in all", param="n")
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stop) > 4:
+        raise ApiError(400, "stop: want at most 4 strings", param="stop")
+    sampling = _read_sampling(config.sampling, body)
+    num_continued = getattr(body, "continued_tokens", None) or 0
+    prepared, seeds = [], sampling.seed
+    for index, prompt in enumerate(prompts):
+        ids = _encode(engine, prompt)
+        if num_continued >= len(ids) and num_continued:
+            raise ApiError(400, "continued_tokens: want fewer than the prompt has", param="prompt")
+        for choice in range(body.n or 1):
+            seed = prompt_seed(seeds, index * (body.n or 1) + choice)
+            prepared.append(
+                _prepare(engine, config, body, ids, sampling, limit, seed, num_continued)
+            )
+    stop = [*config.stop, *stop]
+    try:
+        engine.check_stop(stop, prepared[0].max_new_tokens + num_continued)
+    except UserError as error:
+        raise ApiError(400, str(error), param="stop") from error
+    per_prompt = prepared[:: body.n or 1]
+    num_tokens = sum(len(one.ids) for one in per_prompt)
+    return Job(prepared, stop, logprobs, num_tokens, [""] * len(prepared))
+
+
+def _encode(engine: Engine, prompt: Prompt) -> list[int]:
+    param = "messages" if prompt and isinstance(prompt[0], dict) else "prompt"
+    try:
+        return engine.encode(prompt)
+    except UserError as error:
+        raise ApiError(400, str(error), param=param) from error
+
+
+def _prepare(
+    engine: Engine,
+    config: ServeConfig,
+    body: CommonRequest,
+    ids: list[int],
+    sampling: SamplingConfig,
+    limit: int | None,
+    seed: int,
+    num_continued: int,
+) -> PreparedPrompt:
+    room = (config.max_length or engine.max_length) - len(ids)
+    if room < 1 or (limit is not None and limit > room):
+        raise ApiError(
+            400,
+            f"prompt of {len(ids)} tokens and {limit or 1} new ones do not fit a length of "
+            f"{room + len(ids)}",
+            param="prompt" if room < 1 else "max_tokens",
+            code="context_length_exceeded",
+        )
+    try:
+        own = replace(sampling, seed=seed)
+        prepared = engine.prepare(ids, limit or min(config.max_new_tokens, room), own)
+    except PromptTooLong as error:
+        raise ApiError(400, str(error), code="context_length_exceeded") from error
+    except UserError as error:
+        raise ApiError(400, str(error), param="logit_bias") from error
+    more = body.stop_token_ids or []
+    if len(more) + len(engine.stop_ids) > MOST_STOP_IDS:
+        raise ApiError(400, f"stop_token_ids: want at most {MOST_STOP_IDS}", param="stop_token_ids")
+    if any(not 0 <= token < engine.target_config.vocab_size for token in more):
+        raise ApiError(400, "stop_token_ids: want ids of the vocabulary", param="stop_token_ids")
+    stop_ids = [*([] if body.ignore_eos else engine.stop_ids), *more]
+    return prepared._replace(stop_ids=stop_ids, num_continued=num_continued)
+
+
+def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingConfig:
+    names = ("temperature", "top_p", "min_p", "repetition_penalty")
+    names += ("frequency_penalty", "presence_penalty")
+    given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    if body.top_k is not None:
+        given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's word for all
+    if body.logit_bias:
+        if len(body.logit_bias) > MOST_BIASED:
+            raise ApiError(400, f"logit_bias: want at most {MOST_BIASED}", param="logit_bias")
+        given["logit_bias"] = body.logit_bias
+    seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+    try:
+        return replace(defaults, **given, seed=seed)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = str(first["loc"][0]) if first["loc"] else None
+        raise ApiError(400, f"{param}: {first['msg']}", param=param) from error
+
+
+_seen: set[str] = set()
+
+
+def _log_unknown(body: CommonRequest) -> None:
+    """Says once of every field that is not known that it is ignored."""
+    new = [name for name in body.model_extra or {} if name not in _seen]
+    for name in new[: max(0, 100 - len(_seen))]:
+        _seen.add(name)
+        _LOG.warning("the field %s of a request is not known; it is ignored", cut(ascii(name)))
+
+
+def check_text(value: Any) -> None:
+    """Refuses text that is not UTF-8 anywhere in a body.
+
+    Raises:
+      ApiError: half a character.
+    """
+    if isinstance(value, str) and lone_surrogates(value):
+        raise ApiError(400, "want text as UTF-8, got half a character")
+    if isinstance(value, dict):
+        for key, one in value.items():
+            check_text(key)
+            check_text(one)
+    if isinstance(value, list):
+        for one in value:
+            check_text(one)
