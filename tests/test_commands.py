@@ -41,6 +41,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m benchmarks.draft_vocabulary ": "needs the models of make demo",
     "python -m benchmarks.pytorch ": "needs torch, and compiles many trees",
     "python -m infer.aot ": "needs libtpu or jax[cuda13]; tests/test_aot.py compiles",
+    "python -m train.regenerate --server ": "tests/test_regenerate_server.py has a server",
     "python -m train.plot runs/demo/": "needs the runs of make demo; another command plots",
 }
 SMALLER = {  # program -> arguments that are added

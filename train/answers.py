@@ -7,9 +7,10 @@ interrupted run resumes as if it had never stopped.
 import hashlib
 import json
 import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from poss_jax.engine.prompts import PreparedPrompt, with_seed
 _ID_KEYS = ("id", "prompt_id", "question_id", "conversation_id")
 
 Line = dict[str, Any]
+Lines = Generator[list[Line], None, None]
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,14 @@ class AnswerSettings:
 def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
     """Reads what all records of a data set ask.
 
+    Args:
+      config: the data set.
+      tokenizer: its special tokens may not be spelled out; None allows all text.
+
     Raises:
       UserError: nothing to read.
     """
-    special = special_pattern(tokenizer)
+    special = re.compile("(?!)") if tokenizer is None else special_pattern(tokenizer)
     questions = []
     for index, (where, record) in enumerate(tqdm(read_records(config), desc="read", delay=2)):
         if index == config.max_documents:
@@ -110,26 +116,32 @@ def answer_window(
     """
 
     def refuse(answer: Generation) -> str:
-        if answer.stop_reason == "length" and not settings.keeps_unfinished:
-            return f"an answer not finished after {settings.max_new_tokens} tokens"
-        return "" if (answer.text or "").strip() else "an empty answer"
+        return refuse_answer(answer, settings)
 
     def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
         return engine.decode(prompts, batch_size=settings.batch_size, stop=settings.stop)
 
-    dialogues = [_open(question, settings) for question in questions]
+    dialogues = [open_dialogue(question, settings) for question in questions]
     answers = answer_all(
         engine, dialogues, decode, batch_size=settings.batch_size, refuse=refuse, by_length=True
     )
     for _ in answers:
         pass
     return [
-        _line(question, dialogue, engine.max_length)
+        answer_line(question, dialogue, engine.max_length)
         for question, dialogue in zip(questions, dialogues, strict=True)
     ]
 
 
-def _open(question: Question, settings: AnswerSettings) -> Dialogue:
+def refuse_answer(answer: Generation, settings: AnswerSettings) -> str:
+    """Reason why a chat ends before an answer; "" keeps the answer."""
+    if answer.stop_reason == "length" and not settings.keeps_unfinished:
+        return f"an answer not finished after {settings.max_new_tokens} tokens"
+    return "" if (answer.text or "").strip() else "an empty answer"
+
+
+def open_dialogue(question: Question, settings: AnswerSettings) -> Dialogue:
+    """Makes the conversation of a question; it has ended if there is nothing to ask."""
     sampling = with_seed(settings.sampling, question.index)
     if isinstance(question.messages, Broken):
         return Dialogue([], settings.max_new_tokens, sampling, ended=question.messages.reason)
@@ -138,7 +150,14 @@ def _open(question: Question, settings: AnswerSettings) -> Dialogue:
     return Dialogue(turns, settings.max_new_tokens, sampling, messages=system)
 
 
-def _line(question: Question, dialogue: Dialogue, max_length: int) -> Line:
+def answer_line(question: Question, dialogue: Dialogue, max_length: int = 0) -> Line:
+    """Makes the line of the output, or of the failures, once a conversation is over.
+
+    Args:
+      question: what was asked.
+      dialogue: its conversation.
+      max_length: most tokens of prompt and answer, where an engine refused longer ones.
+    """
     ended = dialogue.ended
     if dialogue.is_too_long:
         ended = f"prompt and answer longer than {max_length} tokens"

@@ -3,21 +3,25 @@ r"""Lets a target answer the questions of a data set itself.
 A draft learns best from the target's own words. Needs a model folder and a data set of chats or
 questions; writes chats that `data.source` reads, and beside them what could not be answered
 (NAME.failed.jsonl). A draft makes it faster and changes nothing else. Run the command again to
-resume it.
+resume it. Any server with OpenAI's chat interface can answer instead of a loaded target; its key
+is read from OPENAI_API_KEY.
 
     python -m train.regenerate --target models/llama --draft models/poss3 --source sharegpt.json \
         --output sharegpt_llama.jsonl --batch-size 16
     python -m train.regenerate --target models/llama --source questions.jsonl \
         --output answers.jsonl --temperature 0.7 --template llama3
+    python -m train.regenerate --server http://localhost:8000/v1 --source questions.jsonl \
+        --output answers.jsonl --concurrency 64
 """
 
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -27,6 +31,7 @@ from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import DataConfig, RegenerateConfig
 from poss_jax.data.files import matching_files
 from poss_jax.data.templates import ChatTemplate
+from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import check_bias
 from poss_jax.program.options import check_writable, load_engine, read_arguments
@@ -35,11 +40,14 @@ from poss_jax.program.running import run_program
 from .answers import (
     AnswerFiles,
     AnswerSettings,
+    Lines,
+    Question,
     answer_files,
     answer_window,
     hash_questions,
     list_questions,
 )
+from .server import Server, answer_questions
 
 _BATCHES_PER_WINDOW = 4
 _DATA_OPTIONS = ("source", "subset", "split", "template", "system_prompt", "max_documents")
@@ -62,37 +70,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(_regenerate(config, output, overwrite=args.overwrite)))
 
 
+class Answerer(NamedTuple):
+    """A target that answers: loaded here, or behind a server.
+
+    Attributes:
+      made_from: what decides the answers, beside questions and settings.
+      tokenizer: its tokenizer; None if a server has it.
+      settings: settings of all answers.
+      window: number of questions that are answered together.
+      answer: answers questions; yields lines of the output, some at a time.
+    """
+
+    made_from: dict[str, Any]
+    tokenizer: Any
+    settings: AnswerSettings
+    window: int
+    answer: Callable[[Sequence[Question]], Lines]
+
+
 def _regenerate(config: RegenerateConfig, output: Path, *, overwrite: bool) -> dict[str, Any]:
     """Answers the questions that are not answered yet; returns the summary."""
-    settings = AnswerSettings(
-        sampling=config.sampling,
-        max_new_tokens=config.max_new_tokens,
-        batch_size=config.batch_size,
-        stop=config.stop,
-        keeps_unfinished=config.keeps_unfinished,
+    answerer = (
+        _load_target(config) if config.server is None else _find_server(config, config.server)
     )
-    engine = load_engine(config)
-    check_bias(settings.sampling, engine.target_config.vocab_size)
-    _set_template(engine, config.data)
-    engine.check_stop(settings.stop, settings.max_new_tokens)
-    questions = list_questions(config.data, engine.tokenizer)
-    window = _BATCHES_PER_WINDOW * settings.batch_size
-    record = read_record(Path(config.target))
-    quantised = config.quantise or record.quantised
+    questions = list_questions(config.data, answerer.tokenizer)
     made_from = {
-        "target": asdict(record.target),
-        **({"quantised": quantised} if quantised else {}),
+        **answerer.made_from,
         "data": config_to_dict(config.data),
         "questions": len(questions),
         "questions_sha256": hash_questions(questions),
-        **asdict(settings),
-        "max_length": engine.max_length,
+        **asdict(answerer.settings),
     }
-    files = AnswerFiles(output, made_from, window, overwrite=overwrite)
+    files = AnswerFiles(output, made_from, answerer.window, overwrite=overwrite)
     started, before = time.monotonic(), files.num_done
-    with tqdm(total=len(questions), initial=before, desc="answer", unit="chat") as progress:
-        for first in range(before, len(questions), window):
-            lines = answer_window(engine, questions[first : first + window], settings)
+    with (
+        tqdm(total=len(questions), initial=before, desc="answer", unit="chat") as progress,
+        closing(answerer.answer(questions[before:])) as answers,
+    ):
+        for lines in answers:
             files.add(lines)
             progress.update(len(lines))
     answered = files.counts.pop("answered", 0)
@@ -105,6 +120,49 @@ def _regenerate(config: RegenerateConfig, output: Path, *, overwrite: bool) -> d
         "answered_before": before,
         "seconds_with_compilation": round(time.monotonic() - started, 3),
     }
+
+
+def _load_target(config: RegenerateConfig) -> Answerer:
+    """Loads the target that answers, in windows of several batches."""
+    settings = _settings(config, config.batch_size)
+    engine = load_engine(config)
+    check_bias(settings.sampling, engine.target_config.vocab_size)
+    _set_template(engine, config.data)
+    engine.check_stop(settings.stop, settings.max_new_tokens)
+    record, window = read_record(Path(str(config.target))), _BATCHES_PER_WINDOW * config.batch_size
+    quantised = config.quantise or record.quantised
+
+    def answer(questions: Sequence[Question]) -> Lines:
+        for first in range(0, len(questions), window):
+            yield answer_window(engine, questions[first : first + window], settings)
+
+    made_from = {
+        "target": asdict(record.target),
+        **({"quantised": quantised} if quantised else {}),
+        "max_length": engine.max_length,
+    }
+    return Answerer(made_from, engine.tokenizer, settings, window, answer)
+
+
+def _find_server(config: RegenerateConfig, url: str) -> Answerer:
+    """Finds the server that answers; each question by itself, so its address may change."""
+    tokenizer = load_tokenizer(Path(config.target)) if config.target is not None else None
+    server, settings = Server(url, config.model), _settings(config, 1)
+
+    def answer(questions: Sequence[Question]) -> Lines:
+        return answer_questions(server, questions, settings, config.concurrency)
+
+    return Answerer({"model": server.model}, tokenizer, settings, 1, answer)
+
+
+def _settings(config: RegenerateConfig, batch_size: int) -> AnswerSettings:
+    return AnswerSettings(
+        sampling=config.sampling,
+        max_new_tokens=config.max_new_tokens,
+        batch_size=batch_size,
+        stop=config.stop,
+        keeps_unfinished=config.keeps_unfinished,
+    )
 
 
 def _check_apart(source: str, output: Path) -> None:

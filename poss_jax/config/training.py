@@ -1,7 +1,10 @@
 """Settings of training runs, and of the data they learn from."""
 
 import math
+import re
+from dataclasses import fields
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -10,6 +13,7 @@ from poss_jax.config.decoding import AnswerConfig
 from poss_jax.config.models import STRICT, LlamaConfig, MeshConfig, Spans
 from poss_jax.config.numbers import (
     AtLeastTwo,
+    Concurrency,
     Count,
     CountOrZero,
     Decay,
@@ -22,7 +26,7 @@ from poss_jax.config.numbers import (
     Seed,
     Weight,
 )
-from poss_jax.config.reading import change_config
+from poss_jax.config.reading import change_config, shorten
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -330,12 +334,22 @@ class RegenerateConfig(AnswerConfig):
     """One run of `train.regenerate`.
 
     Attributes:
+      target: Model folder of the target; with server, only for its tokenizer, whose special tokens
+        no question may spell out.
+      server: Address of a chat server with OpenAI's interface that answers instead, such as
+        http://localhost:8000/v1; the environment variable OPENAI_API_KEY holds its key.
+      model: Name of the model that the server is to answer with; null takes the first it lists.
+      concurrency: Number of questions that the server is asked at a time.
       data: The questions; of its keys, those about rows and training have no effect here.
       output: JSONL file of chats to write; failures go into a file beside it.
       keeps_unfinished: Keep answers that reach max_new_tokens; otherwise their chat ends before
         them.
     """
 
+    target: str | None = None
+    server: str | None = None
+    model: str | None = None
+    concurrency: Concurrency = 16
     output: str
     data: DataConfig = Field(default_factory=DataConfig)
     max_new_tokens: Count = 1024
@@ -348,3 +362,29 @@ class RegenerateConfig(AnswerConfig):
             raise ValueError(
                 f"data.source: want chats or questions, got {self.data.source}, which holds none"
             )
+        if self.server is not None:
+            self._check_server(self.server)
+        elif self.target is None:
+            raise ValueError("want a target (--target DIR), or a server (--server URL)")
+        elif name := self._first_given("model", "concurrency"):
+            raise ValueError(f"{name}: is for a server; give server, or leave it out")
+
+    def _check_server(self, url: str) -> None:
+        address = urlsplit(url)
+        is_plain = address.scheme in ("http", "https") and re.fullmatch("[!-~]+", url)
+        if not (is_plain and address.hostname) or address.query or address.fragment:
+            raise ValueError(f"server: want such as http://localhost:8000/v1, got {shorten(url)}")
+        _ = address.port, address.hostname.encode("idna")  # raise ValueError
+        of_engine = ["draft", "drafting", "tree", "trees", "draft_vocabulary", "quantise", "mesh"]
+        of_engine += ["batch_size", "max_length", "allow_target_mismatch"]
+        if name := self._first_given(*of_engine):
+            raise ValueError(
+                f"{name}: is for a target that is loaded here; leave it out, or server"
+            )
+        if self.data.template is not None:
+            raise ValueError("data.template: the server has its own; leave it out")
+
+    def _first_given(self, *names: str) -> str | None:
+        """First of some keys that differs from its default."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return next((name for name in names if getattr(self, name) != defaults[name]), None)

@@ -42,7 +42,7 @@ _METAVARS = {
     **dict.fromkeys(["target", "draft", "init_draft"], "DIR"),
     **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
     **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE", "stop": "TEXT", "prompt": "TEXT"},
-    **{"output": "PATH", "data.source": "DATA", "data.system_prompt": "TEXT"},
+    **{"server": "URL", "output": "PATH", "data.source": "DATA", "data.system_prompt": "TEXT"},
 }
 
 

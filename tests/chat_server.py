@@ -1,0 +1,111 @@
+"""A chat server with OpenAI's interface on this machine, which answers as it is told."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+from typing import Any
+
+Reply = tuple[int, Any]
+
+
+def said(text: Any, reason: str = "stop") -> Reply:
+    """An answer."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}}
+    return 200, {"choices": [choice | {"finish_reason": reason}]}
+
+
+def echo(body: dict[str, Any]) -> Reply:
+    """Answers with what was asked last, and the seed."""
+    return said(f"<{body['messages'][-1]['content']}:{body['seed']}>")
+
+
+@dataclass
+class ChatServer:
+    """A server, and what it was asked.
+
+    Attributes:
+      url: address of the server.
+      reply: status and JSON (or bytes) for the body of a request; status 0 hangs up.
+      models: status and JSON of /v1/models.
+      headers: headers of failures.
+      bodies: bodies of all requests for an answer.
+      keys: header Authorization of all requests.
+      most: most requests that were under way together.
+    """
+
+    url: str = ""
+    reply: Callable[[dict[str, Any]], Reply] = echo
+    models: Reply = (200, {"data": [{"id": "tiny"}, {"id": "other"}]})
+    headers: dict[str, str] = field(default_factory=dict)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    most: int = 0
+    under_way: int = 0
+    lock: Any = field(default_factory=Lock)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        with self.lock:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.under_way -= 1
+
+
+@contextmanager
+def serve(chat: ChatServer) -> Iterator[ChatServer]:
+    """Runs the server in a thread."""
+
+    class Handler(_Handler):
+        pass
+
+    Handler.chat = chat
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    chat.url = f"http://127.0.0.1:{server.server_port}/v1"
+    thread = Thread(target=server.serve_forever, args=[0.01], daemon=True)
+    thread.start()
+    try:
+        yield chat
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    chat: ChatServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.chat.keys.append(self.headers["Authorization"])
+        self._send(*(self.chat.models if self.path == "/v1/models" else (404, {})))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.chat.counted():
+            self.chat.bodies.append(body)
+            self.chat.keys.append(self.headers["Authorization"])
+            known = self.path == "/v1/chat/completions"
+            reply = self.chat.reply(body) if known else (404, {})
+        self._send(*reply)
+
+    def _send(self, status: int, content: Any) -> None:
+        if status == 0:
+            self.close_connection = True
+            return
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in self.chat.headers.items() if status != 200 else ():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)

@@ -1,0 +1,353 @@
+"""Questions answered by a chat server: dialogues, refusals, tries, going on, the program."""
+
+import json
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+from chat_server import ChatServer, Reply, echo, said, serve
+from programs import refusal, summary, tiny_runs, write_lines
+
+from poss_jax.engine.prompts import prompt_seed
+from train import server as module
+from train.answers import AnswerFiles
+from train.regenerate import main
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
+    monkeypatch.setattr(module, "_FIRST_WAIT", 0.001)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with serve(ChatServer()) as chat:
+        yield chat
+
+
+RECORDS = [{"id": f"q{n}", "prompt": f"question {n}"} for n in range(12)]
+
+
+def run(chat: ChatServer, folder: Path, *arguments: str, records: Any = RECORDS) -> list[Any]:
+    """Runs the program; returns the answered chats."""
+    folder.mkdir(exist_ok=True)
+    source, output = write_lines(folder / "asked.jsonl", *records), folder / "out.jsonl"
+    given = ["--server", chat.url, "--source", source, "--output", str(output)]
+    main([*given, "--concurrency", "3", *arguments])
+    return read(output)
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def failed(folder: Path) -> list[Any]:
+    return read(folder / "out.failed.jsonl")
+
+
+def last(body: dict[str, Any]) -> str:
+    return body["messages"][-1]["content"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers
+
+
+def test_a_server_answers_a_data_set(
+    chat: ChatServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1\n")
+    records = [{"turns": ["a", "b"], "question_id": 5}, "not json", *RECORDS]
+    lines = run(chat, tmp_path, "--seed", "7", "--system-prompt", "Be kind.", records=records)
+    printed = summary(capsys)
+    assert (printed["questions"], printed["answered"]) == (14, 13)
+    assert printed["not_answered"] == {"bad JSON": 1} and printed["answered_before"] == 0
+    assert [line["index"] for line in lines] == [0, *range(2, 14)]
+    contents = [turn["content"] for turn in lines[0]["messages"]]
+    assert contents == ["Be kind.", "a", "<a:7>", "b", "<b:7>"]
+    roles = [turn["role"] for turn in lines[0]["messages"]]
+    assert roles == ["system", *["user", "assistant"] * 2]
+    assert lines[0]["question_id"] == 5 and lines[1]["id"] == "q0"
+    answers = {line["index"]: line["messages"][-1]["content"] for line in lines[1:]}
+    assert answers == {n: f"<question {n - 2}:{prompt_seed(7, n)}>" for n in range(2, 14)}
+    second = next(body for body in chat.bodies if last(body) == "b")
+    assert second["messages"] == lines[0]["messages"][:-1]
+    assert set(chat.keys) == {"Bearer sk-1"}
+    assert json.loads((tmp_path / "out.made_from.json").read_text())["model"] == "tiny"
+
+
+def test_what_a_request_holds(chat: ChatServer, tmp_path: Path) -> None:
+    settings = ["--temperature", "0.7", "--top-p", "0.9", "--max-new-tokens", "50"]
+    run(chat, tmp_path / "plain", *settings, records=RECORDS[:1])
+    assert chat.bodies.pop() == {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "question 0"}],
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "seed": 0,
+        "max_tokens": 50,
+    }
+    assert set(chat.keys) == {None}
+    more = ["--model", "other", "--top-k", "5", "--min-p", "0.1", "--repetition-penalty", "1.1"]
+    more += ["--logit-bias", "3=-2", "--stop", "END", *settings]
+    run(chat, tmp_path / "more", *more, records=RECORDS[:1])
+    [body] = chat.bodies
+    assert (body["model"], body["top_k"], body["min_p"]) == ("other", 5, 0.1)
+    assert (body["repetition_penalty"], body["logit_bias"]) == (1.1, {"3": -2.0})
+    assert body["stop"] == ["END"]
+
+
+def test_questions_are_asked_together_and_kept_in_order(chat: ChatServer, tmp_path: Path) -> None:
+    three = Barrier(3)
+
+    def reply(body: dict[str, Any]) -> Reply:
+        three.wait(30)
+        if last(body) == "question 0":  # is the slowest
+            time.sleep(0.05)
+        return echo(body)
+
+    chat.reply = reply
+    lines = run(chat, tmp_path)
+    assert [line["index"] for line in lines] == list(range(12)) and chat.most == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (said("  "), "an empty answer"),
+        (said(None), "an empty answer"),
+        (said("half", "length"), "an answer not finished after 1024 tokens"),
+        (said("half", "content_filter"), "the server's content filter ended an answer"),
+        (said("\ud800"), "an answer that is not UTF-8"),
+        ((413, {}), "the server refuses it with status 413"),
+    ],
+)
+def test_chats_that_end_early(chat: ChatServer, tmp_path: Path, reply: Reply, reason: str) -> None:
+    chat.reply = lambda body: reply if last(body) in ("bad", "question 1") else echo(body)
+    lines = run(chat, tmp_path, records=[{"turns": ["a", "bad", "c"]}, *RECORDS[1:3]])
+    assert [line["index"] for line in lines] == [0, 2]
+    assert lines[0]["ended_early"] == reason and len(lines[0]["messages"]) == 2
+    [line] = failed(tmp_path)
+    assert line["reason"] == reason and line["messages"] == [
+        {"role": "user", "content": "question 1"}
+    ]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"error": {"message": "too\nlong"}},
+        {"error": "too long"},
+        {"message": "too long"},
+        b"too long",
+    ],
+)
+def test_a_refused_question_is_kept_with_what_the_server_says(
+    chat: ChatServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any
+) -> None:
+    chat.reply = lambda body: (400, content) if last(body).endswith("1") else echo(body)
+    assert len(run(chat, tmp_path)) == 10
+    reason = "the server refuses it with status 400"
+    assert summary(capsys)["not_answered"] == {reason: 2}
+    assert {(line["reason"], line["said"]) for line in failed(tmp_path)} == {(reason, "too long")}
+    assert len(chat.bodies) == 12  # no second try
+
+
+# --------------------------------------------------------------------------------------------------
+# Tries
+
+
+@pytest.mark.parametrize("status", [0, 408, 429, 500, 503])
+def test_a_busy_server_is_asked_again(chat: ChatServer, tmp_path: Path, status: int) -> None:
+    def reply(body: dict[str, Any]) -> Reply:
+        return (status, {}) if chat.bodies.count(body) < 3 else echo(body)
+
+    chat.reply = reply
+    assert len(run(chat, tmp_path)) == 12 and len(chat.bodies) == 36
+
+
+def test_waits_grow_and_are_as_long_as_the_server_asks(
+    chat: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(module, "_FIRST_WAIT", 1.0)
+    client = module.Server(chat.url)
+    monkeypatch.setattr(client._closed, "wait", lambda seconds: bool(waits.append(seconds)))
+    for number in range(1, 10):
+        client._wait(number, "", "busy")
+    for number, seconds in enumerate(waits):
+        assert min(2**number, 60) / 2 <= seconds <= min(2**number, 60)
+    for asked, low, high in [
+        ("120", 120, 120),
+        ("0.5", 0.5, 1),
+        (formatdate(time.time() + 90, usegmt=True), 85, 90),
+        ("soon", 0.5, 1),
+        ("-7", 0.5, 1),
+        ("9" * 9, 3600, 3600),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", 3600, 3600),
+    ]:
+        client._wait(1, asked, "busy")
+        assert low <= waits[-1] <= high, asked
+
+
+def test_retry_after_is_read_from_the_answer(
+    chat: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(module, "_seconds_of", lambda text: asked.append(text) or 0.0)
+    chat.headers = {"Retry-After": "17"}
+    chat.reply = lambda body: (429, {}) if len(chat.bodies) == 1 else echo(body)
+    run(chat, tmp_path, records=RECORDS[:1])
+    assert asked == ["17"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        ((500, {"error": {"message": "broken"}}), "got status 500: broken"),
+        ((0, {}), "got "),
+        ((401, {"error": {"message": "Incorrect API key"}}), "got status 401: Incorrect API key"),
+        ((404, {"detail": "?"}), "got status 404"),
+        ((200, b"<html>"), "want JSON, got b'<html>'"),
+        ((200, []), "want a chat completion, got []"),
+        ((200, {"choices": []}), "want a chat completion"),
+        (said([{"type": "text"}]), "want a chat completion"),
+    ],
+)
+def test_a_server_that_stops_answering_stops_the_run(
+    chat: ChatServer, tmp_path: Path, reply: Reply, error: str
+) -> None:
+    wanted = run(chat, tmp_path / "whole")
+    chat.reply = lambda body: reply if last(body) == "question 7" else echo(body)
+    message = refusal(lambda given: run(chat, tmp_path / "broken", *given))
+    assert error in message and message.endswith("then run the same command again")
+    chat.reply = echo
+    chat.bodies.clear()
+    assert run(chat, tmp_path / "broken") == wanted
+    asked = {last(body) for body in chat.bodies}
+    assert asked == {f"question {n}" for n in range(7, 12)}  # the answers before it were kept
+
+
+# --------------------------------------------------------------------------------------------------
+# Going on
+
+
+def test_an_interrupted_run_goes_on(
+    chat: ChatServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat.reply = lambda body: (400, {}) if last(body) == "question 4" else echo(body)
+    run(chat, tmp_path / "whole")
+    add, count = AnswerFiles.add, 0
+
+    def stop(files: AnswerFiles, lines: Any) -> None:
+        nonlocal count
+        count += len(lines)
+        if count > 6:
+            raise KeyboardInterrupt
+        add(files, lines)
+
+    monkeypatch.setattr(module, "_take", lambda waiting: [waiting.popleft().result()])
+    monkeypatch.setattr(AnswerFiles, "add", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(chat, tmp_path / "stopped")
+    monkeypatch.setattr(AnswerFiles, "add", add)
+    capsys.readouterr()
+    with serve(ChatServer(reply=chat.reply)) as elsewhere:  # at another address
+        run(elsewhere, tmp_path / "stopped", "--concurrency", "5")
+    assert summary(capsys)["answered_before"] == 6
+    for path in (tmp_path / "whole").iterdir():
+        if "made_from" not in path.name:  # names the source
+            found = (tmp_path / "stopped" / path.name).read_text()
+            assert found.replace("stopped", "whole") == path.read_text()
+    for other in (["--model", "other"], ["--seed", "1"], ["--max-new-tokens", "9"]):
+        assert "made otherwise" in refusal(lambda a: run(chat, tmp_path / "stopped", *a), *other)
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("--draft d", "--draft: is for a target that is loaded here; leave it out, or server"),
+        ("--tree-depth 3", "tree: is for a target"),
+        ("--batch-size 4", "--batch-size: is for a target"),
+        ("--max-length 99", "--max-length: is for a target"),
+        ("--quantise int8", "--quantise: is for a target"),
+        ("--template llama3", "--template: the server has its own"),
+        ("--concurrency 0", "--concurrency: Input should be greater than 0"),
+        ("--concurrency 9999", "--concurrency: Input should be less than or equal to 1024"),
+        ("--server localhost:8000", "server: want such as http://localhost:8000/v1, got 'localho"),
+        ("--server file:///v1", "server: want such as http://"),
+        ("--server http://a:b/v1", "Port could not be cast"),
+        ("--server http://a..b/v1", "label"),
+        ("--server http://[::1/v1", "Invalid IPv6 URL"),
+        ("--server http://a/v1?key=1", "server: want such as http://"),
+        ("--target nowhere", "nowhere"),
+        ("--source nowhere.jsonl", "no such file"),
+    ],
+)
+def test_bad_arguments(chat: ChatServer, tmp_path: Path, arguments: str, error: str) -> None:
+    assert error in refusal(lambda given: run(chat, tmp_path, *given), *arguments.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["asked.jsonl"] and not chat.bodies
+
+
+def test_keys_that_want_a_server(tmp_path: Path) -> None:
+    given = ["--source", "s.jsonl", "--output", str(tmp_path / "out.jsonl")]
+    assert "want a target (--target DIR), or a server (--server URL)" in refusal(main, *given)
+    given += ["--target", "t"]
+    assert "--model: is for a server" in refusal(main, *given, "--model", "m")
+    assert "--concurrency: is for a server" in refusal(main, *given, "--concurrency", "4")
+
+
+@pytest.mark.parametrize(
+    ("models", "error"),
+    [
+        ((401, {"error": {"message": "no key"}}), "got status 401: no key; check --server"),
+        ((400, {"error": {"message": "no"}}), "the server refuses it with status 400: no"),
+        ((404, {}), "got status 404"),
+        ((0, {}), "got Remote end closed connection"),
+        ((503, {}), "got status 503"),
+        ((200, {"data": []}), "want a list of models, got {'data': []}; give --model"),
+        ((200, ["tiny"]), "want a list of models"),
+        ((200, {"data": [{"id": 3}]}), "want a list of models"),
+        ((200, b"\xff"), "want JSON"),
+        ((200, b"[" * 10**5), "want JSON"),
+    ],
+)
+def test_a_server_that_names_no_model(
+    chat: ChatServer, tmp_path: Path, models: Reply, error: str
+) -> None:
+    chat.models = models
+    assert error in refusal(lambda given: run(chat, tmp_path, *given))
+    assert [path.name for path in tmp_path.iterdir()] == ["asked.jsonl"]
+    assert len(chat.keys) == 1
+
+
+def test_no_server_and_no_key(
+    chat: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = ["--server", "http://127.0.0.1:9/v1"]
+    assert "refused" in refusal(lambda given: run(chat, tmp_path, *given), *away)
+    monkeypatch.setenv("OPENAI_API_KEY", "clé")
+    assert "OPENAI_API_KEY: want" in refusal(lambda given: run(chat, tmp_path, *given))
+    assert [path.name for path in tmp_path.iterdir()] == ["asked.jsonl"]
+
+
+def test_the_target_s_tokenizer_finds_special_tokens(
+    chat: ChatServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    records = [{"prompt": "say </s>"}, {"prompt": "hello"}]
+    assert len(run(chat, tmp_path / "any", records=records)) == 2
+    with tiny_runs(tmp_path_factory) as runs:
+        target = ["--target", runs.model("target")]
+        assert len(run(chat, tmp_path / "checked", *target, records=records)) == 1
+    assert failed(tmp_path / "checked")[0]["reason"] == "a special token is spelled out"

@@ -1,0 +1,302 @@
+"""A chat server with OpenAI's interface that answers the questions of a data set, many at a time.
+
+The server holds model, template and limit of length; a question that it refuses is a failure of
+that question alone. A server that is busy or away is asked again, later and later.
+"""
+
+import json
+import os
+import random
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from tqdm import tqdm
+
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.reading import UserError, shorten
+from poss_jax.config.yaml_text import lone_surrogates
+from poss_jax.engine.answers import Generation
+
+from .answers import (
+    AnswerSettings,
+    Line,
+    Lines,
+    Question,
+    answer_line,
+    open_dialogue,
+    refuse_answer,
+)
+
+_TRIES = 8
+_FIRST_WAIT = 1.0  # seconds; every further one is twice as long
+_LONGEST_WAIT = 60.0
+_SAID_WAIT = 10.0
+_LONGEST_ASKED_WAIT = 3600.0
+_TIMEOUT = 600.0
+_AHEAD = 4  # questions under way or answered behind a slow one, per request
+
+_OF_THE_QUESTION = {400, 413, 422}
+_PASSING = {0, 408, 409, 425, 429}  # 0: no answer; and all from 500 on
+
+
+class Refused(Exception):
+    """The server refuses a question, or its answer is of no use; `said` is what the server says."""
+
+    def __init__(self, reason: str, said: str = "") -> None:
+        super().__init__(reason)
+        self.said = said
+
+
+class Reply(NamedTuple):
+    """What came back.
+
+    Attributes:
+      status: status of HTTP; 0 if no answer came.
+      content: body, or why no answer came.
+      retry_after: header of that name, or "".
+    """
+
+    status: int
+    content: bytes
+    retry_after: str = ""
+
+
+class Server:
+    """A chat server with OpenAI's interface.
+
+    Attributes:
+      model: name of the model that answers.
+    """
+
+    def __init__(self, url: str, model: str | None = None) -> None:
+        """Notes where the server is, and asks it for the name of its first model if none is given.
+
+        Args:
+          url: its address, such as http://localhost:8000/v1.
+          model: name of the model.
+
+        Raises:
+          UserError: the server does not answer, or OPENAI_API_KEY is not a key.
+        """
+        self._url, self._key = url.rstrip("/"), os.environ.get("OPENAI_API_KEY", "").strip()
+        if not re.fullmatch("[!-~]*", self._key):
+            raise UserError("OPENAI_API_KEY: want a key in ASCII, got other characters")
+        self._closed = threading.Event()
+        self.model = model or self._first_model()
+
+    def answer(
+        self, messages: Sequence[Any], sampling: SamplingConfig, settings: AnswerSettings
+    ) -> Generation:
+        """Answers a conversation.
+
+        Raises:
+          Refused: the server does not answer this one.
+          UserError: it answers none.
+        """
+        said = self._request("chat/completions", self._body(messages, sampling, settings))
+        try:
+            choice = said["choices"][0]
+            text, reason = choice["message"]["content"] or "", choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            text = reason = None
+        if not isinstance(text, str):
+            raise self._error(f"want a chat completion, got {shorten(said)}")
+        if reason == "content_filter":
+            raise Refused("the server's content filter ended an answer")
+        if lone_surrogates(text):
+            raise Refused("an answer that is not UTF-8")
+        return Generation([], [], text, [], [], "length" if reason == "length" else "stop")
+
+    def close(self) -> None:
+        """Lets requests that wait for another try give up."""
+        self._closed.set()
+
+    def _body(
+        self, messages: Sequence[Any], sampling: SamplingConfig, settings: AnswerSettings
+    ) -> dict[str, Any]:
+        """Request for an answer; what not all servers know is sent only if it is asked for."""
+        default = SamplingConfig()
+        names = ("top_k", "min_p", "repetition_penalty", "logit_bias")
+        asked = {name: getattr(sampling, name) for name in names}
+        return {
+            "model": self.model,
+            "messages": messages,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "max_tokens": settings.max_new_tokens,
+            **({"stop": list(settings.stop)} if settings.stop else {}),
+            **{name: value for name, value in asked.items() if value != getattr(default, name)},
+        }
+
+    def _first_model(self) -> str:
+        try:
+            said = self._request("models", tries=1)
+        except Refused as error:
+            raise self._error(f"{error}: {error.said}") from error
+        try:
+            name = said["data"][0]["id"]
+        except (KeyError, IndexError, TypeError):
+            name = None
+        if not isinstance(name, str):
+            raise self._error(f"want a list of models, got {shorten(said)}; give --model")
+        return name
+
+    def _request(self, path: str, body: Any = None, *, tries: int = _TRIES) -> Any:
+        """Sends a request, again while the server is busy or away; returns the JSON it answers."""
+        for number in range(1, tries + 1):
+            reply = self._send(path, body)
+            if reply.status == 200:
+                return self._parse(reply.content)
+            said = _message(reply.content)
+            if reply.status in _OF_THE_QUESTION:
+                raise Refused(f"the server refuses it with status {reply.status}", said)
+            got = f"status {reply.status}: {said}" if reply.status else said
+            is_passing = reply.status in _PASSING or reply.status >= 500
+            if number == tries or not is_passing or self._wait(number, reply.retry_after, got):
+                raise self._error(f"got {got}")
+        raise AssertionError("unreachable")
+
+    def _send(self, path: str, body: Any) -> Reply:
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(f"{self._url}/{path}", data, {"Content-Type": "application/json"})
+        if self._key:  # and not to whom it redirects
+            request.add_unredirected_header("Authorization", f"Bearer {self._key}")
+        try:
+            try:
+                with urlopen(request, timeout=_TIMEOUT) as response:
+                    return Reply(response.status, response.read())
+            except HTTPError as error:
+                with error:
+                    after = error.headers.get("Retry-After", "")
+                    return Reply(error.code, error.read(), after)
+        except (OSError, HTTPException) as error:
+            return Reply(0, str(getattr(error, "reason", error)).encode())
+
+    def _wait(self, number: int, retry_after: str, got: str) -> bool:
+        """Waits after a try; True if the server is closed meanwhile."""
+        seconds = min(_FIRST_WAIT * 2 ** (number - 1), _LONGEST_WAIT)
+        seconds = max(seconds * random.uniform(0.5, 1), _seconds_of(retry_after))
+        if seconds >= _SAID_WAIT:
+            tqdm.write(f"{self._url}: {got}; next try in {seconds:.0f} s", file=sys.stderr)
+        return self._closed.wait(seconds)
+
+    def _parse(self, content: bytes) -> Any:
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise self._error(f"want JSON, got {shorten(content)}") from error
+
+    def _error(self, message: str) -> UserError:
+        return UserError(
+            f"server {self._url}: {message}; check --server (its path is mostly /v1), --model and "
+            "OPENAI_API_KEY, then run the same command again"
+        )
+
+
+def answer_questions(
+    server: Server, questions: Sequence[Question], settings: AnswerSettings, concurrency: int
+) -> Lines:
+    """Lets a server answer questions, many at a time.
+
+    Args:
+      server: the server.
+      questions: what to ask.
+      settings: settings of all answers.
+      concurrency: number of questions under way together.
+
+    Yields:
+      Lines of the output (see `train.answers.answer_window`), in the order of the questions.
+
+    Raises:
+      UserError: the server stopped answering; all before its question is yielded.
+    """
+    tasks: SimpleQueue[tuple[Question, Future[Line]] | None] = SimpleQueue()
+
+    def work() -> None:
+        while task := tasks.get():
+            question, line = task
+            try:
+                line.set_result(_answer(server, question, settings))
+            except BaseException as error:
+                line.set_exception(error)
+
+    num_threads = min(concurrency, len(questions))
+    for _ in range(num_threads):  # daemons: an interrupted run does not wait for answers
+        threading.Thread(target=work, daemon=True).start()
+    waiting: deque[Future[Line]] = deque()
+    try:
+        for question in questions:
+            waiting.append(Future())
+            tasks.put((question, waiting[-1]))
+            if len(waiting) == _AHEAD * concurrency:
+                yield _take(waiting)
+        while waiting:
+            yield _take(waiting)
+    finally:
+        server.close()
+        while not tasks.empty():
+            tasks.get()
+        for _ in range(num_threads):
+            tasks.put(None)
+
+
+def _answer(server: Server, question: Question, settings: AnswerSettings) -> Line:
+    """Lets the server answer every turn of a chat, its own answers before the next turn."""
+    dialogue, said = open_dialogue(question, settings), {}
+    while dialogue.left and not dialogue.ended:
+        messages = [*dialogue.messages, dialogue.left[0]]
+        try:
+            answer = server.answer(messages, dialogue.sampling, settings)
+        except Refused as error:
+            dialogue.end(str(error))
+            said = {"said": error.said} if error.said else {}
+            continue
+        if reason := refuse_answer(answer, settings):
+            dialogue.end(reason)
+        else:
+            dialogue.take(answer)
+    return answer_line(question, dialogue) | said
+
+
+def _take(waiting: deque[Future[Line]]) -> list[Line]:
+    """Takes the first line, and those behind it that are ready."""
+    lines = [waiting.popleft().result()]
+    while waiting and waiting[0].done() and not waiting[0].exception():
+        lines.append(waiting.popleft().result())
+    return lines
+
+
+def _message(content: bytes) -> str:
+    """The message of an error, in one line."""
+    text = content.decode(errors="replace")
+    try:
+        found = json.loads(content)
+        found = found.get("error", found)
+        text = found["message"] if isinstance(found, dict) else found
+    except (ValueError, RecursionError, KeyError, AttributeError):
+        pass
+    return " ".join(str(text).encode(errors="replace").decode().split())[:300]
+
+
+def _seconds_of(retry_after: str) -> float:
+    """Seconds that a header Retry-After asks to wait: a number, or a date."""
+    try:
+        if re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", retry_after):
+            seconds = float(retry_after)
+        else:
+            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
+    except (ValueError, OverflowError, TypeError):
+        seconds = 0.0
+    return min(max(seconds, 0.0), _LONGEST_ASKED_WAIT)
