@@ -30,6 +30,7 @@ from poss_jax.checkpoint.record import provenance, read_record
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
+from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.device import default_tree
 from poss_jax.engine.dialogue import Dialogue
@@ -294,7 +295,7 @@ def _autotune(
     config: BenchConfig,
     batch_sizes: Sequence[int],
     vocabularies: Sequence[str],
-    places: dict[str, Path],
+    places: dict[str, AnyPath],
 ) -> None:
     """Prints what was predicted and measured, and writes what every draft is fastest with."""
     # With a tree of its own the engine does not look for what was tuned before.
@@ -337,7 +338,9 @@ def _gain(tuned: dict[int, dict[str, Any]]) -> float:
     return math.prod(ratios) ** (1 / len(ratios))
 
 
-def _places_of_trees(config: BenchConfig, file: Path | None, *, overwrite: bool) -> dict[str, Path]:
+def _places_of_trees(
+    config: BenchConfig, file: Path | None, *, overwrite: bool
+) -> dict[str, AnyPath]:
     """Files that tuned trees are written to, by draft; refused before any work is spent."""
     if not config.drafts:
         raise UserError("--autotune: want at least one draft; give --draft NAME=DIR")
@@ -355,7 +358,7 @@ def _places_of_trees(config: BenchConfig, file: Path | None, *, overwrite: bool)
 
 
 def _write_tuned(
-    path: Path,
+    path: AnyPath,
     draft: str,
     tuned: dict[int, dict[str, Any]],
     vocabulary: str | None,
@@ -378,7 +381,7 @@ def _write_tuned(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     if vocabulary is not None:
-        write_file(vocabulary_file(path), Path(vocabulary).read_text())
+        write_file(vocabulary_file(path), read_text(as_path(vocabulary)))
     write_tuned(path, trees, record, about=about, comments=comments)
 
 

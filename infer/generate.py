@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.decoding import GenerateConfig
+from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.engine.answers import Chunk, Generation
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check_output(output)
     records = [] if config.prompt is None else [{"prompt": config.prompt}]
     if config.prompts is not None:
-        records = read_prompts(Path(config.prompts))
+        records = read_prompts(as_path(config.prompts))
     dialogues = read_dialogues(records, config.sampling, config.max_new_tokens)
     engine = _load_engine(config)
     started, interruption = time.monotonic(), None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
+from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import plain_texts
@@ -138,11 +139,11 @@ def _read_set(source: str, config: BenchConfig, engine: Engine) -> tuple[str, li
     )
 
 
-def _find_file(source: str, data_dir: str | None) -> Path | None:
+def _find_file(source: str, data_dir: str | None) -> AnyPath | None:
     """Finds the file of a path or of a name below the data directory."""
-    if source.endswith((".jsonl", ".json")) or Path(source).is_file():
-        return Path(source)
-    folders = [Path(source), *([Path(data_dir) / source] if data_dir else [])]
+    if source.endswith((".jsonl", ".json")) or as_path(source).is_file():
+        return as_path(source)
+    folders = [as_path(source), *([Path(data_dir) / source] if data_dir else [])]
     files = [folder / QUESTIONS for folder in folders]
     files += [Path(data_dir) / f"{source}.jsonl"] if data_dir else []
     return next((file for file in files if file.is_file()), None)

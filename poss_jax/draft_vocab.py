@@ -26,6 +26,7 @@ import numpy as np
 from poss_jax.checkpoint.folder import load_item, read_target, write_model
 from poss_jax.checkpoint.record import provenance, read_record, with_vocabulary
 from poss_jax.checkpoint.whole import refuse_non_empty
+from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.draft_vocabulary import (
@@ -87,7 +88,7 @@ def count_tokens(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
     if config.stage != "draft" or config.target is None:
         raise UserError("want the config of a draft (stage: draft), got one of a target")
     vocab_size = read_target(config.target).llama.vocab_size
-    tokenizer = load_tokenizer(Path(config.target))
+    tokenizer = load_tokenizer(as_path(config.target))
     rows = make_prepared(load_documents(config.data), config.data, tokenizer, vocab_size)
     return count_trained(rows.train, vocab_size), count_trained(rows.validation, vocab_size)
 
@@ -239,7 +240,7 @@ def _apply_parser() -> argparse.ArgumentParser:
         ("--vocabulary", "FILE", "JSON file that `count` wrote."),
         ("--output", "DIR", "Folder to write. It is created; if it exists, it must be empty."),
     ):
-        parser.add_argument(flag, type=Path, required=True, metavar=metavar, help=text)
+        parser.add_argument(flag, type=as_path, required=True, metavar=metavar, help=text)
     return parser
 
 

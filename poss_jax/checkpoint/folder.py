@@ -25,6 +25,7 @@ from poss_jax.checkpoint.sums import SUMS_FILE, check_file, hash_item, read_sums
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config.json_reading import check_own_file
 from poss_jax.config.models import DraftConfig, Quantisation
+from poss_jax.config.paths import AnyPath, as_path, is_uri, local_files, real_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.model.parameters import flatten_item, join_items
 from poss_jax.model.quantise import KINDS, pack, quantise_items, unpack, weight_path
@@ -43,11 +44,11 @@ ShardingFor = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
 def write_model(
-    folder: str | Path,
+    folder: str | AnyPath,
     record: ModelRecord,
     items: Iterable[tuple[str, Params]],
     *,
-    tokenizer_from: Path | None,
+    tokenizer_from: AnyPath | None,
 ) -> ModelRecord:
     """Writes a model folder, or nothing at all.
 
@@ -122,16 +123,17 @@ def failed_write(error: Exception) -> OSError:
     return OSError(errno.EIO, " ".join(str(error).split())[:200])
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
+def copy_tokenizer(source: AnyPath, folder: Path) -> None:
     """Copies the tokenizer's files, as far as there are any.
 
     Raises:
       UserError: what `check_own_file` refuses.
     """
-    for name in TOKENIZER_FILES:
-        check_own_file(source / name)
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    with local_files(source, TOKENIZER_FILES) as local:
+        for name in TOKENIZER_FILES:
+            check_own_file(local / name)
+            if (local / name).is_file():
+                shutil.copyfile(local / name, folder / name)
 
 
 def _check_item(origin: str, arrays: Params, shapes: Params) -> None:
@@ -148,7 +150,7 @@ def _check_item(origin: str, arrays: Params, shapes: Params) -> None:
 # Reading
 
 
-def read_target(folder: str | Path) -> ModelRecord:
+def read_target(folder: str | AnyPath) -> ModelRecord:
     """Reads what a target's folder holds, without its weights.
 
     Raises:
@@ -158,7 +160,7 @@ def read_target(folder: str | Path) -> ModelRecord:
 
 
 def read_draft(
-    folder: str | Path, *, target: ModelRecord, allow_target_mismatch: bool = False
+    folder: str | AnyPath, *, target: ModelRecord, allow_target_mismatch: bool = False
 ) -> ModelRecord:
     """Reads what a draft's folder holds, without its weights.
 
@@ -183,7 +185,7 @@ def read_draft(
 
 
 def load_target(
-    folder: str | Path,
+    folder: str | AnyPath,
     dtype: Any = None,
     *,
     with_layers: bool = True,
@@ -216,7 +218,7 @@ def load_target(
     return replace(record, quantised=record.quantised or quantise), params
 
 
-def check_quantisation(origin: str | Path, record: ModelRecord, kind: str) -> None:
+def check_quantisation(origin: str | AnyPath, record: ModelRecord, kind: str) -> None:
     """Refuses a quantisation that is unknown, or of a target that is quantised already.
 
     Args:
@@ -237,7 +239,7 @@ def check_quantisation(origin: str | Path, record: ModelRecord, kind: str) -> No
 
 
 def load_draft(
-    folder: str | Path,
+    folder: str | AnyPath,
     dtype: Any = None,
     *,
     target: ModelRecord,
@@ -264,7 +266,7 @@ def load_draft(
     return record, _load_params(folder, record, dtype, sharding, record.items)
 
 
-def verify_model(folder: str | Path) -> ModelRecord:
+def verify_model(folder: str | AnyPath) -> ModelRecord:
     """Compares every file and every array of a model folder with its checksum.
 
     Loading does not do that: it would read a large model twice.
@@ -276,7 +278,7 @@ def verify_model(folder: str | Path) -> ModelRecord:
       UserError: names the first file or item that is missing, unreadable or another, or says that
         the folder was written before there were checksums.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     record = read_record(folder)
     names = record.items
     sums, weights = read_sums(folder), record.weights_sha256 or {}
@@ -297,7 +299,7 @@ def verify_model(folder: str | Path) -> ModelRecord:
 
 
 def load_item(
-    folder: str | Path,
+    folder: str | AnyPath,
     record: ModelRecord,
     name: str,
     dtype: Any = None,
@@ -354,7 +356,7 @@ def _place(
     return jax.ShapeDtypeStruct(array.shape, kept, sharding=sharding)
 
 
-def describe_item(folder: str | Path, record: ModelRecord, name: str) -> Params:
+def describe_item(folder: str | AnyPath, record: ModelRecord, name: str) -> Params:
     """Reads the shapes and types of one item, as `jax.ShapeDtypeStruct`, not its weights.
 
     Raises:
@@ -375,7 +377,7 @@ def describe_item(folder: str | Path, record: ModelRecord, name: str) -> Params:
     return item
 
 
-def _read_family(folder: str | Path, family: str) -> ModelRecord:
+def _read_family(folder: str | AnyPath, family: str) -> ModelRecord:
     record = read_record(folder)
     if record.family != family:
         raise UserError(f"{folder}: want a {family}, got a {record.family}; give the other folder")
@@ -383,7 +385,7 @@ def _read_family(folder: str | Path, family: str) -> ModelRecord:
 
 
 def _load_params(
-    folder: str | Path,
+    folder: str | AnyPath,
     record: ModelRecord,
     dtype: Any,
     sharding: jax.sharding.Sharding | ShardingFor | None,
@@ -398,12 +400,15 @@ def _load_params(
     return join_items((name, pack(item)) for name, item in items)
 
 
-def _item_path(folder: str | Path, name: str) -> Path:
-    return Path(folder).resolve() / "weights" / name
+def _item_path(folder: str | AnyPath, name: str) -> AnyPath:
+    path = real_path(folder) / "weights" / name
+    if is_uri(path) and not str(path).startswith("gs://"):
+        raise UserError(f"{folder}: weights are read from gs:// or from this machine; copy it here")
+    return path
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explained(path: AnyPath) -> Iterator[None]:
     """Turns what Orbax logs and raises on a damaged item into one UserError."""
     try:
         with _quiet():
@@ -427,19 +432,23 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _check_store(path: Path) -> None:
+def _check_store(path: AnyPath) -> None:
     """Reads an item's table of contents, which has checksums.
 
     Orbax finds the same damage, but the reads it had under way then print their own errors.
     """
-    spec = {"driver": "ocdbt", "base": f"file://{path}/"}
+    spec = {"driver": "ocdbt", "base": f"{path if is_uri(path) else f'file://{path}'}/"}
     ts.KvStore.open(spec).result().list().result()
 
 
 @cache
 def _checkpointer() -> ocp.Checkpointer:
     """Reads: where there are several processes, all of them together."""
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    # On gs:// Orbax would want a file beside each item that copies of a folder do not have.
+    return ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(),
+        temporary_path_class=ocp.path.atomicity.AtomicRenameTemporaryPath,
+    )
 
 
 @cache

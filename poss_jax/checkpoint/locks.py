@@ -13,6 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, SoftFileLock, Timeout
 
+from poss_jax.config.paths import AnyPath, is_uri
 from poss_jax.config.reading import UserError
 
 
@@ -43,12 +44,15 @@ def hold_lock(path: Path, if_held: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def sole_writer(output: str | Path) -> Iterator[None]:
-    """Keeps other processes from writing an output, a file or a folder.
+def sole_writer(output: str | AnyPath) -> Iterator[None]:
+    """Keeps other processes from writing an output, a file or a folder; not at a URI.
 
     Raises:
       UserError: another process writes it, or it cannot be written at all.
     """
+    if is_uri(output):  # its store has no locks
+        yield
+        return
     real = Path(output).resolve()
 
     def refuse(holder: str) -> None:

@@ -20,6 +20,7 @@ from poss_jax.checkpoint.sums import hash_values
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.numbers import CountOrZero
+from poss_jax.config.paths import AnyPath, as_path, local_files
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.model.parameters import item_shapes
 from poss_jax.shapes import Params
@@ -135,7 +136,7 @@ def new_record(
     config: LlamaConfig | DraftConfig,
     target: TargetIdentity,
     *,
-    tokenizer_from: Path | None,
+    tokenizer_from: AnyPath | None,
     draft_vocabulary: tuple[int, ...] | None = None,
     quantised: Quantisation | None = None,
 ) -> ModelRecord:
@@ -182,18 +183,19 @@ def target_identity(name: str, revision: str | None, embedding: Any, head: Any) 
     )
 
 
-def tokenizer_hashes(folder: Path) -> tuple[str | None, str | None]:
+def tokenizer_hashes(folder: AnyPath) -> tuple[str | None, str | None]:
     """Hashes the tokenizer's vocabulary and its chat template.
 
     Returns:
       SHA-256 of tokenizer.json (without it, of the older vocabulary files), and of the template's
       text; None for what the folder does not hold.
     """
-    names = ("tokenizer.json",) if (folder / "tokenizer.json").is_file() else _OLD_VOCABULARY
-    vocabulary = b"".join(
-        (folder / name).read_bytes() for name in names if (folder / name).is_file()
-    )
-    template = _chat_template(folder).encode()
+    with local_files(folder, TOKENIZER_FILES) as local:
+        names = ("tokenizer.json",) if (local / "tokenizer.json").is_file() else _OLD_VOCABULARY
+        vocabulary = b"".join(
+            (local / name).read_bytes() for name in names if (local / name).is_file()
+        )
+        template = _chat_template(local).encode()
     return _hash_bytes(vocabulary), _hash_bytes(template)
 
 
@@ -211,13 +213,13 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def read_record(folder: str | Path) -> ModelRecord:
+def read_record(folder: str | AnyPath) -> ModelRecord:
     """Reads what a model folder holds, without its weights.
 
     Raises:
       UserError: no such folder, not a model folder, unknown format version, malformed record.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     if not folder.is_dir():
         raise UserError(f"model folder {folder} does not exist; give a folder written by poss_jax")
     path = folder / "model.json"

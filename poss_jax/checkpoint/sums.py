@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError
 from poss_jax.model.parameters import flatten_item
 from poss_jax.shapes import Params
@@ -51,7 +52,7 @@ def hash_item(item: Params) -> str:
     return digest.hexdigest()
 
 
-def hash_file(path: Path) -> str:
+def hash_file(path: AnyPath) -> str:
     """SHA-256 of a file's bytes.
 
     Raises:
@@ -59,7 +60,7 @@ def hash_file(path: Path) -> str:
     """
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; the file is needed") from error
 
@@ -106,7 +107,7 @@ def _hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(lambda name: hash_file(folder / name), names), strict=True))
 
 
-def read_sums(folder: Path) -> dict[str, str]:
+def read_sums(folder: AnyPath) -> dict[str, str]:
     """SHA-256 by file name, as the folder's SHA256SUMS says; empty without that file.
 
     Raises:
@@ -131,7 +132,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     return sums
 
 
-def check_file(path: Path, want: str, said_by: str = SUMS_FILE) -> None:
+def check_file(path: AnyPath, want: str, said_by: str = SUMS_FILE) -> None:
     """Compares a file with its SHA-256.
 
     Raises:

@@ -1,4 +1,7 @@
-"""Atomic writes: a folder or a file is written whole or not at all, whatever happens meanwhile."""
+"""Atomic writes: a folder or a file is written whole or not at all, whatever happens meanwhile.
+
+At a URI a folder is uploaded, last the file without which nobody takes it for one (`paths.py`).
+"""
 
 import glob
 import shutil
@@ -10,20 +13,28 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from poss_jax.config.paths import AnyPath, as_path, is_uri, uploaded
 from poss_jax.config.reading import UserError
 
 _LOCK = "lock"
 
 
 @contextmanager
-def whole_folder(folder: str | Path) -> Iterator[Path]:
-    """Gives a temporary sibling to fill, which becomes `folder` at the end, or vanishes.
+def whole_folder(folder: str | AnyPath) -> Iterator[Path]:
+    """Gives a temporary folder to fill, which becomes `folder` at the end, or vanishes.
 
     Raises:
       UserError: the folder is not empty or cannot be written.
     """
     refuse_non_empty(folder)
-    folder = Path(folder).resolve()
+    with uploaded(as_path(folder)) if is_uri(folder) else _renamed(Path(folder)) as partial:
+        yield partial
+
+
+@contextmanager
+def _renamed(folder: Path) -> Iterator[Path]:
+    """Gives a temporary sibling, which is renamed at the end."""
+    folder = folder.resolve()
     new_parents: list[Path] = []
     try:
         new_parents += (path for path in folder.parents if not path.exists())
@@ -55,12 +66,15 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
                 path.rmdir()
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: AnyPath, text: str) -> None:
     """Writes a text file; whoever opens it finds the old text or the new one.
 
     Raises:
       OSError: it cannot be written, and is left as it was.
     """
+    if not isinstance(path, Path):
+        path.write_text(text)
+        return
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -80,9 +94,9 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
             continue
 
 
-def refuse_non_empty(folder: str | Path) -> None:
+def refuse_non_empty(folder: str | AnyPath) -> None:
     """Raises UserError unless a model folder may be written here."""
-    folder = Path(folder)
+    folder = as_path(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output {folder} is a file; name a folder that does not exist yet")
     if folder.is_dir() and any(folder.iterdir()):

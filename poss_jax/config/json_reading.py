@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from poss_jax.config.paths import AnyPath, file_size
 from poss_jax.config.reading import UserError
 
 MAX_BYTES = 1 << 28  # of a file that holds one object
@@ -91,7 +92,7 @@ def parse_object(content: bytes, origin: str) -> dict[str, Any]:
     return values
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: AnyPath) -> dict[str, Any]:
     """Reads a JSON file that holds an object.
 
     Raises:
@@ -99,7 +100,7 @@ def read_json(path: Path) -> dict[str, Any]:
         `parse_object` refuses.
     """
     try:
-        size = path.stat().st_size
+        size = file_size(path)
         if not path.is_file():  # a pipe would be waited for, a device may never end
             raise UserError(f"{path}: want a regular file; put the file itself there")
         if size > MAX_BYTES:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import pydantic
+from etils import epath
 from pydantic_core import PydanticUndefined
 
 from poss_jax.config.yaml_text import LARGEST_TEXT, parse_yaml
@@ -110,7 +111,7 @@ def read_values(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[
     return values
 
 
-def read_yaml(path: Path, derived: tuple[Path, ...] = ()) -> dict[Any, Any]:
+def read_yaml(path: Path | epath.Path, derived: tuple[Path, ...] = ()) -> dict[Any, Any]:
     """Reads a YAML file of keys; it may name another as `base:`, and its own keys win.
 
     Args:

@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +26,7 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.folder import write_model
 from poss_jax.checkpoint.whole import refuse_non_empty
+from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.convert.export import FORMS, plan_export, write_export
 from poss_jax.convert.inspection import inspect
 from poss_jax.convert.plan import Conversion, Row, plan_draft, plan_specialists, plan_target
@@ -73,19 +73,19 @@ def _inspect(source: str, **options: Any) -> None:
     print(json.dumps(found.summary))
 
 
-def _target(source: str, output: Path, **options: Any) -> None:
+def _target(source: str, output: AnyPath, **options: Any) -> None:
     _write(output, plan_target(source, **options))
 
 
-def _draft(source: str, target: Path, output: Path, **options: Any) -> None:
+def _draft(source: str, target: AnyPath, output: AnyPath, **options: Any) -> None:
     _write(output, plan_draft(source, target, **options))
 
 
-def _specialists(draft: Path, output: Path, **options: Any) -> None:
+def _specialists(draft: AnyPath, output: AnyPath, **options: Any) -> None:
     _write(output, plan_specialists(draft, **options))
 
 
-def _export(model: Path, output: Path, *, as_bin: bool, **options: Any) -> None:
+def _export(model: AnyPath, output: AnyPath, *, as_bin: bool, **options: Any) -> None:
     export = plan_export(model, **options)
     print("\n".join(_format_rows(export.rows)))
     arrays = tqdm(export.arrays(), total=len(export.rows), unit="tensor", disable=None)
@@ -94,7 +94,7 @@ def _export(model: Path, output: Path, *, as_bin: bool, **options: Any) -> None:
     print(json.dumps(summary))
 
 
-def _write(output: Path, conversion: Conversion) -> None:
+def _write(output: AnyPath, conversion: Conversion) -> None:
     for line in conversion.assumed:
         print(f"assumed: {line}")
     print("\n".join(_format_rows(conversion.rows)))
@@ -192,7 +192,7 @@ def _parse_count(text: str) -> int:
 
 
 def _folder(text: str) -> dict[str, Any]:
-    return {"type": Path, "metavar": "DIR", "help": text}
+    return {"type": as_path, "metavar": "DIR", "help": text}
 
 
 def _switch(text: str, **more: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from poss_jax.checkpoint.record import ModelRecord, read_record
 from poss_jax.checkpoint.sums import write_sums
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config.models import DraftConfig
+from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.convert.card import model_card
 from poss_jax.convert.config_json import target_config_json
@@ -45,7 +46,7 @@ _TYPES |= {"int64": np.int64, "bool": np.bool_}
 class Model:
     """A model folder and its record."""
 
-    folder: Path
+    folder: AnyPath
     record: ModelRecord
 
 
@@ -65,7 +66,7 @@ class Export:
     config: dict[str, Any]
     origins: dict[str, tuple[Model, str]]
     rows: list[Row]
-    tokenizer_from: Path | None
+    tokenizer_from: AnyPath | None
     maps: Mapping[str, np.ndarray] = field(default_factory=dict)
     card: str | None = None
 
@@ -89,10 +90,10 @@ class Export:
 
 
 def plan_export(
-    model: str | Path,
+    model: str | AnyPath,
     *,
     form: str | None = None,
-    target: str | Path | None = None,
+    target: str | AnyPath | None = None,
     specialist: int | None = None,
     dtype: ExportDType = "keep",
 ) -> Export:
@@ -110,7 +111,7 @@ def plan_export(
       UserError: options that do not go together, a damaged folder, another target than the draft
         was made for, or a model that the layout cannot hold.
     """
-    source = Model(Path(model), read_record(model))
+    source = Model(as_path(model), read_record(model))
     if source.record.family == "target":
         if form not in (None, "hf"):
             raise UserError(f"{model} is a target; give --format hf")
@@ -128,7 +129,7 @@ def plan_export(
             "the layout of drafts holds or describes parts of their target, such as its embedding; "
             "give its folder: --target DIR"
         )
-    owner = Model(Path(target), read_record(target))
+    owner = Model(as_path(target), read_record(target))
     return _plan_draft(source, owner, layout, specialist, dtype)
 
 
@@ -208,7 +209,7 @@ def _vocabulary_maps(draft: Outgoing, layout: Layout) -> dict[str, np.ndarray]:
 
 
 def write_export(
-    folder: str | Path,
+    folder: str | AnyPath,
     export: Export,
     arrays: Iterable[tuple[str, np.ndarray]],
     *,

@@ -3,7 +3,6 @@
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from poss_jax.checkpoint.folder import describe_item, verify_model
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, read_record
 from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.plan import PUBLISHED, Row, find_published, place_specialists
@@ -75,8 +75,8 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
       UserError: the source does not exist, or a checksum differs. A checkpoint that cannot be
         converted raises nothing: that is a finding.
     """
-    if revision is None and (Path(source) / "model.json").is_file():
-        return _inspect_model(Path(source), verify=verify)
+    if revision is None and (as_path(source) / "model.json").is_file():
+        return _inspect_model(as_path(source), verify=verify)
     if verify:
         raise UserError(
             f"{source} is not a model folder; leave out --verify, which compares the checksums of "
@@ -165,7 +165,7 @@ def _size(row: Row) -> int:
 # Our own folders
 
 
-def _inspect_model(folder: Path, *, verify: bool) -> Inspection:
+def _inspect_model(folder: AnyPath, *, verify: bool) -> Inspection:
     record = verify_model(folder) if verify else read_record(folder)
     found = Inspection(str(folder), record.family, record.method)
     if isinstance(record.config, DraftConfig):

@@ -22,6 +22,7 @@ from poss_jax.checkpoint.record import (
 )
 from poss_jax.checkpoint.sums import hash_values
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
+from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, change_config
 from poss_jax.convert.eagle3 import UNPLACED
 from poss_jax.convert.formats import read_checkpoint
@@ -77,7 +78,7 @@ class Conversion:
     record: ModelRecord
     rows: list[Row]
     items: Iterator[tuple[str, Params]]
-    tokenizer_from: Path
+    tokenizer_from: AnyPath
     assumed: tuple[str, ...] = ()
 
     @property
@@ -126,7 +127,7 @@ def plan_target(
 
 def plan_draft(
     source: str,
-    target: str | Path,
+    target: str | AnyPath,
     *,
     positions_per_specialist: tuple[int, ...] | None = None,
     trained_depth: int | None = None,
@@ -147,7 +148,7 @@ def plan_draft(
       UserError: anything in the source that is unknown, or that does not fit its config or the
         target.
     """
-    target = Path(target)
+    target = as_path(target)
     target_record = read_record(target)
     reading = read_checkpoint(open_source(source, revision), "draft")
     reading = place_specialists(reading, positions_per_specialist, trained_depth)
@@ -175,7 +176,7 @@ def plan_draft(
 
 
 def plan_specialists(
-    draft: str | Path,
+    draft: str | AnyPath,
     positions_per_specialist: tuple[int, ...],
     *,
     trained_depth: int | None = None,
@@ -190,7 +191,7 @@ def plan_specialists(
     Raises:
       UserError: not a draft, or fewer specialists than it already has.
     """
-    draft = Path(draft)
+    draft = as_path(draft)
     record = read_record(draft)
     if not isinstance(record.config, DraftConfig):
         raise UserError(f"{draft}: want a draft, got a target; give the folder of a draft")
@@ -245,7 +246,7 @@ def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
     return replace(reading, config=replace(reading.config, aux_layers=layers), assumed=assumed)
 
 
-def _compare_copies(reading: Reading, target: Path, record: ModelRecord) -> dict[str, str]:
+def _compare_copies(reading: Reading, target: AnyPath, record: ModelRecord) -> dict[str, str]:
     """Checks that a draft's copies of the target's weights are equal: they are not stored."""
     for key, item in reading.copies.items():
         item = "embed" if record.llama.tie_embeddings else item
@@ -268,7 +269,7 @@ def _convert(
     record: ModelRecord,
     dropped: Mapping[str, str],
     dtype: DType,
-    tokenizer_from: Path,
+    tokenizer_from: AnyPath,
 ) -> Conversion:
     slots = reading.slots
     tensors = cut_tensors(reading.source.tensors, slots)

@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.numbers import AtLeastTwo, CountOrZero, Probability
+from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.data.rows import Rows
 
@@ -105,7 +106,7 @@ def write_draft_vocabulary(path: Path, vocabulary: DraftVocabulary) -> None:
         raise UserError(f"output {path}: {error.strerror}; choose another place") from error
 
 
-def read_draft_vocabulary(path: str | Path, vocab_size: int) -> np.ndarray:
+def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
     """Reads the tokens of a draft vocabulary.
 
     Args:
@@ -118,7 +119,7 @@ def read_draft_vocabulary(path: str | Path, vocab_size: int) -> np.ndarray:
     Raises:
       UserError: unreadable, not such a file, or made for another number of tokens.
     """
-    found = build_config(DraftVocabulary, read_json(Path(path)), origin=str(path))
+    found = build_config(DraftVocabulary, read_json(as_path(path)), origin=str(path))
     if found.vocab_size != vocab_size:
         raise UserError(
             f"{path}: want a draft vocabulary of {vocab_size} tokens, which the target has, got "

@@ -12,9 +12,9 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from poss_jax.config.paths import as_path, read_text
 from poss_jax.config.reading import UserError
 from poss_jax.data.conversations import Message
 from poss_jax.data.files import one_line
@@ -165,7 +165,7 @@ def _read_template(tokenizer: Any, name: str | None) -> str | None:
         return None
     if name not in BUILT_IN:
         try:
-            return Path(os.path.expanduser(name)).read_text(encoding="utf-8")
+            return read_text(as_path(os.path.expanduser(name)))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"data.template {name!r}: want null (the tokenizer's own), {', '.join(BUILT_IN)} "

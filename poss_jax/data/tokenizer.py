@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from poss_jax.checkpoint.record import TOKENIZER_FILES
+from poss_jax.config.paths import AnyPath, local_files, uploaded
 from poss_jax.config.reading import UserError
 from poss_jax.data.files import one_line
 
@@ -26,7 +28,7 @@ TOKENIZER_SAMPLE_CHARACTERS = 10_000_000  # more than the standard library has; 
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, folder: Path
+    texts: Iterable[str], vocab_size: int, folder: AnyPath
 ) -> "transformers.PreTrainedTokenizerFast":
     """Trains a lossless byte-level BPE with a chat template and saves it as a Hugging Face one.
 
@@ -67,12 +69,13 @@ def train_tokenizer(
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
+    with uploaded(folder) as local:
+        tokenizer.save_pretrained(local)
     return tokenizer
 
 
-def load_tokenizer(folder: Path) -> "transformers.PreTrainedTokenizerBase":
-    """Loads the tokenizer of a local model folder, as its `tokenizer.json` defines it.
+def load_tokenizer(folder: AnyPath) -> "transformers.PreTrainedTokenizerBase":
+    """Loads the tokenizer of a model folder, as its `tokenizer.json` defines it.
 
     Needs neither torch nor a network, and runs no code of the folder.
 
@@ -80,12 +83,17 @@ def load_tokenizer(folder: Path) -> "transformers.PreTrainedTokenizerBase":
       UserError: the folder holds no tokenizer, a broken one, one that needs code of its own, or
         something else than a file where a tokenizer's file belongs.
     """
+    with local_files(folder, TOKENIZER_FILES) as local:
+        return _load_local(local, folder)
+
+
+def _load_local(folder: Path, origin: AnyPath) -> "transformers.PreTrainedTokenizerBase":
     for path in folder.glob("*.*"):
         if path.suffix in _SUFFIXES and path.exists() and not path.is_file():
             raise UserError(f"{path}: want a regular file; put the file itself there")
     has_json = (folder / "tokenizer.json").exists()  # else, AutoTokenizer converts (imports torch)
     kind = "PreTrainedTokenizerFast" if has_json else "AutoTokenizer"
-    with _errors_of_tokenizer(f"{folder}: want a tokenizer, got", "copy its files there"):
+    with _errors_of_tokenizer(f"{origin}: want a tokenizer, got", "copy its files there"):
         return getattr(_transformers(), kind).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )

@@ -8,10 +8,10 @@ A record of a prompt file becomes a `Dialogue`; `answer_all` plays many of them,
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.data.files import json_lines
 from poss_jax.engine.answers import Generation
@@ -139,7 +139,7 @@ def answer_all(
                 yield i, answer
 
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
+def read_prompts(path: AnyPath) -> list[dict[str, Any]]:
     """Reads a JSONL prompt file; each line holds exactly one of `PROMPT_KEYS`.
 
     Other keys (such as question_id) are kept.

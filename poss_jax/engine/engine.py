@@ -14,7 +14,6 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, Drafting, MeshConfig, Quantisation, TreeConfig
+from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.tokenizer import load_tokenizer
@@ -127,15 +127,15 @@ class Engine:
     @classmethod
     def load(
         cls,
-        target: str | Path,
-        draft: str | Path | None = None,
+        target: str | AnyPath,
+        draft: str | AnyPath | None = None,
         *,
         tree: TreeConfig | Trees | None = None,
         dtype: Any = None,
         max_length: int | None = None,
         drafting: Drafting = "coupled",
         allow_target_mismatch: bool = False,
-        draft_vocabulary: str | Path | None = None,
+        draft_vocabulary: str | AnyPath | None = None,
         quantise: Quantisation | None = None,
         mesh: MeshConfig | Mesh | None = None,
     ) -> "Engine":
@@ -172,7 +172,7 @@ class Engine:
             target, dtype or default_dtype(), quantise=quantise, sharding=_sharding_on(mesh)
         )
         params = fuse_target(params, record.llama, partial(_place_on, mesh))
-        tokenizer = load_tokenizer(Path(target)) if record.tokenizer_sha256 is not None else None
+        tokenizer = load_tokenizer(as_path(target)) if record.tokenizer_sha256 is not None else None
         engine = cls(
             record,
             params,
@@ -193,11 +193,11 @@ class Engine:
 
     def load_draft(
         self,
-        draft: str | Path,
+        draft: str | AnyPath,
         *,
         dtype: Any = None,
         allow_target_mismatch: bool = False,
-        vocabulary: str | Path | None = None,
+        vocabulary: str | AnyPath | None = None,
     ) -> "Engine":
         """Returns an engine of the same target with the draft of a model folder (see `load`)."""
         record, params = load_draft(

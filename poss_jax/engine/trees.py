@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ import jax
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.models import TreeConfig
+from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, build_config, read_yaml, shorten
 from poss_jax.engine.device import Trees, default_tree
 
@@ -35,10 +35,10 @@ class Tuned(NamedTuple):
     """
 
     trees: Trees
-    draft_vocabulary: Path | None
+    draft_vocabulary: AnyPath | None
 
 
-def read_trees(path: Path) -> Trees:
+def read_trees(path: AnyPath) -> Trees:
     """Reads a YAML file of trees by batch size.
 
     Raises:
@@ -64,18 +64,18 @@ def read_trees(path: Path) -> Trees:
     return trees
 
 
-def tuned_file(draft: str | Path) -> Path:
+def tuned_file(draft: str | AnyPath) -> AnyPath:
     """Place of the trees that were tuned for a draft on this kind of device."""
     slug = re.sub("[^a-z0-9]+", "-", _device_kind().lower()).strip("-")
-    return Path(draft) / f"trees.{slug}.yaml"
+    return as_path(draft) / f"trees.{slug}.yaml"
 
 
-def vocabulary_file(trees: Path) -> Path:
+def vocabulary_file(trees: AnyPath) -> AnyPath:
     """Place of the draft vocabulary that belongs to a file of tuned trees."""
     return trees.with_suffix(".vocabulary.json")
 
 
-def find_tuned(draft: str | Path, record: ModelRecord) -> Tuned | None:
+def find_tuned(draft: str | AnyPath, record: ModelRecord) -> Tuned | None:
     """Reads what was tuned for a draft on this kind of device; None: nothing was.
 
     A file that was made for other weights or another kind of device is left alone, and a line says
@@ -90,7 +90,7 @@ def find_tuned(draft: str | Path, record: ModelRecord) -> Tuned | None:
     """
     path = tuned_file(draft)
     if not path.is_file():
-        others = sorted(Path(draft).glob("trees.*.yaml"))
+        others = sorted(as_path(draft).glob("trees.*.yaml"))
         if others:
             _LOG.warning(
                 "%s was tuned on another kind of device than this one, %s; using the default tree "
@@ -118,7 +118,7 @@ def find_tuned(draft: str | Path, record: ModelRecord) -> Tuned | None:
 
 
 def write_tuned(
-    path: Path,
+    path: AnyPath,
     trees: Trees,
     record: ModelRecord,
     *,

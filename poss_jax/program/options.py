@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from poss_jax.bundled import bundled_model
 from poss_jax.config.decoding import BUNDLED, AnswerConfig
+from poss_jax.config.paths import as_path, local_path
 from poss_jax.config.reading import (
     Key,
     UserError,
@@ -163,7 +164,7 @@ def load_engine(config: AnswerConfig) -> Engine:
     return Engine.load(
         target,
         draft,
-        tree=config.tree if config.trees is None else read_trees(Path(config.trees)),
+        tree=config.tree if config.trees is None else read_trees(as_path(config.trees)),
         max_length=config.max_length,
         drafting=config.drafting,
         allow_target_mismatch=config.allow_target_mismatch,
@@ -204,6 +205,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def check_writable(path: Path) -> None:
     """Raises UserError if no output can be made at a path, before any work is spent on it."""
+    local_path(path, "output")
     place = next(parent for parent in path.absolute().parents if parent.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise UserError(f"output {path}: {place} is not a writable folder; choose another place")

@@ -1,0 +1,158 @@
+"""Paths of this machine, and URIs of object stores such as gs://bucket/folder.
+
+`pathlib` makes one slash of the two in a URI, so what users write becomes a path here. An object
+store has objects, each of which is replaced as a whole. It has no locks, no renames, and folders
+only as common beginnings of names.
+"""
+
+import io
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from etils import epath
+
+from poss_jax.config.reading import UserError
+
+AnyPath = Path | epath.Path
+"""A path of this machine, or a URI; both are used alike."""
+
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_CUT_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # what pathlib leaves of it
+
+# Readers look for these, so that a folder without them does not count as one.
+_LAST = ("tokenizer.json", "config.json", "model.json", "config.yaml")
+
+
+def is_uri(path: str | AnyPath) -> bool:
+    """Tells whether a path is a URI."""
+    return _URI.match(str(path)) is not None
+
+
+def as_path(path: str | AnyPath) -> AnyPath:
+    """The path that a user's text means.
+
+    Raises:
+      UserError: a URI of an unknown kind, or of a store that cannot be reached.
+    """
+    return _reach(str(path)) if is_uri(path) else Path(path)
+
+
+def absolute(path: str | AnyPath) -> AnyPath:
+    """`as_path`, from the root on; epath would put the working directory before a URI."""
+    found = as_path(path)
+    return found.absolute() if isinstance(found, Path) else found
+
+
+def real_path(path: str | AnyPath) -> AnyPath:
+    """`absolute`, without links."""
+    found = as_path(path)
+    return found.resolve() if isinstance(found, Path) else found
+
+
+def local_path(path: str | Path, name: str) -> Path:
+    """The path of a user's text where no URI will do.
+
+    Args:
+      path: the text.
+      name: setting that it is of, for the message.
+
+    Raises:
+      UserError: a URI.
+    """
+    if _CUT_URI.match(str(path)):
+        raise UserError(f"{name} {path}: want a path of this machine, got a URI; name a local path")
+    return Path(path)
+
+
+@cache
+def _reach(uri: str) -> epath.Path:
+    try:
+        path = epath.Path(uri)
+        path.exists()
+    except KeyError as error:
+        raise UserError(f"{uri}: want a local path, or a URI of gs://, s3:// or az://") from error
+    except Exception as error:  # of many kinds: the store's client's, the network's
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{uri}: its store cannot be reached ({reason}); for gs:// install gcsfs (pip install "
+            "'poss-jax[gcs]'), and check credentials and bucket"
+        ) from error
+    return path
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+
+def file_size(path: AnyPath) -> int:
+    """Size of a file in bytes."""
+    return path.stat().st_size if isinstance(path, Path) else path.stat().length
+
+
+def read_text(path: AnyPath, encoding: str = "utf-8") -> str:
+    """Reads a whole file; epath's own does not decode by every encoding."""
+    if isinstance(path, Path):
+        return path.read_text(encoding=encoding)
+    with path.open("rb") as file, io.TextIOWrapper(file, encoding) as text:  # type: ignore[arg-type]
+        return text.read()
+
+
+def move_file(source: Path, to: AnyPath) -> None:
+    """Moves a file of this machine; whoever opens `to` finds the old content or the new one."""
+    if isinstance(to, Path):
+        source.replace(to)
+    else:
+        _copy_file(source, to)
+
+
+@contextmanager
+def local_files(folder: AnyPath, names: Iterable[str]) -> Iterator[Path]:
+    """Gives a folder as one of this machine: itself, or for a URI a temporary copy of some files.
+
+    Args:
+      folder: path or URI.
+      names: files to copy, as far as they exist.
+    """
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in names:
+            if (folder / name).is_file():
+                _copy_file(folder / name, Path(scratch) / name)
+        yield Path(scratch)
+
+
+@contextmanager
+def uploaded(folder: AnyPath) -> Iterator[Path]:
+    """Gives a folder of this machine to fill: itself, or for a URI a temporary one to upload."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        yield Path(scratch)
+        copy_files(Path(scratch), folder)
+
+
+def copy_files(folder: AnyPath, to: epath.Path) -> None:
+    """Copies all files below a folder to a URI, last those that make it count as whole."""
+    for file in sorted(_list_files(folder), key=lambda file: file.name in _LAST):
+        _copy_file(file, to / str(file.relative_to(folder)))
+
+
+def _list_files(folder: AnyPath) -> Iterator[AnyPath]:
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _list_files(path)
+        else:
+            yield path
+
+
+def _copy_file(source: AnyPath, to: AnyPath) -> None:
+    with source.open("rb") as read, to.open("wb") as written:
+        shutil.copyfileobj(read, written, 2**24)  # type: ignore[arg-type]
