@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from poss_jax.checkpoint.torch_io import read_bin
+from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import DataConfig
 from poss_jax.data.files import existing_files
@@ -75,7 +76,8 @@ def read_feature_files(config: DataConfig, width: int | None) -> Iterator[tuple[
     Raises:
       UserError: no such file.
     """
-    for path in existing_files(config.source):
+    local_path(config.source, "data.source")  # PyTorch maps its files into memory
+    for path in map(Path, existing_files(config.source)):
         yield str(path.absolute()), _read_tokens(path, width)
 
 

@@ -6,18 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from poss_jax.config import paths
 from poss_jax.config.json_reading import JsonError, parse_json
+from poss_jax.config.paths import AnyPath, as_path, is_uri
 from poss_jax.config.reading import UserError
 
 
-def matching_files(pattern: str) -> list[Path]:
-    """Finds the files that a path or a glob names, in order."""
+def matching_files(pattern: str) -> list[AnyPath]:
+    """Finds the files that a path, a URI or a glob names, in order."""
+    if is_uri(pattern):
+        return _matching_objects(pattern)
     path = Path(os.path.expanduser(pattern))
     names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
     return [Path(name) for name in names if Path(name).is_file()]
 
 
-def existing_files(pattern: str) -> list[Path]:
+def existing_files(pattern: str) -> list[AnyPath]:
     """As `matching_files`, but raises UserError if there are none."""
     paths = matching_files(pattern)
     if not paths:
@@ -27,17 +31,27 @@ def existing_files(pattern: str) -> list[Path]:
     return paths
 
 
-def read_text(path: Path) -> str:
+def _matching_objects(pattern: str) -> list[AnyPath]:
+    path = as_path(pattern)
+    if path.is_file():
+        return [path]
+    if "**" in pattern:
+        raise UserError(f"data.source {pattern!r}: URIs take * but not **; name one folder")
+    root = next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
+    return sorted(found for found in root.glob(str(path.relative_to(root))) if found.is_file())
+
+
+def read_text(path: AnyPath) -> str:
     """Reads a whole file of UTF-8."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return paths.read_text(path, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: want UTF-8 text, got {error.reason}; convert the file") from error
     except OSError as error:
         raise UserError(f"{path}: want a readable file, got: {error.strerror}") from error
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: AnyPath) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (file:line, object) of every line that is not blank."""
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from poss_jax.config.json_reading import JsonError, check_text, parse_json
+from poss_jax.config.paths import AnyPath, file_size, read_text
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import DataConfig
 from poss_jax.data.files import existing_files, matching_files, one_line
@@ -103,22 +104,22 @@ def _read_packages(
         yield name, _read_module(modules[name])
 
 
-def _read_text(path: Path) -> Iterator[tuple[str, Record]]:
+def _read_text(path: AnyPath) -> Iterator[tuple[str, Record]]:
     try:
-        yield str(path), {"text": path.read_text(encoding="utf-8-sig")}
+        yield str(path), {"text": read_text(path, "utf-8-sig")}
     except UnicodeDecodeError as error:
         yield str(path), Broken("not UTF-8", error.reason)
 
 
-def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
+def _read_json(path: AnyPath) -> Iterator[tuple[str, Record]]:
     with path.open("rb") as file:
         while (start := file.read(1)).isspace() or start in (b"\xef", b"\xbb", b"\xbf"):
             pass  # blanks and a byte-order mark
     yield from _read_list(path) if start == b"[" else _read_lines(path)
 
 
-def _read_list(path: Path) -> Iterator[tuple[str, Record]]:
-    size = path.stat().st_size
+def _read_list(path: AnyPath) -> Iterator[tuple[str, Record]]:
+    size = file_size(path)
     if size > LARGEST_LIST:
         raise UserError(
             f"{path}: want a JSON list of at most {LARGEST_LIST:,} bytes, got {size:,}; write it "
@@ -137,7 +138,7 @@ def _read_list(path: Path) -> Iterator[tuple[str, Record]]:
         yield f"{path}: item {number}", record
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, Record]]:
+def _read_lines(path: AnyPath) -> Iterator[tuple[str, Record]]:
     number = 0
     with path.open("rb") as file:
         while line := file.readline(LONGEST_RECORD):
