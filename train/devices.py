@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from jax.sharding import Mesh
 from poss_jax.checkpoint.folder import write_model
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError
 from poss_jax.data.rows import Rows
 from poss_jax.learn.state import TrainState
@@ -182,12 +182,12 @@ def make_step_on(mesh: Mesh, step: Callable[..., Any], state: TrainState) -> OnM
 
 
 def write_together(
-    folder: Path,
+    folder: AnyPath,
     record: ModelRecord,
     params: Params,
     mesh: Mesh,
     *,
-    tokenizer_from: Path,
+    tokenizer_from: AnyPath,
 ) -> None:
     """Writes a model whose layers or specialists are stacked; only process 0 writes.
 

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import Mesh
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_draft, read_target
 from poss_jax.checkpoint.record import ModelRecord, new_record
+from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.draft_vocabulary import read_draft_vocabulary
@@ -53,7 +53,7 @@ class DraftStage:
     lookahead = 2  # a draft is given a row's feature and the token after it
 
     def __init__(
-        self, config: TrainConfig, folder: Path, mesh: Mesh, *, with_weights: bool = True
+        self, config: TrainConfig, folder: AnyPath, mesh: Mesh, *, with_weights: bool = True
     ) -> None:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
@@ -65,7 +65,7 @@ class DraftStage:
             )
         validation_depth = _check_depths(config)
         self._open_draft(with_weights=with_weights)
-        self.tokenizer = load_tokenizer(Path(config.target))
+        self.tokenizer = load_tokenizer(as_path(config.target))
         self._open_rows(folder)
         if with_weights and not is_complete(self._features):
             self._target["layers"] = load_layers(config.target, self._record, self._dtype, mesh)
@@ -122,7 +122,7 @@ class DraftStage:
                     "the setting out, or start from scratch"
                 )
 
-    def _open_rows(self, folder: Path) -> None:
+    def _open_rows(self, folder: AnyPath) -> None:
         """Reads the text, and looks for features of it."""
         config, target = self._run, self._record.llama
         load = functools.partial(load_documents, config.data, target.hidden_size)
@@ -205,10 +205,10 @@ class DraftStage:
         """See `Stage`."""
         return results["simulated_acceptance_length"]
 
-    def save_model(self, params: Params, folder: Path) -> None:
+    def save_model(self, params: Params, folder: AnyPath) -> None:
         """See `Stage`."""
         assert self._run.target is not None
-        tokenizer_from = Path(self._run.target)
+        tokenizer_from = as_path(self._run.target)
         record = new_record(
             self.config,
             self._record.target,

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from poss_jax.checkpoint.folder import load_item
 from poss_jax.checkpoint.locks import hold_lock
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.models import DraftConfig
+from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.feature_cache import LOCK, FeatureCache, open_cache
@@ -70,7 +70,7 @@ def find_features(
     }
     if draft.aux_layers:
         made_from["inputs of layers"] = ",".join(map(str, draft.aux_layers))
-    folder = Path(config.features.cache).absolute()
+    folder = local_path(config.features.cache, "features.cache").absolute()
     cache = open_cache(folder, made_from, shape, config.features.shard_gib * 2**30)
     cache.check_space()
     return cache

@@ -3,9 +3,9 @@
 import hashlib
 import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
+from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
 
@@ -25,7 +25,7 @@ class Logger(Protocol):
 
 
 class _TensorBoard:
-    def __init__(self, config: TrainConfig, folder: Path, first_step: int) -> None:
+    def __init__(self, config: TrainConfig, folder: AnyPath, first_step: int) -> None:
         del config
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
@@ -41,7 +41,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, config: TrainConfig, folder: Path, first_step: int) -> None:
+    def __init__(self, config: TrainConfig, folder: AnyPath, first_step: int) -> None:
         del first_step
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -77,7 +77,7 @@ def check_loggers(config: TrainConfig) -> None:
             )
 
 
-def open_loggers(config: TrainConfig, folder: Path, first_step: int) -> list[Logger]:
+def open_loggers(config: TrainConfig, folder: AnyPath, first_step: int) -> list[Logger]:
     """Opens every logger the run asks for.
 
     Args:

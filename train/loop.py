@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ProfileConfig, TrainConfig
 from poss_jax.data.rows import Rows, batch_at, rows_at
@@ -114,7 +114,7 @@ def _describe_divergence(
 class Profiler:
     """Records the steps that the config names, if the run comes through them."""
 
-    def __init__(self, config: ProfileConfig | None, folder: Path) -> None:
+    def __init__(self, config: ProfileConfig | None, folder: AnyPath) -> None:
         self._folder, self._is_on = folder, False
         self._first = config.start if config else 0
         self._last = config.start + config.steps - 1 if config else 0

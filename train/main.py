@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from poss_jax.config.paths import absolute
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
@@ -33,7 +34,14 @@ from .loggers import check_loggers
 from .loop import run_steps
 from .memory import check_memory, describe_devices
 from .preparation import describe_data, describe_sample
-from .run_folder import RunFolder, claim_together, hold_together, is_damaged
+from .run_folder import (
+    RunFolder,
+    check_output,
+    claim_together,
+    hold_together,
+    holds_model,
+    is_damaged,
+)
 from .stages import Stage, open_stage
 
 
@@ -48,13 +56,14 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
       UserError: bad input, and then nothing of an earlier run is touched; or the run diverged.
     """
     check_loggers(config)
+    check_output(config)
     with hold_together(config):
         with claim_together(config, overwrite=overwrite) as place:
-            stage = None if (place / "model").exists() else open_stage(config, place)
+            stage = None if holds_model(place) else open_stage(config, place)
             if stage is not None:
                 check_memory(stage.plan_step())
         if stage is None and is_damaged(config):
-            return {"model": str(Path(config.output).absolute() / "model")}
+            return {"model": str(absolute(config.output) / "model")}
         with closing(RunFolder(config, is_checked=stage is None)) as folder:
             if stage is not None:
                 config = config.with_budget(len(stage.rows))

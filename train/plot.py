@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from poss_jax.config.paths import as_path, local_path, read_text, real_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.yaml_text import parse_yaml
 from poss_jax.program.running import Parser, run_program
@@ -65,14 +66,14 @@ def read_run(folder: str) -> RunMetrics:
     Raises:
       UserError: no run, or one that was never validated.
     """
-    path = Path(folder)
+    path = as_path(folder)
     try:
-        config = parse_yaml((path / "config.yaml").read_text(encoding="utf-8"))
-        text = (path / "metrics.jsonl").read_text(encoding="utf-8")
+        config = parse_yaml(read_text(path / "config.yaml"))
+        text = read_text(path / "metrics.jsonl")
         spans = config["specialists"]["positions_per_specialist"]
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
         run = RunMetrics(
-            name=path.resolve().name,
+            name=real_path(path).name,
             steps=[line for line in lines if "loss" in line],
             validations=[line for line in lines if "validation_loss" in line],
             spans=spans,
@@ -202,8 +203,9 @@ def main(arguments: list[str] | None = None) -> None:
     for folder, run in zip(args.runs, runs, strict=True):
         check_run(folder, run)
     print(format_table(runs))
-    output = None if args.table else Path(args.output or Path(args.runs[0]) / "training.png")
-    if output is not None:
+    output = None
+    if not args.table:
+        output = local_path(args.output or f"{args.runs[0]}/training.png", "output")
         plot_runs(runs, output)
     print(json.dumps({"runs": len(runs), "plot": output and str(output)}))
 

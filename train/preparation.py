@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.prepared import Prepared, prepare
@@ -25,7 +25,7 @@ def run_dtype(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 def prepare_rows(
-    folder: Path,
+    folder: AnyPath,
     config: TrainConfig,
     tokenizer: Any,
     vocab_size: int,

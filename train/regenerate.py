@@ -129,7 +129,7 @@ def _load_target(config: RegenerateConfig) -> Answerer:
     check_bias(settings.sampling, engine.target_config.vocab_size)
     _set_template(engine, config.data)
     engine.check_stop(settings.stop, settings.max_new_tokens)
-    record, window = read_record(Path(str(config.target))), _BATCHES_PER_WINDOW * config.batch_size
+    record, window = read_record(str(config.target)), _BATCHES_PER_WINDOW * config.batch_size
     quantised = config.quantise or record.quantised
 
     def answer(questions: Sequence[Question]) -> Lines:
@@ -146,7 +146,7 @@ def _load_target(config: RegenerateConfig) -> Answerer:
 
 def _find_server(config: RegenerateConfig, url: str) -> Answerer:
     """Finds the server that answers; each question by itself, so its address may change."""
-    tokenizer = load_tokenizer(Path(config.target)) if config.target is not None else None
+    tokenizer = load_tokenizer(config.target) if config.target is not None else None
     server, settings = Server(url, config.model), _settings(config, 1)
 
     def answer(questions: Sequence[Question]) -> Lines:
@@ -169,7 +169,7 @@ def _check_apart(source: str, output: Path) -> None:
     """Raises UserError where the output, or a file beside it, is what is to be read."""
     for path in filter(Path.exists, answer_files(output)):
         for read in matching_files(source):
-            if path.samefile(read):
+            if isinstance(read, Path) and path.samefile(read):
                 raise UserError(
                     f"source {source!r} reads {read}, which is written as {path}; name another "
                     "output"

@@ -4,10 +4,15 @@ config.yaml  provenance.json  metrics.jsonl  checkpoints/<step>/  samples/<step>
 
 One run writes to it at a time. A new folder appears once the run can start, and then holds the
 config, the provenance and the prepared data.
+
+The folder may be a URI. Its store has no locks, so nothing keeps a second run out. It appends to no
+object: metrics.jsonl is written anew with each checkpoint. Of a new folder config.yaml is written
+last, of the model model.json. The store checks its objects, so checkpoints have no checksums there.
 """
 
 import json
 import math
+import secrets
 import shutil
 import sys
 import tempfile
@@ -20,6 +25,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 import yaml
+from etils import epath
 from orbax.checkpoint import checkpoint_managers
 from tqdm import tqdm
 
@@ -28,6 +34,16 @@ from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.sums import find_damage, list_files, write_sums
 from poss_jax.checkpoint.whole import write_file
+from poss_jax.config.paths import (
+    AnyPath,
+    absolute,
+    as_path,
+    copy_files,
+    file_size,
+    is_uri,
+    read_text,
+    real_path,
+)
 from poss_jax.config.reading import UserError, config_to_dict, shorten
 from poss_jax.config.training import TrainConfig
 from poss_jax.config.yaml_text import parse_yaml
@@ -53,6 +69,20 @@ _FREE_KEYS = {
 }
 
 
+def check_output(config: TrainConfig) -> None:
+    """Raises UserError where a run cannot write to the URI that is its output."""
+    if not is_uri(config.output):
+        return
+    if not config.output.startswith("gs://"):
+        raise UserError(f"output {config.output}: want gs:// or a path of this machine")
+    for name in ("loggers", "profile"):
+        if getattr(config, name):
+            raise UserError(
+                f"{name}: its files are written to this machine alone, and output is "
+                f"{config.output}; leave out {name}, or name a local output"
+            )
+
+
 @contextmanager
 def hold_together(config: TrainConfig) -> Iterator[None]:
     """Keeps other runs out of the folder of this one; its first process holds the lock.
@@ -66,7 +96,7 @@ def hold_together(config: TrainConfig) -> Iterator[None]:
 
 
 @contextmanager
-def claim_together(config: TrainConfig, *, overwrite: bool) -> Iterator[Path]:
+def claim_together(config: TrainConfig, *, overwrite: bool) -> Iterator[AnyPath]:
     """`claim_folder` by the first process; all of them look at the same place.
 
     Raises:
@@ -74,13 +104,13 @@ def claim_together(config: TrainConfig, *, overwrite: bool) -> Iterator[Path]:
     """
     with ExitStack() as claim:
         folder = claim_folder(config, overwrite=overwrite)
-        yield Path(ask_first(lambda: str(claim.enter_context(folder))))
+        yield as_path(ask_first(lambda: str(claim.enter_context(folder))))
         meet("run prepared")
     meet("run claimed")
 
 
 @contextmanager
-def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[Path]:
+def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[AnyPath]:
     """Yields where a run keeps what it prepares before its first step.
 
     For a run that continues, this is its folder. For a new one it is a temporary sibling, which
@@ -94,11 +124,20 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[Pa
     Raises:
       UserError: the folder holds something else, or a run with another config, or cannot be made.
     """
-    path = Path(config.output).absolute()
+    path = absolute(config.output)
     if _continues(config, path, overwrite=overwrite):
         _write_config(path, config)
         yield path
         return
+    with _renamed(path) if isinstance(path, Path) else _copied(path) as partial:
+        yield partial
+        (partial / "provenance.json").write_text(json.dumps(provenance(), indent=2) + "\n")
+        _write_config(partial, config)
+
+
+@contextmanager
+def _renamed(path: Path) -> Iterator[Path]:
+    """Gives a temporary sibling, which takes the place of a folder at the end."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix=f".{path.name}.partial-", dir=path.parent)
@@ -108,17 +147,27 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[Pa
         partial = Path(scratch.name) / path.name
         partial.mkdir()
         yield partial
-        (partial / "provenance.json").write_text(json.dumps(provenance(), indent=2) + "\n")
-        _write_config(partial, config)
         if path.exists():
             path.replace(Path(scratch.name) / "replaced")
         partial.replace(path)
 
 
-def _continues(config: TrainConfig, path: Path, *, overwrite: bool) -> bool:
+@contextmanager
+def _copied(path: epath.Path) -> Iterator[epath.Path]:
+    """Gives a temporary sibling of a URI, which is copied there at the end."""
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    try:
+        yield partial
+        path.rmtree(missing_ok=True)
+        copy_files(partial, path)
+    finally:
+        partial.rmtree(missing_ok=True)
+
+
+def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
     """Tells whether the folder holds this run already; False: it holds nothing to keep."""
     for model in (config.target, config.init_draft):
-        if model is not None and Path(model).resolve().is_relative_to(path.resolve()):
+        if model is not None and real_path(model).is_relative_to(real_path(path)):
             raise UserError(f"output {path} holds {model}, which is needed; name another folder")
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return False
@@ -142,14 +191,14 @@ def _continues(config: TrainConfig, path: Path, *, overwrite: bool) -> bool:
     return not overwrite
 
 
-def _write_config(path: Path, config: TrainConfig) -> None:
+def _write_config(path: AnyPath, config: TrainConfig) -> None:
     write_file(path / "config.yaml", yaml.safe_dump(config_to_dict(config), sort_keys=False))
 
 
-def _saved_config(path: Path) -> dict[str, Any] | None:
+def _saved_config(path: AnyPath) -> dict[str, Any] | None:
     """Reads the config of the run in a folder; None without one."""
     try:
-        saved = parse_yaml((path / "config.yaml").read_text(encoding="utf-8"))
+        saved = parse_yaml(read_text(path / "config.yaml"))
     except (OSError, ValueError):
         return None
     return saved if isinstance(saved, dict) and "stage" in saved else None
@@ -178,10 +227,12 @@ class RunFolder:
 
     def __init__(self, config: TrainConfig, *, is_checked: bool = False) -> None:
         """Opens the folder; `is_checked` says that its checkpoints were compared just now."""
-        self.path = Path(config.output).absolute()
+        self.path = absolute(config.output)
         self._checkpoints = self.path / "checkpoints"
+        self._unwritten: list[str] = []  # lines of metrics.jsonl
         if not is_checked:
             ask_first(self._leave_the_intact)  # before Orbax reads what it has to say of them
+            ask_first(self._remove_partial_model)
         policies = [
             checkpoint_managers.LatestN(config.keep_checkpoints),
             checkpoint_managers.BestN(get_metric_fn=_score, n=1),
@@ -190,13 +241,15 @@ class RunFolder:
             best_fn=_score,
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             cleanup_tmp_directories=True,  # what a killed process had begun to save
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_sums),
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=None if is_uri(self.path) else self._write_sums
+            ),
         )
         with self._reading("the checkpoints"):
             self._manager = ocp.CheckpointManager(self._checkpoints, options=options)
 
     @property
-    def model(self) -> Path:
+    def model(self) -> AnyPath:
         """Folder of the trained model; it exists once the run is complete."""
         return self.path / "model"
 
@@ -238,6 +291,7 @@ class RunFolder:
         """
         metrics = {"score": score, "loss_level": loss_level}
         with self._saving():
+            self._write_metrics()
             self._manager.save(step, args=ocp.args.StandardSave(vars(state)), metrics=metrics)
 
     def exported_step(self, export: str) -> int:
@@ -263,8 +317,9 @@ class RunFolder:
         """Appends one line to metrics.jsonl; the first process holds the pen."""
         if not is_first_process():
             return
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        self._unwritten.append(json.dumps(metrics) + "\n")
+        if not is_uri(self.path):
+            self._write_metrics()
 
     def logged_validation(self, step: int) -> dict[str, Any]:
         """Validation that metrics.jsonl holds for a step; empty if there is none.
@@ -277,7 +332,7 @@ class RunFolder:
                 return {key: value for key, value in line.items() if key != "step"}
         return {}
 
-    def write_sample(self, name: str, text: str) -> Path:
+    def write_sample(self, name: str, text: str) -> AnyPath:
         """Writes a text that people may want to look at; the first process holds the pen."""
         path = self.path / "samples" / name
         if is_first_process():
@@ -292,6 +347,7 @@ class RunFolder:
           UserError: one failed.
         """
         with self._saving():
+            self._write_metrics()
             self._manager.close()
 
     # ----------------------------------------------------------------------------------------------
@@ -324,7 +380,7 @@ class RunFolder:
 
     def _write_sums(self) -> None:
         """Adds checksums to a state that is written, before it counts as a checkpoint."""
-        for folder in self._checkpoints.glob("*.orbax-checkpoint-tmp"):
+        for folder in map(Path, self._checkpoints.glob("*.orbax-checkpoint-tmp")):
             write_sums(folder, list_files(folder) - _WITHOUT_SUMS)
 
     def _leave_the_intact(self) -> str:
@@ -348,6 +404,12 @@ class RunFolder:
             )
         return "left"
 
+    def _remove_partial_model(self) -> str:
+        """Removes what a killed process had uploaded of the model."""
+        if not isinstance(self.model, Path) and not holds_model(self.path):
+            self.model.rmtree(missing_ok=True)
+        return "removed"
+
     def _read(self, step: int, state: TrainState) -> TrainState:
         """Reads a state to where `state` lies, which is freed first."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, vars(state))
@@ -359,12 +421,24 @@ class RunFolder:
     # ----------------------------------------------------------------------------------------------
     # Metrics
 
+    def _write_metrics(self) -> None:
+        """Appends what was logged to metrics.jsonl; at a URI the file is replaced."""
+        path, text = self.path / "metrics.jsonl", "".join(self._unwritten)
+        self._unwritten.clear()
+        if not text:
+            return
+        if isinstance(path, Path):
+            with path.open("a") as file:
+                file.write(text)
+        else:
+            path.write_text((read_text(path) if path.exists() else "") + text)
+
     def _drop_metrics_after(self, step: int) -> str:
         """A resumed run writes again what it had logged beyond its checkpoint."""
         path = self.path / "metrics.jsonl"
         if path.exists():
             lines = self._metrics_lines()
-            if sum(map(len, lines)) < path.stat().st_size:
+            if sum(map(len, lines)) < file_size(path):
                 tqdm.write(f"{path}: the last line is damaged, and cut off", file=sys.stderr)
             kept = [line for line in lines if json.loads(line)["step"] <= step]
             write_file(path, b"".join(kept).decode())
@@ -386,8 +460,16 @@ class RunFolder:
         return lines[: len(lines) - len(damaged)]
 
 
-def damaged_checkpoints(run: Path) -> dict[int, str]:
+def holds_model(run: AnyPath) -> bool:
+    """Tells whether a run is complete; a model at a URI may be there in part."""
+    model = run / "model"
+    return (model / "model.json" if is_uri(run) else model).exists()
+
+
+def damaged_checkpoints(run: AnyPath) -> dict[int, str]:
     """Finds the checkpoints of a run that differ from their checksums: step -> the difference."""
+    if not isinstance(run, Path):
+        return {}
     found = {
         step: find_damage(run / "checkpoints" / str(step), ignored=_WITHOUT_SUMS)
         for step in sorted(_steps(run / "checkpoints"))
@@ -397,7 +479,7 @@ def damaged_checkpoints(run: Path) -> dict[int, str]:
 
 def is_damaged(config: TrainConfig) -> bool:
     """Says which checkpoints of a complete run are damaged; its model does not need them."""
-    run = Path(config.output).absolute()
+    run = absolute(config.output)
 
     def say() -> str:
         damaged = damaged_checkpoints(run)
@@ -412,7 +494,7 @@ def is_damaged(config: TrainConfig) -> bool:
     return bool(ask_first(say))
 
 
-def _steps(checkpoints: Path) -> set[int]:
+def _steps(checkpoints: AnyPath) -> set[int]:
     return {int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal()}
 
 

@@ -1,13 +1,13 @@
 """The two things a run can train. Each says what its rows, parameters, step and model are."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Protocol
 
 import optax
 from jax.sharding import Mesh
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.paths import AnyPath
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.rows import Rows
 from poss_jax.learn.state import TrainState
@@ -72,12 +72,12 @@ class Stage(Protocol):
         """Scores a validation; the best state has the highest score."""
         ...
 
-    def save_model(self, params: Params, folder: Path) -> None:
+    def save_model(self, params: Params, folder: AnyPath) -> None:
         """Writes a model folder."""
         ...
 
 
-def open_stage(config: TrainConfig, folder: Path, *, plan_for: str | None = None) -> Stage:
+def open_stage(config: TrainConfig, folder: AnyPath, *, plan_for: str | None = None) -> Stage:
     """Reads what the run needs: text, tokenizer, and the models it starts from.
 
     Args:

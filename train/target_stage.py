@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from poss_jax.checkpoint.record import new_record, target_identity
+from poss_jax.config.paths import AnyPath
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.conversations import plain_texts
 from poss_jax.data.sources import load_documents
@@ -46,7 +46,7 @@ class TargetStage:
     lookahead = 1
 
     def __init__(
-        self, config: TrainConfig, folder: Path, mesh: Mesh, *, with_weights: bool = True
+        self, config: TrainConfig, folder: AnyPath, mesh: Mesh, *, with_weights: bool = True
     ) -> None:
         del with_weights  # it starts from none
         assert config.model is not None
@@ -99,7 +99,7 @@ class TargetStage:
         """See `Stage`."""
         return -results["validation_loss"]
 
-    def save_model(self, params: Params, folder: Path) -> None:
+    def save_model(self, params: Params, folder: AnyPath) -> None:
         """See `Stage`."""
         whole = compile_on(self.mesh, lambda weight: weight)
         embed = head = np.asarray(whole(params["embed"]["weight"]))

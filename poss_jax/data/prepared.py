@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from poss_jax.config.paths import AnyPath, as_path, is_uri, move_file, read_text
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, content_key
@@ -45,7 +46,7 @@ class Prepared:
 
 
 def prepare(
-    folder: Path,
+    folder: AnyPath,
     config: DataConfig,
     tokenizer: Any,
     vocab_size: int,
@@ -212,8 +213,8 @@ def _refuse_spelled_out(texts: Sequence[Any], config: DataConfig, tokenizer: Any
 def _fingerprint(config: DataConfig, tokenizer: Any, vocab_size: int) -> str:
     """Hash of what decides the rows, the source's content aside."""
     template = config.template
-    if template is not None and Path(template).is_file():
-        template = Path(template).read_text(encoding="utf-8")
+    if template is not None and as_path(template).is_file():
+        template = read_text(as_path(template))
     parts = [
         config_to_dict(config),
         template,
@@ -224,7 +225,7 @@ def _fingerprint(config: DataConfig, tokenizer: Any, vocab_size: int) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _write(path: Path, prepared: Prepared, made_from: str) -> None:
+def _write(path: AnyPath, prepared: Prepared, made_from: str) -> None:
     """Writes all or nothing."""
     arrays = {
         f"{part}/{name}": array
@@ -233,13 +234,14 @@ def _write(path: Path, prepared: Prepared, made_from: str) -> None:
     }
     report, files = json.dumps(prepared.report), json.dumps(prepared.files)
     about = {"made_from": made_from, "report": report, "files": files}
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+    place = None if is_uri(path) else path.parent
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=place) as scratch:
         partial = Path(scratch) / path.name
         np.savez(partial, **about, **arrays)
-        partial.replace(path)  # several processes may come here, with the same rows
+        move_file(partial, path)  # several processes may come here, with the same rows
 
 
-def _read(path: Path, made_from: str) -> Prepared:
+def _read(path: AnyPath, made_from: str) -> Prepared:
     try:
         with path.open("rb") as file, np.load(file) as saved:
             arrays = dict(saved)

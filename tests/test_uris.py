@@ -1,0 +1,264 @@
+"""Models, data and runs at URIs: the same as local ones, and never taken for whole in part.
+
+The store is `tests/object_store.py`; no test has seen the real one.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import object_store
+import pytest
+from etils import epath
+from programs import (
+    POSS2,
+    TARGET,
+    Runs,
+    config_file,
+    generate,
+    metrics,
+    refusal,
+    summary,
+    tiny_runs,
+    weights,
+    write_config,
+    write_lines,
+)
+from self_killing import ROOT
+
+from infer.generate import main as generate_main
+from poss_jax.checkpoint.folder import verify_model
+from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.whole import whole_folder
+from poss_jax.config import paths
+from poss_jax.config.paths import as_path, copy_files, is_uri, local_path
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import DataConfig
+from poss_jax.convert.__main__ import main as convert_main
+from poss_jax.data.sources import load_documents
+from train.main import main
+
+
+@cache
+def installed(folder: Path) -> object_store.Objects:
+    return object_store.install(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> object_store.Objects:
+    return installed(tmp_path_factory.mktemp("objects"))
+
+
+@pytest.fixture(scope="module")
+def uploaded(runs: Runs, objects: object_store.Objects) -> str:
+    """URI of copies of the tiny models and their text."""
+    for name in ("target/model", "poss2/model", "text"):
+        copy_files(runs.root / name, epath.Path("gs://tiny") / name)
+    return "gs://tiny"
+
+
+def uri_config(uploaded: str, output: str, folder: Path, values: Any, **changes: Any) -> str:
+    """Config of a run whose models, data and output are at URIs."""
+    data = {"source": f"{uploaded}/text/*.txt", "sequence_length": 32, "validation_fraction": 0.2}
+    models = {"target": f"{uploaded}/target/model"} if values["stage"] == "draft" else {}
+    return write_config(folder, values | models | {"data": data, "output": output} | changes)
+
+
+def assert_same_run(uri: str, local: Path, runs: Runs) -> None:
+    """Bit for bit: metrics and weights."""
+    assert metrics(epath.Path(uri)) == metrics(local)
+    target = runs.model("target")
+    for got, want in zip(weights(epath.Path(uri), target), weights(local, target), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_path_or_uri() -> None:
+    assert as_path("models/a") == Path("models/a") and isinstance(as_path("models/a"), Path)
+    assert is_uri("gs://a/b") and is_uri(epath.Path("gs://a/b"))
+    assert not any(map(is_uri, ("a/b", "stdlib", "packages:a,b", "owner/name")))
+    with pytest.raises(UserError, match=r"output gs:/a/b: want a path of this machine"):
+        local_path(Path("gs://a/b"), "output")
+    with pytest.raises(UserError, match=r"ftp://a/b: want a local path, or a URI of gs://"):
+        as_path("ftp://a/b")
+
+
+def test_missing_client_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, path: Any) -> bool:
+        raise ImportError("Please install\ngcsfs")
+
+    monkeypatch.setattr(paths.epath.backend.fsspec_backend.__class__, "exists", fail)
+    with pytest.raises(UserError, match=r"cannot be reached \(Please install gcsfs\); .*poss-jax"):
+        as_path("gs://never-asked/a")
+
+
+# --------------------------------------------------------------------------------------------------
+# Models
+
+
+def test_same_tokens_as_from_local_folders(runs: Runs, uploaded: str, tmp_path: Path) -> None:
+    lines = [
+        generate(f"{root}/target/model", f"{root}/poss2/model", tmp_path, "--prompt", "def area")
+        for root in (str(runs.root), uploaded)
+    ]
+    assert lines[0][0]["output_ids"] and lines[0] == lines[1]
+
+
+def test_model_is_verified(uploaded: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify_model(f"{uploaded}/target/model").family == "target"
+    convert_main(["inspect", f"{uploaded}/poss2/model", "--verify"])
+    assert summary(capsys)
+
+
+def test_model_is_written(runs: Runs, uploaded: str, objects: object_store.Objects) -> None:
+    output = "gs://tiny/longer"
+    command = ["init-specialists", "--draft", f"{uploaded}/poss2/model"]
+    command += ["--positions-per-specialist", "2,2,2", "--output", output]
+    convert_main(command)
+    assert verify_model(output).draft.num_specialists == 3
+    assert "is not empty" in refusal(convert_main, *command)
+
+
+def test_folder_is_not_whole_before_its_last_file(
+    runs: Runs, objects: object_store.Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = []
+    copy_file = paths._copy_file
+
+    def copy(source: Any, to: Any) -> None:
+        copied.append(to.name)
+        if to.name == "model.json":
+            with pytest.raises(UserError, match="holds no model"):
+                read_record("gs://tiny/partial")
+        copy_file(source, to)
+
+    monkeypatch.setattr(paths, "_copy_file", copy)
+    with whole_folder("gs://tiny/partial") as folder:
+        for name in ("model.json", "SHA256SUMS", "weights"):
+            (folder / name).write_bytes((runs.root / "target/model/model.json").read_bytes())
+    assert copied[-1] == "model.json" and len(copied) == 3
+    assert read_record("gs://tiny/partial").family == "target"
+
+
+def test_damaged_item_is_named(uploaded: str, objects: object_store.Objects) -> None:
+    copy_files(epath.Path(f"{uploaded}/target/model"), epath.Path("gs://tiny/damaged"))
+    for name in objects.names("tiny/damaged/weights/embed/"):
+        objects.file(name).unlink()
+    message = refusal(generate_main, "--target", "gs://tiny/damaged", "--prompt", "a")
+    assert "has no weights item embed" in message
+
+
+# --------------------------------------------------------------------------------------------------
+# Data
+
+
+def test_data_by_uri(objects: object_store.Objects, tmp_path: Path) -> None:
+    texts = [{"text": f"Ünique text number {n}. " * 5} for n in range(40)]
+    write_lines(tmp_path / "a.jsonl", *texts[:20])
+    write_lines(tmp_path / "b.jsonl", *texts[20:])
+    (tmp_path / "c.txt").write_bytes("\ufefflines\r\nof\rtext".encode())
+    copy_files(tmp_path, epath.Path("gs://data/set"))
+    for pattern in ("*.jsonl", "a.jsonl", "*"):
+        local, remote = (
+            load_documents(DataConfig(source=f"{root}/{pattern}", validation_fraction=0.3))
+            for root in (tmp_path, "gs://data/set")
+        )
+        assert (local.train, local.validation) == (remote.train, remote.validation)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("gs://data/none.jsonl", "no such file"),
+        ("gs://data/**/a.jsonl", r"URIs take \* but not \*\*"),
+        ("gs://data/*.ckpt", "want a path of this machine"),
+    ],
+)
+def test_data_that_cannot_be_read(objects: object_store.Objects, source: str, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        load_documents(DataConfig(source=source))
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+
+
+def test_killed_run_ends_like_an_uninterrupted_local_one(
+    runs: Runs, uploaded: str, objects: object_store.Objects, tmp_path: Path
+) -> None:
+    config = uri_config(uploaded, "gs://runs/poss2", tmp_path, POSS2)
+    script = [str(ROOT / "tests" / name) for name in ("object_store.py", "dying_run.py")]
+    command = [sys.executable, script[0], str(objects.folder), script[1], "step", "13"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
+    result = subprocess.run(
+        [*command, "--config", config], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert objects.names("runs/poss2/checkpoints/10/")
+    assert metrics(epath.Path("gs://runs/poss2"))[-1]["step"] == 10
+    objects.put("runs/poss2/checkpoints/20/default/manifest.ocdbt", b"of a save that was killed")
+    objects.put("runs/poss2/model/weights/part", b"of an upload that was killed")
+    main(["--config", config])
+    assert_same_run("gs://runs/poss2", runs.root / "poss2", runs)
+    assert not [name for name in objects.names("runs/") if "partial" in name or "/part" in name]
+    steps = {name.split("/")[3] for name in objects.names("runs/poss2/checkpoints/")}
+    assert steps == {path.name for path in (runs.root / "poss2" / "checkpoints").iterdir()}
+
+
+def test_target_trained_at_a_uri(
+    runs: Runs, uploaded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = uri_config(uploaded, "gs://runs/target", tmp_path, TARGET)
+    main(["--config", config])
+    assert_same_run("gs://runs/target", runs.root / "target", runs)
+    first = summary(capsys)
+    assert first["model"] == "gs://runs/target/model"
+    main(["--config", config])  # complete already
+    assert summary(capsys) == first
+    with pytest.raises(UserError, match="holds a run with another config"):
+        main(["--config", config, "seed=1"])
+    message = refusal(main, "--config", config, "output=gs://runs", "seed=1")
+    assert "not a training run" in message
+
+
+def test_run_that_cannot_start_leaves_nothing(
+    uploaded: str, objects: object_store.Objects, tmp_path: Path
+) -> None:
+    config = uri_config(uploaded, "gs://runs/none", tmp_path, TARGET)
+    assert "held-out documents fill" in refusal(main, "--config", config, "batch_size=1000")
+    assert objects.names("runs/none") == objects.names("runs/.none") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (["output=s3://runs/a"], "output s3://runs/a: "),
+        (["loggers=[wandb]"], "loggers: "),
+        (["profile={start: 2}"], "profile: its files are written to this machine alone"),
+        (["features.cache=gs://runs/cache"], "features.cache gs://runs/cache: want a path of this"),
+    ],
+)
+def test_what_a_run_cannot_have_at_a_uri(
+    uploaded: str, tmp_path: Path, changes: list[str], why: str
+) -> None:
+    config = uri_config(uploaded, "gs://runs/refused", tmp_path, POSS2)
+    assert why in refusal(main, "--config", config, *changes)
+
+
+def test_outputs_that_stay_local(runs: Runs, tmp_path: Path) -> None:
+    options = ["--target", runs.model("target"), "--prompt", "a", "--output", "gs://tiny/out.jsonl"]
+    assert "want a path of this machine" in refusal(generate_main, *options)
+    config = config_file(runs, tmp_path, POSS2, output="gs://tiny/poss2/model")
+    message = refusal(main, "--config", config, "init_draft=gs://tiny/poss2/model/in")
+    assert "holds gs://tiny/poss2/model/in, which is needed" in message
