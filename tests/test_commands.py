@@ -42,6 +42,8 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m benchmarks.pytorch ": "needs torch, and compiles many trees",
     "python -m infer.aot ": "needs libtpu or jax[cuda13]; tests/test_aot.py compiles",
     "python -m train.regenerate --server ": "tests/test_regenerate_server.py has a server",
+    "python -m infer.generate --target gs://": "needs a bucket; tests/test_uris.py has a stand-in",
+    "python -m train.main --config run.yaml output=gs://": "likewise",
     "python -m train.plot runs/demo/": "needs the runs of make demo; another command plots",
 }
 SMALLER = {  # program -> arguments that are added

@@ -38,11 +38,12 @@ from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config import paths
 from poss_jax.config.paths import as_path, copy_files, is_uri, local_path
-from poss_jax.config.reading import UserError
-from poss_jax.config.training import DataConfig
+from poss_jax.config.reading import UserError, load_config
+from poss_jax.config.training import DataConfig, TrainConfig
 from poss_jax.convert.__main__ import main as convert_main
 from poss_jax.data.sources import load_documents
 from train.main import main
+from train.run_folder import claim_folder
 
 
 @cache
@@ -230,6 +231,22 @@ def test_target_trained_at_a_uri(
         main(["--config", config, "seed=1"])
     message = refusal(main, "--config", config, "output=gs://runs", "seed=1")
     assert "not a training run" in message
+
+
+def test_overwritten_run_starts_anew(
+    uploaded: str, objects: object_store.Objects, tmp_path: Path
+) -> None:
+    config = uri_config(uploaded, "gs://runs/again", tmp_path, TARGET)
+    claimed = []
+    for seed, overwrite in ((1, False), (2, True)):
+        run = load_config(TrainConfig, config, [f"seed={seed}"])
+        with claim_folder(run, overwrite=overwrite) as place:
+            (place / f"{seed}.txt").write_text("prepared")
+            before = objects.names("runs/again/")
+        claimed.append((before, objects.names("runs/again/")))
+    names = ["config.yaml", "provenance.json"]
+    first, second = ([f"runs/again/{name}" for name in (f"{n}.txt", *names)] for n in (1, 2))
+    assert claimed == [([], first), (first, second)]
 
 
 def test_run_that_cannot_start_leaves_nothing(

@@ -7,4 +7,5 @@ numbers.py       types of their numbers, with bounds
 reading.py       YAML files, `base:`, dotted overrides, keys and their help, messages
 yaml_text.py     YAML within limits
 json_reading.py  JSON that others wrote
+paths.py         what users write for a path: local ones, and URIs of object stores
 """
