@@ -3,6 +3,7 @@
 The store is `tests/object_store.py`; no test has seen the real one.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -42,6 +43,7 @@ from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import DataConfig, TrainConfig
 from poss_jax.convert.__main__ import main as convert_main
 from poss_jax.data.sources import load_documents
+from poss_jax.draft_vocab import main as vocabulary_main
 from train.main import main
 from train.run_folder import claim_folder
 
@@ -129,6 +131,23 @@ def test_model_is_written(runs: Runs, uploaded: str, objects: object_store.Objec
     convert_main(command)
     assert verify_model(output).draft.num_specialists == 3
     assert "is not empty" in refusal(convert_main, *command)
+
+
+def test_export_and_vocabulary(
+    runs: Runs, uploaded: str, objects: object_store.Objects, tmp_path: Path
+) -> None:
+    for root, output in ((str(runs.root), str(tmp_path / "out")), (uploaded, "gs://tiny/out")):
+        models = ["--model", f"{root}/poss2/model", "--target", f"{root}/target/model"]
+        convert_main(["export", *models, "--output", output])
+    exported = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.safetensors")}
+    assert exported == {name: objects.get(f"tiny/out/{name}") for name in exported} and objects.get(
+        "tiny/out/config.json"
+    )
+    vocabulary = {"vocab_size": 300, "tokens": [*range(200)]}
+    objects.put("tiny/vocabulary.json", json.dumps(vocabulary).encode())
+    command = ["apply", "--draft", f"{uploaded}/poss2/model", "--output", "gs://tiny/limited"]
+    vocabulary_main([*command, "--vocabulary", "gs://tiny/vocabulary.json"])
+    assert verify_model("gs://tiny/limited").draft_vocabulary == tuple(range(200))
 
 
 def test_folder_is_not_whole_before_its_last_file(
