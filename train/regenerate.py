@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import read_record
+from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import DataConfig, RegenerateConfig
 from poss_jax.data.files import matching_files
@@ -146,7 +147,7 @@ def _load_target(config: RegenerateConfig) -> Answerer:
 
 def _find_server(config: RegenerateConfig, url: str) -> Answerer:
     """Finds the server that answers; each question by itself, so its address may change."""
-    tokenizer = load_tokenizer(config.target) if config.target is not None else None
+    tokenizer = load_tokenizer(as_path(config.target)) if config.target is not None else None
     server, settings = Server(url, config.model), _settings(config, 1)
 
     def answer(questions: Sequence[Question]) -> Lines:

@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 
 import poss_jax
 from poss_jax.config.decoding import ServeConfig
+from poss_jax.config.paths import as_path
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler, Stream
