@@ -100,7 +100,7 @@ class Service:
         self.limits = replace(config, max_length=scheduler.max_length)
         self.metrics = Metrics(scheduler)
         self.is_ready = False
-        self.model = config.model_name or Path(config.target).resolve().name
+        self.model = config.model_name or as_path(config.target).name
 
     def check_model(self, body: CommonRequest) -> None:
         """Raises ApiError if another model is asked for."""
