@@ -60,6 +60,8 @@ def draw_sampling(llama: LlamaConfig, batch: int, rng: np.random.Generator) -> S
         repetition_penalty=column(jnp.float32, 1, 1, 1.3),
         bias_ids=jnp.asarray(rng.integers(-1, llama.vocab_size, (batch, 2)), jnp.int32),
         bias=jnp.asarray(rng.normal(size=(batch, 2)), jnp.float32),
+        frequency_penalty=column(jnp.float32, 0, 0, 1.5),
+        presence_penalty=column(jnp.float32, 0, 0, -0.8),
     )
 
 

@@ -134,7 +134,7 @@ def shift_logits(
         def lowered(scores: Array) -> Array:
             counts = own(_count_output(text, vocab_size))
             scores = scores - frequency[:, None, None] * counts
-            return scores - presence[:, None, None] * (counts > 0)
+            return jnp.where(counts > 0, scores - presence[:, None, None], scores)
 
         scores = _where_any((frequency != 0) | (presence != 0), lowered, scores)
     return scores / jnp.where(_is_sampled(sampling), sampling.temperature, 1.0)[:, None, None]

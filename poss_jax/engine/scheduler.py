@@ -154,7 +154,6 @@ class Scheduler:
         self._is_draining = self._is_closed = False
         self._error: Exception | None = None
         self._counts = False
-        jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
         self._thread = threading.Thread(target=self._run, name="poss-scheduler", daemon=True)
         self._thread.start()
 
@@ -228,10 +227,15 @@ class Scheduler:
     def warm_up(self) -> None:
         """Compiles all programs; afterwards requests of any kind compile nothing."""
         self._call(self._compile_all)
-        self._counts = True
+        if not self._counts:
+            self._counts = True
+            jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
 
     def update_weights(self, weights: Weights) -> None:
-        """Goes on with other weights of the same shapes, once all that run now have ended."""
+        """Goes on with other weights of the same shapes, once all that run now have ended.
+
+        Requests that wait in the queue get the new ones.
+        """
         self._call(lambda: self._slots.set_weights(weights))
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -249,6 +253,9 @@ class Scheduler:
                 stream.cancel()
             self._changed.notify_all()
         self._thread.join()
+        if self._counts:
+            jax.monitoring.unregister_event_duration_listener(self._count_compilation)
+            self._counts = False
 
     def _call(self, function: Callable[[], None]) -> None:
         """Runs a function on the scheduler's thread while no text is decoded."""
@@ -440,5 +447,6 @@ class Scheduler:
 
     def _count_compilation(self, event: str, duration_secs: float, **about: Any) -> None:
         del duration_secs, about
-        if self._counts and event == "/jax/core/compile/backend_compile_duration":
+        is_ours = threading.current_thread() is self._thread
+        if is_ours and event == "/jax/core/compile/backend_compile_duration":
             self.stats.compilations += 1

@@ -81,30 +81,26 @@ class Landing(struct.PyTreeNode):
 
 def read_landing(landing: Landing) -> list[Landed]:
     """Brings a round to the host; an item per slot."""
-    host: Landing = jax.device_get(landing)
-    return [_read_slot(host, slot) for slot in range(len(host.tokens))]
+    logprobs = landing.logprobs and vars(landing.logprobs)
+    host = jax.device_get(vars(landing) | {"logprobs": logprobs})
+    return [_read_slot(host, slot) for slot in range(len(host["tokens"]))]
 
 
-def _read_slot(host: Landing, slot: int) -> Landed:
-    count, logprobs = int(host.num_tokens[slot]), host.logprobs
-    accepted = int(host.num_accepted[slot])
+def _read_slot(host: dict[str, Any], slot: int) -> Landed:
+    new = slice(0, host["num_tokens"][slot])
+    accepted = int(host["num_accepted"][slot])
     return Landed(
-        tokens=host.tokens[slot, :count].tolist(),
+        tokens=host["tokens"][slot, new].tolist(),
         num_accepted=None if accepted < 0 else accepted,
-        num_offered=None if accepted < 0 else int(host.num_offered[slot]),
-        is_done=bool(host.is_done[slot]),
-        logprobs=[]
-        if logprobs is None
-        else [
-            TokenLogprobs(float(chosen), ids.tolist(), top.tolist())
-            for chosen, ids, top in zip(
-                logprobs.chosen[slot, :count],
-                logprobs.ids[slot, :count],
-                logprobs.top[slot, :count],
-                strict=True,
-            )
-        ],
+        num_offered=None if accepted < 0 else int(host["num_offered"][slot]),
+        is_done=bool(host["is_done"][slot]),
+        logprobs=_read_logprobs(host["logprobs"], slot, new) if host["logprobs"] else (),
     )
+
+
+def _read_logprobs(host: dict[str, Any], slot: int, new: slice) -> list[TokenLogprobs]:
+    columns = (host[name][slot, new].tolist() for name in ("chosen", "ids", "top"))
+    return [TokenLogprobs(*values) for values in zip(*columns, strict=True)]
 
 
 class Slots:
@@ -161,7 +157,8 @@ class Slots:
                 "max_length, or raise cache_gib"
             )
         self._prefill: tuple[Request, targets.Prefill] | None = None
-        self._request, self._state = self._make_empty(self.sizes[0])
+        request, slots = self._make_request(PreparedPrompt([0], 1)), jnp.arange(self.sizes[0])
+        self._request, self._state = _allocate(self.weights, self._config, request, slots)
         self.size = self.sizes[0]
 
     def _make_config(self) -> DecodeConfig:
@@ -183,19 +180,6 @@ class Slots:
         )
         rows = rows_for(config, self.max_length, max_length=self.max_length)
         return config._replace(rows=rows)
-
-    def _make_empty(self, size: int) -> tuple[Request, DecodeState]:
-        request = self._make_request(PreparedPrompt([0], 1))
-        state = jax.eval_shape(lambda w, r: _start(w, self._config, r), self.weights, request)
-
-        def room(leaf: Any) -> Array:
-            return jnp.zeros((size, *leaf.shape[1:]), leaf.dtype)
-
-        state = jax.tree.map(room, state)
-        state = state.replace(output=state.output.replace(is_done=jnp.ones(size, bool)))
-        request, state = jax.tree.map(room, request), state
-        order = jnp.arange(size)
-        return _resize(self.weights, self._config, request, state, order, order >= 0)
 
     def _make_request(self, prompt: PreparedPrompt) -> Request:
         tokens = np.zeros((1, self._config.rows), np.int32)
@@ -302,8 +286,18 @@ class Slots:
 # The steps on the device
 
 
-def _start_state(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
-    return speculate.start(weights, config, request)
+def _make_empty(
+    weights: Weights, config: DecodeConfig, request: Request, slots: Int[Array, " B"]
+) -> tuple[Request, DecodeState]:
+    """Slots without texts, of the shapes that a request and its first state have."""
+
+    def room(leaf: Array) -> Array:
+        return jnp.zeros((len(slots), *leaf.shape[1:]), leaf.dtype)
+
+    first = speculate.start(weights, config, request)
+    request, state = jax.tree.map(room, (request, first))
+    output = state.output.replace(is_done=jnp.ones(len(slots), bool))
+    return request, state.replace(output=output)
 
 
 def _begin_prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.Prefill:
@@ -404,7 +398,7 @@ def _move(
     return request, state.replace(output=output)
 
 
-_start = on_mesh(_start_state)
+_allocate = jax.jit(on_mesh(_make_empty), static_argnums=1)
 _begin = jax.jit(on_mesh(_begin_prefill), static_argnums=1)
 _extend = jax.jit(on_mesh(_run_chunks), static_argnums=1, donate_argnums=3)
 _insert = jax.jit(on_mesh(_insert_text), static_argnums=1, donate_argnums=(2, 3))

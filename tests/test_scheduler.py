@@ -1,0 +1,287 @@
+"""The scheduler: every text is that of `generate`, whatever else is decoded meanwhile."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import certain_pair, tiny_llama
+
+from poss_jax.checkpoint.record import new_record, target_identity
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.config.reading import UserError
+from poss_jax.decode.state import Weights
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
+from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
+from poss_jax.engine.slots import Slots
+from poss_jax.model.target import encode, stack_layers
+
+TREES = {
+    1: TreeConfig(depth=3, top_k=2, total_tokens=8),
+    3: TreeConfig(depth=2, top_k=2, total_tokens=4),
+    4: None,
+}
+SETTINGS = [
+    SamplingConfig(),
+    SamplingConfig(temperature=1.0, seed=1),
+    SamplingConfig(temperature=0.8, top_p=0.9, top_k=20, seed=2),
+    SamplingConfig(frequency_penalty=1.5, presence_penalty=-0.5),
+    SamplingConfig(temperature=1.0, frequency_penalty=0.7, min_p=0.01, seed=3),
+    SamplingConfig(repetition_penalty=1.3, logit_bias={5: 1.0, 60: -3.0}),
+]
+
+
+def make_engine(seed: int = 0) -> Engine:
+    llama = tiny_llama(max_position_embeddings=400)
+    config = DraftConfig(layer=llama, positions_per_specialist=(1, 2))
+    target, draft = certain_pair(llama, config, sharpness=1.5, disorder=0.3, seed=seed)
+    weights = target["embed"]["weight"], target["head"]["weight"]
+    identity = target_identity("tiny", None, *weights)
+    engine = Engine(new_record(llama, identity, tokenizer_from=None), target, tree=TREES)
+    return engine.with_draft(new_record(config, identity, tokenizer_from=None), draft)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def warm(engine: Engine) -> Iterator[Scheduler]:
+    scheduler = Scheduler(Slots(engine, sizes=(1, 4), max_length=300, max_logprobs=5))
+    scheduler.warm_up()
+    yield scheduler
+    assert scheduler.error is None
+    scheduler.close()
+
+
+@pytest.fixture
+def cold(engine: Engine) -> Iterator[Scheduler]:
+    """A scheduler of two slots that compiles as it goes."""
+    scheduler = Scheduler(Slots(engine, sizes=(2,), max_length=300), max_queue=3)
+    yield scheduler
+    scheduler.close()
+
+
+def draw_prompts(engine: Engine, count: int, seed: int = 0) -> list[PreparedPrompt]:
+    rng = np.random.default_rng(seed)
+    sizes = [*rng.integers(1, 40, count - 1), 150]  # the last takes three chunks
+    return [
+        engine.prepare(
+            rng.integers(0, 61, size).tolist(),
+            int(rng.integers(1, 60)),
+            replace(SETTINGS[i % len(SETTINGS)], seed=i),
+        )
+        for i, size in enumerate(sizes)
+    ]
+
+
+def alone(engine: Engine, prompt: PreparedPrompt) -> Generation:
+    return engine.decode([prompt])[0]
+
+
+def wait_until(is_true, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts
+
+
+def test_every_text_is_that_of_generate(engine: Engine, warm: Scheduler):
+    prompts = draw_prompts(engine, 24)
+    streams = [warm.submit(prompt) for prompt in prompts]
+    for prompt, stream in zip(prompts, streams, strict=True):
+        chunks = list(stream)
+        answer, expected = chunks[-1].answer, alone(engine, prompt)
+        assert answer is not None
+        assert answer.output_ids == expected.output_ids
+        assert answer.stop_reason == expected.stop_reason
+        assert [token for chunk in chunks for token in chunk.output_ids] == expected.output_ids
+    assert sum(warm.stats.accepted.values()) > 0
+    wait_until(lambda: warm.num_running == 0)
+
+
+def test_requests_that_come_at_any_time(engine: Engine, warm: Scheduler):
+    prompts = draw_prompts(engine, 12, seed=1)
+    got: dict[int, list[int]] = {}
+
+    def ask(index: int) -> None:
+        time.sleep(0.02 * index)
+        *_, last = warm.submit(prompts[index])
+        got[index] = last.answer.output_ids
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {i: alone(engine, prompt).output_ids for i, prompt in enumerate(prompts)}
+
+
+def test_many_kinds_of_requests_compile_nothing(engine: Engine, warm: Scheduler):
+    for burst in range(25):
+        prompts = draw_prompts(engine, 1 + burst % 7, seed=burst)
+        streams = [warm.submit(prompt, has_logprobs=i % 3 == 2) for i, prompt in enumerate(prompts)]
+        for stream in streams:
+            list(stream)
+    assert warm.stats.compilations == 0
+
+
+def test_stop_ids_are_those_of_the_request(engine: Engine, warm: Scheduler):
+    prompt = engine.prepare([3, 4, 5], 30)
+    text = alone(engine, prompt).output_ids
+    stop = text[9]
+    prompts = [prompt._replace(stop_ids=ids) for ids in ([stop], [], [60, stop])]
+    streams = [warm.submit(one) for one in prompts]
+    first, whole, also = ([*stream][-1].answer for stream in streams)
+    cut = text[: text.index(stop) + 1]
+    assert first.output_ids == also.output_ids == cut and first.stop_reason == "stop"
+    assert whole.output_ids == text and whole.stop_reason == "length"
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_text_is_continued_anywhere(engine: Engine, warm: Scheduler, settings: SamplingConfig):
+    whole = engine.prepare([7, 8, 9], 40, settings)
+    text = alone(engine, whole).output_ids
+    for count in (1, 17, 39):
+        rest = PreparedPrompt([7, 8, 9, *text[:count]], 40 - count, settings, num_continued=count)
+        assert [*warm.submit(rest)][-1].answer.output_ids == text[count:]
+        assert alone(engine, rest).output_ids == text[count:]
+
+
+def test_penalties_count_the_continued_tokens(engine: Engine):
+    settings = SamplingConfig(frequency_penalty=2.0)
+    text = alone(engine, engine.prepare([7, 8, 9], 30, settings)).output_ids
+    forgetful = PreparedPrompt([7, 8, 9, *text[:15]], 15, settings)
+    assert alone(engine, forgetful).output_ids != text[15:]
+
+
+def test_logprobs_are_those_of_a_forward(engine: Engine, warm: Scheduler):
+    prompt = engine.prepare([1, 2, 3], 25, SamplingConfig(temperature=1, top_k=3, seed=9))
+    chunks = list(warm.submit(prompt, has_logprobs=True))
+    answer = chunks[-1].answer
+    logprobs = [one for chunk in chunks for one in chunk.logprobs]
+    ids = prompt.ids + answer.output_ids
+    config = engine.target_config
+    # The engine's own weights are fused; a fresh target has the same values as matrices.
+    target, _ = certain_pair(config, engine.draft_config, sharpness=1.5, disorder=0.3, seed=0)
+    target = target | {"layers": stack_layers(target["layers"])}
+    features = encode(target, config, jnp.asarray([ids]))
+    logits = features[0, len(prompt.ids) - 1 : -1] @ target["head"]["weight"].T
+    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    assert len(logprobs) == len(answer.output_ids)
+    for row, token, one in zip(expected, answer.output_ids, logprobs, strict=True):
+        assert one.chosen == pytest.approx(row[token], abs=1e-4)
+        best = np.argsort(-row, kind="stable")[:5]
+        assert one.ids == best.tolist()
+        np.testing.assert_allclose(one.top, row[best], atol=1e-4)
+
+
+def test_chunks_come_to_an_event_loop(engine: Engine, warm: Scheduler):
+    prompts = draw_prompts(engine, 6, seed=3)
+
+    async def read(prompt: PreparedPrompt) -> list[int]:
+        return [token async for chunk in warm.submit(prompt) for token in chunk.output_ids]
+
+    async def read_all() -> list[list[int]]:
+        return await asyncio.gather(*map(read, prompts))
+
+    assert asyncio.run(read_all()) == [alone(engine, prompt).output_ids for prompt in prompts]
+
+
+# --------------------------------------------------------------------------------------------------
+# Comings and goings
+
+
+def test_a_cancelled_text_frees_its_slot(engine: Engine, cold: Scheduler):
+    prompts = [engine.prepare([5, i], 250) for i in range(3)]
+    first, second, third = (cold.submit(prompt) for prompt in prompts)
+    next(iter(first))
+    first.cancel()
+    *_, last = first
+    assert last.answer.stop_reason == "cancelled"
+    assert (
+        last.answer.output_ids
+        == alone(engine, prompts[0]).output_ids[: len(last.answer.output_ids)]
+    )
+    for stream, prompt in ((second, prompts[1]), (third, prompts[2])):
+        assert [*stream][-1].answer.output_ids == alone(engine, prompt).output_ids
+    assert cold.stats.finished == {"cancelled": 1, "length": 2}
+
+
+def test_a_request_ends_at_its_deadline(engine: Engine, cold: Scheduler):
+    *_, last = cold.submit(engine.prepare([1], 250), timeout=0.0)
+    assert last.answer.stop_reason == "cancelled" and last.answer.output_ids == []
+
+
+def test_a_full_queue_refuses(engine: Engine, cold: Scheduler):
+    prompt = engine.prepare([1, 2], 250)
+    streams = []
+    with pytest.raises(QueueFull, match="3 requests are waiting"):
+        for _ in range(20):
+            streams.append(cold.submit(prompt))
+    for stream in streams:
+        assert [*stream][-1].answer.output_ids == alone(engine, prompt).output_ids
+
+
+def test_what_cannot_fit_is_refused_at_once(engine: Engine, cold: Scheduler):
+    with pytest.raises(PromptTooLong, match="prompt of 100 tokens and 201 new ones do not fit"):
+        cold.submit(engine.prepare([1] * 100, 201))
+    with pytest.raises(UserError, match="lower batch_size or max_length, or raise cache_gib"):
+        Slots(engine, sizes=(4,), max_cache_bytes=1000)
+
+
+def test_draining_finishes_what_was_taken(engine: Engine, cold: Scheduler):
+    prompts = draw_prompts(engine, 3, seed=5)
+    streams = [cold.submit(prompt) for prompt in prompts]
+    assert cold.drain(60)
+    with pytest.raises(Closed):
+        cold.submit(prompts[0])
+    for prompt, stream in zip(prompts, streams, strict=True):
+        assert [*stream][-1].answer.output_ids == alone(engine, prompt).output_ids
+
+
+def test_closing_cancels(engine: Engine, cold: Scheduler):
+    streams = [cold.submit(engine.prepare([i], 250)) for i in range(3)]
+    next(iter(streams[0]))
+    cold.close()
+    assert {[*stream][-1].answer.stop_reason for stream in streams} == {"cancelled"}
+
+
+def test_an_error_reaches_those_who_wait(engine: Engine, cold: Scheduler, monkeypatch):
+    def fail(*args: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(cold._slots, "run", fail)
+    with pytest.raises(Closed):
+        list(cold.submit(engine.prepare([1, 2], 30)))
+    assert isinstance(cold.error, MemoryError)
+    with pytest.raises(Closed):
+        cold.submit(engine.prepare([1, 2], 30))
+
+
+def test_other_weights_after_what_runs_has_ended(engine: Engine, warm: Scheduler):
+    other, prompt = make_engine(seed=4), engine.prepare([1, 2, 3], 40)
+    before = warm.submit(prompt)
+    first = next(iter(before)).output_ids
+    warm.update_weights(Weights(other.weights.target, other.weights.draft))
+    try:
+        after = warm.submit(prompt)
+        rest = [token for chunk in before for token in chunk.output_ids]
+        assert first + rest == alone(engine, prompt).output_ids
+        assert [*after][-1].answer.output_ids == alone(other, prompt).output_ids
+        assert warm.stats.compilations == 0
+    finally:
+        warm.update_weights(engine.weights)
