@@ -24,12 +24,13 @@ import jax
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.decode.state import Weights
-from poss_jax.engine.answers import Chunk, LiveAnswer
+from poss_jax.engine.answers import Chunk, Landed, LiveAnswer
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
-from poss_jax.engine.slots import Landing, Leader, Slots, read_landing
+from poss_jax.engine.slots import MOST_ROUNDS, Landing, Leader, Slots, read_landing
 
 _LOG = logging.getLogger(__package__)
-_PATIENCE = 16  # rounds that a batch stays larger than its texts need
+_PATIENCE = 16  # steps for which a batch stays larger than its texts need
+_STEP_SECONDS = 0.02  # time that rounds may take without a word from the host
 
 
 class QueueFull(Exception):
@@ -118,6 +119,27 @@ class Stream:
         return self._is_cancelled or time.monotonic() > self._deadline
 
 
+class _Pace:
+    """How many rounds to run without a word from the host, so that a step takes some time.
+
+    Attributes:
+      num_rounds: for the next step.
+    """
+
+    def __init__(self) -> None:
+        self.num_rounds = 1
+        self._last = 0.0
+
+    def landed(self, num_rounds: int) -> None:
+        """Takes note of rounds that have landed."""
+        now = time.monotonic()
+        if num_rounds and now - self._last < 1:  # else the device has waited in between
+            seconds = (now - self._last) / num_rounds
+            wanted = min(max(int(_STEP_SECONDS / seconds), 1), MOST_ROUNDS)
+            self.num_rounds = min(wanted, self.num_rounds + 1)
+        self._last = now
+
+
 def _unwrap(chunk: Chunk | Exception) -> Chunk:
     if isinstance(chunk, Exception):
         raise chunk
@@ -148,7 +170,8 @@ class Scheduler:
         self._reading: tuple[Stream, int] | None = None  # and the chunks that were read
         self._ended: list[int] = []  # slots to be freed by the next round
         self._landing: list[tuple[Landing, dict[int, Stream]]] = []  # not read yet
-        self._num_large = 0  # rounds for which the batch was larger than need be
+        self._num_large = 0  # steps for which the batch was larger than need be
+        self._pace = _Pace()
         self._calls: deque[tuple[Callable[[], None], threading.Event]] = deque()
         self._changed = threading.Condition()
         self._is_draining = self._is_closed = False
@@ -395,29 +418,37 @@ class Scheduler:
             [stream.prompt for stream in texts.values()],
             has_logprobs=any(stream._has_logprobs for stream in texts.values()),
         )
-        landing = self._steps.run(program, tuple(self._ended))
+        num_rounds = 1 if self._reading or self._waiting else self._pace.num_rounds
+        landing = self._steps.run(program, tuple(self._ended), num_rounds)
         self._ended = []
-        self.stats.rounds += 1
         self._landing.append((landing, texts))
 
     def _land(self, landing: Landing, texts: dict[int, Stream]) -> None:
-        """Delivers a round."""
-        rows = read_landing(landing)
+        """Delivers some rounds."""
+        slots = read_landing(landing)
+        num_rounds = max(sum(one.num_accepted is not None for one in rounds) for rounds in slots)
+        self.stats.rounds += num_rounds
+        self._pace.landed(num_rounds)
         for slot, stream in texts.items():
-            row = rows[slot]
-            if stream._answer.is_ended or not row.tokens:
-                continue
-            chunk = stream._answer.land(row if stream._has_logprobs else row._replace(logprobs=()))
-            self.stats.tokens += len(chunk.output_ids)
-            self.stats.drafts += bool(row.num_offered)
-            self.stats.drafted += row.num_offered or 0
-            self.stats.accepted.update(range(1, (row.num_accepted or 0) + 1))
-            if chunk.answer is not None:
-                if stream in self._active:
-                    self._free(self._active.index(stream))
-                self._end(stream, chunk)
-            else:
-                stream._put(chunk)
+            for landed in slots[slot]:
+                if not stream._answer.is_ended:
+                    self._deliver(stream, landed)
+
+    def _deliver(self, stream: Stream, landed: Landed) -> None:
+        """Gives a text one more round."""
+        if not stream._has_logprobs:
+            landed = landed._replace(logprobs=())
+        chunk = stream._answer.land(landed)
+        self.stats.tokens += len(chunk.output_ids)
+        self.stats.drafts += bool(landed.num_offered)
+        self.stats.drafted += landed.num_offered or 0
+        self.stats.accepted.update(range(1, (landed.num_accepted or 0) + 1))
+        if chunk.answer is None:
+            stream._put(chunk)
+            return
+        if stream in self._active:
+            self._free(self._active.index(stream))
+        self._end(stream, chunk)
 
     def _free(self, slot: int) -> None:
         self._active[slot] = None

@@ -10,7 +10,7 @@ On several hosts every process makes the same slots and calls them in the same o
 """
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +44,9 @@ MOST_BIASED = 300
 
 MOST_STOP_IDS = 16
 
+MOST_ROUNDS = 8
+"""Rounds that may be run without a word from the host."""
+
 
 class Program(NamedTuple):
     """One of the compiled rounds.
@@ -60,42 +63,51 @@ class Program(NamedTuple):
 
 
 class Landing(struct.PyTreeNode):
-    """What one round added to every slot, on the device.
+    """What some rounds added to every slot, on the device.
 
     Attributes:
       tokens: the new tokens, the first `num_tokens` of each row.
       num_tokens: how many; 0 where no text is.
-      num_accepted: drafted tokens accepted; -1 where the first token of a text was chosen.
-      num_offered: deepest position offered along the accepted path.
+      num_rounds: how many rounds; 0 where the first token of a text was chosen.
+      num_accepted: drafted tokens accepted in each of them.
+      num_offered: deepest position offered along the accepted path in each.
       is_done: the text ended.
       logprobs: of the tokens; None where nobody asked.
     """
 
-    tokens: Array  # [B A] int32
+    tokens: Array  # [B R*A] int32
     num_tokens: Array  # [B] int32
-    num_accepted: Array  # [B] int32
-    num_offered: Array  # [B] int32
+    num_rounds: Array  # [B] int32
+    num_accepted: Array  # [B R] int32
+    num_offered: Array  # [B R] int32
     is_done: Array  # [B] bool
     logprobs: Logprobs | None
 
 
-def read_landing(landing: Landing) -> list[Landed]:
-    """Brings a round to the host; an item per slot."""
+def read_landing(landing: Landing) -> list[list[Landed]]:
+    """Brings some rounds to the host; a list of rounds per slot."""
     logprobs = landing.logprobs and vars(landing.logprobs)
     host = jax.device_get(vars(landing) | {"logprobs": logprobs})
-    return [_read_slot(host, slot) for slot in range(len(host["tokens"]))]
+    return [list(_read_slot(host, slot)) for slot in range(len(host["tokens"]))]
 
 
-def _read_slot(host: dict[str, Any], slot: int) -> Landed:
-    new = slice(0, host["num_tokens"][slot])
-    accepted = int(host["num_accepted"][slot])
-    return Landed(
-        tokens=host["tokens"][slot, new].tolist(),
-        num_accepted=None if accepted < 0 else accepted,
-        num_offered=None if accepted < 0 else int(host["num_offered"][slot]),
-        is_done=bool(host["is_done"][slot]),
-        logprobs=_read_logprobs(host["logprobs"], slot, new) if host["logprobs"] else (),
-    )
+def _read_slot(host: dict[str, Any], slot: int) -> Iterator[Landed]:
+    """The rounds of a slot; each has one token more than it accepted, or ends the text."""
+    num_tokens, num_rounds = int(host["num_tokens"][slot]), int(host["num_rounds"][slot])
+    accepted = host["num_accepted"][slot, :num_rounds].tolist()
+    offered = host["num_offered"][slot, :num_rounds].tolist()
+    first = 0
+    for index in range(num_rounds if num_rounds else num_tokens):
+        is_last = index + 1 >= num_rounds
+        end = num_tokens if is_last else first + accepted[index] + 1
+        new, first = slice(first, end), end
+        yield Landed(
+            tokens=host["tokens"][slot, new].tolist(),
+            num_accepted=accepted[index] if num_rounds else None,
+            num_offered=offered[index] if num_rounds else None,
+            is_done=is_last and bool(host["is_done"][slot]),
+            logprobs=_read_logprobs(host["logprobs"], slot, new) if host["logprobs"] else (),
+        )
 
 
 def _read_logprobs(host: dict[str, Any], slot: int, new: slice) -> list[TokenLogprobs]:
@@ -241,12 +253,13 @@ class Slots:
         )
         return landing
 
-    def run(self, program: Program, ended: Sequence[int] = ()) -> Landing:
-        """Runs one round; returns before it is done.
+    def run(self, program: Program, ended: Sequence[int] = (), num_rounds: int = 1) -> Landing:
+        """Runs some rounds, and fewer if a text ends; returns before they are done.
 
         Args:
-          program: which one.
-          ended: slots whose texts end before this round.
+          program: the kind of round.
+          ended: slots whose texts end before.
+          num_rounds: how many, at most `MOST_ROUNDS`.
         """
         tree, logprobs = program.tree, self.max_logprobs if program.has_logprobs else 0
         config = self._config._replace(num_logprobs=logprobs, drafts=tree is not None)
@@ -258,7 +271,12 @@ class Slots:
         is_ended = np.zeros(self.size, bool)
         is_ended[list(ended)] = True
         self._state, landing = _run(
-            self.weights, config, request, self._state, jnp.asarray(is_ended)
+            self.weights,
+            config,
+            request,
+            self._state,
+            jnp.asarray(is_ended),
+            jnp.asarray([num_rounds], jnp.int32),
         )
         return landing
 
@@ -334,8 +352,9 @@ def _insert_text(
     landing = Landing(
         tokens=output.tokens[:, :1],
         num_tokens=output.num_tokens,
-        num_accepted=jnp.full_like(output.num_tokens, -1),
-        num_offered=jnp.zeros_like(output.num_tokens),
+        num_rounds=output.num_rounds,
+        num_accepted=output.num_accepted[:, :1],
+        num_offered=output.num_offered[:, :1],
         is_done=output.is_done,
         logprobs=jax.tree.map(lambda rows: rows[:, :1], output.logprobs),
     )
@@ -348,6 +367,7 @@ def _run_slots(
     request: Request,
     state: DecodeState,
     ended: Bool[Array, " B"],
+    num_rounds: Int[Array, " 1"],
 ) -> tuple[DecodeState, Landing]:
     is_done = state.output.is_done | ended
     # A slot without a text shall not make attention go over more rows. None is too few for it.
@@ -360,27 +380,39 @@ def _run_slots(
     state = state.replace(target_cache=shortened(state.target_cache), output=before)
     if state.draft is not None:
         state = state.replace(draft=state.draft.replace(cache=shortened(state.draft.cache)))
-    state = speculate.run_round(weights, config, request, state)
+
+    def goes_on(carry: tuple[Array, DecodeState]) -> Array:
+        index, state = carry
+        return (index < num_rounds[0]) & (state.output.is_done == is_done).all()
+
+    def run_one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        return carry[0] + 1, speculate.run_round(weights, config, request, carry[1])
+
+    _, state = lax.while_loop(goes_on, run_one, (jnp.array(0), state))
     return state, _landing(config, before, state.output)
 
 
 def _landing(config: DecodeConfig, before: Output, after: Output) -> Landing:
     """What was written between two outputs."""
-    columns = before.num_tokens[:, None] + jnp.arange(config.max_accepted + 1)[None]
 
-    def new(rows: Array) -> Array:
+    def new(rows: Array, start: Array, count: int) -> Array:
+        columns = start[:, None] + jnp.arange(count)[None]
         return jax.vmap(lambda row, at: jnp.take(row, at, axis=0, mode="clip"))(rows, columns)
 
-    def last(counts: Array) -> Array:
-        return jnp.take_along_axis(counts, before.num_rounds[:, None], axis=1)[:, 0]
+    def of_tokens(rows: Array) -> Array:
+        return new(rows, before.num_tokens, MOST_ROUNDS * (config.max_accepted + 1))
+
+    def of_rounds(rows: Array) -> Array:
+        return new(rows, before.num_rounds, MOST_ROUNDS)
 
     return Landing(
-        tokens=new(after.tokens),
+        tokens=of_tokens(after.tokens),
         num_tokens=after.num_tokens - before.num_tokens,
-        num_accepted=last(after.num_accepted),
-        num_offered=last(after.num_offered),
+        num_rounds=after.num_rounds - before.num_rounds,
+        num_accepted=of_rounds(after.num_accepted),
+        num_offered=of_rounds(after.num_offered),
         is_done=after.is_done,
-        logprobs=jax.tree.map(new, after.logprobs) if config.num_logprobs else None,
+        logprobs=jax.tree.map(of_tokens, after.logprobs) if config.num_logprobs else None,
     )
 
 
