@@ -1,0 +1,387 @@
+"""The server under load: are all texts right, and what do they take?
+
+Starts `python -m infer.serve` on the models of --target and --draft (by default the bundled ones),
+and asks for sampled texts that `Engine.generate` has written beforehand.
+
+    load         many clients stream for some time, a third of them leaves halfway; counts texts
+                 that differ, and measures first tokens, time per token, memory, and how soon the
+                 slots of those who left are free
+    killed       the server is killed under its streams and started again; clients continue theirs
+    throughput   1, 4 and 16 clients beside `Engine.generate` in batches of that size, alternating;
+                 with the draft and without
+
+Prints tables, and as its last line one JSON object; --output keeps report.json and report.md.
+
+    python -m benchmarks.serving --output docs/results/serving
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from tqdm import tqdm
+
+from infer.report import write_report
+from poss_jax.bundled import bundled_model
+from poss_jax.checkpoint.record import provenance
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.program.options import at_least
+from poss_jax.program.running import Parser, run_program
+
+PROMPTS = (
+    "def read_lines(path):\n",
+    "class Node:\n    def __init__(self",
+    "import os\n",
+    "for i in ",
+)
+NUM_CASES = 32
+_ADDRESS = re.compile(r"listening at (http://\S+)/")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, and the tokens that it must be answered with."""
+
+    prompt: PreparedPrompt
+    expected: list[int]
+
+    def body(self, num_known: int = 0) -> dict[str, Any]:
+        """The request; it continues the answer after `num_known` tokens."""
+        return {
+            "prompt": self.prompt.ids + self.expected[:num_known],
+            "continued_tokens": num_known,
+            "max_tokens": self.prompt.max_new_tokens - num_known,
+            "temperature": self.prompt.sampling.temperature,
+            "seed": self.prompt.sampling.seed,
+            "stream": True,
+            "return_token_ids": True,
+        }
+
+
+@dataclass
+class Answer:
+    """An answer as a client saw it; times in seconds."""
+
+    tokens: list[int]
+    first: float
+    seconds: float
+    is_whole: bool
+
+
+def make_cases(engine: Engine, max_new_tokens: int) -> list[Case]:
+    """Draws requests, and answers them without a server."""
+    prompts = [
+        engine.prepare(
+            PROMPTS[i % len(PROMPTS)], max_new_tokens, SamplingConfig(temperature=1.0, seed=i)
+        )
+        for i in range(NUM_CASES)
+    ]
+    answers = engine.decode(prompts, batch_size=8)
+    return [
+        Case(prompt, answer.output_ids) for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+@contextmanager
+def serve(args: argparse.Namespace, draft: str | None) -> Iterator[tuple[subprocess.Popen, str]]:
+    """Runs a server until its tables are warm; gives the process and its address."""
+    words = ["--target", args.target, *(["--draft", draft] if draft else [])]
+    words += ["--port", "0", "--batch-size", "16", "--max-length", str(args.max_length)]
+    words += ["--max-logprobs", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infer.serve", *words], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := _ADDRESS.search(line):
+            url = found[1]
+            break
+    else:
+        raise RuntimeError("the server did not start")
+    log = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
+    try:
+        while httpx.get(f"{url}/ready").status_code != 200:
+            time.sleep(0.5)
+        yield process, url
+    finally:
+        process.terminate()
+        process.wait()
+        log.terminate()
+
+
+async def ask(
+    client: httpx.AsyncClient, case: Case, *, known: int = 0, leave_after: int | None = None
+) -> Answer:
+    """Streams one answer; leaves after some tokens, if so wanted."""
+    begun, first, tokens, is_whole = time.monotonic(), 0.0, [], False
+    try:
+        async for event in _events(client, case.body(known)):
+            new = event["choices"][0].get("token_ids") or []
+            if new and not tokens:
+                first = time.monotonic() - begun
+            tokens += new
+            is_whole = event["choices"][0]["finish_reason"] is not None
+            if leave_after is not None and len(tokens) >= leave_after:
+                break
+    except httpx.HTTPError:
+        pass  # the server was killed; the answer is not whole
+    return Answer(tokens, first, time.monotonic() - begun, is_whole)
+
+
+async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line[6:])
+
+
+def make_client(url: str) -> httpx.AsyncClient:
+    """A client without limits of its own."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(base_url=url, limits=limits, timeout=300)
+
+
+async def run_load(
+    url: str, pid: int, cases: Sequence[Case], *, num_clients: int, seconds: float
+) -> dict[str, Any]:
+    """Streams from many clients; every third request of each leaves halfway."""
+    end, answers, wrong = time.monotonic() + seconds, [], 0
+    memory = [resident_mib(pid)]
+
+    async def run_client(index: int, client: httpx.AsyncClient) -> None:
+        nonlocal wrong
+        number = index
+        while time.monotonic() < end:
+            case, number = cases[number % len(cases)], number + num_clients + 1
+            leaves = number % 3 == 0
+            half = len(case.expected) // 2
+            answer = await ask(client, case, leave_after=half if leaves else None)
+            expected = case.expected[: len(answer.tokens)] if leaves else case.expected
+            wrong += answer.tokens != expected
+            answers.append(answer)
+
+    async with make_client(url) as client:
+        clients = [asyncio.create_task(run_client(i, client)) for i in range(num_clients)]
+        with tqdm(total=round(seconds), desc="load", unit="s") as bar:
+            while time.monotonic() < end:
+                await asyncio.sleep(1)
+                bar.update()
+                memory.append(resident_mib(pid))
+        await asyncio.gather(*clients)
+        freed = await measure_freeing(client, cases, num_clients)
+    whole = [answer for answer in answers if answer.is_whole]
+    per_token = [
+        (one.seconds - one.first) / (len(one.tokens) - 1) for one in whole if len(one.tokens) > 1
+    ]
+    return {
+        "clients": num_clients,
+        "answers": len(answers),
+        "left": len(answers) - len(whole),
+        "wrong": wrong,
+        "tokens_per_second": sum(len(one.tokens) for one in answers) / seconds,
+        "first_token_milliseconds": percentiles([1000 * one.first for one in whole]),
+        "per_token_milliseconds": percentiles([1000 * one for one in per_token]),
+        "freed_milliseconds": freed,
+        "memory_mib": {"after_10_s": memory[min(10, len(memory) - 1)], "at_the_end": memory[-1]},
+    }
+
+
+async def measure_freeing(
+    client: httpx.AsyncClient, cases: Sequence[Case], num_clients: int
+) -> float:
+    """Milliseconds from the moment at which all clients leave until no slot is taken."""
+    await asyncio.gather(*(ask(client, case, leave_after=8) for case in cases[:num_clients]))
+    left = time.monotonic()
+    while await read_metric(client, "num_requests_running"):
+        await asyncio.sleep(0.002)
+    return 1000 * (time.monotonic() - left)
+
+
+async def read_metric(client: httpx.AsyncClient, name: str) -> float:
+    """Reads one number of /metrics."""
+    text = (await client.get("/metrics")).text
+    found = re.search(rf"^poss:{name} (\S+)$", text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+async def stream_until_killed(url: str, process: Any, cases: Sequence[Case]) -> list[Answer]:
+    """Streams, and kills the server as soon as a third of the first text is there."""
+    async with make_client(url) as client:
+        streams = [asyncio.create_task(ask(client, case)) for case in cases]
+        while await read_metric(client, "num_requests_running") < min(len(cases), 16):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+        return await asyncio.gather(*streams)
+
+
+async def continue_all(url: str, cases: Sequence[Case], known: Sequence[Answer]) -> int:
+    """Continues the answers; returns how many are not what they must be."""
+    async with make_client(url) as client:
+        pairs = [(case, answer) for case, answer in zip(cases, known, strict=True)]
+        rests = await asyncio.gather(
+            *(
+                ask(client, case, known=len(answer.tokens))
+                for case, answer in pairs
+                if not answer.is_whole
+            )
+        )
+    unfinished = [(case, answer) for case, answer in pairs if not answer.is_whole]
+    return sum(
+        answer.tokens + rest.tokens != case.expected
+        for (case, answer), rest in zip(unfinished, rests, strict=True)
+    )
+
+
+async def run_clients(url: str, cases: Sequence[Case], num_clients: int) -> float:
+    """Tokens per second of clients that each ask for one text after the other."""
+    waiting = list(cases)
+
+    async def run_client(client: httpx.AsyncClient) -> None:
+        while waiting:
+            case = waiting.pop()
+            answer = await ask(client, case)
+            assert answer.tokens == case.expected
+
+    begun = time.monotonic()
+    async with make_client(url) as client:
+        await asyncio.gather(*(run_client(client) for _ in range(num_clients)))
+    return sum(len(case.expected) for case in cases) / (time.monotonic() - begun)
+
+
+def run_engine(engine: Engine, cases: Sequence[Case], batch_size: int) -> float:
+    """Tokens per second of `Engine.generate`'s loop."""
+    begun = time.monotonic()
+    answers = engine.decode([case.prompt for case in cases], batch_size=batch_size)
+    assert [answer.output_ids for answer in answers] == [case.expected for case in cases]
+    return sum(len(case.expected) for case in cases) / (time.monotonic() - begun)
+
+
+def measure_throughput(
+    engine: Engine, url: str, cases: Sequence[Case], repeats: int
+) -> list[dict[str, Any]]:
+    """The server beside the engine, alternating; the first pass is not counted."""
+    rows = []
+    for size in (1, 4, 16):
+        few = cases[: max(size, 8)]
+        served, alone = [], []
+        for _ in tqdm(range(1 + repeats), desc=f"{size} clients", unit="pass"):
+            alone.append(run_engine(engine, few, size))
+            served.append(asyncio.run(run_clients(url, few, size)))
+        ratios = np.array(served[1:]) / np.array(alone[1:])
+        rows.append(
+            {
+                "clients": size,
+                "server": float(np.median(served[1:])),
+                "engine": float(np.median(alone[1:])),
+                "ratio": float(np.median(ratios)),
+            }
+        )
+    return rows
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Median and 99th percentile."""
+    return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
+
+
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process, where the system tells it; else NaN."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError):
+        return float("nan")
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs all parts."""
+    engine = Engine.load(args.target, args.draft, max_length=args.max_length)
+    plain = Engine.load(args.target, max_length=args.max_length)
+    cases = make_cases(engine, args.max_new_tokens)
+    report: dict[str, Any] = {"throughput": {}}
+    with serve(args, args.draft) as (process, url):
+        load = run_load(url, process.pid, cases, num_clients=args.clients, seconds=args.seconds)
+        report["load"] = asyncio.run(load)
+        report["throughput"]["with draft"] = measure_throughput(engine, url, cases, args.repeats)
+        known = asyncio.run(stream_until_killed(url, process, cases))
+    with serve(args, args.draft) as (_, url):
+        wrong = asyncio.run(continue_all(url, cases, known))
+        cut = sum(not answer.is_whole for answer in known)
+        report["killed"] = {"streams": len(cases), "cut": cut, "wrong_after_continuing": wrong}
+    with serve(args, None) as (_, url):
+        report["throughput"]["without"] = measure_throughput(plain, url, cases, args.repeats)
+    return report | {"provenance": provenance()}
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """Writes the report in Markdown."""
+    load, killed = report["load"], report["killed"]
+    first, per_token = load["first_token_milliseconds"], load["per_token_milliseconds"]
+    lines = [
+        f"{load['clients']} clients: {load['answers']} answers, of which {load['left']} were left "
+        f"halfway; **{load['wrong']} wrong**; {load['tokens_per_second']:.0f} tokens/s.",
+        "",
+        "| | p50 | p99 |",
+        "|---|---|---|",
+        f"| first token, ms | {first['p50']:.0f} | {first['p99']:.0f} |",
+        f"| time per token, ms | {per_token['p50']:.1f} | {per_token['p99']:.1f} |",
+        "",
+        f"All slots are free {load['freed_milliseconds']:.0f} ms after all clients have left. "
+        f"Memory: {load['memory_mib']['after_10_s']:.0f} MiB after 10 s, "
+        f"{load['memory_mib']['at_the_end']:.0f} MiB at the end.",
+        "",
+        f"Killed and started again: {killed['cut']} of {killed['streams']} streams were cut; "
+        f"**{killed['wrong_after_continuing']} wrong** once continued.",
+        "",
+        "| clients | draft | server, tokens/s | `Engine.generate` | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for name, rows in report["throughput"].items():
+        lines += [
+            f"| {row['clients']} | {name} | {row['server']:.0f} | {row['engine']:.0f} | "
+            f"{row['ratio']:.2f} |"
+            for row in rows
+        ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, measures, prints."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--target", default=str(bundled_model("target")), metavar="DIR")
+    parser.add_argument("--draft", default=str(bundled_model("poss3")), metavar="DIR")
+    parser.add_argument("--clients", type=at_least(1), default=64)
+    parser.add_argument("--seconds", type=at_least(1), default=120)
+    parser.add_argument("--max-new-tokens", type=at_least(8), default=128)
+    parser.add_argument("--max-length", type=at_least(16), default=512)
+    parser.add_argument("--repeats", type=at_least(1), default=3)
+    parser.add_argument("--output", type=Path, metavar="DIR")
+    args = parser.parse_args(arguments)
+    report = measure(args)
+    text = format_report(report)
+    print(text)
+    if args.output is not None:
+        write_report(report, text, args.output)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    run_program(main)
