@@ -61,10 +61,11 @@ from poss_jax.engine.prompts import (
 )
 from poss_jax.engine.text import check_stop
 from poss_jax.engine.trees import find_tuned
-from poss_jax.model.parameters import place_params, place_weights
+from poss_jax.model.parameters import check_params, place_params, place_weights
+from poss_jax.model.quantise import Quantised
 from poss_jax.model.sharding import decoding_mesh, replicate
 from poss_jax.model.specialists import attach, fuse_draft
-from poss_jax.model.target import fuse_target
+from poss_jax.model.target import compute_dtype, fuse_target
 from poss_jax.shapes import Params
 
 
@@ -112,11 +113,8 @@ class Engine:
         self.target_config = record.llama
         self.draft_config: DraftConfig | None = None
         self.mesh = decoding_mesh(mesh)
-        layers = list(params["layers"])  # the caller keeps a list of its own
-        target = fuse_target(
-            params | {"layers": layers}, record.llama, partial(_place_on, self.mesh)
-        )
-        self.weights = Weights(target, {})
+        self.weights = Weights(self._fuse(params), {})
+        self._own_draft: Params = {}  # what is not the target's, and `vocabulary`
         self._has_own_trees = tree is not None
         self.trees = _fit_trees(tree or default_tree(), {})
         self.drafting: Drafting = drafting
@@ -232,12 +230,10 @@ class Engine:
         ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
         if ids is not None and self.mesh:
             ids = jax.device_put(ids, replicate(self.mesh))
-        target = self.weights.target
-        draft = attach(fuse_draft(params, record.draft), target, ids)
-        del draft["vocabulary"]
-        draft = _place_on(self.mesh, draft) | {"vocabulary": ids}
-        other.weights = Weights(target, draft)
-        other.trees = _fit_trees(self.trees, draft)
+        own = _place_on(self.mesh, fuse_draft(params, record.draft))
+        other._own_draft = own | {"vocabulary": ids}
+        other.weights = other._lend(self.weights.target)
+        other.trees = _fit_trees(self.trees, other.weights.draft)
         return other
 
     def with_tree(self, tree: TreeConfig | Trees, *, drafting: Drafting | None = None) -> "Engine":
@@ -253,6 +249,45 @@ class Engine:
     def fingerprint(self) -> str:
         """Digest of the target's weights."""
         return self._record.fingerprint
+    def update_weights(self, params: Params) -> None:
+        """Replaces the target's parameters; nothing is compiled again.
+
+        The draft keeps its own parameters and is lent the new embedding and head. A text that is
+        being streamed ends with the old target, and engines that share it (`with_draft`,
+        `with_tree`) keep it. Old and new parameters are both held until this returns.
+
+        Args:
+          params: parameters of a target of the same shape and dtype, as `__init__` takes them.
+
+        Raises:
+          UserError: other names, shapes or dtypes, or the engine's target is quantised.
+        """
+        old = self.weights.target
+        leaves = jax.tree.leaves(old, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+        if any(isinstance(leaf, Quantised) for leaf in leaves):
+            raise UserError(
+                "update_weights: want a target that is not quantised; load it without `quantise`"
+            )
+        check_params(self.target_config, params, compute_dtype(old))
+        if self.target_config.tie_embeddings:
+            params = params | {"head": params["embed"]}
+        # Where an array lies, and whether it may move, is part of what was compiled.
+        self.weights = self._lend(jax.tree.map(_place_like, self._fuse(params), old))
+
+    def _fuse(self, params: Params) -> Params:
+        """Fuses a target for decoding and places it; the caller keeps a list of its own."""
+        params = params | {"layers": list(params["layers"])}
+        return fuse_target(params, self.target_config, partial(_place_on, self.mesh))
+
+    def _lend(self, target: Params) -> Weights:
+        """Joins a target and this engine's draft, which uses its embedding and head."""
+        if not self._own_draft:
+            return Weights(target, {})
+        own = dict(self._own_draft)
+        vocabulary = own.pop("vocabulary")
+        draft = attach(own, target, vocabulary)
+        del draft["vocabulary"]
+        return Weights(target, _place_on(self.mesh, draft) | {"vocabulary": vocabulary})
 
     # ----------------------------------------------------------------------------------------------
     # From prompts to answers
@@ -499,6 +534,10 @@ def _sharding_on(mesh: Mesh | None) -> Callable[..., NamedSharding] | None:
 
 def _place_on(mesh: Mesh | None, params: Params) -> Params:
     return params if mesh is None else place_params(params, mesh)
+
+
+def _place_like(leaf: jax.Array, old: jax.Array) -> jax.Array:
+    return jax.device_put(leaf, old.sharding) if old.committed else leaf
 
 
 def _fit_trees(tree: TreeConfig | Trees, draft: Params) -> Trees:

@@ -24,11 +24,13 @@ from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.reading import UserError
 from poss_jax.model.families import FAMILIES, family_of
 from poss_jax.model.layers import Parameter
 from poss_jax.model.quantise import quantise_target, weight_path
@@ -107,6 +109,40 @@ def join_items(items: Iterable[tuple[str, Params]]) -> Params:
         else:
             params[group] = item
     return params
+
+
+def check_params(config: LlamaConfig, params: Params, dtype: Any) -> None:
+    """Compares a target in memory (layers in a list, nothing fused) with its table.
+
+    Args:
+      config: shape of the target; its head may be left out if the embeddings are tied.
+      params: parameters of the target.
+      dtype: dtype that all of them have.
+
+    Raises:
+      UserError: a parameter is missing or unknown, or has another shape or dtype.
+    """
+    got = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (leaf.shape, leaf.dtype)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    want = {
+        "/".join((name, *path)): (shape, jnp.dtype(dtype))
+        for name, shapes in item_shapes(config).items()
+        for path, shape in flatten_item(shapes).items()
+    }
+    if config.tie_embeddings:
+        got.pop("head/weight", None)
+
+    def describe(array: tuple[tuple[int, ...], Any] | None) -> str:
+        return "none" if array is None else f"{list(array[0])} {array[1]}"
+
+    for name in sorted(got.keys() | want.keys()):
+        if got.get(name) != want.get(name):
+            raise UserError(
+                f"{name}: want {describe(want.get(name))}, got {describe(got.get(name))}; "
+                "give parameters of a target of the same shape"
+            )
 
 
 def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:

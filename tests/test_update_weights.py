@@ -1,0 +1,154 @@
+"""New parameters of the target in an engine that has decoded before."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from models import random_draft, random_target, tiny_llama
+
+from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
+from poss_jax.checkpoint.record import new_record, target_identity
+from poss_jax.config.models import DraftConfig, LlamaConfig, MeshConfig
+from poss_jax.model.quantise import quantise_target
+from poss_jax.shapes import Params
+
+LLAMA = tiny_llama(vocab_size=64, max_position_embeddings=128)
+EAGLE = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
+EAGLE3 = DraftConfig(layer=LLAMA, family="eagle3", aux_layers=(0, 1), kv="shared", head_size=64)
+TREE = TreeConfig(depth=3, top_k=2, total_tokens=8)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
+SAMPLING = [SamplingConfig(temperature=1, seed=3), SamplingConfig()]
+IDENTITY = target_identity("tiny", None, jnp.ones(1), jnp.ones(1))
+
+
+def make_engine(target: Params, llama: LlamaConfig = LLAMA, *, mesh: Any = None) -> Engine:
+    record = new_record(llama, IDENTITY, tokenizer_from=None)
+    return Engine(record, target, tree=TREE, mesh=mesh)
+
+
+def with_draft(engine: Engine, draft: DraftConfig, vocabulary: Any = None) -> Engine:
+    record = new_record(draft, IDENTITY, tokenizer_from=None, draft_vocabulary=vocabulary)
+    return engine.with_draft(record, random_draft(draft))
+
+
+def answers(engine: Engine) -> list[Any]:
+    return engine.generate(PROMPTS, max_new_tokens=12, batch_size=2, sampling=SAMPLING)
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[Any]]:
+    """What was compiled so far in this test."""
+    seen = []
+
+    def listen(event: str, duration: float, **details: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(details)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize(
+    "draft, vocabulary, tied",
+    [
+        (None, None, False),
+        (EAGLE, None, True),
+        (EAGLE, tuple(range(0, 64, 2)), False),
+        (EAGLE3, None, False),
+    ],
+    ids=["plain", "tied", "vocabulary", "eagle3"],
+)
+def test_an_updated_engine_is_one_that_was_made_of_the_new_weights(draft, vocabulary, tied):
+    llama = replace(LLAMA, tie_embeddings=tied)
+
+    def make(seed: int) -> Engine:
+        engine = make_engine(random_target(llama, seed), llama)
+        return engine if draft is None else with_draft(engine, draft, vocabulary)
+
+    engine, wanted = make(seed=0), make(seed=7)
+    old = answers(engine)
+    engine.update_weights(random_target(llama, seed=7))
+    jax.tree.map(lambda a, b: assert_equal(a, b), engine.weights, wanted.weights)
+    # Rounds and drafted positions are equal too: the draft reads the new embedding and head.
+    assert answers(engine) == answers(wanted) != old
+
+
+def assert_equal(a: jax.Array, b: jax.Array) -> None:
+    assert a.sharding == b.sharding and (a == b).all()
+
+
+def test_an_update_compiles_nothing(compilations):
+    engine = with_draft(make_engine(random_target(LLAMA)), EAGLE)
+    answers(engine)
+    new = random_target(LLAMA, seed=7)
+    compilations.clear()
+    engine.update_weights(new)
+    answers(engine)
+    assert not compilations
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, tensor=4)])
+def test_an_update_goes_to_the_devices_of_the_old_weights(compilations, mesh):
+    first, last = jax.devices()[0], jax.devices()[-1]
+    engine = with_draft(make_engine(jax.device_put(random_target(LLAMA), first), mesh=mesh), EAGLE)
+    old = answers(engine)
+    places = [leaf.sharding for leaf in jax.tree.leaves(engine.weights)]
+    engine.update_weights(jax.device_put(random_target(LLAMA, seed=7), last))
+    compilations.clear()
+    assert answers(engine) != old
+    assert not compilations
+    assert [leaf.sharding for leaf in jax.tree.leaves(engine.weights)] == places
+
+
+def test_an_engine_of_the_same_target_and_a_running_stream_keep_it():
+    target = random_target(LLAMA)
+    engine = with_draft(make_engine(target), EAGLE)
+    other = engine.with_tree(TREE)
+    wanted = answers(engine)[0]
+    stream = engine.stream(PROMPTS[0], max_new_tokens=12, sampling=SAMPLING[0])
+    chunks = [next(stream)]
+    engine.update_weights(random_target(LLAMA, seed=7))
+    assert [*chunks, *stream][-1].answer == wanted == answers(other)[0]
+    engine.update_weights(target)
+    assert len(target["layers"]) == LLAMA.num_layers  # the caller's own list
+    assert answers(engine)[0] == wanted
+
+
+def wider(params: Params) -> Params:
+    return params | {"norm": {"scale": jnp.ones(33)}}
+
+
+def shallower(params: Params) -> Params:
+    return params | {"layers": params["layers"][:1]}
+
+
+def narrower(params: Params) -> Params:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (wider, r"norm/scale: want \[32\] float32, got \[33\] float32; give parameters"),
+        (shallower, r"layers/1/attention/k/weight: want \[16, 32\] float32, got none"),
+        (narrower, r"embed/weight: want \[64, 32\] float32, got \[64, 32\] bfloat16"),
+        (lambda params: params | {"bias": jnp.ones(3)}, r"bias: want none, got \[3\] float32"),
+    ],
+)
+def test_other_parameters_are_refused_and_change_nothing(change, message):
+    engine = make_engine(random_target(LLAMA))
+    weights = engine.weights
+    with pytest.raises(UserError, match=message) as refused:
+        engine.update_weights(change(random_target(LLAMA, seed=7)))
+    assert "\n" not in str(refused.value)
+    assert engine.weights is weights
+
+
+def test_a_quantised_target_is_refused():
+    engine = make_engine(quantise_target(random_target(LLAMA), "int8"))
+    with pytest.raises(UserError, match="want a target that is not quantised; load it without"):
+        engine.update_weights(random_target(LLAMA))
