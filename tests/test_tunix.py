@@ -114,7 +114,7 @@ def their_log_probs(policy: llama3.Llama3, prompts: Any, completions: Any) -> np
 
 
 def padded_rows() -> tuple[jax.Array, jax.Array]:
-    """Prompts padded on the left, completions on the right; one fills all, one prompt is one token."""
+    """Prompts padded on the left, completions on the right; one prompt is a single token."""
     tokens = np.random.default_rng(2).integers(3, 64, (3, 90))
     tokens[0, :5] = tokens[0, -7:] = tokens[2, :19] = PAD
     return jnp.asarray(tokens[:, :20]), jnp.asarray(tokens[:, 20:])
