@@ -29,14 +29,8 @@ from poss_jax.learn.task import DraftTask
 from poss_jax.model.parameters import place_tree
 from poss_jax.model.sharding import make_mesh
 from poss_jax.model.target import stack_layers
-from train.devices import (
-    expects_processes,
-    make_on,
-    make_step_on,
-    put_batch,
-    stack_on,
-    start_processes,
-)
+from poss_jax.program.processes import expects_processes, start_processes
+from train.devices import make_on, make_step_on, put_batch, stack_on
 from train.main import main
 
 LLAMA = tiny_llama(vocab_size=64)

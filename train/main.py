@@ -27,9 +27,10 @@ from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
 from poss_jax.program.options import read_arguments
+from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
-from .devices import is_first_process, make_on, start_processes
+from .devices import is_first_process, make_on
 from .loggers import check_loggers
 from .loop import run_steps
 from .memory import check_memory, describe_devices

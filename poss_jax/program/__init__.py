@@ -1,5 +1,6 @@
 """Code that all programs share.
 
-running.py  one-line errors, exit codes, compilation cache, marked text
-options.py  command lines: a config's keys as options; loading an engine
+running.py    one-line errors, exit codes, compilation cache, marked text
+processes.py  several processes of one program
+options.py    command lines: a config's keys as options; loading an engine
 """

@@ -1,0 +1,51 @@
+"""Several processes of one program: who takes part, and how they find each other."""
+
+import os
+from typing import Any
+
+import jax
+
+from poss_jax.config.reading import UserError
+
+# Set in every process by what starts several of them: a count of processes, or a list of hosts.
+_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+_LISTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
+
+
+def start_processes() -> None:
+    """Joins the other processes of the run, where the environment speaks of any.
+
+    `JAX_COORDINATOR_ADDRESS` (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, unless the cluster
+    tells them), SLURM, Open MPI, or a TPU pod. Comes before anything else asks for devices.
+
+    Raises:
+      UserError: the others cannot be joined.
+    """
+    if not expects_processes(os.environ) or jax.distributed.is_initialized():
+        return
+
+    def given(name: str) -> int | None:
+        return int(os.environ[name]) if name in os.environ else None
+
+    try:
+        jax.distributed.initialize(
+            num_processes=given("JAX_NUM_PROCESSES"), process_id=given("JAX_PROCESS_ID")
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"cannot join the other processes: {' '.join(str(error).split())[:300]}; set "
+            "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID in each"
+        ) from error
+    if jax.default_backend() == "cpu":
+        # Programs out of the cache take the collectives of a step in any order, and deadlock.
+        jax.config.update("jax_enable_compilation_cache", False)
+
+
+def expects_processes(environment: Any) -> bool:
+    """Tells whether the environment says that there are several processes."""
+    return (
+        "JAX_COORDINATOR_ADDRESS" in environment
+        or "MEGASCALE_COORDINATOR_ADDRESS" in environment
+        or any(int(environment.get(name) or 1) > 1 for name in _COUNTS)
+        or any("," in environment.get(name, "") for name in _LISTS)
+    )
