@@ -5,6 +5,9 @@ with the package. Listens at 127.0.0.1:8000; http://127.0.0.1:8000/ is a page to
 the environment variable POSS_API_KEY is set, requests must carry it. SIGTERM finishes the answers
 that are under way and then exits. Needs `pip install 'poss-jax[serve]'`.
 
+Of several processes, started like those of a training run (docs/training.md, "Several hosts"),
+the first one listens; the model is cut among the devices of all.
+
     python -m infer.serve
     python -m infer.serve --target models/llama --draft models/poss3 --host 0.0.0.0 --batch-size 32
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
@@ -17,14 +20,17 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 
 import jax
 
 from poss_jax.config.decoding import ServeConfig
+from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError
-from poss_jax.engine.slots import follow
+from poss_jax.engine.leader import follow
 from poss_jax.program.options import load_engine, read_arguments
+from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
 _LOG = logging.getLogger(__name__)
@@ -39,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from poss_jax.serving.app import create_app, guarded, make_slots
     except ImportError as error:
         raise UserError(f"{error.name} is missing; pip install 'poss-jax[serve]'") from error
+    start_processes()
+    config = _on_all_devices(config)
     engine = load_engine(config)
     if jax.process_index() > 0:
         follow(make_slots(engine, config))
@@ -78,6 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     _LOG.warning("listening at http://%s:%d/", *sock.getsockname()[:2])
     DrainingServer(settings).run(sockets=[sock])
+
+
+def _on_all_devices(config: ServeConfig) -> ServeConfig:
+    """Gives several processes one grid of all devices, unless the config has one."""
+    if jax.process_count() == 1:
+        return config
+    mesh = config.mesh or MeshConfig(data=1, tensor=-1)
+    if mesh.sizes(jax.device_count()) == (1, 1, 1):
+        raise UserError(
+            f"mesh {mesh.name}: want all {jax.device_count()} devices of {jax.process_count()} "
+            "processes; leave mesh out, or set mesh.tensor to -1"
+        )
+    return replace(config, mesh=mesh)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -23,10 +23,12 @@ from typing import Any
 import jax
 
 from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.reading import UserError
 from poss_jax.decode.state import Weights
 from poss_jax.engine.answers import Chunk, Landed, LiveAnswer
+from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
-from poss_jax.engine.slots import MOST_ROUNDS, Landing, Leader, Slots, read_landing
+from poss_jax.engine.slots import MOST_ROUNDS, Landing, Slots, read_landing
 
 _LOG = logging.getLogger(__package__)
 _PATIENCE = 16  # steps for which a batch stays larger than its texts need
@@ -258,7 +260,15 @@ class Scheduler:
         """Goes on with other weights of the same shapes, once all that run now have ended.
 
         Requests that wait in the queue get the new ones.
+
+        Raises:
+          UserError: there are several processes.
         """
+        if isinstance(self._steps, Leader):
+            raise UserError(
+                "update_weights: want a server of one process, this one has several; start it "
+                "again with the new weights"
+            )
         self._call(lambda: self._slots.set_weights(weights))
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -297,8 +307,6 @@ class Scheduler:
         try:
             while self._wait_for_work():
                 self._turn()
-            if isinstance(self._steps, Leader):
-                self._steps.dismiss()
         except Exception as error:
             _LOG.exception("decoding failed; restart the server")
             with self._changed:
@@ -306,6 +314,9 @@ class Scheduler:
                 for stream in [*self._waiting, *self._streams()]:
                     stream._put(Closed("decoding failed"))
                 self._changed.notify_all()
+        finally:
+            if isinstance(self._steps, Leader):
+                self._steps.dismiss()
 
     def _wait_for_work(self) -> bool:
         """Waits until there is something to do; False once closed."""

@@ -6,10 +6,9 @@ A prompt is read by itself, chunk by chunk, so that rounds of other texts run in
 are fixed when the slots are made: how many there are, how long a text may be, how many tokens may
 be biased. What a slot's text is depends on its prompt, settings and seed alone.
 
-On several hosts every process makes the same slots and calls them in the same order (see `follow`).
+On several hosts every process makes the same slots and calls them in the same order (`leader.py`).
 """
 
-import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jax.experimental import multihost_utils
 
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
@@ -37,6 +35,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, sampling_arrays, stop_id_rows
 from poss_jax.model import target as targets
 from poss_jax.model.cache import KVCache
+from poss_jax.model.sharding import replicate
 from poss_jax.shapes import Array, Bool, Int
 
 MOST_BIASED = 300
@@ -169,7 +168,8 @@ class Slots:
                 "max_length, or raise cache_gib"
             )
         self._prefill: tuple[Request, targets.Prefill] | None = None
-        request, slots = self._make_request(PreparedPrompt([0], 1)), jnp.arange(self.sizes[0])
+        request = self._make_request(PreparedPrompt([0], 1))
+        slots = self._put(np.arange(self.sizes[0], dtype=np.int32))
         self._request, self._state = _allocate(self.weights, self._config, request, slots)
         self.size = self.sizes[0]
 
@@ -198,14 +198,27 @@ class Slots:
         tokens[0, : len(prompt.ids)] = prompt.ids
         stop_ids = [self.engine.stop_ids_of(prompt)]
         start = len(prompt.ids) - prompt.num_continued
+        put = self._put
         return Request(
-            tokens=jnp.asarray(tokens),
-            lengths=jnp.asarray([len(prompt.ids)], jnp.int32),
-            limits=jnp.asarray([prompt.max_new_tokens], jnp.int32),
-            stop_ids=jnp.asarray(stop_id_rows(stop_ids, MOST_STOP_IDS)),
-            sampling=sampling_arrays([prompt.sampling], num_biased=MOST_BIASED),
-            output_starts=jnp.asarray([start], jnp.int32),
+            tokens=put(tokens),
+            lengths=put(np.asarray([len(prompt.ids)], np.int32)),
+            limits=put(np.asarray([prompt.max_new_tokens], np.int32)),
+            stop_ids=put(stop_id_rows(stop_ids, MOST_STOP_IDS)),
+            sampling=put(sampling_arrays([prompt.sampling], num_biased=MOST_BIASED)),
+            output_starts=put(np.asarray([start], np.int32)),
         )
+
+    def _put(self, arrays: Any) -> Any:
+        """Gives arrays of the host to all devices; every process has the same."""
+        mesh = self.engine.mesh
+        if mesh is None:
+            return jax.tree.map(jnp.asarray, arrays)
+
+        def put(array: Any) -> Array:
+            array = np.asarray(array)
+            return jax.make_array_from_callback(array.shape, replicate(mesh), array.__getitem__)
+
+        return jax.tree.map(put, arrays)
 
     def num_chunks(self, prompt: PreparedPrompt) -> int:
         """Calls of `extend` with one chunk that a prompt takes."""
@@ -234,7 +247,7 @@ class Slots:
         """Reads the chunks of the prompt from `first` up to `last`."""
         assert self._prefill is not None, "want begin first"
         request, prefill = self._prefill
-        chunks = jnp.asarray([[first, last]], jnp.int32)
+        chunks = self._put(np.asarray([[first, last]], np.int32))
         self._prefill = request, _extend(self.weights, self._config, request, prefill, chunks)
 
     def insert(self, slot: int) -> Landing:
@@ -249,7 +262,7 @@ class Slots:
             self._state,
             one,
             prefill,
-            jnp.asarray([slot], jnp.int32),
+            self._put(np.asarray([slot], np.int32)),
         )
         return landing
 
@@ -275,8 +288,8 @@ class Slots:
             config,
             request,
             self._state,
-            jnp.asarray(is_ended),
-            jnp.asarray([num_rounds], jnp.int32),
+            self._put(is_ended),
+            self._put(np.asarray([num_rounds], np.int32)),
         )
         return landing
 
@@ -289,9 +302,9 @@ class Slots:
         """
         index = np.zeros(size, np.int32)
         index[: len(order)] = order
-        is_kept = jnp.asarray(np.arange(size) < len(order))
+        index, is_kept = self._put((index, np.arange(size) < len(order)))
         self._request, self._state = _resize(
-            self.weights, self._config, self._request, self._state, jnp.asarray(index), is_kept
+            self.weights, self._config, self._request, self._state, index, is_kept
         )
         self.size = size
 
@@ -436,49 +449,3 @@ _extend = jax.jit(on_mesh(_run_chunks), static_argnums=1, donate_argnums=3)
 _insert = jax.jit(on_mesh(_insert_text), static_argnums=1, donate_argnums=(2, 3))
 _run = jax.jit(on_mesh(_run_slots), static_argnums=1, donate_argnums=3)
 _resize = jax.jit(on_mesh(_move), static_argnums=1)
-
-
-# --------------------------------------------------------------------------------------------------
-# Several processes
-
-
-class Leader:
-    """The slots of process 0: every step is told to the others before it is taken."""
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-
-    def __getattr__(self, name: str) -> Any:
-        own = getattr(self._slots, name)
-        if name not in _STEPS:
-            return own
-
-        def tell_and_take(*args: Any) -> Any:
-            _broadcast((name, args))
-            return own(*args)
-
-        return tell_and_take
-
-    def dismiss(self) -> None:
-        """Lets the other processes return from `follow`."""
-        _broadcast(None)
-
-
-def follow(slots: Slots) -> None:
-    """Takes the steps that process 0 tells, until it dismisses."""
-    while (step := _broadcast(None)) is not None:
-        name, args = step
-        getattr(slots, name)(*args)
-
-
-_STEPS = ("begin", "extend", "insert", "run", "resize")
-
-
-def _broadcast(message: Any) -> Any:
-    """Gives process 0's message to all processes: its length, and then the bytes."""
-    data = np.frombuffer(pickle.dumps(message), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int64(len(data))))
-    room = np.zeros(1 << (size - 1).bit_length(), np.uint8)  # few shapes to compile
-    if jax.process_index() == 0:
-        room[:size] = data
-    return pickle.loads(bytes(multihost_utils.broadcast_one_to_all(room)[:size]))

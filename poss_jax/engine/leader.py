@@ -1,0 +1,79 @@
+"""One model on several hosts: process 0 decides the steps of the slots, the others repeat them.
+
+    process 0:   Leader(slots).run(...)  ─► tells ("run", ...) ─► slots.run(...)
+    the others:  follow(slots)           ─►                       slots.run(...)
+
+Steps go through the key-value store of `jax.distributed`, not through a collective: a follower that
+waits keeps no device busy, may wait for any time, and the leader never waits for a round to end
+only to announce the next one. A process that dies ends all others, as `jax.distributed` has it.
+"""
+
+import pickle
+from itertools import count
+from typing import Any
+
+import jax
+from jax._src import distributed  # jax.distributed has the store, but no name for it
+
+from poss_jax.engine.slots import Slots
+
+_STEPS = ("begin", "extend", "insert", "run", "resize")
+_WAIT_MILLISECONDS = 3_600_000  # then the same question again
+_KEPT = 1024
+"""Steps that stay in the store. Collectives of the rounds keep followers within a few steps."""
+
+
+class Leader:
+    """The slots of process 0: every step is told to the others before it is taken."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots, self._num_told = slots, 0
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._slots, name)
+        if name not in _STEPS:
+            return own
+
+        def tell_and_take(*args: Any) -> Any:
+            self._tell((name, args))
+            return own(*args)
+
+        return tell_and_take
+
+    def dismiss(self) -> None:
+        """Lets the other processes return from `follow`."""
+        self._tell(None)
+
+    def _tell(self, message: Any) -> None:
+        store, index = _store(), self._num_told
+        store.key_value_set_bytes(_key(index), pickle.dumps(message))
+        if index >= _KEPT:
+            store.key_value_delete(_key(index - _KEPT))
+        self._num_told += 1
+
+
+def follow(slots: Slots) -> None:
+    """Takes the steps that process 0 tells, until it dismisses."""
+    for index in count():
+        message = pickle.loads(_wait_for(_key(index)))
+        if message is None:
+            return
+        name, args = message
+        getattr(slots, name)(*args)
+
+
+def _key(index: int) -> str:
+    return f"poss_jax/steps/{index}"
+
+
+def _store() -> Any:
+    return distributed.global_state.client
+
+
+def _wait_for(key: str) -> bytes:
+    while True:
+        try:
+            return _store().blocking_key_value_get_bytes(key, _WAIT_MILLISECONDS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
