@@ -1,0 +1,272 @@
+"""The scheduler on several devices and in several processes: the texts of one device."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from test_mesh import E3, EIGHT, POSS, SAMPLED, TREE, make_engine
+
+from infer import serve
+from poss_jax import Engine, SamplingConfig, UserError
+from poss_jax.config.decoding import ServeConfig
+from poss_jax.config.models import DraftConfig, MeshConfig
+from poss_jax.engine import leader
+from poss_jax.engine.leader import Leader, follow
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.scheduler import Scheduler
+from poss_jax.engine.slots import Slots
+
+REQUESTS = [  # prompt, new tokens, settings
+    ([1, 2, 3], 12, SamplingConfig()),
+    ([4, 5, 6, 7], 20, SAMPLED),
+    ([8], 5, SamplingConfig(temperature=1, seed=4)),
+    ([5] * 90, 30, SamplingConfig(frequency_penalty=0.5, presence_penalty=0.5)),
+    ([9, 10], 9, SamplingConfig(temperature=0.7, seed=9, logit_bias={3: 2.0})),
+    ([7] * 20, 1, SamplingConfig()),
+]
+
+
+def prepare_all(engine: Engine) -> list[PreparedPrompt]:
+    return [engine.prepare(*request) for request in REQUESTS]
+
+
+def serve_all(scheduler: Scheduler, engine: Engine) -> list[Any]:
+    """Answers of the requests, decoded together."""
+    streams = [scheduler.submit(prompt) for prompt in prepare_all(engine)]
+    return [list(stream)[-1].answer for stream in streams]
+
+
+# --------------------------------------------------------------------------------------------------
+# Devices
+
+
+@pytest.mark.parametrize(
+    ("draft", "vocabulary"), [(POSS, None), (E3, tuple(range(0, 256, 2)))], ids=["heads", "2 heads"]
+)
+def test_eight_devices_serve_the_texts_of_one_and_compile_nothing(
+    draft: DraftConfig, vocabulary: Any
+) -> None:
+    """Two key heads do not divide among eight devices."""
+    engine = make_engine(draft, EIGHT, vocabulary=vocabulary)
+    alone = make_engine(draft, None, vocabulary=vocabulary)
+    scheduler = Scheduler(Slots(engine, sizes=(1, 4), max_length=128))
+    try:
+        scheduler.warm_up()
+        answers = serve_all(scheduler, engine)
+        assert scheduler.stats.compilations == 0
+    finally:
+        scheduler.close()
+    assert answers == alone.decode(prepare_all(alone))
+
+
+def test_slots_are_made_in_parts() -> None:
+    slots = Slots(make_engine(POSS, EIGHT), sizes=(2,), max_length=128)
+    cache = slots._state.target_cache.k[0]
+    assert cache.sharding.shard_shape(cache.shape) == (2, 1, cache.shape[2], 8)
+
+
+def test_groups_that_split_the_batch_are_refused() -> None:
+    engine = make_engine(POSS, MeshConfig(data=2, tensor=4))
+    with pytest.raises(UserError, match=r"^mesh\.data 2: a server takes one group of devices; .*$"):
+        Slots(engine, sizes=(1,))
+
+
+# --------------------------------------------------------------------------------------------------
+# Leader and followers in one process
+
+
+class Store:
+    """Stands in for the key-value store of `jax.distributed`; never waits."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.num_timeouts = 0
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        assert key not in self.values
+        self.values[key] = value
+
+    def key_value_delete(self, key: str) -> None:
+        del self.values[key]
+
+    def blocking_key_value_get_bytes(self, key: str, milliseconds: int) -> bytes:
+        assert milliseconds > 0
+        if self.num_timeouts:
+            self.num_timeouts -= 1
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: Socket closed")
+        return self.values[key]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    store = Store()
+    monkeypatch.setattr(leader, "_store", lambda: store)
+    return store
+
+
+def test_a_follower_holds_the_texts_of_the_leader(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(POSS, None)
+    ours, theirs = (Slots(engine, sizes=(1, 4), max_length=128) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        scheduler = Scheduler(ours)
+    try:
+        assert serve_all(scheduler, engine) == engine.decode(prepare_all(engine))
+        with pytest.raises(UserError, match=r"^update_weights: want a server of one process, .*$"):
+            scheduler.update_weights(engine.weights)
+    finally:
+        scheduler.close()
+    store.num_timeouts = 2
+    follow(theirs)
+    assert theirs.size == ours.size
+    for a, b in zip(jax.tree.leaves(theirs._state), jax.tree.leaves(ours._state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_followers_are_dismissed_when_the_scheduler_fails(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = Slots(make_engine(POSS, None), sizes=(1,), max_length=128)
+    monkeypatch.setattr(slots, "begin", lambda prompt: 1 / 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        scheduler = Scheduler(slots)
+    scheduler.submit(PreparedPrompt([1], 1))
+    scheduler._thread.join(10)
+    monkeypatch.setattr(slots, "begin", lambda prompt: None)
+    follow(slots)
+
+
+def test_old_steps_leave_the_store_and_a_lost_leader_is_an_error(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "_KEPT", 3)
+    slots = FakeSlots()
+    told: Any = Leader(slots)
+    for first in range(5):
+        told.extend(first, first + 1)
+    assert sorted(store.values) == [f"poss_jax/steps/{index}" for index in (2, 3, 4)]
+    assert told.size == 7
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNAVAILABLE"):
+        follow(slots)
+
+
+class FakeSlots(Slots):
+    """Takes steps and does nothing."""
+
+    def __init__(self) -> None:
+        self.size = 7
+
+    def extend(self, first: int, last: int) -> None:
+        assert first + 1 == last
+
+
+# --------------------------------------------------------------------------------------------------
+# Processes
+
+
+def test_several_processes_have_one_grid_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServeConfig()
+    assert serve._on_all_devices(config) is config
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert serve._on_all_devices(config).mesh == MeshConfig(data=1, tensor=-1)
+    given = ServeConfig(mesh=EIGHT)
+    assert serve._on_all_devices(given).mesh == EIGHT
+    with pytest.raises(UserError, match=r"^mesh data=1 .*: want all 8 devices of 2 processes; .*$"):
+        serve._on_all_devices(ServeConfig(mesh=MeshConfig(data=1)))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextmanager
+def server_of_two(folder: Path, models: Path) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
+    """Two processes with a device each that serve one model: address and processes."""
+    port = free_port()
+    environment = os.environ | {
+        "XLA_FLAGS": "",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    pair = [str(models / "target"), "--draft", str(models / "draft")]
+    options = ["--port", str(port), "--batch-size", "2", "slots=[2]", "max_logprobs=0"]
+    tree = [f"tree.{key}={value}" for key, value in vars(TREE).items()]
+    command = [sys.executable, "-m", "infer.serve", "--target", *pair, *options, *tree]
+    processes = []
+    for index in range(2):
+        with (folder / f"log-{index}").open("w") as log:
+            own = environment | {"JAX_PROCESS_ID": str(index)}
+            processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=log, text=True))
+    try:
+        yield f"http://127.0.0.1:{port}", processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def wait_until_ready(address: str, processes: list[subprocess.Popen[str]]) -> None:
+    for _ in range(480):
+        assert all(process.poll() is None for process in processes)
+        try:
+            urllib.request.urlopen(f"{address}/ready").close()
+            return
+        except urllib.error.URLError:
+            time.sleep(0.5)
+    raise AssertionError("it was not ready in time")
+
+
+def ask(address: str, **body: Any) -> list[int]:
+    """Token ids of a completion."""
+    data = json.dumps(body | {"return_token_ids": True}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/completions", data, headers)
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("told", "codes"),
+    [
+        (signal.SIGTERM, [0, 0]),
+        pytest.param(signal.SIGKILL, [-signal.SIGKILL, -signal.SIGABRT], marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_serve_one_model_and_end_together(
+    fixtures: Path, tmp_path: Path, told: signal.Signals, codes: list[int]
+) -> None:
+    models = fixtures / "format_v1"
+    engine = Engine.load(models / "target", models / "draft", tree=TREE)
+    settings = [
+        {"temperature": 0},
+        {"temperature": 1, "seed": 5, "top_p": 0.9, "presence_penalty": 0.5},
+    ]
+    with server_of_two(tmp_path, models) as (address, processes):
+        wait_until_ready(address, processes)
+        for prompt, one in [([1, 2, 3], settings[0]), ([4] * 70, settings[1])]:
+            (answer,) = engine.generate([prompt], max_new_tokens=12, sampling=SamplingConfig(**one))
+            assert ask(address, prompt=prompt, max_tokens=12, **one) == answer.output_ids
+        processes[0].send_signal(told)
+        logs = [(tmp_path / f"log-{index}").read_text() for index in range(2)]
+        assert [process.wait(60) for process in processes] == codes, logs
+    assert "listening at" in logs[0] and "listening at" not in logs[1]
