@@ -16,13 +16,13 @@ from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.decode.state import Weights
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.slots import Slots
 from poss_jax.model.target import encode, stack_layers
+from poss_jax.shapes import Params
 
 TREES = {
     1: TreeConfig(depth=3, top_k=2, total_tokens=8),
@@ -39,14 +39,20 @@ SETTINGS = [
 ]
 
 
+LLAMA = tiny_llama(max_position_embeddings=400)
+DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
+
+
+def draw_target(seed: int) -> Params:
+    return certain_pair(LLAMA, DRAFT, sharpness=1.5, disorder=0.3, seed=seed)[0]
+
+
 def make_engine(seed: int = 0) -> Engine:
-    llama = tiny_llama(max_position_embeddings=400)
-    config = DraftConfig(layer=llama, positions_per_specialist=(1, 2))
-    target, draft = certain_pair(llama, config, sharpness=1.5, disorder=0.3, seed=seed)
+    target, draft = certain_pair(LLAMA, DRAFT, sharpness=1.5, disorder=0.3, seed=seed)
     weights = target["embed"]["weight"], target["head"]["weight"]
     identity = target_identity("tiny", None, *weights)
-    engine = Engine(new_record(llama, identity, tokenizer_from=None), target, tree=TREES)
-    return engine.with_draft(new_record(config, identity, tokenizer_from=None), draft)
+    engine = Engine(new_record(LLAMA, identity, tokenizer_from=None), target, tree=TREES)
+    return engine.with_draft(new_record(DRAFT, identity, tokenizer_from=None), draft)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +182,7 @@ def test_logprobs_are_those_of_a_forward(engine: Engine, warm: Scheduler):
     ids = prompt.ids + answer.output_ids
     config = engine.target_config
     # The engine's own weights are fused; a fresh target has the same values as matrices.
-    target, _ = certain_pair(config, engine.draft_config, sharpness=1.5, disorder=0.3, seed=0)
+    target = draw_target(seed=0)
     target = target | {"layers": stack_layers(target["layers"])}
     features = encode(target, config, jnp.asarray([ids]))
     logits = features[0, len(prompt.ids) - 1 : -1] @ target["head"]["weight"].T
@@ -273,15 +279,20 @@ def test_an_error_reaches_those_who_wait(engine: Engine, cold: Scheduler, monkey
 
 
 def test_other_weights_after_what_runs_has_ended(engine: Engine, warm: Scheduler):
-    other, prompt = make_engine(seed=4), engine.prepare([1, 2, 3], 40)
+    expected, other = engine.with_tree(TREES), make_engine(seed=4)
+    prompt = engine.prepare([1, 2, 3], 40)
     before = warm.submit(prompt)
     first = next(iter(before)).output_ids
-    warm.update_weights(Weights(other.weights.target, other.weights.draft))
+    warm.update_weights(draw_target(seed=4))
+    compiled = warm.stats.compilations  # fusing layers took some
     try:
         after = warm.submit(prompt)
         rest = [token for chunk in before for token in chunk.output_ids]
-        assert first + rest == alone(engine, prompt).output_ids
+        assert first + rest == alone(expected, prompt).output_ids
         assert [*after][-1].answer.output_ids == alone(other, prompt).output_ids
-        assert warm.stats.compilations == 0
+        assert warm.stats.compilations == compiled
+        with pytest.raises(UserError):
+            warm.update_weights({})
     finally:
-        warm.update_weights(engine.weights)
+        warm.update_weights(draw_target(seed=0))
+    assert [*warm.submit(prompt)][-1].answer.output_ids == alone(expected, prompt).output_ids

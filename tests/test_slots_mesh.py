@@ -130,7 +130,7 @@ def test_a_follower_holds_the_texts_of_the_leader(
     try:
         assert serve_all(scheduler, engine) == engine.decode(prepare_all(engine))
         with pytest.raises(UserError, match=r"^update_weights: want a server of one process, .*$"):
-            scheduler.update_weights(engine.weights)
+            scheduler.update_weights({})
     finally:
         scheduler.close()
     store.num_timeouts = 2

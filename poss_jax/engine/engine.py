@@ -249,6 +249,7 @@ class Engine:
     def fingerprint(self) -> str:
         """Digest of the target's weights."""
         return self._record.fingerprint
+
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters; nothing is compiled again.
 

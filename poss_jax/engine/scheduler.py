@@ -17,6 +17,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +26,11 @@ import jax
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
-from poss_jax.decode.state import Weights
 from poss_jax.engine.answers import Chunk, Landed, LiveAnswer
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from poss_jax.engine.slots import MOST_ROUNDS, Landing, Slots, read_landing
+from poss_jax.shapes import Params
 
 _LOG = logging.getLogger(__package__)
 _PATIENCE = 16  # steps for which a batch stays larger than its texts need
@@ -174,7 +176,7 @@ class Scheduler:
         self._landing: list[tuple[Landing, dict[int, Stream]]] = []  # not read yet
         self._num_large = 0  # steps for which the batch was larger than need be
         self._pace = _Pace()
-        self._calls: deque[tuple[Callable[[], None], threading.Event]] = deque()
+        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
         self._is_draining = self._is_closed = False
         self._error: Exception | None = None
@@ -256,20 +258,23 @@ class Scheduler:
             self._counts = True
             jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
 
-    def update_weights(self, weights: Weights) -> None:
-        """Goes on with other weights of the same shapes, once all that run now have ended.
+    def update_weights(self, params: Params) -> None:
+        """Replaces the target's parameters, once all that run now have ended.
 
         Requests that wait in the queue get the new ones.
 
+        Args:
+          params: as for `Engine.update_weights`.
+
         Raises:
-          UserError: there are several processes.
+          UserError: what `Engine.update_weights` refuses, or there are several processes.
         """
         if isinstance(self._steps, Leader):
             raise UserError(
                 "update_weights: want a server of one process, this one has several; start it "
                 "again with the new weights"
             )
-        self._call(lambda: self._slots.set_weights(weights))
+        self._call(lambda: self._slots.update_weights(params))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no more requests and waits for all others; False if time ran out."""
@@ -292,11 +297,13 @@ class Scheduler:
 
     def _call(self, function: Callable[[], None]) -> None:
         """Runs a function on the scheduler's thread while no text is decoded."""
-        done = threading.Event()
+        done: Future[None] = Future()
         with self._changed:
             self._calls.append((function, done))
             self._changed.notify()
-        while not done.wait(0.1):
+        while True:
+            with suppress(TimeoutError):
+                return done.result(0.1)
             if self._error is not None:
                 raise Closed("the scheduler's thread failed") from self._error
 
@@ -341,8 +348,10 @@ class Scheduler:
         if self._calls and not any(True for _ in self._streams()):
             self._land_all()
             function, done = self._calls.popleft()
-            function()
-            done.set()
+            try:
+                done.set_result(function())
+            except UserError as error:
+                done.set_exception(error)
             return
         if not self._calls:
             self._admit()

@@ -36,7 +36,7 @@ from poss_jax.engine.prompts import PreparedPrompt, sampling_arrays, stop_id_row
 from poss_jax.model import target as targets
 from poss_jax.model.cache import KVCache
 from poss_jax.model.sharding import replicate
-from poss_jax.shapes import Array, Bool, Int
+from poss_jax.shapes import Array, Bool, Int, Params
 
 MOST_BIASED = 300
 """Tokens that a request may bias, as in the OpenAI API."""
@@ -308,9 +308,10 @@ class Slots:
         )
         self.size = size
 
-    def set_weights(self, weights: Weights) -> None:
-        """Goes on with other weights of the same shapes."""
-        self.weights = weights
+    def update_weights(self, params: Params) -> None:
+        """Replaces the target's parameters (see `Engine.update_weights`)."""
+        self.engine.update_weights(params)
+        self.weights = self.engine.weights
 
 
 # --------------------------------------------------------------------------------------------------
