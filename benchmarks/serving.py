@@ -43,12 +43,7 @@ from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser, run_program
 
-PROMPTS = (
-    "def read_lines(path):\n",
-    "class Node:\n    def __init__(self",
-    "import os\n",
-    "for i in ",
-)
+PROMPTS = ("def read_lines(path):\n", "class Node:\n    def __init__", "import os\n", "for i in ")
 NUM_CASES = 32
 _ADDRESS = re.compile(r"listening at (http://\S+)/")
 

@@ -9,9 +9,10 @@ Where things live, each folder importing from those above it:
     checkpoint        the model folder: its record, its weights, checksums and locks
     data              records, chats, tokenizer, rows and features for training
     convert           from and to the checkpoints of other programs
-    engine            load, generate, stream: what users hold
+    engine            load, generate, stream, schedule: what users hold
     bundled           small models that come with the package
     program           what the command-line programs share
+    serving           the OpenAI-compatible server
 
 `train/` makes weights and `infer/` uses them; both are programs around these functions.
 """
@@ -22,6 +23,8 @@ from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.scheduler import Scheduler
+from poss_jax.engine.slots import Slots
 
 __version__ = "0.2.0"
 
@@ -30,6 +33,8 @@ __all__ = [
     "Engine",
     "Generation",
     "SamplingConfig",
+    "Scheduler",
+    "Slots",
     "TreeConfig",
     "UserError",
     "__version__",
