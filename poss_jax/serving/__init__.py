@@ -4,6 +4,7 @@ app.py         the ASGI application: endpoints, life cycle
 requests.py    bodies of requests -> jobs for the scheduler; errors of the API
 replies.py     chunks of answers -> bodies and events
 guard.py       what every request passes: key, size, id, access log, slow readers
+server.py      uvicorn's server: draining, slow clients
 metrics.py     what /metrics shows
 chat.html      the page at /
 """

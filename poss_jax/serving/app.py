@@ -20,6 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 import poss_jax
 from poss_jax.config.decoding import ServeConfig
@@ -29,7 +30,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler, Stream
 from poss_jax.engine.slots import Slots
 from poss_jax.program.options import load_engine
-from poss_jax.serving.guard import Guard
+from poss_jax.serving.guard import PATIENCE, Guard
 from poss_jax.serving.metrics import Metrics
 from poss_jax.serving.replies import DONE, Reply, event
 from poss_jax.serving.requests import (
@@ -39,7 +40,6 @@ from poss_jax.serving.requests import (
     CompletionRequest,
     Job,
     TokenizeRequest,
-    check_text,
     read_chat,
     read_completion,
 )
@@ -92,15 +92,21 @@ class Service:
       engine: target and draft.
       scheduler: decodes.
       metrics: what /metrics shows.
-      is_ready: warmed up, and not draining.
+      is_warm: all programs are compiled.
+      is_draining: answers are finished, and no more begun.
     """
 
     def __init__(self, config: ServeConfig, engine: Engine, scheduler: Scheduler) -> None:
         self.config, self.engine, self.scheduler = config, engine, scheduler
         self.limits = replace(config, max_length=scheduler.max_length)
         self.metrics = Metrics(scheduler)
-        self.is_ready = False
         self.model = config.model_name or as_path(config.target).name
+        self.is_warm = self.is_draining = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests should be sent here."""
+        return self.is_warm and not self.is_draining
 
     def check_model(self, body: CommonRequest) -> None:
         """Raises ApiError if another model is asked for."""
@@ -152,10 +158,7 @@ class Service:
         streams = self.submit(job)
         chunks = self._timed(_merge(streams), arrived)
         if body.stream:
-            events = _write_events(reply, chunks, streams)
-            return StreamingResponse(
-                events, media_type="text/event-stream", headers={"cache-control": "no-store"}
-            )
+            return _Events(_write_events(reply, chunks), streams)
         try:
             return await _until_disconnected(request, _whole(reply, chunks))
         finally:
@@ -181,19 +184,22 @@ class Service:
             yield item
 
 
-def create_app(config: ServeConfig, engine: Engine | None = None) -> FastAPI:
+def create_app(
+    config: ServeConfig, engine: Engine | None = None, *, slots: Slots | None = None
+) -> FastAPI:
     """Makes the application; it loads the models when it starts.
 
     Args:
       config: settings; plain, so that it can be pickled.
       engine: target and draft that are loaded already; None loads those of the config.
+      slots: those that are made already, of an engine of their own.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        own = engine or await asyncio.to_thread(load_engine, config)
-        scheduler = Scheduler(make_slots(own, config), max_queue=config.max_queue)
-        app.state.service = service = Service(config, own, scheduler)
+        own = slots or await asyncio.to_thread(_load_slots, config, engine)
+        scheduler = Scheduler(own, max_queue=config.max_queue)
+        app.state.service = service = Service(config, own.engine, scheduler)
         warm_up = asyncio.create_task(_warm_up(service))
         yield
         warm_up.cancel()
@@ -213,15 +219,22 @@ def create_app(config: ServeConfig, engine: Engine | None = None) -> FastAPI:
     return app
 
 
-def guarded(app: FastAPI, config: ServeConfig, *, api_key: str | None) -> Guard:
+def _load_slots(config: ServeConfig, engine: Engine | None) -> Slots:
+    return make_slots(engine or load_engine(config), config)
+
+
+def guarded(
+    app: FastAPI, config: ServeConfig, *, api_key: str | None, patience: float = PATIENCE
+) -> Guard:
     """Puts an application behind the checks of `guard.py`."""
-    return Guard(app, api_key=api_key, max_body_bytes=int(config.max_body_mib * 2**20))
+    most = int(config.max_body_mib * 2**20)
+    return Guard(app, api_key=api_key, max_body_bytes=most, patience=patience)
 
 
 async def _warm_up(service: Service) -> None:
     begun = time.monotonic()
     await asyncio.to_thread(service.scheduler.warm_up)
-    service.is_ready = True
+    service.is_warm = True
     _LOG.warning("ready after %.0f s of compilation", time.monotonic() - begun)
 
 
@@ -303,7 +316,6 @@ def _add_api(app: FastAPI) -> None:
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continues prompts."""
         service = _service(request)
-        check_text(body.model_dump())
         service.check_model(body)
         job = await asyncio.to_thread(read_completion, service.engine, service.limits, body)
         return await service.answer(request, body, job)
@@ -312,7 +324,6 @@ def _add_api(app: FastAPI) -> None:
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Answers a chat."""
         service = _service(request)
-        check_text(body.model_dump())
         service.check_model(body)
         job = await asyncio.to_thread(read_chat, service.engine, service.limits, body)
         return await service.answer(request, body, job)
@@ -320,7 +331,6 @@ def _add_api(app: FastAPI) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """Token ids of a text, as /v1/completions would read it."""
-        check_text(body.prompt)
         job = CompletionRequest(prompt=body.prompt, max_tokens=1)
         service = _service(request)
         read = await asyncio.to_thread(read_completion, service.engine, service.limits, job)
@@ -374,12 +384,25 @@ async def _whole(reply: Reply, chunks: AsyncIterator[tuple[int, Chunk] | None]) 
     return JSONResponse(reply.body())
 
 
+class _Events(StreamingResponse):
+    """A reply in events; a client that leaves frees its slots, even before the first event."""
+
+    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream]) -> None:
+        headers = {"cache-control": "no-store"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            _cancel(self._streams)
+
+
 async def _write_events(
-    reply: Reply,
-    chunks: AsyncIterator[tuple[int, Chunk] | None],
-    streams: Sequence[Stream],
+    reply: Reply, chunks: AsyncIterator[tuple[int, Chunk] | None]
 ) -> AsyncIterator[bytes]:
-    """Server-sent events of a reply; a client that leaves frees its slots."""
+    """Server-sent events of a reply."""
     try:
         for first in reply.first_events():
             yield event(first)
@@ -393,8 +416,6 @@ async def _write_events(
         yield DONE
     except ApiError as error:
         yield event(error.body())
-    finally:
-        _cancel(streams)
 
 
 async def _until_disconnected(request: Request, answer: Any) -> Response:

@@ -10,26 +10,28 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from poss_jax.serving.requests import ApiError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+PATIENCE = 60.0
+"""Seconds that a client may take to send a request, and to read what it was sent."""
+
 _OPEN = {"/", "/health", "/ready", "/version", "/metrics"}
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+_LENGTH = re.compile(rb"[0-9]{1,20}")
 _LOG = logging.getLogger("poss_jax.access")
-
-
-class BodyTooLarge(Exception):
-    """The body of a request has more bytes than may be."""
 
 
 class Guard:
     """ASGI middleware around the application."""
 
     def __init__(
-        self, app: Any, *, api_key: str | None, max_body_bytes: int, patience: float = 60.0
+        self, app: Any, *, api_key: str | None, max_body_bytes: int, patience: float = PATIENCE
     ) -> None:
         """Wraps an application.
 
@@ -37,7 +39,7 @@ class Guard:
           app: the application.
           api_key: key that requests to the API must carry; None: they need none.
           max_body_bytes: largest body.
-          patience: seconds that a client may take to read what it was sent.
+          patience: seconds that a client may take to send a body, and to read what it was sent.
         """
         self._app, self._max_body_bytes, self._patience = app, max_body_bytes, patience
         self._api_key = None if api_key is None else api_key.encode()
@@ -50,7 +52,7 @@ class Guard:
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _ID.fullmatch(given) else secrets.token_hex(8)
-        begun, status, size = time.monotonic(), 0, 0
+        begun, status = time.monotonic(), 0
 
         async def send_on(message: Message) -> None:
             nonlocal status
@@ -64,26 +66,14 @@ class Guard:
             async with asyncio.timeout(self._patience):
                 await send(message)
 
-        async def receive_on() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._max_body_bytes:
-                raise BodyTooLarge
-            return message
-
         try:
             error = self._refuse(scope["path"], headers)
             if error is None:
-                await self._app(scope, receive_on, send_on)
+                await self._app(scope, self._bounded(receive), send_on)
             else:
                 await send_error(error, send_on)
-        except BodyTooLarge:
-            if not status:
-                await send_error(self._too_large(), send_on)
         except TimeoutError:
-            status = 499  # the client does not read; its connection is dropped
-            raise
+            status = 499  # the client does not read; the answer breaks off
         finally:
             entry = {
                 "id": request_id,
@@ -94,9 +84,29 @@ class Guard:
             }
             _LOG.info("%s", json.dumps(entry))
 
+    def _bounded(self, receive: Receive) -> Receive:
+        """Refuses a body that is too large, or takes too long."""
+        deadline = asyncio.get_running_loop().time() + self._patience
+        size, has_more = 0, True
+
+        async def receive_on() -> Message:
+            nonlocal size, has_more
+            try:
+                async with asyncio.timeout_at(deadline if has_more else None):
+                    message = await receive()
+            except TimeoutError:
+                raise _Refused(self._too_slow()) from None
+            size += len(message.get("body", b""))
+            has_more = message.get("more_body", False)
+            if size > self._max_body_bytes:
+                raise _Refused(self._too_large())
+            return message
+
+        return receive_on
+
     def _refuse(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._max_body_bytes:
+        if not _LENGTH.fullmatch(length) or int(length) > self._max_body_bytes:
             return self._too_large()
         if self._api_key is None or path in _OPEN:
             return None
@@ -107,6 +117,16 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"body: want at most {self._max_body_bytes:,} bytes")
+
+    def _too_slow(self) -> ApiError:
+        return ApiError(408, f"body: want all of it within {self._patience:.0f} seconds")
+
+
+class _Refused(HTTPException):
+    """The body of a request is refused while the application reads it, which answers so."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, error.message, {"connection": "close"})
 
 
 async def send_error(error: ApiError, send: Send) -> None:

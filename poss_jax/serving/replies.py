@@ -166,19 +166,27 @@ class Reply:
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [one.chosen for _, one in pairs],
-            "top_logprobs": [
-                {
-                    self._name(other): value
-                    for other, value in zip(one.ids[:most], one.top[:most], strict=True)
-                }
-                for _, one in pairs
-            ],
+            "top_logprobs": [self._by_name(one.ids[:most], one.top[:most]) for _, one in pairs],
             "text_offset": offsets,
         }
 
+    def _by_name(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:
+        """The best log-probability of each name; parts of characters all have one name."""
+        named: dict[str, float] = {}
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            named.setdefault(self._name(token), logprob)
+        return named
+
     def _of_token(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
-        return {"token": name, "logprob": logprob, "bytes": list(name.encode())}
+        is_whole = (
+            "\N{REPLACEMENT CHARACTER}" not in name
+        )  # else its bytes are not those of its name
+        return {
+            "token": name,
+            "logprob": logprob,
+            "bytes": list(name.encode()) if is_whole else None,
+        }
 
     def _name(self, token: int) -> str:
         tokenizer = self._engine.tokenizer

@@ -7,9 +7,10 @@ since clients send many, and a line is logged once for each.
 import logging
 import secrets
 from dataclasses import replace
+from functools import cache
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.reading import UserError, cut
@@ -20,8 +21,21 @@ from poss_jax.engine.slots import MOST_BIASED, MOST_STOP_IDS
 
 _LOG = logging.getLogger(__package__)
 _MOST_CHOICES = 128
+_LONGEST_STOP = 1000
 
 Real = Annotated[float, Field(allow_inf_nan=False)]
+# A list of millions has one mistake, not millions, each with a report of its own.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+def _few(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MOST_BIASED:
+        raise ValueError(f"want at most {MOST_BIASED}")
+    return biases
+
+
+Biases = Annotated[dict[str, Annotated[Real, Field(ge=-100, le=100)]], BeforeValidator(_few)]
 
 
 class ApiError(Exception):
@@ -77,13 +91,13 @@ class CommonRequest(BaseModel):
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     seed: int | None = None
     temperature: Annotated[Real, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
     frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[Real, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
     # Ours, with the names that vLLM has for them.
@@ -91,7 +105,7 @@ class CommonRequest(BaseModel):
     min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Real, Field(gt=1e-6, le=1e6)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
     return_token_ids: bool | None = None
 
 
@@ -102,7 +116,9 @@ class CompletionRequest(CommonRequest):
     continued; the penalties of the output count them, and stop strings may begin in them.
     """
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, max_length=_MOST_CHOICES)]
+    )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: int | None = None
@@ -123,13 +139,13 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
 
 class ChatRequest(CommonRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -137,7 +153,7 @@ class ChatRequest(CommonRequest):
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     tool_choice: Any = None
-    modalities: list[str] | None = None
+    modalities: Texts | None = None
 
 
 class TokenizeRequest(BaseModel):
@@ -170,6 +186,7 @@ def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest
     Raises:
       ApiError: something in it cannot be served.
     """
+    _check_text(body)
     _refuse(body, "suffix")
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, "best_of: want the same as n", param="best_of")
@@ -194,6 +211,7 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     Raises:
       ApiError: something in it cannot be served.
     """
+    _check_text(body)
     _refuse(body, "tools", "functions")
     if (body.response_format or {}).get("type", "text") != "text":
         raise ApiError(400, "response_format: only text is served", param="response_format")
@@ -239,13 +257,18 @@ def _make_job(
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stop) > 4:
         raise ApiError(400, "stop: want at most 4 strings", param="stop")
+    if any(len(string) > _LONGEST_STOP for string in stop):
+        message = f"stop: want strings of at most {_LONGEST_STOP:,} characters"
+        raise ApiError(400, message, param="stop")
     sampling = _read_sampling(config.sampling, body)
     num_continued = getattr(body, "continued_tokens", None) or 0
     prepared, seeds = [], sampling.seed
     for index, prompt in enumerate(prompts):
-        ids = _encode(engine, prompt)
+        ids = _encode(engine, config, prompt)
         if num_continued >= len(ids) and num_continued:
-            raise ApiError(400, "continued_tokens: want fewer than the prompt has", param="prompt")
+            raise ApiError(
+                400, "continued_tokens: want fewer than the prompt has", param="continued_tokens"
+            )
         for choice in range(body.n or 1):
             seed = prompt_seed(seeds, index * (body.n or 1) + choice)
             prepared.append(
@@ -261,12 +284,29 @@ def _make_job(
     return Job(prepared, stop, logprobs, num_tokens, [""] * len(prepared))
 
 
-def _encode(engine: Engine, prompt: Prompt) -> list[int]:
+def _encode(engine: Engine, config: ServeConfig, prompt: Prompt) -> list[int]:
     param = "messages" if prompt and isinstance(prompt[0], dict) else "prompt"
+    length = _num_characters(prompt)
+    most = config.max_length or engine.max_length
+    # To tokenise megabytes takes seconds. (A tokenizer that folds spaces could fit more in.)
+    if engine.tokenizer is not None and length > most * _longest_token(engine.tokenizer):
+        message = f"prompt of {length:,} characters does not fit a length of {most:,} tokens"
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
     try:
         return engine.encode(prompt)
     except UserError as error:
         raise ApiError(400, str(error), param=param) from error
+
+
+def _num_characters(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(one["content"]) for one in prompt if isinstance(one, dict))
+
+
+@cache
+def _longest_token(tokenizer: Any) -> int:
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _prepare(
@@ -311,8 +351,6 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
     if body.top_k is not None:
         given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's word for all
     if body.logit_bias:
-        if len(body.logit_bias) > MOST_BIASED:
-            raise ApiError(400, f"logit_bias: want at most {MOST_BIASED}", param="logit_bias")
         given["logit_bias"] = body.logit_bias
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
     try:
@@ -334,18 +372,20 @@ def _log_unknown(body: CommonRequest) -> None:
         _LOG.warning("the field %s of a request is not known; it is ignored", cut(ascii(name)))
 
 
-def check_text(value: Any) -> None:
-    """Refuses text that is not UTF-8 anywhere in a body.
+def _check_text(body: CommonRequest) -> None:
+    """Refuses text that is not UTF-8 anywhere in a body, however deep.
 
     Raises:
       ApiError: half a character.
     """
-    if isinstance(value, str) and lone_surrogates(value):
-        raise ApiError(400, "want text as UTF-8, got half a character")
-    if isinstance(value, dict):
-        for key, one in value.items():
-            check_text(key)
-            check_text(one)
-    if isinstance(value, list):
-        for one in value:
-            check_text(one)
+    rest: list[Any] = [body]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str) and lone_surrogates(value):
+            raise ApiError(400, "want text as UTF-8, got half a character")
+        if isinstance(value, BaseModel):
+            rest += [value.__dict__, value.model_extra]
+        elif isinstance(value, dict):
+            rest += [*value, *value.values()]
+        elif isinstance(value, list):
+            rest += value

@@ -1,0 +1,170 @@
+"""uvicorn's server, with what it lacks: it finishes answers, and cuts clients that take too long.
+
+server = make_server(create_app(config), config, api_key=None)
+server.run(sockets=[listen("127.0.0.1", 8000)])
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from poss_jax.config.decoding import ServeConfig
+from poss_jax.config.reading import UserError
+from poss_jax.serving.app import guarded
+from poss_jax.serving.guard import PATIENCE
+
+_LOG = logging.getLogger(__package__)
+_SPARE_CONNECTIONS = 100  # beside those of all that run and wait: probes, pools of clients
+
+
+class Connection(H11Protocol):
+    """A connection that is cut when its client takes too long to ask, or to read."""
+
+    def __init__(self, *args: Any, patience: float, **options: Any) -> None:
+        """Makes a connection.
+
+        Args:
+          args: uvicorn's.
+          patience: seconds for the head of a request, and for reading what was sent.
+          options: uvicorn's.
+        """
+        super().__init__(*args, **options)
+        self._patience = patience
+        self._to_ask: asyncio.TimerHandle | None = None
+        self._to_read: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to wait for a request."""
+        super().connection_made(transport)
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes in a part of a request."""
+        super().data_received(data)
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends all waiting."""
+        super().connection_lost(exc)
+        self._to_ask, self._to_read = _cancelled(self._to_ask), _cancelled(self._to_read)
+
+    def pause_writing(self) -> None:
+        """Begins to wait for the client to read."""
+        super().pause_writing()
+        self._to_read = self.loop.call_later(self._patience, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Goes on: the client has read."""
+        super().resume_writing()
+        self._to_read = _cancelled(self._to_read)
+
+    def _await_request(self) -> None:
+        """Sets the clock if the head of a request is yet to come, and stops it otherwise."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._to_ask = _cancelled(self._to_ask)
+        elif self._to_ask is None:
+            self._to_ask = self.loop.call_later(self._patience, self._give_up)
+
+    def _give_up(self) -> None:
+        self._to_ask = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+class DrainingServer(uvicorn.Server):
+    """Answers 503 from the first SIGTERM on, and stops once all answers are finished."""
+
+    def __init__(self, settings: uvicorn.Config, app: FastAPI, *, drain_seconds: float) -> None:
+        """Makes a server; `run` serves.
+
+        Args:
+          settings: uvicorn's.
+          app: made by `create_app`.
+          drain_seconds: longest time to finish answers.
+        """
+        super().__init__(settings)
+        self._app, self._drain_seconds = app, drain_seconds
+        self._is_draining = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to listen, and says where."""
+        await super().startup(sockets)
+        for sock in sockets or []:
+            host, port = sock.getsockname()[:2]
+            _LOG.warning("listening at http://%s:%d/", f"[{host}]" if ":" in host else host, port)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins to drain; a second signal, or an interrupt, stops at once."""
+        del frame
+        if self._is_draining or sig == signal.SIGINT:
+            self.should_exit = self.force_exit = True
+            return
+        self._is_draining = True
+        threading.Thread(target=self._drain, daemon=True).start()
+
+    def _drain(self) -> None:
+        service = getattr(self._app.state, "service", None)  # not while it starts
+        if service is not None:
+            service.is_draining = True
+            _LOG.warning("draining: %d answers to finish", service.scheduler.num_running)
+            if not service.scheduler.drain(self._drain_seconds):
+                _LOG.warning("the time to finish is over; the other answers are cut")
+                service.scheduler.close()
+        self.should_exit = True
+
+
+def make_server(
+    app: FastAPI, config: ServeConfig, *, api_key: str | None, patience: float = PATIENCE
+) -> DrainingServer:
+    """Makes the server of an application.
+
+    Args:
+      app: made by `create_app`.
+      config: settings.
+      api_key: key that requests must carry; None: they need none.
+      patience: see `Guard`.
+    """
+    settings = uvicorn.Config(
+        guarded(app, config, api_key=api_key, patience=patience),
+        http=partial(Connection, patience=patience),  # type: ignore[arg-type]
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+        limit_concurrency=config.max_queue + 4 * config.batch_size + _SPARE_CONNECTIONS,
+    )
+    return DrainingServer(settings, app, drain_seconds=config.drain_seconds)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Takes a port; nobody is answered before a server runs.
+
+    Raises:
+      UserError: there is no such address, or the port is taken.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no such address"
+        raise UserError(
+            f"host {host}, port {port}: {reason}; choose others with --host and --port"
+        ) from error
+    return sock

@@ -1,0 +1,122 @@
+"""A server in this process, as `infer.serve` makes it, and what its clients send."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+
+from poss_jax import Engine
+from poss_jax.config.decoding import ServeConfig
+from poss_jax.engine.scheduler import Scheduler
+from poss_jax.serving.app import Service, create_app
+from poss_jax.serving.server import DrainingServer, listen, make_server
+
+MODEL = "tiny"
+
+
+@dataclass
+class Served:
+    """A server that runs.
+
+    Attributes:
+      engine: what it decodes with.
+      service: what its endpoints share.
+      server: uvicorn's.
+      port: where it listens.
+    """
+
+    engine: Engine
+    service: Service
+    server: DrainingServer
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.service.scheduler
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """The official client, which tries once."""
+        given = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
+        return openai.OpenAI(base_url=f"{self.url}/v1", **given)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """Posts JSON, or bytes as they are."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"} | headers
+        return httpx.post(self.url + path, content=content, headers=headers, timeout=60)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers=headers, timeout=60)
+
+    def connect(self, data: bytes = b"", *, room: int | None = None) -> socket.socket:
+        """Opens a connection and sends bytes.
+
+        Args:
+          data: what to send.
+          room: bytes that are taken in before anybody reads them; None: the system's choice.
+        """
+        sock = socket.socket()
+        if room is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        sock.settimeout(30)
+        sock.connect(("127.0.0.1", self.port))
+        sock.sendall(data)
+        return sock
+
+    def exchange(self, data: bytes) -> bytes:
+        """Sends bytes, and reads until the server hangs up."""
+        with closing(self.connect(data)) as sock:
+            return b"".join(iter(lambda: sock.recv(65536), b""))
+
+    def metric(self, name: str) -> float:
+        """Value of a metric without labels."""
+        lines = self.get("/metrics").text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+@contextmanager
+def serving(
+    engine: Engine, *, api_key: str | None = None, patience: float = 30.0, **settings: Any
+) -> Iterator[Served]:
+    """Serves a tiny engine until the block ends."""
+    given = {"model_name": MODEL, "batch_size": 4, "slots": (1, 4), "max_logprobs": 5}
+    config = ServeConfig(**(given | settings))
+    app = create_app(config, engine)
+    server = make_server(app, config, api_key=api_key, patience=patience)
+    with closing(listen("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        until(lambda: server.started or not thread.is_alive())
+        try:
+            yield Served(engine, app.state.service, server, sock.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def until(is_so: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Waits for something to become true."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "waited for too long"
+        time.sleep(0.01)
+
+
+def request_bytes(path: str, body: Any, *headers: str) -> bytes:
+    """A POST request as it goes over the wire."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = [f"POST {path} HTTP/1.1", "host: test", "content-type: application/json", *headers]
+    if not any(line.lower().startswith("transfer-encoding") for line in headers):
+        head.append(f"content-length: {len(content)}")
+    return "\r\n".join([*head, "", ""]).encode() + content

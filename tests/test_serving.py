@@ -1,0 +1,510 @@
+"""The server as clients see it: the official client, texts equal to `Engine.generate`, errors."""
+
+import json
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+from programs import Runs, tiny_runs
+from serving import MODEL, Served, serving, until
+
+from poss_jax import Engine, Generation, SamplingConfig
+from poss_jax.checkpoint.folder import load_target
+from poss_jax.engine.prompts import prompt_seed
+from poss_jax.model.target import encode, stack_layers
+
+N = 24
+PROMPTS = ["def area_7", "def area_1_1(width, heig"]
+CHAT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "def area_7"}]
+SEED = 11
+KEYWORDS = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed")
+SETTINGS = [
+    {},
+    {"temperature": 1.0, "seed": SEED},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 2**40 + 5},
+    {"temperature": 1.2, "min_p": 0.02, "seed": 3},
+    {"frequency_penalty": 1.5, "presence_penalty": -0.5},
+    {"temperature": 1.0, "frequency_penalty": 0.7, "seed": 4},
+    {"repetition_penalty": 1.3},
+    {"logit_bias": {"5": 1.5, "60": -100.0}, "temperature": 1.0, "seed": 5},
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def served(runs: Runs) -> Iterator[Served]:
+    engine = Engine.load(runs.model("target"), runs.model("poss2"))
+    with serving(engine, sampling=SamplingConfig(), max_queue=300) as served:
+        assert served.get("/ready").status_code == 503
+        until(lambda: served.service.is_ready, seconds=300)
+        assert served.get("/ready").status_code == 200
+        yield served
+        assert served.scheduler.error is None
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return served.client()
+
+
+def keywords(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as the official client takes them: those that only we have in `extra_body`."""
+    known = {*KEYWORDS, "max_tokens", "n", "stop", "echo", "logprobs", "stream", "stream_options"}
+    own = {name: value for name, value in options.items() if name not in known}
+    return {name: options[name] for name in options if name in known} | {"extra_body": own}
+
+
+def complete(client: openai.OpenAI, prompt: Any, **options: Any) -> Any:
+    options = {"max_tokens": N} | options
+    return client.completions.create(model=MODEL, prompt=prompt, **keywords(options))
+
+
+def ask(client: openai.OpenAI, messages: Any = CHAT, **options: Any) -> Any:
+    return client.chat.completions.create(model=MODEL, messages=messages, **options)
+
+
+def texts(reply: Any) -> list[str]:
+    """Texts of all choices of a completion, streamed or not."""
+    events = reply if isinstance(reply, openai.Stream) else [reply]
+    found: dict[int, str] = {}
+    for choice in (choice for event in events for choice in event.choices):
+        found[choice.index] = found.get(choice.index, "") + choice.text
+    return [found[index] for index in range(len(found))]
+
+
+def offline(engine: Engine, prompts: list[Any], options: Any = (), **more: Any) -> list[Generation]:
+    """What `generate` answers, choice by choice."""
+    settings = SamplingConfig(**({"seed": 0} | dict(options)))
+    settings = replace(settings, seed=settings.seed % 2**32)
+    seeds = [prompt_seed(settings.seed, index) for index in range(len(prompts))]
+    sampling = [replace(settings, seed=seed) for seed in seeds]
+    return engine.generate(prompts, **({"max_new_tokens": N, "sampling": sampling} | more))
+
+
+# --------------------------------------------------------------------------------------------------
+# Before anything else is compiled in this process
+
+
+def test_requests_of_all_kinds_compile_nothing(served: Served, client: openai.OpenAI) -> None:
+    others = [{}, {"stop": ["width"]}, {"n": 3}, {"logprobs": 3}, {"ignore_eos": True}]
+    kinds = list(product(SETTINGS, others, [False, True]))
+
+    def send(index: int) -> int:
+        sampling, other, is_streamed = kinds[index % len(kinds)]
+        options = {**sampling, **other, "max_tokens": 1 + index % 60, "stream": is_streamed}
+        return len(texts(complete(client, PROMPTS[index % 2] * (1 + index % 7), **options)))
+
+    with ThreadPoolExecutor(8) as pool:
+        num_texts = sum(pool.map(send, range(240)))
+    assert num_texts == 240 + 2 * sum(other.get("n") == 3 for _, other, _ in (kinds * 3))
+    stats = served.scheduler.stats
+    assert sum(stats.finished.values()) == num_texts and stats.compilations == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_texts_are_those_of_generate(
+    served: Served, client: openai.OpenAI, options: dict[str, Any], is_streamed: bool
+) -> None:
+    expected = offline(served.engine, PROMPTS[:1], options)
+    assert texts(complete(client, PROMPTS[0], stream=is_streamed, **options)) == [expected[0].text]
+
+
+@pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_choices_have_seeds_of_their_own(
+    served: Served, client: openai.OpenAI, num_prompts: int, as_ids: bool
+) -> None:
+    prompts: list[Any] = PROMPTS[:num_prompts]
+    if as_ids:
+        prompts = [served.engine.encode(prompt) for prompt in prompts]
+    options = {"temperature": 1.0, "seed": SEED}
+    each = [prompt for prompt in prompts for _ in range(3)]
+    expected = [answer.text for answer in offline(served.engine, each, options)]
+    assert len(set(expected)) == len(expected)
+    asked = prompts if num_prompts > 1 else prompts[0]
+    for is_streamed in (False, True):
+        assert texts(complete(client, asked, n=3, stream=is_streamed, **options)) == expected
+    if num_prompts == 1 and not as_ids:
+        assert texts(complete(client, prompts, n=3, **options)) == expected  # a list of one
+
+
+def test_without_a_seed_texts_differ(client: openai.OpenAI) -> None:
+    found = {texts(complete(client, PROMPTS[0], temperature=1.5))[0] for _ in range(3)}
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_chats(served: Served, client: openai.OpenAI, name: str) -> None:
+    (expected,) = offline(served.engine, [CHAT])
+    whole = ask(client, **{name: N})
+    assert whole.choices[0].message.content == expected.text
+    assert whole.choices[0].message.role == "assistant"
+    assert (whole.object, whole.model) == ("chat.completion", MODEL)
+    assert whole.id.startswith("chatcmpl-") and whole.usage.completion_tokens == N
+    assert whole.system_fingerprint == served.engine.fingerprint
+    parts = [{"type": "text", "text": "def a"}, {"type": "text", "text": "rea_7"}]
+    in_parts = [CHAT[0], {"role": "user", "content": parts}]
+    assert ask(client, in_parts, **{name: N}).choices[0].message.content == expected.text
+    events = list(ask(client, stream=True, n=2, **{name: N}))
+    assert [event.choices[0].delta.role for event in events[:2]] == ["assistant"] * 2
+    assert {event.object for event in events} == {"chat.completion.chunk"}
+    for index in range(2):
+        mine = [event.choices[0] for event in events if event.choices[0].index == index]
+        assert "".join(choice.delta.content or "" for choice in mine) == expected.text
+        assert [choice.finish_reason for choice in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+def test_a_chat_samples_as_generate_does(served: Served, client: openai.OpenAI) -> None:
+    options = {"temperature": 1.0, "seed": SEED}
+    expected = offline(served.engine, [CHAT] * 2, options)
+    reply = ask(client, n=2, max_tokens=N, **options)
+    assert [one.message.content for one in reply.choices] == [one.text for one in expected]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_stop_strings(served: Served, client: openai.OpenAI, is_streamed: bool) -> None:
+    (whole,) = offline(served.engine, PROMPTS[:1])
+    assert whole.text is not None
+    stop = whole.text[9:12]
+    reply = complete(client, PROMPTS[0], stop=[stop, "\n\n\n\n"], stream=is_streamed)
+    events = list(reply) if is_streamed else [reply]
+    found = "".join(choice.text for event in events for choice in event.choices)
+    assert found == whole.text[: whole.text.index(stop)] != whole.text
+    assert events[-1].choices[0].finish_reason == "stop"
+    assert texts(complete(client, PROMPTS[0], stop=stop)) == [found]
+
+
+def test_stop_tokens(served: Served, client: openai.OpenAI) -> None:
+    (eos,) = served.engine.stop_ids
+    options = {"logit_bias": {str(eos): 100}}
+    reply = complete(client, PROMPTS[0], **options)
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("", "stop")
+    assert reply.usage.completion_tokens == 1
+    further = complete(client, PROMPTS[0], ignore_eos=True, **options)
+    assert (further.usage.completion_tokens, further.choices[0].finish_reason) == (N, "length")
+    (whole,) = offline(served.engine, PROMPTS[:1])
+    own = whole.output_ids[6]
+    reply = complete(client, PROMPTS[0], stop_token_ids=[own], return_token_ids=True)
+    expected = whole.output_ids[: whole.output_ids.index(own) + 1]
+    assert reply.choices[0].token_ids == expected and reply.choices[0].finish_reason == "stop"
+    assert reply.choices[0].prompt_token_ids == served.engine.encode(PROMPTS[0])
+
+
+def test_echo(served: Served, client: openai.OpenAI) -> None:
+    (answer,) = offline(served.engine, PROMPTS[:1])
+    expected = served.engine.tokenizer.decode(answer.prompt_ids) + (answer.text or "")
+    for is_streamed in (False, True):
+        assert texts(complete(client, PROMPTS[0], echo=True, stream=is_streamed)) == [expected]
+
+
+def test_text_is_never_cut_within_a_character(served: Served, client: openai.OpenAI) -> None:
+    """Tokens that are single bytes, of which only some make characters."""
+    ids = [served.engine.tokenizer.convert_tokens_to_ids(name) for name in "ä¸Ń"]
+    options = {"temperature": 2.0, "logit_bias": {str(one): 6 for one in ids}, "seed": 1}
+    (expected,) = offline(served.engine, PROMPTS[:1], options)
+    assert expected.text is not None and "中" in expected.text
+    events = list(complete(client, PROMPTS[0], stream=True, **options))
+    assert len(events) > 1
+    assert "".join(event.choices[0].text for event in events) == expected.text
+
+
+# --------------------------------------------------------------------------------------------------
+# Continuation
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_an_answer_is_continued_anywhere(
+    served: Served, client: openai.OpenAI, options: dict[str, Any]
+) -> None:
+    options = {"return_token_ids": True, **options}
+    whole = complete(client, PROMPTS[0], max_tokens=40, **options).choices[0]
+    for count in (1, 17, 39):
+        prompt = whole.prompt_token_ids + whole.token_ids[:count]
+        given = options | {"continued_tokens": count, "max_tokens": 40 - count}
+        rest = complete(client, prompt, **given).choices[0]
+        assert rest.token_ids == whole.token_ids[count:]
+        assert whole.text.endswith(rest.text)
+
+
+def test_penalties_count_what_was_continued(client: openai.OpenAI) -> None:
+    """Without `continued_tokens` the rest is another, so that the test above shows something."""
+    options = {"return_token_ids": True, "frequency_penalty": 1.5, "max_tokens": 40}
+    whole = complete(client, PROMPTS[0], **options).choices[0]
+    prompt = whole.prompt_token_ids + whole.token_ids[:17]
+    rest = complete(client, prompt, **options | {"max_tokens": 23}).choices[0]
+    assert rest.token_ids != whole.token_ids[17:]
+
+
+def test_a_stop_string_across_the_cut(served: Served, client: openai.OpenAI) -> None:
+    (whole,) = offline(served.engine, PROMPTS[:1])
+    assert whole.text is not None
+    starts = np.cumsum([0, *(len(served.engine.tokenizer.decode([t])) for t in whole.output_ids)])
+    cut = next(i for i in range(8, N) if starts[i + 1] - starts[i] > 1)  # a token of two or more
+    stop = whole.text[starts[cut] - 2 : starts[cut] + 1]
+    assert whole.text.index(stop) == starts[cut] - 2
+    prompt = whole.prompt_ids + whole.output_ids[:cut]
+    options = {"stop": stop, "max_tokens": N - cut, "return_token_ids": True}
+    rest = complete(client, prompt, continued_tokens=cut, **options).choices[0]
+    assert (rest.finish_reason, rest.text) == ("stop", "")
+    assert rest.token_ids == whole.output_ids[cut : cut + 1]
+    unaware = complete(client, prompt, **options).choices[0]
+    assert unaware.token_ids != rest.token_ids
+
+
+# --------------------------------------------------------------------------------------------------
+# Log-probabilities, usage
+
+
+@pytest.fixture(scope="module")
+def target(runs: Runs) -> Any:
+    """The target's parameters, as a forward of its own takes them."""
+    _, params = load_target(runs.model("target"), jnp.float32)
+    return params | {"layers": stack_layers(params["layers"])}
+
+
+def forward(served: Served, target: Any, ids: list[int], num_prompt: int) -> np.ndarray:
+    features = encode(target, served.engine.target_config, jnp.asarray([ids]))
+    logits = features[0, num_prompt - 1 : -1] @ target["head"]["weight"].T
+    return np.asarray(jax.nn.log_softmax(logits, axis=-1))
+
+
+def test_logprobs_of_a_chat(served: Served, client: openai.OpenAI, target: Any) -> None:
+    options = {"logprobs": True, "top_logprobs": 4, "temperature": 1.0, "seed": SEED}
+    options |= {"max_tokens": N, "extra_body": {"return_token_ids": True, "top_k": 3}}
+    choice = ask(client, **options).choices[0]
+    ids = choice.prompt_token_ids + choice.token_ids
+    expected = forward(served, target, ids, len(choice.prompt_token_ids))
+    decode = served.engine.tokenizer.decode
+    assert len(choice.logprobs.content) == N
+    for row, token, one in zip(expected, choice.token_ids, choice.logprobs.content, strict=True):
+        assert one.logprob == pytest.approx(row[token], abs=1e-4)
+        assert one.token == decode([token])
+        assert one.bytes == (None if "\ufffd" in one.token else list(one.token.encode()))
+        best = np.argsort(-row, kind="stable")[:4]
+        assert [top.token for top in one.top_logprobs] == [decode([other]) for other in best]
+        found = [top.logprob for top in one.top_logprobs]
+        np.testing.assert_allclose(found, row[best], atol=1e-4)
+    events = [event.choices[0] for event in ask(client, stream=True, **options)]
+    streamed = [one for event in events if event.logprobs for one in event.logprobs.content]
+    assert streamed == choice.logprobs.content
+
+
+def test_logprobs_of_a_completion(served: Served, client: openai.OpenAI, target: Any) -> None:
+    options = {"temperature": 1.0, "seed": SEED, "logprobs": 5, "return_token_ids": True}
+    choice = complete(client, PROMPTS[0], **options).choices[0]
+    ids = choice.prompt_token_ids + choice.token_ids
+    expected = forward(served, target, ids, len(choice.prompt_token_ids))
+    found = choice.logprobs
+    chosen = expected[np.arange(N), choice.token_ids]
+    np.testing.assert_allclose(found.token_logprobs, chosen, atol=1e-4)
+    names = [served.engine.tokenizer.decode([token]) for token in choice.token_ids]
+    assert found.tokens == names
+    assert found.text_offset == np.cumsum([0, *map(len, names[:-1])]).tolist()
+    assert all(max(top.values()) == pytest.approx(row.max(), abs=1e-4) for top, row in zip(
+        found.top_logprobs, expected, strict=True
+    ))
+    streamed = [event.choices[0].logprobs for event in complete(client, PROMPTS[0], stream=True,
+                                                                **options)]
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        parts = [getattr(one, name) for one in streamed if one]
+        assert sum(parts, []) == getattr(found, name)
+
+
+def test_usage(served: Served, client: openai.OpenAI) -> None:
+    num_prompt = sum(len(served.engine.encode(prompt)) for prompt in PROMPTS)
+    before = served.metric("poss:spec_decode_num_accepted_tokens_total")
+    whole = complete(client, PROMPTS, n=2, max_tokens=N)
+    assert whole.usage.prompt_tokens == num_prompt
+    assert whole.usage.completion_tokens == 4 * N
+    assert whole.usage.total_tokens == num_prompt + 4 * N
+    accepted = whole.usage.speculation["accepted_tokens"]
+    assert accepted == sum(whole.usage.speculation["accepted_per_position"]) > 0
+    after = served.metric("poss:spec_decode_num_accepted_tokens_total")
+    assert after - before == accepted
+    options = {"stream": True, "n": 2, "max_tokens": N}
+    *events, last = complete(client, PROMPTS, stream_options={"include_usage": True}, **options)
+    assert last.choices == [] and last.usage.model_dump() == whole.usage.model_dump()
+    assert all(event.usage is None for event in events)
+    assert all(not hasattr(event, "usage") or event.usage is None
+               for event in complete(client, PROMPTS, **options))
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("param", "options"),
+    [
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("modalities", {"modalities": ["audio"]}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("logprobs", {"logprobs": True, "top_logprobs": 6}),
+        ("temperature", {"temperature": 3}),
+        ("n", {"n": 0}),
+        ("n", {"n": 129}),
+        ("stop", {"stop": ["a", "b", "c", "d", "e"]}),
+        ("stop", {"stop": "x" * 1001}),
+        ("stop", {"stop": ""}),
+        ("logit_bias", {"logit_bias": {"300": 1}}),
+        ("logit_bias", {"logit_bias": {"x": 1}}),
+        ("logit_bias", {"logit_bias": {str(i): 1 for i in range(301)}}),
+        ("stop_token_ids", {"extra_body": {"stop_token_ids": [300]}}),
+        ("stop_token_ids", {"extra_body": {"stop_token_ids": [2] * 16}}),
+        ("min_p", {"extra_body": {"min_p": 1.5}}),
+        ("max_tokens", {"max_tokens": 256}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_chats_are_refused(client: openai.OpenAI, param: str, options: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **options)
+    assert (caught.value.param or "").startswith(param) and caught.value.type
+
+
+@pytest.mark.parametrize(
+    ("param", "options"),
+    [
+        ("best_of", {"best_of": 3}),
+        ("suffix", {"suffix": "x"}),
+        ("logprobs", {"logprobs": 1, "echo": True}),
+        ("prompt", {"prompt": ""}),
+        ("prompt", {"prompt": []}),
+        ("prompt", {"prompt": [[]]}),
+        ("prompt", {"prompt": [300]}),
+        ("prompt", {"prompt": [-1]}),
+        ("prompt", {"prompt": {"a": 1}}),
+        ("n", {"prompt": ["a"] * 65, "n": 2}),
+        ("continued_tokens", {"extra_body": {"continued_tokens": 99}}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_completions_are_refused(client: openai.OpenAI, param: str, options: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**({"model": MODEL, "prompt": "def"} | options))
+    assert (caught.value.param or "").startswith(param)
+
+
+def test_images_are_refused(client: openai.OpenAI) -> None:
+    content = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]
+    with pytest.raises(openai.BadRequestError, match="type text") as caught:
+        ask(client, [{"role": "user", "content": content}])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("prompt", [[5] * 256, "width " * 300, "x" * 2_000_000], ids=len)
+def test_prompts_that_are_too_long(client: openai.OpenAI, prompt: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, prompt, max_tokens=1)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+
+
+def test_another_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="another", prompt="def")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_unknown_fields_are_ignored(
+    client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    (plain,) = texts(complete(client, PROMPTS[0]))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert texts(complete(client, PROMPTS[0], **{"guided_\u00e4": [1, {"a": None}]})) == [plain]
+    assert [one.message for one in caplog.records if "guided" in one.message] == [
+        "the field 'guided_\\xe4' of a request is not known; it is ignored"
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"", b"[]", b"null", b'{"prompt": "a"', b"\xff\xfe", b'{"prompt": "\\ud800"}',
+     b'{"prompt": "a", "stop": "\\ud800"}', b'{"prompt": "a", "user": {"a": 1}}',
+     b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}"],
+    ids=lambda body: body[:30].decode("latin-1"),
+)
+def test_malformed_bodies(served: Served, body: bytes) -> None:
+    response = served.post("/v1/completions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+# --------------------------------------------------------------------------------------------------
+# The other endpoints
+
+
+def test_endpoints_that_say_how_the_server_is(served: Served, client: openai.OpenAI) -> None:
+    assert served.get("/health").json() == {"status": "ok"}
+    assert set(served.get("/version").json()) == {"version"}
+    (model,) = client.models.list().data
+    assert (model.id, model.model_extra) == (MODEL, {"max_model_len": 256})
+    found = served.post("/tokenize", {"prompt": PROMPTS[0]}).json()
+    ids = served.engine.encode(PROMPTS[0])
+    assert found == {"tokens": ids, "count": len(ids)}
+    page = served.get("/")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert served.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
+    assert served.get("/v1/completions").status_code == 405
+
+
+def test_metrics(served: Served, client: openai.OpenAI) -> None:
+    def counts() -> dict[str, float]:
+        lines = served.get("/metrics").text.splitlines()
+        split = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in split}
+
+    before = counts()
+    reply = complete(client, PROMPTS[0])
+    after = counts()
+    grown = {name: after[name] - before[name] for name in before if after[name] != before[name]}
+    assert grown["poss:generation_tokens_total"] == reply.usage.completion_tokens
+    assert grown["poss:prompt_tokens_total"] == reply.usage.prompt_tokens
+    assert grown["poss:spec_decode_num_drafts_total"] == reply.usage.speculation["rounds"]
+    by_position = reply.usage.speculation["accepted_per_position"]
+    name = 'poss:spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
+    assert [grown[name % i] for i in range(len(by_position))] == by_position
+    assert grown['poss:request_success_total{finished_reason="length"}'] == 1
+    for name in ("time_to_first_token", "time_per_output_token", "e2e_request_latency"):
+        assert grown[f"poss:{name}_seconds_count"] == 1
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+        assert after[f"poss:{name}"] == 0
+
+
+def test_request_ids(served: Served) -> None:
+    assert served.get("/health", **{"x-request-id": "a-1"}).headers["x-request-id"] == "a-1"
+    for bad in ("x" * 129, "a b", "\u00e9".encode().decode("latin-1")):
+        headers = {"x-request-id": bad.encode("latin-1")}
+        given = served.get("/v1/nothing", **headers).headers["x-request-id"]
+        assert given != bad and len(given) == 16
+    lines = served.exchange(
+        b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx-request-id: a\rb: c\r\n\r\n"
+    )
+    assert b"b: c" not in lines
+
+
+def test_errors_name_no_paths(runs: Runs, served: Served) -> None:
+    bodies = [{}, {"prompt": 1}, {"prompt": "x", "model": "/etc"}, {"prompt": [10**30]}]
+    told = "".join(served.post("/v1/completions", body).text for body in bodies)
+    told += served.get("/v1/../../etc/passwd").text + json.dumps(served.get("/v1/models").json())
+    assert str(runs.root) not in told and "poss_jax/" not in told and "weight" not in told
