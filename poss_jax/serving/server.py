@@ -4,7 +4,6 @@ server = make_server(create_app(config), config, api_key=None)
 server.run(sockets=[listen("127.0.0.1", 8000)])
 """
 
-import asyncio
 import logging
 import signal
 import socket
@@ -39,10 +38,10 @@ class Connection(H11Protocol):
         """
         super().__init__(*args, **options)
         self._patience = patience
-        self._to_ask: asyncio.TimerHandle | None = None
-        self._to_read: asyncio.TimerHandle | None = None
+        self._to_ask: Any = None
+        self._to_read: Any = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:
         """Begins to wait for a request."""
         super().connection_made(transport)
         self._await_request()
@@ -80,7 +79,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+def _cancelled(timer: Any) -> None:  # of asyncio, or of uvloop
     if timer is not None:
         timer.cancel()
 
