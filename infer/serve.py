@@ -46,8 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sock = listen(config.host, config.port)  # a port that is taken shows before models are loaded
     slots = make_slots(load_engine(config), config)
     logging.getLogger("poss_jax.access").setLevel(logging.INFO)
-    start_processes()
-    config = _on_all_devices(config)
+    app = create_app(config, slots=slots)
+    key = os.environ.get("POSS_API_KEY") or None
+    make_server(app, config, api_key=key).run(sockets=[sock])
+
+
+def _on_all_devices(config: ServeConfig) -> ServeConfig:
+    """Gives several processes one grid of all devices, unless the config has one."""
+    if jax.process_count() == 1:
+        return config
+    mesh = config.mesh or MeshConfig(data=1, tensor=-1)
+    if mesh.sizes(jax.device_count()) == (1, 1, 1):
+        raise UserError(
+            f"mesh {mesh.name}: want all {jax.device_count()} devices of {jax.process_count()} "
+            "processes; leave mesh out, or set mesh.tensor to -1"
+        )
+    return replace(config, mesh=mesh)
 
 
 def cli() -> None:

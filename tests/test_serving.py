@@ -318,11 +318,13 @@ def test_logprobs_of_a_completion(served: Served, client: openai.OpenAI, target:
     names = [served.engine.tokenizer.decode([token]) for token in choice.token_ids]
     assert found.tokens == names
     assert found.text_offset == np.cumsum([0, *map(len, names[:-1])]).tolist()
-    assert all(max(top.values()) == pytest.approx(row.max(), abs=1e-4) for top, row in zip(
-        found.top_logprobs, expected, strict=True
-    ))
-    streamed = [event.choices[0].logprobs for event in complete(client, PROMPTS[0], stream=True,
-                                                                **options)]
+    assert all(
+        max(top.values()) == pytest.approx(row.max(), abs=1e-4)
+        for top, row in zip(found.top_logprobs, expected, strict=True)
+    )
+    streamed = [
+        event.choices[0].logprobs for event in complete(client, PROMPTS[0], stream=True, **options)
+    ]
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         parts = [getattr(one, name) for one in streamed if one]
         assert sum(parts, []) == getattr(found, name)
@@ -343,8 +345,10 @@ def test_usage(served: Served, client: openai.OpenAI) -> None:
     *events, last = complete(client, PROMPTS, stream_options={"include_usage": True}, **options)
     assert last.choices == [] and last.usage.model_dump() == whole.usage.model_dump()
     assert all(event.usage is None for event in events)
-    assert all(not hasattr(event, "usage") or event.usage is None
-               for event in complete(client, PROMPTS, **options))
+    assert all(
+        not hasattr(event, "usage") or event.usage is None
+        for event in complete(client, PROMPTS, **options)
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -430,7 +434,9 @@ def test_unknown_fields_are_ignored(
     (plain,) = texts(complete(client, PROMPTS[0]))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert texts(complete(client, PROMPTS[0], **{"guided_\u00e4": [1, {"a": None}]})) == [plain]
+            assert texts(complete(client, PROMPTS[0], **{"guided_\u00e4": [1, {"a": None}]})) == [
+                plain
+            ]
     assert [one.message for one in caplog.records if "guided" in one.message] == [
         "the field 'guided_\\xe4' of a request is not known; it is ignored"
     ]
@@ -438,9 +444,19 @@ def test_unknown_fields_are_ignored(
 
 @pytest.mark.parametrize(
     "body",
-    [b"{", b"", b"[]", b"null", b'{"prompt": "a"', b"\xff\xfe", b'{"prompt": "\\ud800"}',
-     b'{"prompt": "a", "stop": "\\ud800"}', b'{"prompt": "a", "user": {"a": 1}}',
-     b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}"],
+    [
+        b"{",
+        b"",
+        b"[]",
+        b"null",
+        b'{"prompt": "a"',
+        b"\xff\xfe",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "stop": "\\ud800"}',
+        b'{"prompt": "a", "user": {"a": 1}}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    ],
     ids=lambda body: body[:30].decode("latin-1"),
 )
 def test_malformed_bodies(served: Served, body: bytes) -> None:
