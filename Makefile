@@ -20,7 +20,7 @@ BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
 TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-train bundle test test-torch test-slow fuzz smoke lint lock clean venv
+.PHONY: help demo demo-train bundle test test-torch test-slow test-scale fuzz smoke lint lock clean venv
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ test-torch: $(STAMP)  ## install PyTorch and run the tests that need it
 
 test-slow: $(STAMP)  ## run the tests that take minutes
 	@$(PYTEST) -m 'slow and not device' $(ARGS)
+
+test-scale: $(STAMP)  ## install Ray and run the tests that start several servers
+	@$(PIP) install -e '.[ray]'
+	@$(PY) -m pytest -m 'scale and not device' $(ARGS)
 
 fuzz: $(STAMP)  ## look for failing inputs (SECONDS=600, ARGS="--only trees --seed 7")
 	@$(PY) tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)

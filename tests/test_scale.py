@@ -1,0 +1,334 @@
+"""Several servers as one: replicas that are killed while they answer, and nobody notices.
+
+The servers are processes of the real program on the bundled model. Texts must be those that
+`Engine.generate` gives offline, whichever server a part of them comes from.
+"""
+
+import asyncio
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import yaml
+from openai import AsyncOpenAI
+
+from poss_jax.bundled import bundled_model
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import Prompt, prompt_seed
+
+pytestmark = pytest.mark.scale
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "ray_serve"
+MAX_LENGTH = 256
+SERVER = ["-m", "infer.serve", "--port", "0", "--max-length", str(MAX_LENGTH)]
+SERVER += ["--batch-size", "4", "--slots", "4"]
+NUM_TOKENS = 160
+
+
+class Asked(NamedTuple):
+    """A request, and the settings of its choices offline."""
+
+    body: dict[str, Any]
+    sampling: SamplingConfig
+    n: int = 1
+    stop: tuple[str, ...] = ()
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.body.get("messages") or self.body["prompt"]
+
+
+class Told(NamedTuple):
+    """A stream as the client saw it: per choice its texts, ids and the reason of its end."""
+
+    ids: set[str]
+    texts: list[str]
+    token_ids: list[list[int]]
+    reasons: list[list[str]]
+    usage: Any
+
+
+@contextmanager
+def started(command: list[str], listens: str, **environment: str) -> Iterator[tuple[Any, str]]:
+    """Runs a program of this Python; gives its process and what `listens` found in its output."""
+    with subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process, found_in(process, listens)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def python_path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def found_in(process: Any, pattern: str) -> str:
+    """Reads lines until one matches; a thread reads the others away."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if found := re.search(pattern, line):
+            read_on = "import sys; [None for _ in sys.stdin]"
+            subprocess.Popen([sys.executable, "-c", read_on], stdin=process.stdout)
+            return found[1]
+    raise AssertionError("".join(lines))
+
+
+def wait_until(holds: Callable[[], Any], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(httpx.TransportError):
+            if holds():
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} s")
+
+
+@contextmanager
+def server(*options: str) -> Iterator[tuple[Any, str]]:
+    with started([*SERVER, *options], r"listening at (http://[^/]+)/") as (process, url):
+        yield process, url
+
+
+@contextmanager
+def proxy(*urls: str) -> Iterator[str]:
+    """The proxy; it must not touch a device, so it gets a platform that does not exist."""
+    options = [word for url in urls for word in ("--upstream", url)]
+    command = [str(EXAMPLE / "proxy.py"), "--port", "0", *options]
+    with started(command, r"running on (http://[^ ]+)", JAX_PLATFORMS="none") as (_, url):
+        wait_until(lambda: httpx.get(f"{url}/ready").is_success)
+        yield url
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load(bundled_model("target"), bundled_model("poss3"), max_length=MAX_LENGTH)
+
+
+def requests() -> list[Asked]:
+    """Streams of every kind, long enough to be broken."""
+    common = {"max_tokens": NUM_TOKENS, "stream_options": {"include_usage": True}}
+    plain, hot = SamplingConfig(seed=1), SamplingConfig(temperature=1.0, seed=2)
+    penal = SamplingConfig(temperature=0.7, frequency_penalty=0.8, presence_penalty=0.3, seed=3)
+
+    def text(prompt: str, sampling: SamplingConfig, **more: Any) -> dict[str, Any]:
+        names = ("temperature", "seed", "frequency_penalty", "presence_penalty")
+        given = {name: getattr(sampling, name) for name in names}
+        return common | given | {"prompt": prompt} | more
+
+    def chat(sampling: SamplingConfig, **more: Any) -> dict[str, Any]:
+        body = text("", sampling, messages=[{"role": "user", "content": "read a file"}], **more)
+        return {key: value for key, value in body.items() if key != "prompt"}
+
+    return [
+        Asked(text("def read_lines(path):", plain), plain),
+        Asked(text("class Stack:\n", hot), hot),
+        Asked(text("import os\n", penal), penal),
+        Asked(text("def main():\n", hot, n=2), hot, n=2),
+        Asked(text("def add(a, b):\n", hot, stop=["qqq", "zzzz"]), hot, stop=("qqq", "zzzz")),
+        Asked(text("for i in", hot, extra_body={"return_token_ids": True}), hot),
+        Asked(chat(hot), hot),
+        Asked(chat(penal), penal),
+    ]
+
+
+def expected(engine: Engine, asked: Asked) -> list[Generation]:
+    """Answers of all choices offline."""
+    settings = [
+        SamplingConfig(**{**vars(asked.sampling), "seed": prompt_seed(asked.sampling.seed, index)})
+        for index in range(asked.n)
+    ]
+    return engine.generate(
+        [asked.prompt] * asked.n, max_new_tokens=NUM_TOKENS, sampling=settings, stop=asked.stop
+    )
+
+
+async def ask(url: str, asked: Asked, on_event: Callable[[], None]) -> Told:
+    """Streams one request with OpenAI's own client."""
+    told = Told(
+        set(), [""] * asked.n, [[] for _ in range(asked.n)], [[] for _ in range(asked.n)], []
+    )
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        api = client.chat.completions if "messages" in asked.body else client.completions
+        async for data in await api.create(model="bundled", stream=True, **asked.body):
+            on_event()
+            told.ids.add(data.id)
+            if data.usage is not None:
+                told.usage.append(data.usage)
+            for choice in data.choices:
+                text = choice.delta.content if "messages" in asked.body else choice.text
+                told.texts[choice.index] += text or ""
+                told.token_ids[choice.index] += getattr(choice, "token_ids", None) or []
+                if choice.finish_reason:
+                    told.reasons[choice.index].append(choice.finish_reason)
+    return told
+
+
+def stream_all(url: str, all_asked: list[Asked], break_it: Callable[[], None]) -> list[Told]:
+    """Streams all requests at once; breaks something once they are under way."""
+
+    async def run() -> list[Told]:
+        counts = [0] * len(all_asked)
+
+        async def one(index: int, asked: Asked) -> Told:
+            def count() -> None:
+                counts[index] += 1
+
+            return await ask(url, asked, count)
+
+        async def disturb() -> None:
+            while sum(count > 4 for count in counts) < 4:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(break_it)
+
+        streams = [one(index, asked) for index, asked in enumerate(all_asked)]
+        *told, _ = await asyncio.gather(*streams, disturb())
+        return told
+
+    return asyncio.run(asyncio.wait_for(run(), 400))
+
+
+def check(engine: Engine, asked: Asked, told: Told) -> None:
+    """A stream holds exactly the answers that the engine gives offline."""
+    answers = expected(engine, asked)
+    assert told.texts == [answer.text for answer in answers]
+    assert told.reasons == [[answer.stop_reason] for answer in answers]
+    assert len(told.ids) == 1
+    shows_ids = "extra_body" in asked.body
+    assert told.token_ids == [answer.output_ids if shows_ids else [] for answer in answers]
+    [usage] = told.usage
+    assert usage.completion_tokens == sum(len(answer.output_ids) for answer in answers)
+    assert usage.prompt_tokens == len(answers[0].prompt_ids)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def num_running(url: str) -> float:
+    found = re.search(r"^poss:num_requests_running (\S+)", httpx.get(f"{url}/metrics").text, re.M)
+    assert found
+    return float(found[1])
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
+def test_streams_outlive_their_server(engine: Engine, stop: signal.Signals) -> None:
+    """One server is killed, or told to stop and cuts its answers after half a second."""
+    with (
+        server("--drain-seconds", "0.5") as (process, first),
+        server() as (_, second),
+        proxy(first, second) as url,
+    ):
+        wait_until(lambda: httpx.get(f"{first}/ready").is_success)
+        wait_until(lambda: httpx.get(f"{second}/ready").is_success)
+        running = []
+
+        def kill() -> None:
+            running.append(num_running(first))
+            process.send_signal(stop)
+
+        all_asked = requests()
+        all_told = stream_all(url, all_asked, kill)
+        assert running[0] > 1
+        assert process.wait(60) == (-signal.SIGKILL if stop == signal.SIGKILL else 0)
+        for asked, told in zip(all_asked, all_told, strict=True):
+            check(engine, asked, told)
+
+
+def test_requests_go_to_servers_that_are_there() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        with server() as (_, there), proxy(gone, there) as url:
+            wait_until(lambda: httpx.get(f"{there}/ready").is_success)
+            body = {"prompt": "def f():", "max_tokens": 8, "seed": 1}
+            replies = [httpx.post(f"{url}/v1/completions", json=body) for _ in range(4)]
+            assert len({reply.json()["choices"][0]["text"] for reply in replies}) == 1
+            assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "bundled"
+            for stream in (True, False):
+                wrong = body | {"temperature": 9, "stream": stream}
+                refused = httpx.post(f"{url}/v1/completions", json=wrong)
+                assert refused.status_code == 400
+                assert refused.json()["error"]["param"] == "temperature"
+            assert httpx.post(f"{url}/v1/completions", content=b"{").status_code == 400
+            assert httpx.get(f"{url}/metrics").status_code == 404
+    with started(
+        [str(EXAMPLE / "proxy.py"), "--port", "0", "--upstream", gone], r"on (http://\S+)"
+    ) as (
+        _,
+        url,
+    ):
+        assert httpx.get(f"{url}/health").is_success
+        for stream in (True, False):
+            reply = httpx.post(f"{url}/v1/completions", json=body | {"stream": stream})
+            assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
+
+
+# --------------------------------------------------------------------------------------------------
+# Ray Serve
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def replicas(root: int) -> list[int]:
+    """Processes of replicas that descend from a process."""
+    found = []
+    children = Path(f"/proc/{root}/task/{root}/children").read_text().split()
+    for child in map(int, children):
+        with suppress(FileNotFoundError):
+            name = Path(f"/proc/{child}/cmdline").read_bytes()
+            found += [child] if name.startswith(b"ray::ServeReplica") else []
+            found += replicas(child)
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: make test-scale")
+def test_replicas_of_ray_serve(engine: Engine, tmp_path: Path) -> None:
+    config = yaml.safe_load((EXAMPLE / "serve.yaml").read_text())
+    config["http_options"]["port"] = port = free_port()
+    config["applications"][0]["args"] |= {"max_length": MAX_LENGTH, "batch_size": 4, "slots": [4]}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+    command = ["-c", "from ray.serve.scripts import cli; cli()", "run", "--app-dir", str(EXAMPLE)]
+    environment = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path)}
+    given = [*command, str(tmp_path / "serve.yaml")]
+    with started(given, r"(deployed|Deployed) app", **environment) as (process, _):
+        ray = f"http://127.0.0.1:{port}"
+        wait_until(lambda: httpx.get(f"{ray}/ready").is_success and len(replicas(process.pid)) == 2)
+        some = requests()
+        all_asked = [some[index % len(some)] for index in range(32)]
+        with proxy(ray) as url:
+            whole = stream_all(ray, all_asked, lambda: None)
+            victim = replicas(process.pid)[0]
+            broken = stream_all(url, all_asked, lambda: os.kill(victim, signal.SIGKILL))
+        assert victim not in replicas(process.pid)
+        for asked, told, other in zip(all_asked, whole, broken, strict=True):
+            check(engine, asked, other)
+            assert (told.texts, told.reasons) == (other.texts, other.reasons)
