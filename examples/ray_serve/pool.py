@@ -52,8 +52,12 @@ class Pool:
     async def watch(self) -> None:
         """Asks all upstreams every second whether they are ready."""
         while True:
-            await asyncio.gather(*map(self._check, self._is_ready))
+            await self.check()
             await asyncio.sleep(1)
+
+    async def check(self) -> None:
+        """Asks all upstreams whether they are ready."""
+        await asyncio.gather(*map(self._check, self._is_ready))
 
     async def _check(self, url: str) -> None:
         try:

@@ -67,6 +67,7 @@ def create_proxy(urls: Sequence[str], settings: Settings = Settings()) -> Guard:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(limits=limits, trust_env=False) as client:
             app.state.pool = pool = Pool(urls, client)
+            await pool.check()
             watch = asyncio.create_task(pool.watch())
             yield
             watch.cancel()
