@@ -79,9 +79,9 @@ def started(command: list[str], listens: str, **environment: str) -> Iterator[tu
             yield process, found_in(process, listens)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
+                process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(30)
+                process.wait(60)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -93,9 +93,12 @@ def python_path() -> str:
 def found_in(process: Any, pattern: str) -> str:
     """Reads lines until one matches; a thread reads the others."""
     lines = []
+    patience = threading.Timer(300, process.kill)
+    patience.start()
     for line in process.stdout:
         lines.append(line)
         if found := re.search(pattern, line):
+            patience.cancel()
             threading.Thread(target=process.stdout.read, daemon=True).start()
             return found[1]
     raise AssertionError("".join(lines))
@@ -311,10 +314,11 @@ def test_replicas_of_ray_serve(engine: Engine, tmp_path: Path) -> None:
     config["http_options"]["port"] = port = free_port()
     config["applications"][0]["args"] |= {"max_length": MAX_LENGTH, "batch_size": 4, "slots": [4]}
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
-    command = ["-c", "from ray.serve.scripts import cli; cli()", "run", "--app-dir", str(EXAMPLE)]
+    command = ["-c", "from ray.serve.scripts import cli; cli()", "run"]
     environment = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLE), python_path()])
     given = [*command, str(tmp_path / "serve.yaml")]
-    with started(given, r"(deployed|Deployed) app", **environment) as (process, _):
+    with started(given, r"(Running config file)", **environment) as (process, _):
         ray = f"http://127.0.0.1:{port}"
         wait_until(lambda: httpx.get(f"{ray}/ready").is_success and len(replicas(process.pid)) == 2)
         some = requests()

@@ -1,7 +1,7 @@
 """The server as replicas under Ray Serve: the same application, several processes, one address.
 
     cd examples/ray_serve
-    serve run serve.yaml
+    PYTHONPATH=$PWD serve run serve.yaml
     serve run app:app target=../../models/llama draft=../../models/poss3 batch_size=32
 
 Settings are those of `poss-serve`. A replica takes requests once it is warmed up, and Ray replaces
