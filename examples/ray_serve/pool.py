@@ -11,7 +11,8 @@ import httpx
 MOST_TRIES = 5
 """Servers that may die of one request; it must not kill all of them."""
 
-_RETRIED = {429, 500, 502, 503, 504}  # another upstream may answer
+_BUSY = {429, 503}
+_BROKEN = {500, 502, 504}  # as Ray Serve answers where a replica died; another one may answer
 
 
 class GivenUp(Exception):
@@ -80,22 +81,24 @@ class Pool:
           GivenUp: none answers.
         """
         end = time.monotonic() + patience
-        while True:
+        for attempt in itertools.count(1):
             refusal = None
             for url in self._order():
                 try:
                     response = await self._send(url, call)
-                    if response.status_code not in _RETRIED:
+                    if response.status_code not in _BUSY | _BROKEN:
                         return response
                     await response.aread()
                     refusal = response
                 except httpx.TransportError:
                     self._is_ready[url] = False
-            if time.monotonic() >= end:
+            is_broken = refusal is not None and refusal.status_code in _BROKEN
+            if time.monotonic() >= end and not (is_broken and attempt < MOST_TRIES):
                 if refusal is None:
                     raise GivenUp("no server answers")
                 return refusal
             await asyncio.sleep(0.2)
+        raise AssertionError("not reached")
 
     async def fetch(self, call: Call) -> httpx.Response:
         """Whole response to a request, of another upstream if one dies on the way.
