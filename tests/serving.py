@@ -45,6 +45,11 @@ class Served:
     def scheduler(self) -> Scheduler:
         return self.service.scheduler
 
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The application's OpenAPI schema."""
+        return self.server._app.openapi()
+
     def client(self, **options: Any) -> openai.OpenAI:
         """The official client, which tries once."""
         given = {"api_key": "none", "max_retries": 0, "timeout": 60} | options

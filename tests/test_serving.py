@@ -327,7 +327,7 @@ def test_logprobs_of_a_completion(served: Served, client: openai.OpenAI, target:
     ]
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         parts = [getattr(one, name) for one in streamed if one]
-        assert [item for part in parts for item in part] == getattr(found, name)
+        assert [one for part in parts for one in part] == getattr(found, name)
 
 
 def test_usage(served: Served, client: openai.OpenAI) -> None:

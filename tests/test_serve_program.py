@@ -1,0 +1,186 @@
+"""`infer.serve` as a process: its address, signals in the midst of answers, wrong input."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import Runs, refusal, tiny_runs
+from self_killing import ROOT
+from serving import until
+
+from infer.serve import main
+
+SMALL = ["--batch-size", "1", "--max-logprobs", "0"]
+LONG = {"prompt": "def area_7", "max_tokens": 230, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+class Process:
+    """A server in a process of its own; its messages go to a file."""
+
+    def __init__(self, runs: Runs, log: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "infer.serve", "--target", runs.model("target")]
+        self._log = log
+        with log.open("w") as file:
+            self.popen = subprocess.Popen(
+                [*command, *SMALL, "--port", "0", *arguments],
+                cwd=ROOT,
+                env=os.environ | {"POSS_API_KEY": ""},
+                stdout=file,
+                stderr=file,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def port(self) -> int:
+        found = re.search(r"listening at http://127.0.0.1:(\d+)/", self.said)
+        return int(found[1]) if found else 0
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def status(self, path: str) -> int:
+        connection = self.connect()
+        connection.request("GET", path)
+        return connection.getresponse().status
+
+    def ends_with(self, seconds: float = 60) -> int:
+        return self.popen.wait(seconds)
+
+
+@contextmanager
+def serving(runs: Runs, log: Path, *arguments: str) -> Iterator[Process]:
+    process = Process(runs, log, *arguments)
+    try:
+        until(lambda: process.port or process.popen.poll() is not None, seconds=120)
+        assert process.popen.poll() is None, process.said
+        yield process
+    finally:
+        process.popen.kill()
+        process.popen.wait()
+
+
+def post(connection: http.client.HTTPConnection, body: Any) -> http.client.HTTPResponse:
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection.getresponse()
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_what_was_begun(runs: Runs, tmp_path: Path) -> None:
+    with serving(runs, tmp_path / "log") as process:
+        until(lambda: process.status("/ready") == 200, seconds=200)
+        idle = process.connect()
+        assert post(idle, LONG | {"max_tokens": 1}).read()
+        stream = post(process.connect(), LONG | {"stream": True})
+        assert stream.readline().startswith(b"data: ")
+        process.popen.send_signal(signal.SIGTERM)
+        until(lambda: "draining: 1 answers" in process.said)
+        refused = post(idle, LONG)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        refused.read()
+        assert process.status("/ready") == 503 and process.status("/health") == 200
+        lines = [line for line in stream.read().split(b"\n\n") if line]
+        assert lines[-1] == b"data: [DONE]"
+        events = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert process.ends_with() == 0
+        assert "Traceback" not in process.said
+
+
+@pytest.mark.slow
+def test_sigterm_cuts_answers_after_a_time(runs: Runs, tmp_path: Path) -> None:
+    with serving(runs, tmp_path / "log", "--drain-seconds", "0") as process:
+        until(lambda: process.status("/ready") == 200, seconds=200)
+        stream = post(process.connect(), LONG | {"stream": True})
+        assert stream.readline()
+        process.popen.send_signal(signal.SIGTERM)
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert process.ends_with() == 0
+        assert "the other answers are cut" in process.said and "Traceback" not in process.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_while_it_compiles(runs: Runs, tmp_path: Path, number: int) -> None:
+    with serving(runs, tmp_path / "log") as process:
+        process.popen.send_signal(number)
+        assert process.ends_with(100) == 0
+        assert "Traceback" not in process.said
+
+
+@pytest.mark.slow
+def test_the_page_and_the_log(runs: Runs, tmp_path: Path) -> None:
+    with serving(runs, tmp_path / "log", "--model-name", "mine") as process:
+        url = f"http://127.0.0.1:{process.port}/"
+        with urllib.request.urlopen(url, timeout=30) as response:
+            assert b"<html" in response.read().lower()
+        until(lambda: '"path": "/"' in process.said)
+        entry = next(json.loads(line) for line in process.said.splitlines() if line[:1] == "{")
+        assert (entry["method"], entry["status"]) == ("GET", 200) and entry["id"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Wrong input
+
+
+def test_a_port_in_use_shows_before_models_are_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        message = refusal(main, "--port", port, "--target", str(tmp_path / "missing"))
+    assert "in use" in message and f"port {port}" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--target", "/nowhere/model"], "/nowhere/model"),
+        (["--slots", "1", "2"], "slots"),
+        (["--host", "256.0.0.1"], "256.0.0.1"),
+        (["--host", "a" * 80 + ".b"], "--host"),
+        (["--host", "x..y"], "--host"),
+        (["--port", "70000"], "port"),
+        (["--batch-size", "0"], "batch_size"),
+        (["--cache-gib", "1e-6"], "cache_gib"),
+        (["--batchsize", "4"], "--batch-size"),
+    ],
+    ids=str,
+)
+def test_wrong_input_is_one_line(runs: Runs, arguments: list[str], named: str) -> None:
+    given = [] if "--target" in arguments else ["--target", runs.model("target")]
+    given += [] if "--port" in arguments else ["--port", "0"]
+    assert named in refusal(main, *given, *arguments)
+
+
+def test_exit_code_of_wrong_input() -> None:
+    command = [sys.executable, "-m", "infer.serve", "--port", "0", "--target", "/nowhere"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--max-queue" in shown and "POSS_API_KEY" in shown

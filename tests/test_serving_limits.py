@@ -1,0 +1,292 @@
+"""The server under clients that leave, stall, flood it, or send what no client should."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import openai
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from programs import Runs, tiny_runs
+from serving import MODEL, Served, request_bytes, serving, until
+
+from poss_jax import Engine, SamplingConfig
+
+KEY = "secret"
+PATIENCE = 1.5
+LONG = {"model": MODEL, "prompt": "def area_7", "max_tokens": 200, "ignore_eos": True}
+AUTH = f"authorization: Bearer {KEY}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with tiny_runs(tmp_path_factory) as runs:
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def served(runs: Runs) -> Iterator[Served]:
+    """A server of one slot, with a key, little patience, and a short queue."""
+    engine = Engine.load(runs.model("target"), runs.model("poss2"))
+    small = {"batch_size": 1, "slots": (1,), "max_queue": 2, "max_body_mib": 0.25}
+    given = {"api_key": KEY, "patience": PATIENCE, "sampling": SamplingConfig(), "max_logprobs": 2}
+    with serving(engine, **given, **small) as served:
+        until(lambda: served.service.is_ready, seconds=300)
+        yield served
+        assert served.scheduler.error is None
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(served: Served) -> Iterator[None]:
+    yield
+    until(lambda: is_idle(served), seconds=20)
+
+
+@pytest.fixture
+def slow(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every round take 0.1 s, so that an answer of 200 tokens takes more than 4 s."""
+    slots = served.scheduler._slots
+    run = slots.run
+
+    def run_slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        return run(*args, **options)
+
+    monkeypatch.setattr(slots, "run", run_slowly)
+
+
+def is_idle(served: Served) -> bool:
+    return served.scheduler.num_running == 0 and served.scheduler.num_waiting == 0
+
+
+def is_running(served: Served) -> bool:
+    return served.scheduler.num_running == 1
+
+
+def soon(served: Served) -> None:
+    """Waits until no slot is taken, for a shorter time than any answer takes."""
+    until(lambda: is_idle(served), seconds=2.5)
+
+
+def post(served: Served, body: Any, path: str = "/v1/completions") -> Any:
+    return served.post(path, body, authorization=f"Bearer {KEY}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Clients that leave or stall
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_client_that_leaves_a_stream_frees_its_slot(served: Served) -> None:
+    stream = served.client(api_key=KEY).completions.create(
+        model=MODEL, prompt="def area_7", max_tokens=200, stream=True
+    )
+    assert next(iter(stream)).choices[0].text
+    assert is_running(served)
+    stream.close()
+    soon(served)
+    assert served.scheduler.stats.finished["cancelled"] >= 1
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_leaves_before_anything_came(
+    served: Served, path: str, is_streamed: bool
+) -> None:
+    body = LONG | {"stream": is_streamed, "messages": [{"role": "user", "content": "def"}]}
+    with closing(served.connect(request_bytes(path, body, AUTH))):
+        until(lambda: is_running(served))
+    soon(served)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_client_that_leaves_while_it_waits(served: Served) -> None:
+    body = request_bytes("/v1/completions", LONG | {"stream": True}, AUTH)
+    with closing(served.connect(body)):
+        until(lambda: is_running(served))
+        with closing(served.connect(body)):
+            until(lambda: served.scheduler.num_waiting == 1)
+        until(lambda: served.scheduler.num_waiting == 0, seconds=1)
+
+
+def test_a_client_that_reads_nothing_is_dropped(served: Served) -> None:
+    """It holds no slot, and once the buffers are full its connection is cut."""
+    before = served.scheduler.stats.finished["length"]
+    with closing(served.connect(room=2048)) as sock:
+        sock.sendall(request_bytes("/v1/completions", LONG | {"stream": True}, AUTH))
+        until(lambda: served.scheduler.stats.finished["length"] == before + 1)
+        soon(served)
+        more = request_bytes("/v1/models", b"", AUTH).replace(b"POST", b"GET") * 40_000
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            sock.sendall(more)
+            time.sleep(PATIENCE + 1)
+            sock.sendall(more)
+    assert served.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", request_bytes("/v1/completions", LONG)[:-9]])
+def test_a_client_that_does_not_finish_its_request(served: Served, sent: bytes) -> None:
+    sent = sent.replace(b"host: test", f"host: test\r\n{AUTH}".encode())
+    begun = time.monotonic()
+    answer = served.exchange(sent)
+    assert PATIENCE - 0.1 < time.monotonic() - begun < PATIENCE + 5
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 408")
+    assert b"POST" not in sent or b"within" in answer
+
+
+def test_a_client_may_be_idle_between_requests(served: Served) -> None:
+    get = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+    with closing(served.connect(get)) as sock:
+        for _ in range(3):
+            assert b"200" in sock.recv(65536)
+            time.sleep(PATIENCE / 2)
+            sock.sendall(get)
+        assert b"200" in sock.recv(65536)
+
+
+# --------------------------------------------------------------------------------------------------
+# Too many, too much
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_full_queue(served: Served) -> None:
+    body = request_bytes("/v1/completions", LONG | {"stream": True}, AUTH)
+    socks = [served.connect(body)]
+    until(lambda: is_running(served))
+    socks += [served.connect(body) for _ in range(2)]
+    until(lambda: served.scheduler.num_waiting == 2)
+    with pytest.raises(openai.RateLimitError) as caught:
+        served.client(api_key=KEY).completions.create(model=MODEL, prompt="def")
+    assert caught.value.response.headers["retry-after"] == "1"
+    assert served.get("/health").status_code == 200
+    for sock in socks:
+        sock.close()
+
+
+def test_either_all_choices_are_taken_or_none(served: Served) -> None:
+    response = post(served, LONG | {"n": 100})
+    assert response.status_code == 429
+    soon(served)
+
+
+def test_bodies_that_are_too_large(served: Served) -> None:
+    body = json.dumps({"prompt": "x" * 300_000}).encode()
+    response = post(served, body)
+    assert response.status_code == 413 and response.json()["error"]["message"]
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [body[:200_000]] * 2)
+    headers = [AUTH, "transfer-encoding: chunked"]
+    answer = served.exchange(request_bytes("/v1/completions", chunked + b"0\r\n\r\n", *headers))
+    assert answer.startswith(b"HTTP/1.1 413")
+    endless = request_bytes("/v1/completions", b"", AUTH, "content-length: " + "9" * 19)
+    assert served.exchange(endless).startswith(b"HTTP/1.1 4")
+
+
+@pytest.mark.parametrize("depth", [100, 300, 900, 20_000])
+@pytest.mark.parametrize("name", ["unknown", "prompt", "user", "logit_bias", "stop"])
+def test_deep_nesting(served: Served, name: str, depth: int) -> None:
+    for left, right in ("[]", ('{"a":', "}")):
+        nested = left * depth + "1" + right * depth
+        body = f'{{"max_tokens": 1, "prompt": "a", "{name}": {nested}}}'
+        assert post(served, body.encode()).status_code in (200, 400)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [None, 1] * 20_000},
+        {"prompt": [["a"]] * 20_000},
+        {"prompt": [[]] * 60_000},
+        {"prompt": "a", "stop": [1] * 60_000},
+        {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(15_000)), "x")},
+        {"prompt": "a", "stop_token_ids": ["x"] * 30_000},
+        {"messages": [{}] * 60_000},
+        {"messages": [{"role": "user", "content": [1] * 60_000}]},
+        {"messages": [{"role": "user", "content": "x" * 200_000}]},
+    ],
+    ids=lambda body: str(body)[:40],
+)
+def test_thousands_of_mistakes_cost_no_time(served: Served, body: Any) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    begun = time.monotonic()
+    assert post(served, body, path).status_code == 400
+    assert time.monotonic() - begun < 0.25
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys, ids, connections
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/openapi.json", "/tokenize", "/v1/../health"])
+def test_the_api_wants_the_key(served: Served, path: str) -> None:
+    for more in ("", "authorization: Bearer wrong", f"authorization: Bearer {KEY}x"):
+        lines = [f"GET {path} HTTP/1.1", "host: a", "connection: close", *filter(None, [more])]
+        answer = served.exchange("\r\n".join([*lines, "", ""]).encode())
+        assert answer.startswith(b"HTTP/1.1 401") and KEY.encode() not in answer
+
+
+def test_keys_of_clients(served: Served) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        served.client(api_key="wrong").models.list()
+    assert served.client(api_key=KEY).models.list().data
+    for path in ("/", "/health", "/ready", "/version", "/metrics"):
+        assert served.get(path).status_code == 200
+
+
+def test_ids_hold_no_headers(served: Served) -> None:
+    head = b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
+    for smuggled in (b"a\rset-cookie: b", b"a\nset-cookie: b", b"a\x00b", b"\xff"):
+        answer = served.exchange(head + b"x-request-id: " + smuggled + b"\r\n\r\n")
+        assert b"\nset-cookie" not in answer and smuggled not in answer
+
+
+def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
+    bodies = [
+        LONG | {"prompt": [5 + i], "max_tokens": 2, "return_token_ids": True} for i in range(3)
+    ]
+    data = b"".join(request_bytes("/v1/completions", body, AUTH) for body in bodies)
+    answer = served.exchange(data + b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+    places = [answer.index(b'"prompt_token_ids":[%d]' % (5 + i)) for i in range(3)]
+    assert places == sorted(places) and answer.endswith(b'{"status":"ok"}')
+
+
+def test_a_page_of_another_site_cannot_ask(served: Served) -> None:
+    """What browsers send without asking first has no JSON as its type, and no answer is shown."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        headers = {"authorization": f"Bearer {KEY}", "content-type": kind, "origin": "http://x"}
+        response = served.post("/v1/completions", LONG, **headers)
+        assert response.status_code == 400
+        assert "access-control-allow-origin" not in response.headers
+
+
+# --------------------------------------------------------------------------------------------------
+# Whatever the schema allows
+
+
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
+def test_no_request_is_an_error_of_the_server(served: Served) -> None:
+    """Drawn from the schema and beyond it, for every operation; the same in every run."""
+    schema = schemathesis.openapi.from_dict(served.schema)
+    statuses = set()
+    for found in schema.get_all_operations():
+        operation = found.ok()
+
+        @seed(0)
+        @settings(
+            max_examples=25,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy())
+        def check(case: Any) -> None:
+            response = case.call(base_url=served.url, headers={"authorization": f"Bearer {KEY}"})
+            statuses.add(response.status_code)
+            assert response.status_code < 500, response.text
+
+        check()
+    assert {200, 400} <= statuses
