@@ -16,6 +16,7 @@ the first one listens; the model is cut among the devices of all.
 
 import logging
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start_processes()
     config = _on_all_devices(config)
     if jax.process_index() > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process 0 drains, and then dismisses
         follow(make_slots(load_engine(config), config))
         return
     sock = listen(config.host, config.port)  # a port that is taken shows before models are loaded

@@ -247,6 +247,11 @@ class Scheduler:
         return self._slots.sizes[-1]
 
     @property
+    def is_closed(self) -> bool:
+        """True once `close` was called: requests that were not finished end as cancelled."""
+        return self._is_closed
+
+    @property
     def error(self) -> Exception | None:
         """What ended the thread; None while it is well."""
         return self._error

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.sharding import SingleDeviceSharding
 
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
@@ -168,9 +169,13 @@ class Slots:
                 "max_length, or raise cache_gib"
             )
         self._prefill: tuple[Request, targets.Prefill] | None = None
+        mesh, weights = engine.mesh, jax.tree.leaves(engine.weights.target)
+        device = SingleDeviceSharding(next(iter(weights[0].devices())))
+        self._place = device if mesh is None else replicate(mesh)
         request = self._make_request(PreparedPrompt([0], 1))
         slots = self._put(np.arange(self.sizes[0], dtype=np.int32))
-        self._request, self._state = _allocate(self.weights, self._config, request, slots)
+        empty = _allocate(self.weights, self._config, request, slots)
+        self._request, self._state = self._bind(empty)
         self.size = self.sizes[0]
 
     def _make_config(self) -> DecodeConfig:
@@ -210,15 +215,19 @@ class Slots:
 
     def _put(self, arrays: Any) -> Any:
         """Gives arrays of the host to all devices; every process has the same."""
-        mesh = self.engine.mesh
-        if mesh is None:
-            return jax.tree.map(jnp.asarray, arrays)
 
         def put(array: Any) -> Array:
             array = np.asarray(array)
-            return jax.make_array_from_callback(array.shape, replicate(mesh), array.__getitem__)
+            return jax.make_array_from_callback(array.shape, self._place, array.__getitem__)
 
         return jax.tree.map(put, arrays)
+
+    def _bind(self, arrays: Any) -> Any:
+        """Binds arrays that were made of nothing to the device.
+
+        JAX compiles anew for arrays that are bound after some that are not.
+        """
+        return jax.device_put(arrays, self._place) if self.engine.mesh is None else arrays
 
     def num_chunks(self, prompt: PreparedPrompt) -> int:
         """Calls of `extend` with one chunk that a prompt takes."""
@@ -241,7 +250,7 @@ class Slots:
     def begin(self, prompt: PreparedPrompt) -> None:
         """Begins to read a prompt."""
         request = self._make_request(prompt)
-        self._prefill = request, _begin(self.weights, self._config, request)
+        self._prefill = request, self._bind(_begin(self.weights, self._config, request))
 
     def extend(self, first: int, last: int) -> None:
         """Reads the chunks of the prompt from `first` up to `last`."""

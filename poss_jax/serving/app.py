@@ -173,6 +173,9 @@ class Service:
             if item is not None:
                 index, chunk = item
                 now = time.monotonic()
+                is_cut = chunk.answer is not None and chunk.answer.stop_reason == "cancelled"
+                if is_cut and self.scheduler.is_closed:
+                    raise ApiError(503, "the server stops; this answer is cut", retry_after=1)
                 if index not in first and chunk.output_ids:
                     first[index] = now
                     self.metrics.first_token.observe(now - arrived)
