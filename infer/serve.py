@@ -3,7 +3,8 @@ r"""Serves a target as an OpenAI-compatible server, speculatively if a draft is 
 Takes model folders (see `python -m poss_jax.convert`), without --target the small models that come
 with the package. Listens at 127.0.0.1:8000; http://127.0.0.1:8000/ is a page to chat with it. If
 the environment variable POSS_API_KEY is set, requests must carry it. SIGTERM finishes the answers
-that are under way and then exits. Needs `pip install 'poss-jax[serve]'`.
+that are under way and then exits, SIGINT cuts them; a second signal waits for nothing. Needs
+`pip install 'poss-jax[serve]'`.
 
 Of several processes, started like those of a training run (docs/training.md, "Several hosts"),
 the first one listens; the model is cut among the devices of all.
@@ -18,6 +19,7 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import jax
@@ -45,12 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process 0 drains, and then dismisses
         follow(make_slots(load_engine(config), config))
         return
-    sock = listen(config.host, config.port)  # a port that is taken shows before models are loaded
-    slots = make_slots(load_engine(config), config)
-    logging.getLogger("poss_jax.access").setLevel(logging.INFO)
-    app = create_app(config, slots=slots)
-    key = os.environ.get("POSS_API_KEY") or None
-    make_server(app, config, api_key=key).run(sockets=[sock])
+    # A port that is taken shows before models are loaded.
+    with closing(listen(config.host, config.port)) as sock:
+        slots = make_slots(load_engine(config), config)
+        logging.getLogger("poss_jax.access").setLevel(logging.INFO)
+        app = create_app(config, slots=slots)
+        key = os.environ.get("POSS_API_KEY") or None
+        make_server(app, config, api_key=key).run(sockets=[sock])
 
 
 def _on_all_devices(config: ServeConfig) -> ServeConfig:

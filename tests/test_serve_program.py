@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Process:
     def __init__(self, runs: Runs, log: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "infer.serve", "--target", runs.model("target")]
         self._log = log
+        self._opened: list[Any] = []
         with log.open("w") as file:
             self.popen = subprocess.Popen(
                 [*command, *SMALL, "--port", "0", *arguments],
@@ -56,15 +57,29 @@ class Process:
         return int(found[1]) if found else 0
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        self._opened.append(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60))
+        return self._opened[-1]
+
+    def post(self, connection: http.client.HTTPConnection, body: Any) -> http.client.HTTPResponse:
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        self._opened.append(connection.getresponse())
+        return self._opened[-1]
 
     def status(self, path: str) -> int:
-        connection = self.connect()
-        connection.request("GET", path)
-        return connection.getresponse().status
+        with closing(self.connect()) as connection:
+            connection.request("GET", path)
+            with connection.getresponse() as response:
+                return response.status
 
     def ends_with(self, seconds: float = 60) -> int:
         return self.popen.wait(seconds)
+
+    def end(self) -> None:
+        for one in self._opened:
+            one.close()
+        self.popen.kill()
+        self.popen.wait()
 
 
 @contextmanager
@@ -75,14 +90,7 @@ def serving(runs: Runs, log: Path, *arguments: str) -> Iterator[Process]:
         assert process.popen.poll() is None, process.said
         yield process
     finally:
-        process.popen.kill()
-        process.popen.wait()
-
-
-def post(connection: http.client.HTTPConnection, body: Any) -> http.client.HTTPResponse:
-    headers = {"content-type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    return connection.getresponse()
+        process.end()
 
 
 @pytest.mark.slow
@@ -90,16 +98,16 @@ def test_sigterm_finishes_what_was_begun(runs: Runs, tmp_path: Path) -> None:
     with serving(runs, tmp_path / "log") as process:
         until(lambda: process.status("/ready") == 200, seconds=200)
         idle = process.connect()
-        assert post(idle, LONG | {"max_tokens": 1}).read()
-        stream = post(process.connect(), LONG | {"stream": True})
-        assert stream.readline().startswith(b"data: ")
+        assert process.post(idle, LONG | {"max_tokens": 1}).read()
+        stream = process.post(process.connect(), LONG | {"stream": True})
+        first = stream.readline()
         process.popen.send_signal(signal.SIGTERM)
         until(lambda: "draining: 1 answers" in process.said)
-        refused = post(idle, LONG)
+        refused = process.post(idle, LONG)
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
         refused.read()
         assert process.status("/ready") == 503 and process.status("/health") == 200
-        lines = [line for line in stream.read().split(b"\n\n") if line]
+        lines = [line for line in (first + stream.read()).split(b"\n") if line]
         assert lines[-1] == b"data: [DONE]"
         events = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
         assert events[-1]["choices"][0]["finish_reason"] == "length"
@@ -111,7 +119,7 @@ def test_sigterm_finishes_what_was_begun(runs: Runs, tmp_path: Path) -> None:
 def test_sigterm_cuts_answers_after_a_time(runs: Runs, tmp_path: Path) -> None:
     with serving(runs, tmp_path / "log", "--drain-seconds", "0") as process:
         until(lambda: process.status("/ready") == 200, seconds=200)
-        stream = post(process.connect(), LONG | {"stream": True})
+        stream = process.post(process.connect(), LONG | {"stream": True})
         assert stream.readline()
         process.popen.send_signal(signal.SIGTERM)
         assert stream.read().endswith(b"data: [DONE]\n\n")
@@ -126,6 +134,24 @@ def test_signals_while_it_compiles(runs: Runs, tmp_path: Path, number: int) -> N
         process.popen.send_signal(number)
         assert process.ends_with(100) == 0
         assert "Traceback" not in process.said
+
+
+@pytest.mark.slow
+def test_an_interrupt_cuts_answers(runs: Runs, tmp_path: Path) -> None:
+    with serving(runs, tmp_path / "log") as process:
+        stream = process.post(process.connect(), LONG | {"stream": True})  # waits for the compiler
+        process.popen.send_signal(signal.SIGINT)
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert process.ends_with(100) == 0 and "Traceback" not in process.said
+
+
+@pytest.mark.slow
+def test_a_second_signal_waits_for_nothing(runs: Runs, tmp_path: Path) -> None:
+    with serving(runs, tmp_path / "log") as process:
+        process.popen.send_signal(signal.SIGTERM)
+        until(lambda: "draining" in process.said)
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.ends_with(1) in (0, 128 + signal.SIGTERM)
 
 
 @pytest.mark.slow
@@ -154,12 +180,12 @@ def test_a_port_in_use_shows_before_models_are_loaded(tmp_path: Path) -> None:
     ("arguments", "named"),
     [
         (["--target", "/nowhere/model"], "/nowhere/model"),
-        (["--slots", "1", "2"], "slots"),
+        (["slots=[1, 2]"], "slots"),
         (["--host", "256.0.0.1"], "256.0.0.1"),
         (["--host", "a" * 80 + ".b"], "--host"),
         (["--host", "x..y"], "--host"),
         (["--port", "70000"], "port"),
-        (["--batch-size", "0"], "batch_size"),
+        (["--batch-size", "0"], "--batch-size"),
         (["--cache-gib", "1e-6"], "cache_gib"),
         (["--batchsize", "4"], "--batch-size"),
     ],

@@ -5,6 +5,7 @@ server.run(sockets=[listen("127.0.0.1", 8000)])
 """
 
 import logging
+import os
 import signal
 import socket
 import threading
@@ -107,20 +108,21 @@ class DrainingServer(uvicorn.Server):
             _LOG.warning("listening at http://%s:%d/", f"[{host}]" if ":" in host else host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins to drain; a second signal, or an interrupt, stops at once."""
+        """Begins to drain; an interrupt cuts all answers, and a second signal everything."""
         del frame
-        if self._is_draining or sig == signal.SIGINT:
-            self.should_exit = self.force_exit = True
-            return
+        if self._is_draining:
+            os._exit(128 + sig)  # threads may compile for minutes, which nothing else ends
         self._is_draining = True
-        threading.Thread(target=self._drain, daemon=True).start()
+        seconds = 0.0 if sig == signal.SIGINT else self._drain_seconds
+        threading.Thread(target=self._drain, args=[seconds], daemon=True).start()
 
-    def _drain(self) -> None:
+    def _drain(self, seconds: float) -> None:
         service = getattr(self._app.state, "service", None)  # not while it starts
         if service is not None:
             service.is_draining = True
-            _LOG.warning("draining: %d answers to finish", service.scheduler.num_running)
-            if not service.scheduler.drain(self._drain_seconds):
+            num_left = service.scheduler.num_running + service.scheduler.num_waiting
+            _LOG.warning("draining: %d answers to finish", num_left)
+            if not service.scheduler.drain(seconds):
                 _LOG.warning("the time to finish is over; the other answers are cut")
                 service.scheduler.close()
         self.should_exit = True
@@ -158,12 +160,20 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
+        return _bind(family, address)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "no such address"
         raise UserError(
             f"host {host}, port {port}: {reason}; choose others with --host and --port"
         ) from error
+
+
+def _bind(family: int, address: Any) -> socket.socket:
+    sock = socket.socket(family)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
     return sock
