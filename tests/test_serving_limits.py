@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import product
 from typing import Any
 
 import openai
@@ -11,9 +12,11 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from programs import Runs, tiny_runs
+from pydantic import ValidationError
 from serving import MODEL, Served, request_bytes, serving, until
 
 from poss_jax import Engine, SamplingConfig
+from poss_jax.serving.requests import ChatRequest, CompletionRequest
 
 KEY = "secret"
 PATIENCE = 1.5
@@ -185,10 +188,11 @@ def test_bodies_that_are_too_large(served: Served) -> None:
     assert served.exchange(endless).startswith(b"HTTP/1.1 4")
 
 
-@pytest.mark.parametrize("depth", [100, 300, 900, 20_000])
 @pytest.mark.parametrize("name", ["unknown", "prompt", "user", "logit_bias", "stop"])
-def test_deep_nesting(served: Served, name: str, depth: int) -> None:
-    for left, right in ("[]", ('{"a":', "}")):
+def test_deep_nesting(served: Served, name: str) -> None:
+    """Python gives up near 1,000 levels, some earlier than others."""
+    depths = [100, *range(800, 1000, 12), 20_000]
+    for depth, (left, right) in product(depths, ("[]", ('{"a":', "}"))):
         nested = left * depth + "1" + right * depth
         body = f'{{"max_tokens": 1, "prompt": "a", "{name}": {nested}}}'
         assert post(served, body.encode()).status_code in (200, 400)
@@ -205,15 +209,18 @@ def test_deep_nesting(served: Served, name: str, depth: int) -> None:
         {"prompt": "a", "stop_token_ids": ["x"] * 30_000},
         {"messages": [{}] * 60_000},
         {"messages": [{"role": "user", "content": [1] * 60_000}]},
-        {"messages": [{"role": "user", "content": "x" * 200_000}]},
     ],
     ids=lambda body: str(body)[:40],
 )
-def test_thousands_of_mistakes_cost_no_time(served: Served, body: Any) -> None:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    begun = time.monotonic()
+def test_thousands_of_mistakes_are_one(served: Served, body: Any) -> None:
+    """Millions, each with a report of its own, stopped the server for a minute."""
+    path, kind = "/v1/completions", CompletionRequest
+    if "messages" in body:
+        path, kind = "/v1/chat/completions", ChatRequest
     assert post(served, body, path).status_code == 400
-    assert time.monotonic() - begun < 0.25
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 4  # one per kind of prompt
 
 
 # --------------------------------------------------------------------------------------------------
