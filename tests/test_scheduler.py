@@ -26,7 +26,6 @@ from poss_jax.shapes import Params
 
 TREES = {
     1: TreeConfig(depth=3, top_k=2, total_tokens=8),
-    3: TreeConfig(depth=2, top_k=2, total_tokens=4),
     4: None,
 }
 SETTINGS = [

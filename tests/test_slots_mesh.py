@@ -54,7 +54,11 @@ def serve_all(scheduler: Scheduler, engine: Engine) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("draft", "vocabulary"), [(POSS, None), (E3, tuple(range(0, 256, 2)))], ids=["heads", "2 heads"]
+    ("draft", "vocabulary"),
+    [
+        pytest.param(POSS, None, id="heads"),
+        pytest.param(E3, tuple(range(0, 256, 2)), id="2 heads", marks=pytest.mark.slow),
+    ],
 )
 def test_eight_devices_serve_the_texts_of_one_and_compile_nothing(
     draft: DraftConfig, vocabulary: Any
@@ -245,12 +249,10 @@ def ask(address: str, **body: Any) -> list[int]:
         return json.load(response)["choices"][0]["token_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("told", "codes"),
-    [
-        (signal.SIGTERM, [0, 0]),
-        pytest.param(signal.SIGKILL, [-signal.SIGKILL, -signal.SIGABRT], marks=pytest.mark.slow),
-    ],
+    [(signal.SIGTERM, [0, 0]), (signal.SIGKILL, [-signal.SIGKILL, -signal.SIGABRT])],
 )
 def test_two_processes_serve_one_model_and_end_together(
     fixtures: Path, tmp_path: Path, told: signal.Signals, codes: list[int]

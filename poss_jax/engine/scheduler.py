@@ -102,7 +102,7 @@ class Stream:
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed; nobody waits
                 loop.call_soon_threadsafe(ready.set)
 
         self._wake = wake
@@ -309,8 +309,8 @@ class Scheduler:
         while True:
             with suppress(TimeoutError):
                 return done.result(0.1)
-            if self._error is not None:
-                raise Closed("the scheduler's thread failed") from self._error
+            if self._error is not None or not self._thread.is_alive():
+                raise Closed("the scheduler's thread has ended") from self._error
 
     # ----------------------------------------------------------------------------------------------
     # On the scheduler's thread
@@ -467,7 +467,7 @@ class Scheduler:
         self.stats.tokens += len(chunk.output_ids)
         self.stats.drafts += bool(landed.num_offered)
         self.stats.drafted += landed.num_offered or 0
-        self.stats.accepted.update(range(1, (landed.num_accepted or 0) + 1))
+        self.stats.accepted.update(depth for depth in chunk.depths if depth)
         if chunk.answer is None:
             stream._put(chunk)
             return
@@ -498,6 +498,8 @@ class Scheduler:
             read_landing(self._steps.insert(0))
             programs = {one for n in range(1, size + 1) for one in self._slots.programs(n)}
             for program in sorted(programs, key=repr):
+                if self._is_closed:
+                    return
                 read_landing(self._steps.run(program, (0,)))
         self._active, self._ended = [None] * self._slots.size, []
 
