@@ -6,7 +6,7 @@ One run writes to it at a time. A new folder appears once the run can start, and
 config, the provenance and the prepared data.
 
 The folder may be a URI. Its store has no locks, so nothing keeps a second run out. It appends to no
-object: metrics.jsonl is written anew with each checkpoint. Of a new folder config.yaml is written
+object: metrics.jsonl is written again with each checkpoint. Of a new folder config.yaml is written
 last, of the model model.json. The store checks its objects, so checkpoints have no checksums there.
 """
 

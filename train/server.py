@@ -59,7 +59,7 @@ class Refused(Exception):
 
 
 class Reply(NamedTuple):
-    """What came back.
+    """A reply that came back.
 
     Attributes:
       status: status of HTTP; 0 if no answer came.

@@ -108,14 +108,14 @@ class TokenLogprobs(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """What one round added to one text, on the host.
+    """One round of one text, on the host.
 
     Attributes:
       tokens: the new tokens.
       num_accepted: drafted tokens accepted; None for the first token, which no round chose.
       num_offered: deepest position offered along the accepted path.
       is_done: the text ended at a stop token or its limit.
-      logprobs: of the tokens, if they were asked for.
+      logprobs: those of the new tokens, if they were asked for.
     """
 
     tokens: list[int]

@@ -124,10 +124,10 @@ class Stream:
 
 
 class _Pace:
-    """How many rounds to run without a word from the host, so that a step takes some time.
+    """The number of rounds to run without a word from the host, so that a step takes some time.
 
     Attributes:
-      num_rounds: for the next step.
+      num_rounds: number for the next step.
     """
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ class Scheduler:
 
     @property
     def error(self) -> Exception | None:
-        """What ended the thread; None while it is well."""
+        """The error that ended the thread; None while it is well."""
         return self._error
 
     def warm_up(self) -> None:

@@ -63,7 +63,7 @@ class Program(NamedTuple):
 
 
 class Landing(struct.PyTreeNode):
-    """What some rounds added to every slot, on the device.
+    """Some rounds of every slot, on the device.
 
     Attributes:
       tokens: the new tokens, the first `num_tokens` of each row.
@@ -72,7 +72,7 @@ class Landing(struct.PyTreeNode):
       num_accepted: drafted tokens accepted in each of them.
       num_offered: deepest position offered along the accepted path in each.
       is_done: the text ended.
-      logprobs: of the tokens; None where nobody asked.
+      logprobs: those of the new tokens; None where nobody asked.
     """
 
     tokens: Array  # [B R*A] int32
@@ -225,7 +225,7 @@ class Slots:
     def _bind(self, arrays: Any) -> Any:
         """Binds arrays that were made of nothing to the device.
 
-        JAX compiles anew for arrays that are bound after some that are not.
+        JAX compiles again for arrays that are bound after some that are not.
         """
         return jax.device_put(arrays, self._place) if self.engine.mesh is None else arrays
 
@@ -416,7 +416,7 @@ def _run_slots(
 
 
 def _landing(config: DecodeConfig, before: Output, after: Output) -> Landing:
-    """What was written between two outputs."""
+    """Reads what was written between two outputs."""
 
     def new(rows: Array, start: Array, count: int) -> Array:
         columns = start[:, None] + jnp.arange(count)[None]

@@ -84,7 +84,7 @@ def batch_sizes(most: int) -> list[int]:
 
 
 class Service:
-    """What the endpoints share.
+    """Everything that the endpoints share.
 
     Attributes:
       config: settings.
@@ -105,7 +105,7 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests should be sent here."""
+        """True if requests should be sent here."""
         return self.is_warm and not self.is_draining
 
     def check_model(self, body: CommonRequest) -> None:

@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out: id, key, size, log, and readers that stall."""
+"""Checks on the way in and out of every request: id, key, size, log, and readers that stall."""
 
 import asyncio
 import hmac

@@ -48,7 +48,7 @@ class Reply:
         self._offsets = [len(text) for text in job.echo]
 
     def first_events(self) -> list[dict[str, Any]]:
-        """What a stream begins with: the role of a chat, the prompt of an echo, its token ids."""
+        """Events that begin a stream: the role of a chat, the prompt of an echo, its token ids."""
         if self._is_chat:
             firsts = [{"delta": {"role": "assistant", "content": ""}} for _ in self._job.prompts]
         else:

@@ -71,7 +71,7 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel):
-    """What a stream holds beside the text.
+    """Parts of a stream beside the text.
 
     Attributes:
       include_usage: a last event with the usage.
@@ -163,7 +163,7 @@ class TokenizeRequest(BaseModel):
 
 
 class Job(NamedTuple):
-    """What a request asks of the scheduler.
+    """One request as the scheduler sees it.
 
     Attributes:
       prompts: one per choice, in the order of their indices.
