@@ -51,6 +51,7 @@ def start(name: str, train: str, folder: Path) -> subprocess.Popen[str]:
         (tools / tool).write_text(f"#!/bin/bash\n{line}\n")
         (tools / tool).chmod(0o755)
     text = scripts()[name].replace("/tmp/", f"{folder}/").replace("/work", str(folder))
+    text = text.replace("$PWD/.venv/bin", str(tools))
     environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "5"}
     environment |= {"SLURM_CPUS_PER_TASK": "4", "SLURM_GPUS_ON_NODE": "4"}
     return subprocess.Popen(
