@@ -9,6 +9,7 @@ and asks for sampled texts that `Engine.generate` has written beforehand.
     killed       the server is killed under its streams and started again; clients continue theirs
     throughput   1, 4 and 16 clients beside `Engine.generate` in batches of that size, alternating;
                  with the draft and without
+    programs     the rounds for texts with sampling settings beside those without, on greedy texts
 
 Prints tables, and as its last line one JSON object; --output keeps report.json and report.md.
 
@@ -40,11 +41,13 @@ from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.slots import MOST_ROUNDS, Program, Slots, read_landing
 from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser, run_program
 
 PROMPTS = ("def read_lines(path):\n", "class Node:\n    def __init__", "import os\n", "for i in ")
 NUM_CASES = 32
+SIZES = (1, 4, 16)
 _ADDRESS = re.compile(r"listening at (http://\S+)/")
 
 
@@ -274,7 +277,7 @@ def measure_throughput(
 ) -> list[dict[str, Any]]:
     """The server beside the engine, alternating; the first pass is not counted."""
     rows = []
-    for size in (1, 4, 16):
+    for size in SIZES:
         few = cases[: max(size, 8)]
         served, alone = [], []
         for _ in tqdm(range(1 + repeats), desc=f"{size} clients", unit="pass"):
@@ -290,6 +293,35 @@ def measure_throughput(
             }
         )
     return rows
+
+
+def measure_programs(engine: Engine, max_length: int, repeats: int) -> list[dict[str, Any]]:
+    """What rounds take that can sample beside those that cannot, on the same greedy texts."""
+    rows = []
+    for size in SIZES:
+        slots = Slots(engine, sizes=(size,), max_length=max_length)
+        programs = slots.programs(size)[:2]
+        for program in programs:
+            time_rounds(slots, program)  # compiles
+        times = [[time_rounds(slots, one) for one in programs] for _ in range(4 * repeats)]
+        greedy, sampled = np.median(times, axis=0).tolist()
+        ratio = float(np.median([b / a for a, b in times]))
+        rows.append({"texts": size, "greedy": greedy, "sampled": sampled, "ratio": ratio})
+    return rows
+
+
+def time_rounds(slots: Slots, program: Program) -> float:
+    """Milliseconds per round of new greedy texts."""
+    prompt = slots.engine.prepare(PROMPTS[0], slots.max_length // 2)._replace(stop_ids=())
+    for slot in range(slots.size):
+        slots.begin(prompt)
+        slots.extend(0, slots.num_chunks(prompt))
+        read_landing(slots.insert(slot))
+    begun, num_rounds = time.perf_counter(), 2 * MOST_ROUNDS
+    for _ in range(num_rounds // MOST_ROUNDS):
+        landing = read_landing(slots.run(program, num_rounds=MOST_ROUNDS))
+        assert all(len(rounds) == MOST_ROUNDS for rounds in landing), "a text has ended"
+    return 1000 * (time.perf_counter() - begun) / num_rounds
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -312,6 +344,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     plain = Engine.load(args.target, max_length=args.max_length)
     cases = make_cases(engine, args.max_new_tokens)
     report: dict[str, Any] = {"throughput": {}}
+    report["programs"] = measure_programs(engine, args.max_length, args.repeats)
     with serve(args, args.draft) as (process, url):
         load = run_load(url, process.pid, cases, num_clients=args.clients, seconds=args.seconds)
         report["load"] = asyncio.run(load)
@@ -355,6 +388,15 @@ def format_report(report: dict[str, Any]) -> str:
             f"{row['ratio']:.2f} |"
             for row in rows
         ]
+    lines += [
+        "",
+        "| greedy texts | round that cannot sample, ms | round that can | ratio |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['texts']} | {row['greedy']:.2f} | {row['sampled']:.2f} | {row['ratio']:.2f} |"
+        for row in report["programs"]
+    ]
     return "\n".join(lines)
 
 
