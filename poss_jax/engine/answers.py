@@ -127,14 +127,14 @@ class Landed(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of an answer that one round added.
+    """The part of an answer that one round added, or several.
 
     Attributes:
       pieces: text that may be shown now, by token; undecided text comes with a later chunk.
-      output_ids: tokens of this round.
+      output_ids: tokens of these rounds.
       depths: position that each token was drafted at, from 1; 0 for the target's own.
       answer: the whole answer; only the last chunk has it.
-      logprobs: of the tokens of this round, if they were asked for.
+      logprobs: of the tokens of these rounds, if they were asked for.
     """
 
     pieces: list[Piece]
@@ -152,6 +152,15 @@ class Chunk:
     def text(self) -> str:
         """Text that may be shown now; all chunks together give the answer's text."""
         return "".join(piece.text for piece in self.pieces)
+
+    def __add__(self, later: "Chunk") -> "Chunk":
+        return Chunk(
+            self.pieces + later.pieces,
+            self.output_ids + later.output_ids,
+            self.depths + later.depths,
+            later.answer,
+            [*self.logprobs, *later.logprobs],
+        )
 
 
 def read_answer(

@@ -5,7 +5,7 @@ A prompt is tokenised and checked once: whatever takes a `PreparedPrompt` trusts
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -112,7 +112,10 @@ def stop_id_rows(stop_ids: Sequence[Sequence[int]], least: int = 1) -> np.ndarra
 
 
 def sampling_arrays(
-    settings: Sequence[SamplingConfig], *, num_biased: int | None = None
+    settings: Sequence[SamplingConfig],
+    *,
+    num_biased: int | None = None,
+    put: Callable[[np.ndarray], jax.Array] = jnp.asarray,
 ) -> Sampling | None:
     """Turns the settings of a batch into arrays; None if every token is the argmax of the logits.
 
@@ -120,6 +123,7 @@ def sampling_arrays(
       settings: one per sequence; their biases are checked already.
       num_biased: room for the biases of each; then the arrays have the same shapes for all
         settings, and are never None.
+      put: brings an array to the devices.
     """
     if num_biased is None and all(one.is_plain for one in settings):
         return None
@@ -133,21 +137,21 @@ def sampling_arrays(
         bias[row, : len(one.logit_bias)] = list(one.logit_bias.values())
 
     def column(name: str, dtype: Any) -> jax.Array:
-        return jnp.asarray([getattr(one, name) for one in settings], dtype)
+        return put(np.asarray([getattr(one, name) for one in settings], dtype))
 
     penalties = {}
     if num_biased is not None or any(one.has_output_penalty for one in settings):
         names = ("frequency_penalty", "presence_penalty")
-        penalties = {name: column(name, jnp.float32) for name in names}
+        penalties = {name: column(name, np.float32) for name in names}
     return Sampling(
-        seed=column("seed", jnp.uint32),
-        temperature=column("temperature", jnp.float32),
-        top_k=column("top_k", jnp.int32),
-        top_p=column("top_p", jnp.float32),
-        min_p=column("min_p", jnp.float32),
-        repetition_penalty=column("repetition_penalty", jnp.float32),
-        bias_ids=jnp.asarray(ids),
-        bias=jnp.asarray(bias),
+        seed=column("seed", np.uint32),
+        temperature=column("temperature", np.float32),
+        top_k=column("top_k", np.int32),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        repetition_penalty=column("repetition_penalty", np.float32),
+        bias_ids=put(ids),
+        bias=put(bias),
         **penalties,
     )
 

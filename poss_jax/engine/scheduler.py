@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -348,7 +348,7 @@ class Scheduler:
             yield self._reading[0]
 
     def _turn(self) -> None:
-        """Reads a part of a prompt, starts a round, and delivers the round before."""
+        """Reads parts of prompts, starts a round, and delivers the round before."""
         self._drop_cancelled()
         if self._calls and not any(True for _ in self._streams()):
             self._land_all()
@@ -359,7 +359,8 @@ class Scheduler:
                 done.set_exception(error)
             return
         if not self._calls:
-            self._admit()
+            for _ in range(self._num_parts()):
+                self._admit()
         self._start_round()
         # One round is under way while the host is busy with the one before.
         while len(self._landing) > (1 if any(self._active) else 0):
@@ -384,6 +385,16 @@ class Scheduler:
             if stream is not None and stream._is_overdue():
                 self._free(slot)
                 self._end(stream, stream._answer.cancel())
+
+    def _num_parts(self) -> int:
+        """Parts of prompts to read before the next round.
+
+        A part keeps those waiting that are decoded, a round those that could be.
+        """
+        num_texts = sum(one is not None for one in self._active)
+        num_wanted = len(self._waiting) + (self._reading is not None)
+        num_places = self.num_slots - num_texts
+        return max(min(num_wanted, num_places) // max(num_texts, 1), 1)
 
     def _admit(self) -> None:
         """Reads the next part of a prompt: all of it if nobody waits for a round meanwhile."""
@@ -415,7 +426,8 @@ class Scheduler:
             return True
         larger = [size for size in self._slots.sizes if size > self._slots.size]
         if larger:
-            self._resize(larger[0])
+            num_wanted = num_texts + len(self._waiting)
+            self._resize(next((size for size in larger if size >= num_wanted), larger[-1]))
         return bool(larger)
 
     def _resize(self, size: int) -> None:
@@ -443,7 +455,8 @@ class Scheduler:
             [stream.prompt for stream in texts.values()],
             has_logprobs=any(stream._has_logprobs for stream in texts.values()),
         )
-        num_rounds = 1 if self._reading or self._waiting else self._pace.num_rounds
+        is_awaited = self._reading or (self._waiting and len(texts) < self.num_slots)
+        num_rounds = 1 if is_awaited else self._pace.num_rounds
         landing = self._steps.run(program, tuple(self._ended), num_rounds)
         self._ended = []
         self._landing.append((landing, texts))
@@ -455,18 +468,20 @@ class Scheduler:
         self.stats.rounds += num_rounds
         self._pace.landed(num_rounds)
         for slot, stream in texts.items():
-            for landed in slots[slot]:
-                if not stream._answer.is_ended:
-                    self._deliver(stream, landed)
+            if slots[slot] and not stream._answer.is_ended:
+                self._deliver(stream, slots[slot])
 
-    def _deliver(self, stream: Stream, landed: Landed) -> None:
-        """Gives a text one more round."""
+    def _deliver(self, stream: Stream, rounds: Sequence[Landed]) -> None:
+        """Gives a text some more rounds."""
+        chunk = Chunk([], [], [])
+        for landed in rounds:
+            if chunk.answer is None:
+                chunk += stream._answer.land(landed)
+                self.stats.drafts += bool(landed.num_offered)
+                self.stats.drafted += landed.num_offered or 0
         if not stream._has_logprobs:
-            landed = landed._replace(logprobs=())
-        chunk = stream._answer.land(landed)
+            chunk = replace(chunk, logprobs=())
         self.stats.tokens += len(chunk.output_ids)
-        self.stats.drafts += bool(landed.num_offered)
-        self.stats.drafted += landed.num_offered or 0
         self.stats.accepted.update(depth for depth in chunk.depths if depth)
         if chunk.answer is None:
             stream._put(chunk)

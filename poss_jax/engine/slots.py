@@ -44,7 +44,7 @@ MOST_BIASED = 300
 
 MOST_STOP_IDS = 16
 
-MOST_ROUNDS = 8
+MOST_ROUNDS = 32
 """Rounds that may be run without a word from the host."""
 
 
@@ -209,15 +209,17 @@ class Slots:
             lengths=put(np.asarray([len(prompt.ids)], np.int32)),
             limits=put(np.asarray([prompt.max_new_tokens], np.int32)),
             stop_ids=put(stop_id_rows(stop_ids, MOST_STOP_IDS)),
-            sampling=put(sampling_arrays([prompt.sampling], num_biased=MOST_BIASED)),
+            sampling=sampling_arrays([prompt.sampling], num_biased=MOST_BIASED, put=put),
             output_starts=put(np.asarray([start], np.int32)),
         )
 
     def _put(self, arrays: Any) -> Any:
         """Gives arrays of the host to all devices; every process has the same."""
 
-        def put(array: Any) -> Array:
-            array = np.asarray(array)
+        if self.engine.mesh is None:
+            return jax.device_put(arrays, self._place)
+
+        def put(array: np.ndarray) -> Array:
             return jax.make_array_from_callback(array.shape, self._place, array.__getitem__)
 
         return jax.tree.map(put, arrays)
@@ -406,7 +408,8 @@ def _run_slots(
 
     def goes_on(carry: tuple[Array, DecodeState]) -> Array:
         index, state = carry
-        return (index < num_rounds[0]) & (state.output.is_done == is_done).all()
+        now = state.output.is_done
+        return (index < num_rounds[0]) & (now == is_done).all() & ~now.all()
 
     def run_one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         return carry[0] + 1, speculate.run_round(weights, config, request, carry[1])
