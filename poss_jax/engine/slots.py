@@ -215,7 +215,6 @@ class Slots:
 
     def _put(self, arrays: Any) -> Any:
         """Gives arrays of the host to all devices; every process has the same."""
-
         if self.engine.mesh is None:
             return jax.device_put(arrays, self._place)
 
