@@ -183,6 +183,7 @@ def test_a_file_that_cannot_be_written_is_left_as_it_was(
 # The program
 
 
+@pytest.mark.slow
 def test_trees_are_tuned_and_used(
     runs: Runs,
     tmp_path: Path,

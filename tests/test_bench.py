@@ -397,6 +397,7 @@ def test_sampled_outputs_are_equal_too(
     assert [rows["all"]["equal_outputs"] for rows in group["methods"].values()] == [2, 2]
 
 
+@pytest.mark.slow
 def test_outputs_of_sampled_drafts_are_not_compared(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -416,6 +417,7 @@ def test_outputs_of_sampled_drafts_are_not_compared(
             main([*sampled, action])
 
 
+@pytest.mark.slow
 def test_drift_is_part_of_the_report(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

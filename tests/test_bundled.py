@@ -41,7 +41,10 @@ def test_an_unknown_model_is_named() -> None:
         poss_jax.bundled_model("poss9")
 
 
-@pytest.mark.parametrize("name", ["eagle", "poss1", "poss3_e3"])
+@pytest.mark.parametrize(
+    "name",
+    ["poss1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "poss3_e3"))],
+)
 def test_drafts_are_accepted_and_change_no_text(target: poss_jax.Engine, name: str) -> None:
     engine = target.load_draft(poss_jax.bundled_model(name))
     (plain,) = target.generate([PROMPT], max_new_tokens=32)
@@ -71,6 +74,7 @@ def test_the_picture_of_the_readme_is_what_the_models_write(tmp_path: Path) -> N
     assert (tmp_path / "drafts.svg").read_text() == (ROOT / "docs" / "drafts.svg").read_text()
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib.use("Agg")
     monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)

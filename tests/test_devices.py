@@ -247,6 +247,7 @@ def test_two_processes_train_save_and_resume_as_one_does(runs, tmp_path):
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_one_of_two_is_told_to_stop_and_both_do(runs, tmp_path):
     config = config_for(runs, tmp_path / "two", mesh={"fsdp": 2}, validate_every=999)
     changes = ["num_tokens=64000", "checkpoint_every=999"]

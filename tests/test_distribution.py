@@ -129,7 +129,7 @@ def test_speculative_texts_are_the_same(name):
     np.testing.assert_array_equal(sample(name, 20_000), expected()[:20_000])
 
 
-@pytest.mark.parametrize("world", ["unsure", "twins"])
+@pytest.mark.parametrize("world", [pytest.param("unsure", marks=pytest.mark.slow), "twins"])
 def test_texts_of_sampled_drafts_have_the_exact_distribution(world):
     assert find_bias(sample("sampled", world=world), world) == []
 

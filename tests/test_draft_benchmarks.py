@@ -17,6 +17,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         yield runs
 
 
+@pytest.mark.slow
 def test_sizes_are_compared(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = write_lines(tmp_path / "prompts", {"prompt": "def area_7"}, {"prompt": "def"})
     config, output = config_file(runs, tmp_path, POSS2), tmp_path / "report"

@@ -110,6 +110,7 @@ def fresh_programs() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_settings", "fresh_programs")
 def test_the_program_finds_a_planted_mistake(runs: Runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(lossless, "TEMPERATURES", (0.0, 0.1, 1.0))  # each difference is replayed

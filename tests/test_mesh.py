@@ -104,6 +104,7 @@ def test_a_mixed_batch_of_three_on_two_groups_of_four_is_that_of_one_device() ->
     assert max(rounds[:2]) != rounds[2]
 
 
+@pytest.mark.slow
 def test_sampled_drafts_on_two_groups_of_four_write_the_texts_of_one_device() -> None:
     call = {"max_new_tokens": N, "batch_size": 3, "sampling": MIXED}
     answers = [

@@ -11,6 +11,7 @@ from poss_jax.decode import drafting, speculate
 from poss_jax.model import cache, target
 
 
+@pytest.mark.slow
 def test_a_tree_mask_off_by_one_is_noticed(monkeypatch):
     def shifted(q, stored, length, own, can_attend):
         return cache.attend_cached(q, stored, length, own, jnp.roll(can_attend, 1, axis=2))
@@ -30,6 +31,7 @@ def test_a_commit_that_keeps_a_rejected_row_is_noticed(monkeypatch):
         check_shape(SHAPES["wide"], cases=5, seed=0)
 
 
+@pytest.mark.slow
 def test_keys_of_the_wrong_specialist_are_noticed(monkeypatch, tmp_path):
     """The output stays right whatever is drafted; the recorded trees tell."""
     golden = load_golden(tmp_path, next(name for name in METHODS if name.startswith("poss")))

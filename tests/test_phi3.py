@@ -151,6 +151,7 @@ def test_parts_of_several_types_are_joined_without_rounding(tmp_path):
 # Drafts
 
 
+@pytest.mark.slow
 def test_a_draft_is_trained_and_decoded_with(phi3):
     """One of the texts stays within the trained context of 16 tokens, the other does not."""
     record, target = load_target(phi3)

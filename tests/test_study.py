@@ -80,6 +80,7 @@ def test_variants_are_compared_question_by_question() -> None:
     assert two["positionwise_acceptance"] == [0.5, 0.25]
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_where_it_stopped(
     runs: Runs,
     tmp_path: Path,

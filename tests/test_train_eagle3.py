@@ -103,6 +103,7 @@ def test_a_vocabulary_for_the_target_s_head(runs: Runs, vocabulary: Path, tmp_pa
     assert drafted[0]["text"] == plain[0]["text"]
 
 
+@pytest.mark.slow
 def test_features_on_disk_are_those_of_the_step(
     runs: Runs, run: Path, vocabulary: Path, tmp_path: Path
 ) -> None:

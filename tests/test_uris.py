@@ -214,6 +214,7 @@ def test_data_that_cannot_be_read(objects: object_store.Objects, source: str, wh
 # Runs
 
 
+@pytest.mark.slow
 def test_killed_run_ends_like_an_uninterrupted_local_one(
     runs: Runs, uploaded: str, objects: object_store.Objects, tmp_path: Path
 ) -> None:
