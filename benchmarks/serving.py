@@ -111,15 +111,14 @@ def serve(args: argparse.Namespace, draft: str | None) -> Iterator[tuple[subproc
             break
     else:
         raise RuntimeError("the server did not start")
-    log = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-    try:
-        while httpx.get(f"{url}/ready").status_code != 200:
-            time.sleep(0.5)
-        yield process, url
-    finally:
-        process.terminate()
-        process.wait()
-        log.terminate()
+    with process.stderr, subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL):
+        try:
+            while httpx.get(f"{url}/ready").status_code != 200:
+                time.sleep(0.5)
+            yield process, url
+        finally:
+            process.terminate()
+            process.wait()
 
 
 async def ask(

@@ -19,6 +19,7 @@ from programs import Runs, refusal, tiny_runs
 from self_killing import ROOT
 from serving import until
 
+from benchmarks import serving as serving_benchmark
 from infer.serve import main
 
 SMALL = ["--batch-size", "1", "--max-logprobs", "0"]
@@ -210,3 +211,14 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert "--max-queue" in shown and "POSS_API_KEY" in shown
+
+
+@pytest.mark.slow
+def test_the_benchmark_finds_no_wrong_text(tmp_path: Path) -> None:
+    words = ["--clients", "4", "--seconds", "3", "--max-length", "256", "--max-new-tokens", "16"]
+    serving_benchmark.main([*words, "--repeats", "1", "--output", str(tmp_path)])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["load"]["answers"] > 4 and report["load"]["left"] > 0
+    assert report["load"]["wrong"] == report["killed"]["wrong_after_continuing"] == 0
+    assert [len(rows) for rows in report["throughput"].values()] == [3, 3]
+    assert "| greedy texts |" in (tmp_path / "report.md").read_text()
