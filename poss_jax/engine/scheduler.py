@@ -425,9 +425,10 @@ class Scheduler:
         if num_texts < self._slots.size:
             return True
         larger = [size for size in self._slots.sizes if size > self._slots.size]
-        if larger:
-            num_wanted = num_texts + len(self._waiting)
-            self._resize(next((size for size in larger if size >= num_wanted), larger[-1]))
+        num_wanted = num_texts + len(self._waiting)
+        for size in larger:  # one after the other: these are compiled
+            if self._slots.size < num_wanted:
+                self._resize(size)
         return bool(larger)
 
     def _resize(self, size: int) -> None:
