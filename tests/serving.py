@@ -121,7 +121,7 @@ def until(is_so: Callable[[], Any], seconds: float = 60.0) -> None:
 def request_bytes(path: str, body: Any, *headers: str) -> bytes:
     """A POST request as it goes over the wire."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = [f"POST {path} HTTP/1.1", "host: test", "content-type: application/json", *headers]
+    head = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
     if not any(line.lower().startswith("transfer-encoding") for line in headers):
         head.append(f"content-length: {len(content)}")
     return "\r\n".join([*head, "", ""]).encode() + content

@@ -484,6 +484,16 @@ def test_malformed_bodies(served: Served, body: bytes) -> None:
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/metrics"])
+def test_foreign_names_are_refused(served: Served, path: str) -> None:
+    port = served.port
+    for name in ("localhost", f"LOCALHOST:{port}", "127.0.0.1", "10.1.2.3:80", "[::1]:80"):
+        assert served.get(path, host=name).status_code == 200
+    for name in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.x"):
+        answer = served.get(path, host=name)
+        assert answer.status_code == 403 and "localhost" in answer.json()["error"]["message"]
+
+
 # --------------------------------------------------------------------------------------------------
 # The other endpoints
 

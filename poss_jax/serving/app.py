@@ -57,6 +57,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, about in {
         400: "the request cannot be served",
         401: "no or a wrong API key",
+        403: "a foreign name in the header Host",
         404: "no such model",
         413: "the body is too large",
         429: "too many requests wait",

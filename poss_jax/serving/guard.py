@@ -1,4 +1,4 @@
-"""Checks on the way in and out of every request: id, key, size, log, and readers that stall."""
+"""Checks on the way in and out of every request: id, key, name, size, log, readers that stall."""
 
 import asyncio
 import hmac
@@ -24,6 +24,7 @@ PATIENCE = 60.0
 _OPEN = {"/", "/health", "/ready", "/version", "/metrics"}
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LENGTH = re.compile(rb"[0-9]{1,20}")
+_LOCAL_NAME = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])?(:[0-9]*)?", re.IGNORECASE)
 _LOG = logging.getLogger("poss_jax.access")
 
 
@@ -67,7 +68,7 @@ class Guard:
                 await send(message)
 
         try:
-            error = self._refuse(scope["path"], headers)
+            error = self._refuse(scope, headers)
             if error is None:
                 await self._app(scope, self._bounded(receive), send_on)
             else:
@@ -104,11 +105,13 @@ class Guard:
 
         return receive_on
 
-    def _refuse(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+    def _refuse(self, scope: Message, headers: dict[bytes, bytes]) -> ApiError | None:
         length = headers.get(b"content-length", b"0")
         if not _LENGTH.fullmatch(length) or int(length) > self._max_body_bytes:
             return self._too_large()
-        if self._api_key is None or path in _OPEN:
+        if self._api_key is None:
+            return _refuse_name(scope, headers.get(b"host", b"").decode("latin-1"))
+        if scope["path"] in _OPEN:
             return None
         given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         if hmac.compare_digest(given, self._api_key):
@@ -120,6 +123,17 @@ class Guard:
 
     def _too_slow(self) -> ApiError:
         return ApiError(408, f"body: want all of it within {self._patience:.0f} seconds")
+
+
+def _refuse_name(scope: Message, name: str) -> ApiError | None:
+    """Refuses other names of the address that only this machine can reach.
+
+    The page of a name that was made to point at 127.0.0.1 could read answers (DNS rebinding).
+    """
+    own, _ = scope.get("server") or ("", None)
+    if not own.startswith(("127.", "::1")) or _LOCAL_NAME.fullmatch(name):
+        return None
+    return ApiError(403, "Host: want localhost or an address; with an API key any name will do")
 
 
 class _Refused(HTTPException):
