@@ -8,7 +8,7 @@ and asks for sampled texts that `Engine.generate` has written beforehand.
                  slots of those who left are free
     killed       the server is killed under its streams and started again; clients continue theirs
     throughput   1, 4 and 16 clients beside `Engine.generate` in batches of that size, alternating;
-                 with the draft and without
+                 with the draft and without, and with a larger pair of random weights
     programs     the rounds for texts with sampling settings beside those without, on greedy texts
 
 Prints tables, and as its last line one JSON object; --output keeps report.json and report.md.
@@ -24,24 +24,32 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import numpy as np
 from tqdm import tqdm
 
 from infer.report import write_report
 from poss_jax.bundled import bundled_model
-from poss_jax.checkpoint.record import provenance
+from poss_jax.checkpoint.folder import read_target, write_model
+from poss_jax.checkpoint.record import new_record, provenance, target_identity
 from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.config.paths import as_path
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.slots import Program, Slots, read_landing
+from poss_jax.model.families import init_draft
+from poss_jax.model.parameters import split_items
+from poss_jax.model.target import init_target
 from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser, run_program
 
@@ -96,9 +104,11 @@ def make_cases(engine: Engine, max_new_tokens: int) -> list[Case]:
 
 
 @contextmanager
-def serve(args: argparse.Namespace, draft: str | None) -> Iterator[tuple[subprocess.Popen, str]]:
+def serve(
+    args: argparse.Namespace, target: str, draft: str | None
+) -> Iterator[tuple[subprocess.Popen, str]]:
     """Runs a server until its tables are warm; gives the process and its address."""
-    words = ["--target", args.target, *(["--draft", draft] if draft else [])]
+    words = ["--target", target, *(["--draft", draft] if draft else [])]
     words += ["--port", "0", "--batch-size", "16", "--max-length", str(args.max_length)]
     words += ["--max-logprobs", "0"]
     process = subprocess.Popen(
@@ -336,25 +346,59 @@ def resident_mib(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def write_random_pair(folder: Path, hidden_size: int) -> tuple[str, str]:
+    """Writes a target of that width and a PosS-3 draft with random weights; gives their folders."""
+    bundled = bundled_model("target")
+    known = read_target(bundled).config
+    assert isinstance(known, LlamaConfig)
+    heads = {"num_heads": hidden_size // 64, "num_kv_heads": hidden_size // 64, "head_dim": 64}
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size}
+    llama = replace(known, **sizes, **heads)
+    draft = DraftConfig(layer=llama, positions_per_specialist=(3, 3), trained_depth=6)
+    params = jax.jit(init_target, static_argnums=0)(llama, jax.random.key(0))
+    embedding = np.asarray(params["embed"]["weight"])
+    identity = target_identity("random", None, embedding, embedding)
+    pair = ("target", llama, params), ("draft", draft, init_draft(draft, jax.random.key(1)))
+    for name, config, weights in pair:
+        tokenizer_from = as_path(bundled) if name == "target" else None
+        record = new_record(config, identity, tokenizer_from=tokenizer_from)
+        items = split_items(config, weights)
+        write_model(folder / name, record, items, tokenizer_from=tokenizer_from)
+    return str(folder / "target"), str(folder / "draft")
+
+
+def compare(
+    args: argparse.Namespace, target: str, draft: str | None, max_new_tokens: int
+) -> list[dict[str, Any]]:
+    """The rows of `measure_throughput` for a pair, on a server of its own."""
+    engine = Engine.load(target, draft, max_length=args.max_length)
+    cases = make_cases(engine, max_new_tokens)
+    with serve(args, target, draft) as (_, url):
+        return measure_throughput(engine, url, cases, args.repeats)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs all parts."""
     engine = Engine.load(args.target, args.draft, max_length=args.max_length)
-    plain = Engine.load(args.target, max_length=args.max_length)
     cases = make_cases(engine, args.max_new_tokens)
-    report: dict[str, Any] = {"throughput": {}}
+    report: dict[str, Any] = {}
     report["programs"] = measure_programs(engine, args.max_length, args.repeats)
-    with serve(args, args.draft) as (process, url):
+    with serve(args, args.target, args.draft) as (process, url):
         load = run_load(url, process.pid, cases, num_clients=args.clients, seconds=args.seconds)
         report["load"] = asyncio.run(load)
-        report["throughput"]["with draft"] = measure_throughput(engine, url, cases, args.repeats)
+        throughput = {"with draft": measure_throughput(engine, url, cases, args.repeats)}
         known = asyncio.run(stream_until_killed(url, process, cases))
-    with serve(args, args.draft) as (_, url):
+    with serve(args, args.target, args.draft) as (_, url):
         wrong = asyncio.run(continue_all(url, cases, known))
         cut = sum(not answer.is_whole for answer in known)
         report["killed"] = {"streams": len(cases), "cut": cut, "wrong_after_continuing": wrong}
-    with serve(args, None) as (_, url):
-        report["throughput"]["without"] = measure_throughput(plain, url, cases, args.repeats)
-    return report | {"provenance": provenance()}
+    throughput["without"] = compare(args, args.target, None, args.max_new_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        target, draft = write_random_pair(Path(folder), args.random_size)
+        few = max(args.max_new_tokens // 4, 8)
+        for name, one in (("with draft", draft), ("without", None)):
+            throughput[f"{name}, random {args.random_size} wide"] = compare(args, target, one, few)
+    return report | {"throughput": throughput, "provenance": provenance()}
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -377,7 +421,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"Killed and started again: {killed['cut']} of {killed['streams']} streams were cut; "
         f"**{killed['wrong_after_continuing']} wrong** once continued.",
         "",
-        "| clients | draft | server, tokens/s | `Engine.generate` | ratio |",
+        "| clients | models | server, tokens/s | `Engine.generate` | ratio |",
         "|---|---|---|---|---|",
     ]
     for name, rows in report["throughput"].items():
@@ -408,6 +452,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=at_least(8), default=128)
     parser.add_argument("--max-length", type=at_least(16), default=512)
     parser.add_argument("--repeats", type=at_least(1), default=3)
+    parser.add_argument(
+        "--random-size", type=at_least(64), default=768, help="width of the random pair"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR")
     args = parser.parse_args(arguments)
     report = measure(args)
