@@ -94,6 +94,12 @@ def serving(runs: Runs, log: Path, *arguments: str) -> Iterator[Process]:
         process.end()
 
 
+def last_event(stream: http.client.HTTPResponse) -> dict[str, Any]:
+    """What comes last of a stream."""
+    *_, last = (line for line in stream.read().split(b"\n") if line)
+    return json.loads(last.removeprefix(b"data: "))
+
+
 @pytest.mark.slow
 def test_sigterm_finishes_what_was_begun(runs: Runs, tmp_path: Path) -> None:
     with serving(runs, tmp_path / "log") as process:
@@ -123,7 +129,7 @@ def test_sigterm_cuts_answers_after_a_time(runs: Runs, tmp_path: Path) -> None:
         stream = process.post(process.connect(), LONG | {"stream": True})
         assert stream.readline()
         process.popen.send_signal(signal.SIGTERM)
-        assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert last_event(stream)["error"]["message"] == "the server stops; this answer is cut"
         assert process.ends_with() == 0
         assert "the other answers are cut" in process.said and "Traceback" not in process.said
 
@@ -142,7 +148,7 @@ def test_an_interrupt_cuts_answers(runs: Runs, tmp_path: Path) -> None:
     with serving(runs, tmp_path / "log") as process:
         stream = process.post(process.connect(), LONG | {"stream": True})  # waits for the compiler
         process.popen.send_signal(signal.SIGINT)
-        assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert last_event(stream)["error"]["message"] == "the server stops; this answer is cut"
         assert process.ends_with(100) == 0 and "Traceback" not in process.said
 
 
