@@ -369,12 +369,10 @@ def write_random_pair(folder: Path, hidden_size: int) -> tuple[str, str]:
     return str(folder / "target"), str(folder / "draft")
 
 
-def compare(
-    args: argparse.Namespace, target: str, draft: str | None, max_new_tokens: int
-) -> list[dict[str, Any]]:
+def compare(args: argparse.Namespace, target: str, draft: str | None) -> list[dict[str, Any]]:
     """The rows of `measure_throughput` for a pair, on a server of its own."""
     engine = Engine.load(target, draft, max_length=args.max_length)
-    cases = make_cases(engine, max_new_tokens)
+    cases = make_cases(engine, args.max_new_tokens)
     with serve(args, target, draft) as (_, url):
         return measure_throughput(engine, url, cases, args.repeats)
 
@@ -394,12 +392,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         wrong = asyncio.run(continue_all(url, cases, known))
         cut = sum(not answer.is_whole for answer in known)
         report["killed"] = {"streams": len(cases), "cut": cut, "wrong_after_continuing": wrong}
-    throughput["without"] = compare(args, args.target, None, args.max_new_tokens)
+    throughput["without"] = compare(args, args.target, None)
     with tempfile.TemporaryDirectory() as folder:
         target, draft = write_random_pair(Path(folder), args.random_size)
-        few = max(args.max_new_tokens // 4, 8)
         for name, one in (("with draft", draft), ("without", None)):
-            throughput[f"{name}, random {args.random_size} wide"] = compare(args, target, one, few)
+            throughput[f"{name}, random {args.random_size} wide"] = compare(args, target, one)
     return report | {"throughput": throughput, "provenance": provenance()}
 
 
