@@ -7,8 +7,9 @@ and asks for sampled texts that `Engine.generate` has written beforehand.
                  that differ, and measures first tokens, time per token, memory, and how soon the
                  slots of those who left are free
     killed       the server is killed under its streams and started again; clients continue theirs
-    throughput   1, 4 and 16 clients beside `Engine.generate` in batches of that size, alternating;
-                 with the draft and without, and with a larger pair of random weights
+    throughput   1, 4 and 16 clients, which stream or want whole answers, beside `Engine.generate`
+                 in batches of that size, alternating; with the draft and without, and with a larger
+                 pair of random weights
     programs     the rounds for texts with sampling settings beside those without, on greedy texts
 
 Prints tables, and as its last line one JSON object; --output keeps report.json and report.md.
@@ -26,9 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -259,19 +261,33 @@ async def continue_all(url: str, cases: Sequence[Case], known: Sequence[Answer])
     )
 
 
-async def run_clients(url: str, cases: Sequence[Case], num_clients: int) -> float:
+async def ask_whole(client: httpx.AsyncClient, case: Case) -> Answer:
+    """Gets one answer at once."""
+    begun = time.monotonic()
+    response = await client.post("/v1/completions", json=case.body() | {"stream": False})
+    response.raise_for_status()
+    seconds = time.monotonic() - begun
+    return Answer(response.json()["choices"][0]["token_ids"], seconds, seconds, is_whole=True)
+
+
+def run_server(
+    url: str, ask_one: Callable[..., Awaitable[Answer]], cases: Sequence[Case], num_clients: int
+) -> float:
     """Tokens per second of clients that each ask for one text after the other."""
     waiting = list(cases)
 
     async def run_client(client: httpx.AsyncClient) -> None:
         while waiting:
             case = waiting.pop()
-            answer = await ask(client, case)
+            answer = await ask_one(client, case)
             assert answer.tokens == case.expected
 
+    async def run_clients() -> None:
+        async with make_client(url) as client:
+            await asyncio.gather(*(run_client(client) for _ in range(num_clients)))
+
     begun = time.monotonic()
-    async with make_client(url) as client:
-        await asyncio.gather(*(run_client(client) for _ in range(num_clients)))
+    asyncio.run(run_clients())
     return sum(len(case.expected) for case in cases) / (time.monotonic() - begun)
 
 
@@ -290,19 +306,17 @@ def measure_throughput(
     rows = []
     for size in SIZES:
         few = cases[: max(size, 8)]
-        served, alone = [], []
-        for _ in tqdm(range(1 + repeats), desc=f"{size} clients", unit="pass"):
-            alone.append(run_engine(engine, few, size))
-            served.append(asyncio.run(run_clients(url, few, size)))
-        ratios = np.array(served[1:]) / np.array(alone[1:])
-        rows.append(
-            {
-                "clients": size,
-                "server": float(np.median(served[1:])),
-                "engine": float(np.median(alone[1:])),
-                "ratio": float(np.median(ratios)),
-            }
-        )
+        runs: dict[str, Callable[[], float]] = {"engine": partial(run_engine, engine, few, size)}
+        for name, ask_one in (("streamed", ask), ("whole", ask_whole)):
+            runs[name] = partial(run_server, url, ask_one, few, size)
+        passes = tqdm(range(1 + repeats), desc=f"{size} clients", unit="pass")
+        speeds = [{name: run() for name, run in runs.items()} for _ in passes][1:]
+        row: dict[str, Any] = {"clients": size}
+        row |= {name: float(np.median([one[name] for one in speeds])) for name in runs}
+        for name in ("streamed", "whole"):
+            ratios = [one[name] / one["engine"] for one in speeds]
+            row[f"{name}_to_engine"] = float(np.median(ratios))
+        rows.append(row)
     return rows
 
 
@@ -420,13 +434,15 @@ def format_report(report: dict[str, Any]) -> str:
         f"Killed and started again: {killed['cut']} of {killed['streams']} streams were cut; "
         f"**{killed['wrong_after_continuing']} wrong** once continued.",
         "",
-        "| clients | models | server, tokens/s | `Engine.generate` | ratio |",
-        "|---|---|---|---|---|",
+        "Tokens per second, and the ratio to `Engine.generate` in batches of as many:",
+        "",
+        "| clients | models | `Engine.generate` | streamed | ratio | whole | ratio |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, rows in report["throughput"].items():
         lines += [
-            f"| {row['clients']} | {name} | {row['server']:.0f} | {row['engine']:.0f} | "
-            f"{row['ratio']:.2f} |"
+            f"| {row['clients']} | {name} | {row['engine']:.0f} | {row['streamed']:.0f} | "
+            f"{row['streamed_to_engine']:.2f} | {row['whole']:.0f} | {row['whole_to_engine']:.2f} |"
             for row in rows
         ]
     lines += [
