@@ -293,6 +293,7 @@ def test_what_a_run_cannot_have_at_a_uri(
     assert why in refusal(main, "--config", config, *changes)
 
 
+@pytest.mark.usefixtures("objects")
 def test_outputs_that_stay_local(runs: Runs, tmp_path: Path) -> None:
     options = ["--target", runs.model("target"), "--prompt", "a", "--output", "gs://tiny/out.jsonl"]
     assert "want a path of this machine" in refusal(generate_main, *options)
