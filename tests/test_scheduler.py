@@ -61,7 +61,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def warm(engine: Engine) -> Iterator[Scheduler]:
-    scheduler = Scheduler(Slots(engine, sizes=(1, 4), max_length=300, max_logprobs=5))
+    scheduler = Scheduler(Slots(engine, sizes=(1, 2, 4), max_length=300, max_logprobs=5))
     scheduler.warm_up()
     yield scheduler
     assert scheduler.error is None
@@ -101,6 +101,35 @@ def wait_until(is_true, seconds: float = 60.0) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
+# Compilation
+
+
+def test_requests_that_come_at_once_compile_nothing(engine: Engine, warm: Scheduler):
+    prompts = draw_prompts(engine, 7)
+    streams = []
+    warm._call(lambda: streams.extend(map(warm.submit, prompts)))  # while the batch has one slot
+    for stream in streams:
+        list(stream)
+    assert warm.stats.compilations == 0
+
+
+def test_many_kinds_of_requests_compile_nothing(engine: Engine, warm: Scheduler, caplog):
+    for burst in range(25):
+        prompts = draw_prompts(engine, 1 + burst % 7, seed=burst)
+        streams = [warm.submit(prompt, has_logprobs=i % 3 == 2) for i, prompt in enumerate(prompts)]
+        for stream in streams:
+            list(stream)
+    assert warm.stats.compilations == 0
+
+    def compile_another() -> None:
+        jax.jit(lambda x: x + 1).lower(1.0).compile()
+
+    warm._call(compile_another)
+    assert warm.stats.compilations == 1 and "after the warm-up" in caplog.text
+    warm.stats.compilations = 0
+
+
+# --------------------------------------------------------------------------------------------------
 # Texts
 
 
@@ -133,15 +162,6 @@ def test_requests_that_come_at_any_time(engine: Engine, warm: Scheduler):
     for thread in threads:
         thread.join()
     assert got == {i: alone(engine, prompt).output_ids for i, prompt in enumerate(prompts)}
-
-
-def test_many_kinds_of_requests_compile_nothing(engine: Engine, warm: Scheduler):
-    for burst in range(25):
-        prompts = draw_prompts(engine, 1 + burst % 7, seed=burst)
-        streams = [warm.submit(prompt, has_logprobs=i % 3 == 2) for i, prompt in enumerate(prompts)]
-        for stream in streams:
-            list(stream)
-    assert warm.stats.compilations == 0
 
 
 def test_stop_ids_are_those_of_the_request(engine: Engine, warm: Scheduler):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import cycle, islice, product
-from threading import Thread
 from typing import Any
 
 import jax
@@ -118,19 +117,6 @@ def test_requests_of_all_kinds_compile_nothing(
     asked = islice(cycle(kinds), num_requests)
     assert num_texts == sum(other.get("n", 1) for _, other, _ in asked)
     assert sum(stats.finished.values()) == before + num_texts and stats.compilations == 0
-
-
-def test_requests_that_come_at_once_compile_nothing(served: Served) -> None:
-    scheduler = served.scheduler
-    prompts = [served.engine.prepare([7, 8, 9], 8, SamplingConfig()) for _ in range(7)]
-    for count in (7, 3, 5):  # the batch grows by several sizes
-        until(lambda: scheduler.num_running == 0)
-        again = Thread(target=scheduler.warm_up)  # all wait until it is done
-        again.start()
-        for stream in [scheduler.submit(prompt) for prompt in prompts[:count]]:
-            list(stream)
-        again.join()
-    assert scheduler.stats.compilations == 0
 
 
 # --------------------------------------------------------------------------------------------------

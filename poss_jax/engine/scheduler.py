@@ -520,7 +520,8 @@ class Scheduler:
         self._active, self._ended = [None] * self._slots.size, []
 
     def _count_compilation(self, event: str, duration_secs: float, **about: Any) -> None:
-        del duration_secs, about
         is_ours = threading.current_thread() is self._thread
         if is_ours and event == "/jax/core/compile/backend_compile_duration":
             self.stats.compilations += 1
+            name = about.get("fun_name", "a program")
+            _LOG.warning("compiled %s after the warm-up, in %.1f s", name, duration_secs)
