@@ -53,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.getLogger("poss_jax.access").setLevel(logging.INFO)
         app = create_app(config, slots=slots)
         key = os.environ.get("POSS_API_KEY") or None
-        make_server(app, config, api_key=key).run(sockets=[sock])
+        server = make_server(app, config, api_key=key)
+        server.run(sockets=[sock])
+    if server.error is not None:
+        raise SystemExit(1)  # the log has it
 
 
 def _on_all_devices(config: ServeConfig) -> ServeConfig:

@@ -21,6 +21,7 @@ from serving import until
 
 from benchmarks import serving as serving_benchmark
 from infer.serve import main
+from poss_jax.engine.scheduler import Scheduler
 
 SMALL = ["--batch-size", "1", "--max-logprobs", "0"]
 LONG = {"prompt": "def area_7", "max_tokens": 230, "ignore_eos": True}
@@ -202,6 +203,19 @@ def test_wrong_input_is_one_line(runs: Runs, arguments: list[str], named: str) -
     given = [] if "--target" in arguments else ["--target", runs.model("target")]
     given += [] if "--port" in arguments else ["--port", "0"]
     assert named in refusal(main, *given, *arguments)
+
+
+def test_it_ends_when_decoding_fails(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Scheduler) -> None:
+        raise MemoryError("no room for a program")
+
+    monkeypatch.setattr(Scheduler, "_compile_all", fail)
+    with pytest.raises(SystemExit) as ended:
+        main(["--target", runs.model("target"), "--port", "0", *SMALL])
+    assert ended.value.code == 1
+    assert "decoding failed" in caplog.text and "no room for a program" in caplog.text
 
 
 def test_exit_code_of_wrong_input() -> None:

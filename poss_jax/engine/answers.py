@@ -23,16 +23,17 @@ def on_mesh(function: Callable[..., StateT]) -> Callable[..., StateT]:
     """Cuts a step of decoding along the axes of `DecodeConfig.mesh`, if there is one.
 
     Args:
-      function: (weights, config, request, *state) -> state; all arrays but weights are [B ...].
+      function: (weights, config, request, *state) -> state; a `Request` or what one is made of. All
+        arrays but weights are [B ...].
     """
 
     @wraps(function)
-    def run(weights: Weights, config: DecodeConfig, request: Request, *state: Any) -> StateT:
+    def run(weights: Weights, config: DecodeConfig, request: Any, *state: Any) -> StateT:
         mesh = config.mesh
         if mesh is None:
             return function(weights, config, request, *state)
 
-        def run_group(weights: Weights, request: Request, *state: Any) -> Any:
+        def run_group(weights: Weights, request: Any, *state: Any) -> Any:
             return _hold_cut(function(weights, config, request, *state), mesh)
 
         cut, whole = PartitionSpec("data"), PartitionSpec()

@@ -29,6 +29,9 @@ _LEAST_ROWS = 128
 CPU_CHUNK, ACCELERATOR_CHUNK = 64, 512
 """Tokens of a prompt that the target reads in one forward."""
 
+CPU_REST, ACCELERATOR_REST = 16, 64
+"""As many tokens at the end of a prompt are read in a smaller forward, where prompts come alone."""
+
 _LOG = logging.getLogger(__package__)
 
 
@@ -77,6 +80,11 @@ def prefill_chunk() -> int:
     On CPU a short prompt would pay for rows that it does not have.
     """
     return CPU_CHUNK if jax.default_backend() == "cpu" else ACCELERATOR_CHUNK
+
+
+def prefill_rest() -> int:
+    """Tokens of the smaller forward that reads the end of a prompt; divides `prefill_chunk`."""
+    return CPU_REST if jax.default_backend() == "cpu" else ACCELERATOR_REST
 
 
 def rows_for(config: DecodeConfig, length: int, *, max_length: int) -> int:

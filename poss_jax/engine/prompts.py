@@ -5,7 +5,7 @@ A prompt is tokenised and checked once: whatever takes a `PreparedPrompt` trusts
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -111,22 +111,27 @@ def stop_id_rows(stop_ids: Sequence[Sequence[int]], least: int = 1) -> np.ndarra
     return np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32)
 
 
-def sampling_arrays(
-    settings: Sequence[SamplingConfig],
-    *,
-    num_biased: int | None = None,
-    put: Callable[[np.ndarray], jax.Array] = jnp.asarray,
-) -> Sampling | None:
+def sampling_arrays(settings: Sequence[SamplingConfig]) -> Sampling | None:
     """Turns the settings of a batch into arrays; None if every token is the argmax of the logits.
 
     Args:
       settings: one per sequence; their biases are checked already.
-      num_biased: room for the biases of each; then the arrays have the same shapes for all
-        settings, and are never None.
-      put: brings an array to the devices.
     """
-    if num_biased is None and all(one.is_plain for one in settings):
+    if all(one.is_plain for one in settings):
         return None
+    return Sampling(**jax.tree.map(jnp.asarray, sampling_columns(settings)))
+
+
+def sampling_columns(
+    settings: Sequence[SamplingConfig], *, num_biased: int | None = None
+) -> dict[str, np.ndarray]:
+    """Lays the settings of a batch into columns by their names in `Sampling`.
+
+    Args:
+      settings: one per sequence; their biases are checked already.
+      num_biased: room for the biases of each; then the columns have the same shapes for all
+        settings.
+    """
     most = max(len(one.logit_bias) for one in settings)
     few_shapes = 1 << (most - 1).bit_length() if most else 0
     width = few_shapes if num_biased is None else num_biased
@@ -135,25 +140,21 @@ def sampling_arrays(
     for row, one in enumerate(settings):
         ids[row, : len(one.logit_bias)] = list(one.logit_bias)
         bias[row, : len(one.logit_bias)] = list(one.logit_bias.values())
-
-    def column(name: str, dtype: Any) -> jax.Array:
-        return put(np.asarray([getattr(one, name) for one in settings], dtype))
-
-    penalties = {}
+    dtypes: dict[str, Any] = {
+        "seed": np.uint32,
+        "temperature": np.float32,
+        "top_k": np.int32,
+        "top_p": np.float32,
+        "min_p": np.float32,
+        "repetition_penalty": np.float32,
+    }
     if num_biased is not None or any(one.has_output_penalty for one in settings):
-        names = ("frequency_penalty", "presence_penalty")
-        penalties = {name: column(name, np.float32) for name in names}
-    return Sampling(
-        seed=column("seed", np.uint32),
-        temperature=column("temperature", np.float32),
-        top_k=column("top_k", np.int32),
-        top_p=column("top_p", np.float32),
-        min_p=column("min_p", np.float32),
-        repetition_penalty=column("repetition_penalty", np.float32),
-        bias_ids=put(ids),
-        bias=put(bias),
-        **penalties,
-    )
+        dtypes |= {"frequency_penalty": np.float32, "presence_penalty": np.float32}
+    columns = {
+        name: np.asarray([getattr(one, name) for one in settings], dtype)
+        for name, dtype in dtypes.items()
+    }
+    return columns | {"bias_ids": ids, "bias": bias}
 
 
 def _token_id(token: Any) -> int:

@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 
-from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Landed, LiveAnswer
 from poss_jax.engine.leader import Leader
@@ -134,13 +133,13 @@ class _Pace:
         self.num_rounds = 1
         self._last = 0.0
 
-    def landed(self, num_rounds: int) -> None:
-        """Takes note of rounds that have landed."""
+    def landed(self, num_rounds: int, begun: float) -> None:
+        """Takes note of rounds that have landed, and when they were asked for."""
         now = time.monotonic()
-        if num_rounds and now - self._last < 1:  # else the device has waited in between
-            seconds = (now - self._last) / num_rounds
+        if num_rounds:  # the device began with them when it was done with those before
+            seconds = (now - max(begun, self._last)) / num_rounds
             wanted = min(max(int(_STEP_SECONDS / seconds), 1), MOST_ROUNDS)
-            self.num_rounds = min(wanted, self.num_rounds + 1)
+            self.num_rounds = min(wanted, 2 * self.num_rounds)
         self._last = now
 
 
@@ -173,7 +172,7 @@ class Scheduler:
         self._active: list[Stream | None] = [None] * self._slots.size
         self._reading: tuple[Stream, int] | None = None  # and the chunks that were read
         self._ended: list[int] = []  # slots to be freed by the next round
-        self._landing: list[tuple[Landing, dict[int, Stream]]] = []  # not read yet
+        self._landing: list[tuple[Landing, dict[int, Stream], float]] = []  # and since when
         self._num_large = 0  # steps for which the batch was larger than need be
         self._pace = _Pace()
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -320,7 +319,7 @@ class Scheduler:
             while self._wait_for_work():
                 self._turn()
         except Exception as error:
-            _LOG.exception("decoding failed; restart the server")
+            _LOG.exception("decoding failed")
             with self._changed:
                 self._error = error
                 for stream in [*self._waiting, *self._streams()]:
@@ -417,7 +416,7 @@ class Scheduler:
             if slot in self._ended:  # what is there is written over
                 self._ended.remove(slot)
             self._active[slot] = stream
-            self._landing.append((self._steps.insert(slot), {0: stream}))
+            self._await(self._steps.insert(slot), {0: stream})
 
     def _has_room(self) -> bool:
         """Makes room for one more text if there is any."""
@@ -460,14 +459,17 @@ class Scheduler:
         num_rounds = 1 if is_awaited else self._pace.num_rounds
         landing = self._steps.run(program, tuple(self._ended), num_rounds)
         self._ended = []
-        self._landing.append((landing, texts))
+        self._await(landing, texts)
 
-    def _land(self, landing: Landing, texts: dict[int, Stream]) -> None:
+    def _await(self, landing: Landing, texts: dict[int, Stream]) -> None:
+        self._landing.append((landing, texts, time.monotonic()))
+
+    def _land(self, landing: Landing, texts: dict[int, Stream], begun: float) -> None:
         """Delivers some rounds."""
         slots = read_landing(landing)
         num_rounds = max(sum(one.num_accepted is not None for one in rounds) for rounds in slots)
         self.stats.rounds += num_rounds
-        self._pace.landed(num_rounds)
+        self._pace.landed(num_rounds, begun)
         for slot, stream in texts.items():
             if slots[slot] and not stream._answer.is_ended:
                 self._deliver(stream, slots[slot])
@@ -505,13 +507,13 @@ class Scheduler:
 
     def _compile_all(self) -> None:
         """Takes every step once in every size, with texts that end at once."""
-        prompt = PreparedPrompt([0], 1, SamplingConfig(temperature=1.0))
         for size in [*self._slots.sizes, *self._slots.sizes[-2::-1]]:
             if size != self._slots.size:
                 self._steps.resize(size, ())
-            self._steps.begin(prompt)
-            self._steps.extend(0, 1)
-            read_landing(self._steps.insert(0))
+            for prompt in self._slots.samples():
+                self._steps.begin(prompt)
+                self._steps.extend(0, 1)
+                read_landing(self._steps.insert(0))
             programs = {one for n in range(1, size + 1) for one in self._slots.programs(n)}
             for program in sorted(programs, key=repr):
                 if self._is_closed:

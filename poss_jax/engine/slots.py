@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jax.sharding import SingleDeviceSharding
 
+from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
+from poss_jax.decode.sampling import Sampling
 from poss_jax.decode.state import (
     DecodeConfig,
     DecodeState,
@@ -31,12 +32,18 @@ from poss_jax.decode.state import (
     Weights,
 )
 from poss_jax.engine.answers import Landed, TokenLogprobs, on_mesh
-from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunk, rows_for, tree_for
+from poss_jax.engine.device import (
+    cache_bytes,
+    check_memory,
+    prefill_chunk,
+    prefill_rest,
+    rows_for,
+    tree_for,
+)
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import PreparedPrompt, sampling_arrays, stop_id_rows
+from poss_jax.engine.prompts import PreparedPrompt, sampling_columns, stop_id_rows
 from poss_jax.model import target as targets
 from poss_jax.model.cache import KVCache
-from poss_jax.model.sharding import replicate
 from poss_jax.shapes import Array, Bool, Int, Params
 
 MOST_BIASED = 300
@@ -46,6 +53,9 @@ MOST_STOP_IDS = 16
 
 MOST_ROUNDS = 32
 """Rounds that may be run without a word from the host."""
+
+
+_HostRequest = dict[str, Any]
 
 
 class Program(NamedTuple):
@@ -168,14 +178,10 @@ class Slots:
                 f"and values, which may take {max_cache_bytes / 2**30:.2f}; lower batch_size or "
                 "max_length, or raise cache_gib"
             )
-        self._prefill: tuple[Request, targets.Prefill] | None = None
-        mesh, weights = engine.mesh, jax.tree.leaves(engine.weights.target)
-        device = SingleDeviceSharding(next(iter(weights[0].devices())))
-        self._place = device if mesh is None else replicate(mesh)
-        request = self._make_request(PreparedPrompt([0], 1))
-        slots = self._put(np.arange(self.sizes[0], dtype=np.int32))
-        empty = _allocate(self.weights, self._config, request, slots)
-        self._request, self._state = self._bind(empty)
+        self._prefill: tuple[PreparedPrompt, Request, targets.Prefill] | None = None
+        request = self._read_request(PreparedPrompt([0], 1))
+        slots = np.arange(self.sizes[0], dtype=np.int32)
+        self._request, self._state = _allocate(self.weights, self._config, request, slots)
         self.size = self.sizes[0]
 
     def _make_config(self) -> DecodeConfig:
@@ -198,41 +204,29 @@ class Slots:
         rows = rows_for(config, self.max_length, max_length=self.max_length)
         return config._replace(rows=rows)
 
-    def _make_request(self, prompt: PreparedPrompt) -> Request:
+    def _read_request(self, prompt: PreparedPrompt) -> _HostRequest:
+        """Lays a request into arrays of the host, by their names in `Request`."""
         tokens = np.zeros((1, self._config.rows), np.int32)
         tokens[0, : len(prompt.ids)] = prompt.ids
-        stop_ids = [self.engine.stop_ids_of(prompt)]
-        start = len(prompt.ids) - prompt.num_continued
-        put = self._put
-        return Request(
-            tokens=put(tokens),
-            lengths=put(np.asarray([len(prompt.ids)], np.int32)),
-            limits=put(np.asarray([prompt.max_new_tokens], np.int32)),
-            stop_ids=put(stop_id_rows(stop_ids, MOST_STOP_IDS)),
-            sampling=sampling_arrays([prompt.sampling], num_biased=MOST_BIASED, put=put),
-            output_starts=put(np.asarray([start], np.int32)),
-        )
-
-    def _put(self, arrays: Any) -> Any:
-        """Gives arrays of the host to all devices; every process has the same."""
-        if self.engine.mesh is None:
-            return jax.device_put(arrays, self._place)
-
-        def put(array: np.ndarray) -> Array:
-            return jax.make_array_from_callback(array.shape, self._place, array.__getitem__)
-
-        return jax.tree.map(put, arrays)
-
-    def _bind(self, arrays: Any) -> Any:
-        """Binds arrays that were made of nothing to the device.
-
-        JAX compiles again for arrays that are bound after some that are not.
-        """
-        return jax.device_put(arrays, self._place) if self.engine.mesh is None else arrays
+        numbers = {
+            "lengths": len(prompt.ids),
+            "limits": prompt.max_new_tokens,
+            "output_starts": len(prompt.ids) - prompt.num_continued,
+        }
+        return {name: np.asarray([number], np.int32) for name, number in numbers.items()} | {
+            "tokens": tokens,
+            "stop_ids": stop_id_rows([self.engine.stop_ids_of(prompt)], MOST_STOP_IDS),
+            "sampling": sampling_columns([prompt.sampling], num_biased=MOST_BIASED),
+        }
 
     def num_chunks(self, prompt: PreparedPrompt) -> int:
         """Calls of `extend` with one chunk that a prompt takes."""
         return -(-len(prompt.ids) // self._config.chunk)
+
+    def samples(self) -> list[PreparedPrompt]:
+        """Prompts that are read in every way there is."""
+        lengths = (1, self._config.chunk)
+        return [PreparedPrompt([0] * n, 1, SamplingConfig(temperature=1.0)) for n in lengths]
 
     def programs(self, num_texts: int) -> list[Program]:
         """All rounds that so many texts may need."""
@@ -250,20 +244,32 @@ class Slots:
 
     def begin(self, prompt: PreparedPrompt) -> None:
         """Begins to read a prompt."""
-        request = self._make_request(prompt)
-        self._prefill = request, self._bind(_begin(self.weights, self._config, request))
+        # Compiled programs take arrays of the host sooner than `jax.device_put` does.
+        request = self._read_request(prompt)
+        self._prefill = prompt, *_begin(self.weights, self._config, request)
 
     def extend(self, first: int, last: int) -> None:
         """Reads the chunks of the prompt from `first` up to `last`."""
         assert self._prefill is not None, "want begin first"
-        request, prefill = self._prefill
-        chunks = self._put(np.asarray([[first, last]], np.int32))
-        self._prefill = request, _extend(self.weights, self._config, request, prefill, chunks)
+        prompt, request, prefill = self._prefill
+        chunk, rest = self._config.chunk, prefill_rest()
+        num_whole, num_left = divmod(len(prompt.ids), chunk)
+        num_whole += num_left > rest
+        parts = [(chunk, first, min(last, num_whole))]
+        if last > num_whole:  # few tokens are left
+            index = num_whole * chunk // rest
+            parts.append((rest, index, index + 1))
+        for size, start, end in parts:
+            if start < end:
+                config = self._config._replace(chunk=size)
+                bounds = np.asarray([[start, end]], np.int32)
+                prefill = _extend(self.weights, config, request, prefill, bounds)
+        self._prefill = prompt, request, prefill
 
     def insert(self, slot: int) -> Landing:
         """Chooses the first token after the prompt, and gives the text a slot."""
         assert self._prefill is not None, "want begin first"
-        one, prefill = self._prefill
+        _, one, prefill = self._prefill
         self._prefill = None
         self._request, self._state, landing = _insert(
             self.weights,
@@ -272,7 +278,7 @@ class Slots:
             self._state,
             one,
             prefill,
-            self._put(np.asarray([slot], np.int32)),
+            np.asarray([slot], np.int32),
         )
         return landing
 
@@ -298,8 +304,8 @@ class Slots:
             config,
             request,
             self._state,
-            self._put(is_ended),
-            self._put(np.asarray([num_rounds], np.int32)),
+            is_ended,
+            np.asarray([num_rounds], np.int32),
         )
         return landing
 
@@ -312,7 +318,7 @@ class Slots:
         """
         index = np.zeros(size, np.int32)
         index[: len(order)] = order
-        index, is_kept = self._put((index, np.arange(size) < len(order)))
+        is_kept = np.arange(size) < len(order)
         self._request, self._state = _resize(
             self.weights, self._config, self._request, self._state, index, is_kept
         )
@@ -328,22 +334,31 @@ class Slots:
 # The steps on the device
 
 
+def _make_request(arrays: _HostRequest) -> Request:
+    others = {name: rows for name, rows in arrays.items() if name != "sampling"}
+    return Request(**others, sampling=Sampling(**arrays["sampling"]))
+
+
 def _make_empty(
-    weights: Weights, config: DecodeConfig, request: Request, slots: Int[Array, " B"]
+    weights: Weights, config: DecodeConfig, arrays: _HostRequest, slots: Int[Array, " B"]
 ) -> tuple[Request, DecodeState]:
     """Slots without texts, of the shapes that a request and its first state have."""
 
     def room(leaf: Array) -> Array:
         return jnp.zeros((len(slots), *leaf.shape[1:]), leaf.dtype)
 
+    request = _make_request(arrays)
     first = speculate.start(weights, config, request)
     request, state = jax.tree.map(room, (request, first))
     output = state.output.replace(is_done=jnp.ones(len(slots), bool))
     return request, state.replace(output=output)
 
 
-def _begin_prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.Prefill:
-    return speculate.begin_prefill(weights, config, request)
+def _begin_prefill(
+    weights: Weights, config: DecodeConfig, arrays: _HostRequest
+) -> tuple[Request, targets.Prefill]:
+    request = _make_request(arrays)
+    return request, speculate.begin_prefill(weights, config, request)
 
 
 def _run_chunks(
@@ -455,8 +470,9 @@ def _move(
     return request, state.replace(output=output)
 
 
-_allocate = jax.jit(on_mesh(_make_empty), static_argnums=1)
-_begin = jax.jit(on_mesh(_begin_prefill), static_argnums=1)
+# What is made of nothing lies where the weights are only if the program keeps those.
+_allocate = jax.jit(on_mesh(_make_empty), static_argnums=1, keep_unused=True)
+_begin = jax.jit(on_mesh(_begin_prefill), static_argnums=1, keep_unused=True)
 _extend = jax.jit(on_mesh(_run_chunks), static_argnums=1, donate_argnums=3)
 _insert = jax.jit(on_mesh(_insert_text), static_argnums=1, donate_argnums=(2, 3))
 _run = jax.jit(on_mesh(_run_slots), static_argnums=1, donate_argnums=3)

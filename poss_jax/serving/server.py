@@ -1,4 +1,4 @@
-"""uvicorn's server, with what it lacks: it finishes answers, and cuts clients that take too long.
+"""uvicorn's server, with what it lacks: it finishes answers, cuts slow clients, ends if it is ill.
 
 server = make_server(create_app(config), config, api_key=None)
 server.run(sockets=[listen("127.0.0.1", 8000)])
@@ -86,7 +86,10 @@ def _cancelled(timer: Any) -> None:  # of asyncio, or of uvloop
 
 
 class DrainingServer(uvicorn.Server):
-    """Answers 503 from the first SIGTERM on, and stops once all answers are finished."""
+    """Answers 503 from the first SIGTERM on, and stops once all answers are finished.
+
+    It stops, too, when decoding has failed: whoever started it can start it again.
+    """
 
     def __init__(self, settings: uvicorn.Config, app: FastAPI, *, drain_seconds: float) -> None:
         """Makes a server; `run` serves.
@@ -99,6 +102,16 @@ class DrainingServer(uvicorn.Server):
         super().__init__(settings)
         self._app, self._drain_seconds = app, drain_seconds
         self._is_draining = False
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that ended decoding; None while all is well."""
+        service = getattr(self._app.state, "service", None)
+        return service and service.scheduler.error
+
+    async def on_tick(self, counter: int) -> bool:
+        """Says whether to stop; uvicorn asks several times per second."""
+        return await super().on_tick(counter) or self.error is not None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to listen, and says where."""
