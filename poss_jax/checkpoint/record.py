@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -113,7 +114,7 @@ class ModelRecord:
         """Shapes of the model's items by their names, see `item_shapes`."""
         return item_shapes(self.config, is_quantised=self.quantised is not None)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of the weights."""
         sums = json.dumps(self.weights_sha256, sort_keys=True).encode()

@@ -98,21 +98,9 @@ class Stream:
             yield chunk
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop is closed; nobody waits
-                loop.call_soon_threadsafe(ready.set)
-
-        self._wake = wake
-        while True:
-            ready.clear()
-            while not self._chunks.empty():
-                chunk = _unwrap(self._chunks.get())
-                yield chunk
-                if chunk.answer is not None:
-                    return
-            await ready.wait()
+        async for item in merge([self]):
+            assert item is not None
+            yield item[1]
 
     def _put(self, chunk: Chunk | Exception) -> None:
         self._chunks.put(chunk)
@@ -120,6 +108,42 @@ class Stream:
 
     def _is_overdue(self) -> bool:
         return self._is_cancelled or time.monotonic() > self._deadline
+
+
+async def merge(
+    streams: Sequence[Stream], patience: float | None = None
+) -> AsyncIterator[tuple[int, Chunk] | None]:
+    """Yields chunks of several answers with their indices as they come; None if none came for long.
+
+    Args:
+      streams: the answers; nobody else may read them.
+      patience: seconds after which None is yielded; None: never.
+
+    Raises:
+      Closed: decoding failed.
+    """
+    loop, has_more = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop is closed; nobody waits
+            loop.call_soon_threadsafe(has_more.set)
+
+    for stream in streams:
+        stream._wake = wake
+    num_open = len(streams)
+    while num_open:
+        has_more.clear()
+        for index, stream in enumerate(streams):
+            while not stream._chunks.empty():
+                chunk = _unwrap(stream._chunks.get())
+                num_open -= chunk.answer is not None
+                yield index, chunk
+        if num_open:
+            try:
+                async with asyncio.timeout(patience):
+                    await has_more.wait()
+            except TimeoutError:
+                yield None
 
 
 class _Pace:

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from poss_jax.config.reading import UserError, shorten
@@ -58,9 +59,11 @@ class TextStream:
         self._held = []
         return pieces
 
-    def _add(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _add(self, pieces: list[Piece]) -> list[Piece]:
         if self.is_stopped:
             return []
+        if not self._stop:
+            return pieces
         self._held += pieces
         held = "".join(piece.text for piece in self._held)
         found = [(held.find(string), string) for string in self._stop if string in held]
@@ -101,28 +104,25 @@ class _Decoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        self._special = {token for token, content in added.items() if content.special}
         self._ids: list[int] = []  # the last tokens, from a place between characters on
         self._num_shown = 0  # characters of their text that were given out
         self._depth = 0  # of the last token
         self._in_bytes = False
 
     def push(self, token: int, *, depth: int) -> list[Piece]:
-        name = self._tokenizer.convert_ids_to_tokens(token)
-        if token in self._special or name is None:  # targets may embed more than there are
+        alone = _read_alone(self._tokenizer, token)
+        if alone is None:
             return []
-        is_byte = _BYTE.fullmatch(name) is not None
-        pieces = self.flush() if self._in_bytes and not is_byte else []
+        pieces = self.flush() if self._in_bytes and not alone.is_byte else []
         self._ids.append(token)
-        self._depth, self._in_bytes = depth, is_byte
-        if is_byte:
+        self._depth, self._in_bytes = depth, alone.is_byte
+        if alone.is_byte:
             return pieces
         text = self._decode(self._ids)
         pieces += self._show(text.removesuffix(_UNFINISHED))
         if not text.endswith(_UNFINISHED):
             # One token goes before the next, since some decoders drop a space at the beginning.
-            self._ids, self._num_shown = [token], len(self._decode([token]))
+            self._ids, self._num_shown = [token], alone.num_characters
         return pieces
 
     def flush(self) -> list[Piece]:
@@ -135,6 +135,34 @@ class _Decoder:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class _Alone(NamedTuple):
+    """What a token is, whatever stands around it.
+
+    Attributes:
+      is_byte: its name says that it is a byte.
+      num_characters: length of its text alone.
+    """
+
+    is_byte: bool
+    num_characters: int
+
+
+@lru_cache(maxsize=1 << 17)
+def _read_alone(tokenizer: Any, token: int) -> _Alone | None:
+    """Reads a token by itself; None if it has no text."""
+    name = tokenizer.convert_ids_to_tokens(token)
+    if name is None or token in _special_ids(tokenizer):  # targets may embed more than there are
+        return None
+    text = tokenizer.decode([token], skip_special_tokens=True)
+    return _Alone(_BYTE.fullmatch(name) is not None, len(text))
+
+
+@lru_cache(maxsize=8)
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder
+    return frozenset(token for token, content in added.items() if content.special)
 
 
 def check_stop(

@@ -27,7 +27,7 @@ from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.paths import as_path
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler, Stream
+from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler, Stream, merge
 from poss_jax.engine.slots import Slots
 from poss_jax.program.options import load_engine
 from poss_jax.serving.guard import PATIENCE, Guard
@@ -157,7 +157,7 @@ class Service:
             },
         )
         streams = self.submit(job)
-        chunks = self._timed(_merge(streams), arrived)
+        chunks = self._timed(merge(streams, _KEEP_ALIVE_SECONDS), arrived)
         if body.stream:
             return _Events(_write_events(reply, chunks), streams)
         try:
@@ -170,22 +170,26 @@ class Service:
     ) -> AsyncIterator[tuple[int, Chunk] | None]:
         """Passes chunks on and measures when they come."""
         first: dict[int, float] = {}
-        async for item in chunks:
-            if item is not None:
-                index, chunk = item
-                now = time.monotonic()
-                is_cut = chunk.answer is not None and chunk.answer.stop_reason == "cancelled"
-                if is_cut and self.scheduler.is_closed:
-                    raise ApiError(503, "the server stops; this answer is cut", retry_after=1)
-                if index not in first and chunk.output_ids:
-                    first[index] = now
-                    self.metrics.first_token.observe(now - arrived)
-                if chunk.answer is not None:
-                    self.metrics.whole.observe(now - arrived)
-                    more = len(chunk.answer.output_ids) - 1
-                    if more > 0:
-                        self.metrics.per_token.observe((now - first[index]) / more)
-            yield item
+        try:
+            async for item in chunks:
+                if item is not None:
+                    self._measure(*item, first, arrived)
+                yield item
+        except Closed as error:
+            raise ApiError(503, "decoding failed") from error
+
+    def _measure(self, index: int, chunk: Chunk, first: dict[int, float], arrived: float) -> None:
+        now, answer = time.monotonic(), chunk.answer
+        if answer is not None and answer.stop_reason == "cancelled" and self.scheduler.is_closed:
+            raise ApiError(503, "the server stops; this answer is cut", retry_after=1)
+        if index not in first and chunk.output_ids:
+            first[index] = now
+            self.metrics.first_token.observe(now - arrived)
+        if answer is not None:
+            self.metrics.whole.observe(now - arrived)
+            more = len(answer.output_ids) - 1
+            if more > 0:
+                self.metrics.per_token.observe((now - first[index]) / more)
 
 
 def create_app(
@@ -349,36 +353,6 @@ def _cancel(streams: Sequence[Stream]) -> None:
     """Frees what is still decoded; nothing happens to answers that have ended."""
     for stream in streams:
         stream.cancel()
-
-
-async def _merge(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Chunk] | None]:
-    """Chunks of all choices with their indices as they come; None when none came for a while."""
-    chunks: asyncio.Queue[tuple[int, Chunk | Exception]] = asyncio.Queue()
-
-    async def read(index: int, stream: Stream) -> None:
-        try:
-            async for chunk in stream:
-                await chunks.put((index, chunk))
-        except Closed as error:
-            await chunks.put((index, error))
-
-    tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
-    num_open = len(streams)
-    try:
-        while num_open:
-            try:
-                async with asyncio.timeout(_KEEP_ALIVE_SECONDS):
-                    index, chunk = await chunks.get()
-            except TimeoutError:
-                yield None
-                continue
-            if isinstance(chunk, Exception):
-                raise ApiError(503, "decoding failed") from chunk
-            num_open -= chunk.answer is not None
-            yield index, chunk
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _whole(reply: Reply, chunks: AsyncIterator[tuple[int, Chunk] | None]) -> Response:
