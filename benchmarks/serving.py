@@ -7,9 +7,9 @@ and asks for sampled texts that `Engine.generate` has written beforehand.
                  that differ, and measures first tokens, time per token, memory, and how soon the
                  slots of those who left are free
     killed       the server is killed under its streams and started again; clients continue theirs
-    throughput   1, 4 and 16 clients, which stream or want whole answers, beside `Engine.generate`
-                 in batches of that size, alternating; with the draft and without, and with a larger
-                 pair of random weights
+    throughput   1, 4 and 16 clients (or --sizes), which stream or want whole answers, beside
+                 `Engine.generate` in batches of that size, alternating; with the draft and without,
+                 and with a larger pair of random weights
     programs     the rounds for texts with sampling settings beside those without, on greedy texts
 
 Prints tables, and as its last line one JSON object; --output keeps report.json and report.md.
@@ -57,7 +57,6 @@ from poss_jax.program.running import Parser, run_program
 
 PROMPTS = ("def read_lines(path):\n", "class Node:\n    def __init__", "import os\n", "for i in ")
 NUM_CASES = 64
-SIZES = (1, 4, 16)
 _ADDRESS = re.compile(r"listening at (http://\S+)/")
 
 
@@ -111,8 +110,8 @@ def serve(
 ) -> Iterator[tuple[subprocess.Popen, str]]:
     """Runs a server until its tables are warm; gives the process and its address."""
     words = ["--target", target, *(["--draft", draft] if draft else [])]
-    words += ["--port", "0", "--batch-size", "16", "--max-length", str(args.max_length)]
-    words += ["--max-logprobs", "0"]
+    words += ["--port", "0", "--max-logprobs", "0"]
+    words += ["--max-length", str(args.max_length), "--batch-size", str(max(args.sizes))]
     process = subprocess.Popen(
         [sys.executable, "-m", "infer.serve", *words], stderr=subprocess.PIPE, text=True
     )
@@ -233,11 +232,13 @@ async def read_metric(client: httpx.AsyncClient, name: str) -> float:
     return float(found[1])
 
 
-async def stream_until_killed(url: str, process: Any, cases: Sequence[Case]) -> list[Answer]:
+async def stream_until_killed(
+    url: str, process: Any, cases: Sequence[Case], num_places: int
+) -> list[Answer]:
     """Streams, and kills the server soon after its places are full."""
     async with make_client(url) as client:
         streams = [asyncio.create_task(ask(client, case)) for case in cases]
-        while await read_metric(client, "num_requests_running") < min(len(cases), 16):
+        while await read_metric(client, "num_requests_running") < min(len(cases), num_places):
             if any(stream.done() for stream in streams):  # these texts are short
                 break
             await asyncio.sleep(0.01)
@@ -303,16 +304,16 @@ def run_engine(engine: Engine, cases: Sequence[Case], batch_size: int) -> float:
 
 
 def measure_throughput(
-    engine: Engine, url: str, cases: Sequence[Case], repeats: int
+    args: argparse.Namespace, engine: Engine, url: str, cases: Sequence[Case]
 ) -> list[dict[str, Any]]:
     """The server beside the engine, alternating; the first pass is not counted."""
     rows = []
-    for size in SIZES:
+    for size in args.sizes:
         few = cases[: max(4 * size, 8)]
         runs: dict[str, Callable[[], float]] = {"engine": partial(run_engine, engine, few, size)}
         for name, ask_one in (("streamed", ask), ("whole", ask_whole)):
             runs[name] = partial(run_server, url, ask_one, few, size)
-        passes = tqdm(range(1 + repeats), desc=f"{size} clients", unit="pass")
+        passes = tqdm(range(1 + args.repeats), desc=f"{size} clients", unit="pass")
         speeds = [{name: run() for name, run in runs.items()} for _ in passes][1:]
         row: dict[str, Any] = {"clients": size}
         row |= {name: float(np.median([one[name] for one in speeds])) for name in runs}
@@ -323,15 +324,15 @@ def measure_throughput(
     return rows
 
 
-def measure_programs(engine: Engine, max_length: int, repeats: int) -> list[dict[str, Any]]:
+def measure_programs(args: argparse.Namespace, engine: Engine) -> list[dict[str, Any]]:
     """What rounds take that can sample beside those that cannot, on the same greedy texts."""
     rows = []
-    for size in SIZES:
-        slots = Slots(engine, sizes=(size,), max_length=max_length)
+    for size in args.sizes:
+        slots = Slots(engine, sizes=(size,), max_length=args.max_length)
         programs = slots.programs(size)[:2]
         for program in programs:
             time_rounds(slots, program)  # compiles
-        times = [[time_rounds(slots, one) for one in programs] for _ in range(4 * repeats)]
+        times = [[time_rounds(slots, one) for one in programs] for _ in range(4 * args.repeats)]
         greedy, sampled = np.median(times, axis=0).tolist()
         ratio = float(np.median([b / a for a, b in times]))
         rows.append({"texts": size, "greedy": greedy, "sampled": sampled, "ratio": ratio})
@@ -391,7 +392,7 @@ def compare(args: argparse.Namespace, target: str, draft: str | None) -> list[di
     engine = Engine.load(target, draft, max_length=args.max_length)
     cases = make_cases(engine, args.max_new_tokens)
     with serve(args, target, draft) as (_, url):
-        return measure_throughput(engine, url, cases, args.repeats)
+        return measure_throughput(args, engine, url, cases)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -399,12 +400,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     engine = Engine.load(args.target, args.draft, max_length=args.max_length)
     cases = make_cases(engine, args.max_new_tokens)
     report: dict[str, Any] = {}
-    report["programs"] = measure_programs(engine, args.max_length, args.repeats)
+    report["programs"] = measure_programs(args, engine)
     with serve(args, args.target, args.draft) as (process, url):
         load = run_load(url, process.pid, cases, num_clients=args.clients, seconds=args.seconds)
         report["load"] = asyncio.run(load)
-        throughput = {"with draft": measure_throughput(engine, url, cases, args.repeats)}
-        known = asyncio.run(stream_until_killed(url, process, cases))
+        throughput = {"with draft": measure_throughput(args, engine, url, cases)}
+        known = asyncio.run(stream_until_killed(url, process, cases, max(args.sizes)))
     with serve(args, args.target, args.draft) as (_, url):
         wrong = asyncio.run(continue_all(url, cases, known))
         cut = sum(not answer.is_whole for answer in known)
@@ -469,6 +470,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=at_least(1), default=120)
     parser.add_argument("--max-new-tokens", type=at_least(8), default=128)
     parser.add_argument("--max-length", type=at_least(16), default=512)
+    parser.add_argument(
+        "--sizes", type=at_least(1), nargs="+", default=[1, 4, 16], help="clients at once"
+    )
     parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument(
         "--random-size", type=at_least(64), default=512, help="width of the random pair"

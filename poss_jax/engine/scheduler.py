@@ -440,7 +440,7 @@ class Scheduler:
             if slot in self._ended:  # what is there is written over
                 self._ended.remove(slot)
             self._active[slot] = stream
-            self._await(self._steps.insert(slot), {0: stream})
+            self._expect(self._steps.insert(slot), {0: stream})
 
     def _has_room(self) -> bool:
         """Makes room for one more text if there is any."""
@@ -483,9 +483,9 @@ class Scheduler:
         num_rounds = 1 if is_awaited else self._pace.num_rounds
         landing = self._steps.run(program, tuple(self._ended), num_rounds)
         self._ended = []
-        self._await(landing, texts)
+        self._expect(landing, texts)
 
-    def _await(self, landing: Landing, texts: dict[int, Stream]) -> None:
+    def _expect(self, landing: Landing, texts: dict[int, Stream]) -> None:
         self._landing.append((landing, texts, time.monotonic()))
 
     def _land(self, landing: Landing, texts: dict[int, Stream], begun: float) -> None:

@@ -73,54 +73,62 @@ class Program(NamedTuple):
 
 
 class Landing(struct.PyTreeNode):
-    """Some rounds of every slot, on the device.
+    """Some rounds of every slot, on the device; one array is brought to the host sooner than six.
 
     Attributes:
-      tokens: the new tokens, the first `num_tokens` of each row.
-      num_tokens: how many; 0 where no text is.
-      num_rounds: how many rounds; 0 where the first token of a text was chosen.
-      num_accepted: drafted tokens accepted in each of them.
-      num_offered: deepest position offered along the accepted path in each.
-      is_done: the text ended.
+      numbers: of every slot the number of new tokens, 0 where no text is; the number of rounds, 0
+        where the first token of a text was chosen; whether the text ended; of each of the R rounds
+        the drafted tokens accepted, and the deepest position offered along the accepted path; and
+        the new tokens.
       logprobs: those of the new tokens; None where nobody asked.
+      num_rounds: R, most rounds that there can be.
     """
 
-    tokens: Array  # [B R*A] int32
-    num_tokens: Array  # [B] int32
-    num_rounds: Array  # [B] int32
-    num_accepted: Array  # [B R] int32
-    num_offered: Array  # [B R] int32
-    is_done: Array  # [B] bool
+    numbers: Array  # [B 3+2R+R*A] int32
     logprobs: Logprobs | None
+    num_rounds: int = struct.field(pytree_node=False)
 
 
 def read_landing(landing: Landing) -> list[list[Landed]]:
     """Brings some rounds to the host; a list of rounds per slot."""
-    logprobs = landing.logprobs and vars(landing.logprobs)
-    host = jax.device_get(vars(landing) | {"logprobs": logprobs})
-    return [list(_read_slot(host, slot)) for slot in range(len(host["tokens"]))]
+    numbers, logprobs = jax.device_get(
+        (landing.numbers, landing.logprobs and vars(landing.logprobs))
+    )
+    most = landing.num_rounds
+    counts, accepted, offered, tokens = np.split(numbers, np.cumsum([3, most, most]), axis=1)
+    return [
+        list(_read_slot(*columns, logprobs, slot))
+        for slot, columns in enumerate(
+            zip(counts.tolist(), accepted.tolist(), offered.tolist(), tokens.tolist(), strict=True)
+        )
+    ]
 
 
-def _read_slot(host: dict[str, Any], slot: int) -> Iterator[Landed]:
+def _read_slot(
+    counts: list[int],
+    accepted: list[int],
+    offered: list[int],
+    tokens: list[int],
+    logprobs: dict[str, np.ndarray] | None,
+    slot: int,
+) -> Iterator[Landed]:
     """The rounds of a slot; each has one token more than it accepted, or ends the text."""
-    num_tokens, num_rounds = int(host["num_tokens"][slot]), int(host["num_rounds"][slot])
-    accepted = host["num_accepted"][slot, :num_rounds].tolist()
-    offered = host["num_offered"][slot, :num_rounds].tolist()
+    num_tokens, num_rounds, is_done = counts
     first = 0
     for index in range(num_rounds if num_rounds else num_tokens):
         is_last = index + 1 >= num_rounds
         end = num_tokens if is_last else first + accepted[index] + 1
         new, first = slice(first, end), end
         yield Landed(
-            tokens=host["tokens"][slot, new].tolist(),
+            tokens=tokens[new],
             num_accepted=accepted[index] if num_rounds else None,
             num_offered=offered[index] if num_rounds else None,
-            is_done=is_last and bool(host["is_done"][slot]),
-            logprobs=_read_logprobs(host["logprobs"], slot, new) if host["logprobs"] else (),
+            is_done=is_last and bool(is_done),
+            logprobs=_read_logprobs(logprobs, slot, new) if logprobs else (),
         )
 
 
-def _read_logprobs(host: dict[str, Any], slot: int, new: slice) -> list[TokenLogprobs]:
+def _read_logprobs(host: dict[str, np.ndarray], slot: int, new: slice) -> list[TokenLogprobs]:
     columns = (host[name][slot, new].tolist() for name in ("chosen", "ids", "top"))
     return [TokenLogprobs(*values) for values in zip(*columns, strict=True)]
 
@@ -256,7 +264,7 @@ class Slots:
         num_whole, num_left = divmod(len(prompt.ids), chunk)
         num_whole += num_left > rest
         parts = [(chunk, first, min(last, num_whole))]
-        if last > num_whole:  # few tokens are left
+        if last > num_whole:  # few tokens are left: they begin at a multiple of `chunk`
             index = num_whole * chunk // rest
             parts.append((rest, index, index + 1))
         for size, start, end in parts:
@@ -388,15 +396,10 @@ def _insert_text(
         return lax.dynamic_update_slice_in_dim(stored, new, slot[0], 0)
 
     output = first.output
-    landing = Landing(
-        tokens=output.tokens[:, :1],
-        num_tokens=output.num_tokens,
-        num_rounds=output.num_rounds,
-        num_accepted=output.num_accepted[:, :1],
-        num_offered=output.num_offered[:, :1],
-        is_done=output.is_done,
-        logprobs=jax.tree.map(lambda rows: rows[:, :1], output.logprobs),
-    )
+    rounds = output.num_accepted[:, :1], output.num_offered[:, :1]
+    counts = output.num_tokens, output.num_rounds, output.is_done
+    logprobs = jax.tree.map(lambda rows: rows[:, :1], output.logprobs)
+    landing = _land(counts, *rounds, output.tokens[:, :1], logprobs)
     return jax.tree.map(place, request, one), jax.tree.map(place, state, first), landing
 
 
@@ -429,10 +432,10 @@ def _run_slots(
         return carry[0] + 1, speculate.run_round(weights, config, request, carry[1])
 
     _, state = lax.while_loop(goes_on, run_one, (jnp.array(0), state))
-    return state, _landing(config, before, state.output)
+    return state, _land_rounds(config, before, state.output)
 
 
-def _landing(config: DecodeConfig, before: Output, after: Output) -> Landing:
+def _land_rounds(config: DecodeConfig, before: Output, after: Output) -> Landing:
     """Reads what was written between two outputs."""
 
     def new(rows: Array, start: Array, count: int) -> Array:
@@ -445,15 +448,20 @@ def _landing(config: DecodeConfig, before: Output, after: Output) -> Landing:
     def of_rounds(rows: Array) -> Array:
         return new(rows, before.num_rounds, MOST_ROUNDS)
 
-    return Landing(
-        tokens=of_tokens(after.tokens),
-        num_tokens=after.num_tokens - before.num_tokens,
-        num_rounds=after.num_rounds - before.num_rounds,
-        num_accepted=of_rounds(after.num_accepted),
-        num_offered=of_rounds(after.num_offered),
-        is_done=after.is_done,
-        logprobs=jax.tree.map(of_tokens, after.logprobs) if config.num_logprobs else None,
-    )
+    num_tokens = after.num_tokens - before.num_tokens
+    counts = num_tokens, after.num_rounds - before.num_rounds, after.is_done
+    rounds = of_rounds(after.num_accepted), of_rounds(after.num_offered)
+    logprobs = jax.tree.map(of_tokens, after.logprobs) if config.num_logprobs else None
+    return _land(counts, *rounds, of_tokens(after.tokens), logprobs)
+
+
+def _land(
+    counts: Sequence[Array], accepted: Array, offered: Array, tokens: Array, logprobs: Any
+) -> Landing:
+    """Lays the numbers of a landing side by side, see there."""
+    columns = *(count[:, None] for count in counts), accepted, offered, tokens
+    numbers = jnp.concatenate([column.astype(jnp.int32) for column in columns], axis=1)
+    return Landing(numbers, logprobs, num_rounds=accepted.shape[1])
 
 
 def _move(

@@ -1,4 +1,4 @@
-"""uvicorn's server, with what it lacks: it finishes answers, cuts slow clients, ends if it is ill.
+"""uvicorn's server, and more: it finishes answers, cuts slow clients, ends if decoding fails.
 
 server = make_server(create_app(config), config, api_key=None)
 server.run(sockets=[listen("127.0.0.1", 8000)])
