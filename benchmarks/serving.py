@@ -325,7 +325,7 @@ def measure_throughput(
 
 
 def measure_programs(args: argparse.Namespace, engine: Engine) -> list[dict[str, Any]]:
-    """What rounds take that can sample beside those that cannot, on the same greedy texts."""
+    """Times rounds that can sample beside those that cannot, on the same greedy texts."""
     rows = []
     for size in args.sizes:
         slots = Slots(engine, sizes=(size,), max_length=args.max_length)

@@ -16,10 +16,10 @@ from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.engine.answers import Generation
+from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
-from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
+from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler, merge
 from poss_jax.engine.slots import Slots
 from poss_jax.model.target import encode, stack_layers
 from poss_jax.shapes import Params
@@ -224,6 +224,50 @@ def test_chunks_come_to_an_event_loop(engine: Engine, warm: Scheduler):
         return await asyncio.gather(*map(read, prompts))
 
     assert asyncio.run(read_all()) == [alone(engine, prompt).output_ids for prompt in prompts]
+
+
+@pytest.mark.parametrize("interval", [0.0, 0.002, 60.0])
+def test_chunks_are_gathered(engine: Engine, warm: Scheduler, interval: float):
+    prompts = draw_prompts(engine, 3, seed=4)
+    answers = [alone(engine, prompt) for prompt in prompts]
+
+    async def read() -> list[list[Chunk]]:
+        chunks: list[list[Chunk]] = [[] for _ in prompts]
+        async for item in merge([*map(warm.submit, prompts)], interval=interval):
+            assert item is not None
+            chunks[item[0]].append(item[1])
+        return chunks
+
+    began = time.monotonic()
+    chunks = asyncio.run(read())
+    for few, answer in zip(chunks, answers, strict=True):
+        assert [token for chunk in few for token in chunk.output_ids] == answer.output_ids
+        assert few[-1].answer is not None and few[-1].answer.output_ids == answer.output_ids
+        # Beginnings and ends of the others wake their reader, too.
+        assert len(few) <= 2 * len(prompts) or interval < 60
+    assert time.monotonic() - began < 60  # neither the first tokens nor the ends have waited
+
+
+def test_readers_hear_when_nothing_comes(engine: Engine, warm: Scheduler):
+    prompt = engine.prepare([1, 2], 40)
+
+    async def read() -> tuple[int, list[int]]:
+        goes_on, num_quiet, tokens = threading.Event(), 0, []
+
+        def hold_up() -> None:
+            goes_on.wait()
+
+        threading.Thread(target=warm._call, args=[hold_up]).start()
+        async for item in merge([warm.submit(prompt)], patience=0.05):
+            if item is None:
+                num_quiet += 1
+                goes_on.set()
+            else:
+                tokens += item[1].output_ids
+        return num_quiet, tokens
+
+    num_quiet, tokens = asyncio.run(read())
+    assert num_quiet > 0 and tokens == alone(engine, prompt).output_ids
 
 
 # --------------------------------------------------------------------------------------------------

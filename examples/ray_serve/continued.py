@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
 @dataclass
 class Choice:
-    """What was delivered of one choice.
+    """The delivered part of one choice.
 
     Attributes:
       prompt_ids: tokens of its prompt.

@@ -23,8 +23,8 @@ class Call(NamedTuple):
     """A request to an upstream.
 
     Attributes:
-      method: of HTTP.
-      path: with the query.
+      method: HTTP method.
+      path: path and query.
       content: body.
       headers: those that upstreams see.
       silence: most seconds without a byte, after which the upstream counts as dead; None: no limit.

@@ -183,6 +183,8 @@ class ServeConfig(AnswerConfig):
       max_queue: Most requests that wait; more are answered with 429.
       max_logprobs: Most log-probabilities per token that a request may ask for.
       timeout_seconds: Longest time for an answer, from its arrival on.
+      stream_interval_seconds: Shortest time between two events of a stream; what comes meanwhile is
+        one event. The first token and the end do not wait.
       drain_seconds: Longest time to finish answers after SIGTERM.
       max_body_mib: Largest body of a request, in MiB.
       model_name: Name of the model in the API; null takes the name of the target's folder.
@@ -198,6 +200,7 @@ class ServeConfig(AnswerConfig):
     max_queue: Count = 256
     max_logprobs: CountOrZero = 20
     timeout_seconds: Positive = 600.0
+    stream_interval_seconds: PositiveOrZero = 0.04
     drain_seconds: PositiveOrZero = 30.0
     max_body_mib: Positive = 8.0
     model_name: str | None = None

@@ -107,7 +107,7 @@ class Logprobs(struct.PyTreeNode):
     """Log-probabilities that the target gave tokens: log-softmax of its logits as they are.
 
     Attributes:
-      chosen: of the token that was chosen.
+      chosen: log-probability of the token that was chosen.
       ids: the most likely tokens, best first.
       top: theirs.
     """

@@ -98,9 +98,9 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities at the place of one token (see `decode.state.Logprobs`).
 
     Attributes:
-      chosen: of the token.
+      chosen: log-probability of the token.
       ids: the most likely tokens, best first.
-      top: theirs.
+      top: their log-probabilities.
     """
 
     chosen: float

@@ -85,6 +85,7 @@ class Stream:
         self._deadline = deadline
         self._chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
+        self._quiet_until = 0.0  # time before which only the end of the answer wakes
         self._is_cancelled = False
 
     def cancel(self) -> None:
@@ -104,20 +105,32 @@ class Stream:
 
     def _put(self, chunk: Chunk | Exception) -> None:
         self._chunks.put(chunk)
-        self._wake()
+        is_end = isinstance(chunk, Exception) or chunk.answer is not None
+        if is_end or time.monotonic() >= self._quiet_until:
+            self._wake()
+
+    def _take(self) -> Chunk | None:
+        """All chunks that are there, as one."""
+        whole = None
+        while not self._chunks.empty():
+            chunk = _unwrap(self._chunks.get())
+            whole = chunk if whole is None else whole + chunk
+        return whole
 
     def _is_overdue(self) -> bool:
         return self._is_cancelled or time.monotonic() > self._deadline
 
 
 async def merge(
-    streams: Sequence[Stream], patience: float | None = None
+    streams: Sequence[Stream], *, patience: float | None = None, interval: float = 0.0
 ) -> AsyncIterator[tuple[int, Chunk] | None]:
     """Yields chunks of several answers with their indices as they come; None if none came for long.
 
     Args:
       streams: the answers; nobody else may read them.
       patience: seconds after which None is yielded; None: never.
+      interval: seconds for which chunks of an answer are gathered into one, but for its first and
+        its last.
 
     Raises:
       Closed: decoding failed.
@@ -133,16 +146,20 @@ async def merge(
     num_open = len(streams)
     while num_open:
         has_more.clear()
-        for index, stream in enumerate(streams):
-            while not stream._chunks.empty():
-                chunk = _unwrap(stream._chunks.get())
-                num_open -= chunk.answer is not None
-                yield index, chunk
-        if num_open:
-            try:
-                async with asyncio.timeout(patience):
+        chunks = [(index, chunk) for index, one in enumerate(streams) if (chunk := one._take())]
+        for index, chunk in chunks:
+            num_open -= chunk.answer is not None
+            yield index, chunk
+        now = time.monotonic()
+        for index, _ in chunks:
+            streams[index]._quiet_until = now + interval
+        quiet = [stream._quiet_until - now for stream in streams if stream._quiet_until > now]
+        try:
+            async with asyncio.timeout(min(quiet, default=patience)):
+                if num_open:
                     await has_more.wait()
-            except TimeoutError:
+        except TimeoutError:
+            if not quiet:
                 yield None
 
 

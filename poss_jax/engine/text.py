@@ -138,7 +138,7 @@ class _Decoder:
 
 
 class _Alone(NamedTuple):
-    """What a token is, whatever stands around it.
+    """Facts about a token that hold wherever it stands.
 
     Attributes:
       is_byte: its name says that it is a byte.

@@ -157,7 +157,9 @@ class Service:
             },
         )
         streams = self.submit(job)
-        chunks = self._timed(merge(streams, _KEEP_ALIVE_SECONDS), arrived)
+        interval = self.config.stream_interval_seconds if body.stream else _KEEP_ALIVE_SECONDS
+        chunks = merge(streams, patience=_KEEP_ALIVE_SECONDS, interval=interval)
+        chunks = self._timed(chunks, arrived)
         if body.stream:
             return _Events(_write_events(reply, chunks), streams)
         try:
