@@ -72,12 +72,22 @@ def tpu_slice(name: str) -> list[Any]:
     if jax.default_backend() != "tpu":  # libtpu would look for the TPU of a machine that has none
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+        return list(
+            topologies.get_topology_desc(
+                platform="tpu", topology_name=name, **_host_bounds(name)
+            ).devices
+        )
     except Exception as error:  # libtpu is missing, or refuses the name
         raise UserError(
             f"cannot compile for {name}: {' '.join(str(error).split())[:200]}; want a TPU slice "
             "such as v5p:2x2x1, and libtpu installed (pip install libtpu)"
         ) from error
+
+
+def _host_bounds(name: str) -> dict[str, Any]:
+    """Says that the host of one chip has one, which not every libtpu takes for granted."""
+    sizes = name.partition(":")[2].split("x")
+    return {"chips_per_host_bounds": (1, 1, 1)} if set(sizes) == {"1"} else {}
 
 
 def gpu(name: str) -> list[Any]:
