@@ -129,8 +129,8 @@ async def merge(
     Args:
       streams: the answers; nobody else may read them.
       patience: seconds after which None is yielded; None: never.
-      interval: seconds for which chunks of an answer are gathered into one, but for its first and
-        its last.
+      interval: seconds for which chunks of an answer are gathered into one. Its first chunk and its
+        last do not wait.
 
     Raises:
       Closed: decoding failed.

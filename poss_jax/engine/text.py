@@ -138,7 +138,7 @@ class _Decoder:
 
 
 class _Alone(NamedTuple):
-    """Facts about a token that hold wherever it stands.
+    """Facts about a token by itself.
 
     Attributes:
       is_byte: its name says that it is a byte.
