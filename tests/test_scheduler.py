@@ -19,7 +19,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
-from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler, merge
+from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler, Stream, merge
 from poss_jax.engine.slots import Slots
 from poss_jax.model.target import encode, stack_layers
 from poss_jax.shapes import Params
@@ -252,12 +252,14 @@ def test_readers_hear_when_nothing_comes(engine: Engine, warm: Scheduler):
     prompt = engine.prepare([1, 2], 40)
 
     async def read() -> tuple[int, list[int]]:
-        goes_on, num_quiet, tokens = threading.Event(), 0, []
+        held, goes_on, num_quiet, tokens = threading.Event(), threading.Event(), 0, []
 
         def hold_up() -> None:
+            held.set()
             goes_on.wait()
 
         threading.Thread(target=warm._call, args=[hold_up]).start()
+        held.wait()  # now nothing is decoded
         async for item in merge([warm.submit(prompt)], patience=0.05):
             if item is None:
                 num_quiet += 1
@@ -268,6 +270,24 @@ def test_readers_hear_when_nothing_comes(engine: Engine, warm: Scheduler):
 
     num_quiet, tokens = asyncio.run(read())
     assert num_quiet > 0 and tokens == alone(engine, prompt).output_ids
+
+
+def test_text_comes_before_the_error_that_ended_it(engine: Engine):
+    prompt = engine.prepare([1, 2], 40)
+    answer = engine.live_answer(prompt)
+    stream = Stream(prompt, answer, has_logprobs=False, deadline=float("inf"))
+    for tokens in ([3], [4, 5]):
+        stream._put(Chunk([], tokens, [0] * len(tokens)))
+    stream._put(Closed("decoding failed"))
+    tokens: list[int] = []
+
+    async def read() -> None:
+        async for chunk in stream:
+            tokens.extend(chunk.output_ids)
+
+    with pytest.raises(Closed):
+        asyncio.run(read())
+    assert tokens == [3, 4, 5]
 
 
 # --------------------------------------------------------------------------------------------------

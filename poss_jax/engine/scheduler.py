@@ -113,7 +113,11 @@ class Stream:
         """All chunks that are there, as one."""
         whole = None
         while not self._chunks.empty():
-            chunk = _unwrap(self._chunks.get())
+            chunk = self._chunks.get()
+            if whole is not None and isinstance(chunk, Exception):
+                self._put(chunk)  # to be raised once the text before it is delivered
+                return whole
+            chunk = _unwrap(chunk)
             whole = chunk if whole is None else whole + chunk
         return whole
 

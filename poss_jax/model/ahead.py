@@ -72,11 +72,9 @@ def tpu_slice(name: str) -> list[Any]:
     if jax.default_backend() != "tpu":  # libtpu would look for the TPU of a machine that has none
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
-        return list(
-            topologies.get_topology_desc(
-                platform="tpu", topology_name=name, **_host_bounds(name)
-            ).devices
-        )
+        bounds = _host_bounds(name)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds)
+        return list(topology.devices)
     except Exception as error:  # libtpu is missing, or refuses the name
         raise UserError(
             f"cannot compile for {name}: {' '.join(str(error).split())[:200]}; want a TPU slice "
