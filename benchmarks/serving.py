@@ -48,7 +48,8 @@ from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import as_path
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.slots import Program, Slots, read_landing
+from poss_jax.engine.slots import Program, Slots
+from poss_jax.engine.steps import read_landing
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import split_items
 from poss_jax.model.target import init_target

@@ -13,9 +13,9 @@ from poss_jax.checkpoint.record import read_record
 from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.engine.answers import run_round, run_rounds, start
 from poss_jax.engine.device import ACCELERATOR_CHUNK, rows_for
 from poss_jax.engine.prompts import sampling_arrays
+from poss_jax.engine.steps import run_round, run_rounds, start
 from poss_jax.learn.task import describe_draft
 from poss_jax.model.ahead import bytes_per_device, shapes_on
 from poss_jax.model.cache import block_rows

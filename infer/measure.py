@@ -16,10 +16,11 @@ from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
 from poss_jax.decode.ranking import choose
 from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
-from poss_jax.engine.answers import Generation, decode_batch, run_rounds, start
+from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue, answer_all
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.steps import decode_batch, run_rounds, start
 from poss_jax.model import target
 from poss_jax.model.target import compute_dtype
 

@@ -20,9 +20,9 @@ from poss_jax.decode import speculate, verify
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Tree, root_tree
 from poss_jax.decode.verify import Acceptance
-from poss_jax.engine.answers import run_round, start
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.steps import run_round, start
 
 from .costs import Device, cost_card, describe_workload, floors
 

@@ -18,9 +18,9 @@ from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.models import CPU_TREE
 from poss_jax.decode import speculate
-from poss_jax.engine.answers import decode_batch
 from poss_jax.engine.device import device_memory, fit_tree, least_bytes
 from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
+from poss_jax.engine.steps import decode_batch
 
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
 N = 24

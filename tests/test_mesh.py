@@ -20,8 +20,8 @@ from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.decode.ranking import top_k
-from poss_jax.engine.answers import run_round, start
 from poss_jax.engine.device import least_bytes
+from poss_jax.engine.steps import run_live, run_round, start
 from poss_jax.model.quantise import quantise_target
 from poss_jax.model.sharding import decoding_mesh, make_mesh
 
@@ -95,13 +95,18 @@ def test_a_mixed_batch_of_three_on_two_groups_of_four_is_that_of_one_device() ->
     call = {"max_new_tokens": N, "batch_size": 3, "sampling": MIXED}
     vocabulary = tuple(range(0, 256, 2))
     draft = {"kind": "int8", "vocabulary": vocabulary}
-    answers = [
-        make_engine(E3, mesh, **draft).generate(prompts, **call)
-        for mesh in (MeshConfig(tensor=4), None)
-    ]
-    assert answers[0] == answers[1]
-    rounds = [len(answer.accepted_per_round) for answer in answers[0]]
+    groups, one = (make_engine(E3, mesh, **draft) for mesh in (MeshConfig(tensor=4), None))
+    answers = groups.generate(prompts, **call)
+    assert answers == one.generate(prompts, **call)
+    rounds = [len(answer.accepted_per_round) for answer in answers]
     assert max(rounds[:2]) != rounds[2]
+    prepared = [
+        groups.prepare(prompt, N, sampling) for prompt, sampling in zip(prompts, MIXED, strict=True)
+    ]
+    config, request = groups.request(prepared, batch_size=3)
+    live = [groups.live_answer(prompt) for prompt in prepared]
+    ended = {i: chunk.answer for i, chunk in run_live(groups.weights, config, request, live)}
+    assert [ended[i] for i in range(3)] == answers
 
 
 @pytest.mark.slow

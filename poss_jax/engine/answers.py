@@ -1,70 +1,14 @@
 """Answers: Generation and Chunk, read from a finished batch or round by round from the host."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
-import jax
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 
-from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine.text import Piece, TextStream
-from poss_jax.model.sharding import partition_state
 
 StopReason = Literal["stop", "length", "cancelled"]
-StateT = TypeVar("StateT")
-
-
-def on_mesh(function: Callable[..., StateT]) -> Callable[..., StateT]:
-    """Cuts a step of decoding along the axes of `DecodeConfig.mesh`, if there is one.
-
-    Args:
-      function: (weights, config, request, *state) -> state; a `Request` or what one is made of. All
-        arrays but weights are [B ...].
-    """
-
-    @wraps(function)
-    def run(weights: Weights, config: DecodeConfig, request: Any, *state: Any) -> StateT:
-        mesh = config.mesh
-        if mesh is None:
-            return function(weights, config, request, *state)
-
-        def run_group(weights: Weights, request: Any, *state: Any) -> Any:
-            return _hold_cut(function(weights, config, request, *state), mesh)
-
-        cut, whole = PartitionSpec("data"), PartitionSpec()
-        group = jax.shard_map(
-            run_group,
-            mesh=mesh,
-            in_specs=(whole, cut, *[cut] * len(state)),
-            out_specs=cut,
-            axis_names={"data"},
-            check_vma=False,
-        )
-        return group(weights, request, *state)
-
-    return run
-
-
-def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
-    """Keeps the arrays of a group of devices cut in one way, so that all rounds are one program."""
-
-    def hold(leaf: jax.Array) -> jax.Array:
-        _, *inner = partition_state(leaf.shape, mesh)
-        return lax.with_sharding_constraint(leaf, PartitionSpec(None, *inner))
-
-    return jax.tree.map(hold, state)
-
-
-# Two programs rather than one: the caches of a running batch are the same arrays in both, and what
-# differs from call to call (prompts, limits) is data.
-start = jax.jit(on_mesh(speculate.start), static_argnums=1)
-run_round = jax.jit(on_mesh(speculate.run_round), static_argnums=1, donate_argnums=3)
-run_rounds = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1, donate_argnums=3)
 
 
 @dataclass(frozen=True)
@@ -184,49 +128,6 @@ def read_answer(
         accepted_per_round=output["num_accepted"][row, rounds].tolist(),
         offered_per_round=output["num_offered"][row, rounds].tolist(),
         stop_reason="stop" if tokens[-1] in stop_ids else "length",
-    )
-
-
-def decode_batch(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
-    """Decodes until every sequence is done, without a word to the host in between."""
-    return run_rounds(weights, config, request, start(weights, config, request))
-
-
-def run_live(
-    weights: Weights, config: DecodeConfig, request: Request, answers: Sequence["LiveAnswer"]
-) -> Iterator[list[Chunk]]:
-    """Decodes a batch round by round, until all answers have ended.
-
-    Args:
-      weights: parameters of target and draft.
-      config: static settings of decoding.
-      request: the batch; sequences beyond `answers` are padding.
-      answers: one per sequence; they take in the rounds.
-
-    Yields:
-      A chunk per answer and round; it is empty if the answer has ended before.
-    """
-    state = start(weights, config, request)
-    while True:
-        output = jax.device_get(vars(state.output))
-        yield [answer.land(_last_round(output, row, answer)) for row, answer in enumerate(answers)]
-        if all(answer.is_ended for answer in answers):
-            return
-        is_done = output["is_done"].copy()
-        is_done[: len(answers)] = [answer.is_ended for answer in answers]
-        state = state.replace(output=state.output.replace(is_done=jax.device_put(is_done)))
-        state = run_round(weights, config, request, state)
-
-
-def _last_round(output: dict[str, Any], row: int, answer: "LiveAnswer") -> Landed:
-    """Reads what the last round added to a sequence."""
-    new = slice(answer.num_tokens, output["num_tokens"][row])
-    last = output["num_rounds"][row] - 1
-    return Landed(
-        tokens=output["tokens"][row, new].tolist(),
-        num_accepted=None if last < 0 else int(output["num_accepted"][row, last]),
-        num_offered=None if last < 0 else int(output["num_offered"][row, last]),
-        is_done=bool(output["is_done"][row]),
     )
 
 

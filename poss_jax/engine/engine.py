@@ -34,10 +34,7 @@ from poss_jax.engine.answers import (
     Chunk,
     Generation,
     LiveAnswer,
-    decode_batch,
     read_answer,
-    run_live,
-    run_round,
 )
 from poss_jax.engine.device import (
     Trees,
@@ -59,6 +56,7 @@ from poss_jax.engine.prompts import (
     sampling_per_prompt,
     stop_id_rows,
 )
+from poss_jax.engine.steps import decode_batch, run_live, run_step
 from poss_jax.engine.text import check_stop
 from poss_jax.engine.trees import find_tuned
 from poss_jax.model.parameters import check_params, place_params, place_weights
@@ -411,9 +409,9 @@ class Engine:
             config, request = self.request(batch, batch_size=batch_size)
             if stop:
                 live = [self.live_answer(prompt, stop) for prompt in batch]
-                rounds = list(run_live(self.weights, config, request, live))
-                ended = [chunk.answer for chunks in zip(*rounds, strict=True) for chunk in chunks]
-                answers += [answer for answer in ended if answer is not None]
+                rounds = run_live(self.weights, config, request, live)
+                ended = {index: chunk.answer for index, chunk in rounds if chunk.answer}
+                answers += [ended[index] for index in range(len(batch))]
             else:
                 state = decode_batch(self.weights, config, request)
                 answers += self.read(batch, state.output)
@@ -423,7 +421,7 @@ class Engine:
         """Answers one prepared prompt round by round; yields what `stream` yields."""
         config, request = self.request([prompt])
         live = [self.live_answer(prompt, stop)]
-        return (chunks[0] for chunks in run_live(self.weights, config, request, live))
+        return (chunk for _, chunk in run_live(self.weights, config, request, live))
 
     def precompile(self, lengths: Sequence[int], *, batch_size: int = 1) -> None:
         """Compiles the programs of texts of some lengths, greedy and sampled, whole and streamed.
@@ -442,7 +440,7 @@ class Engine:
             config, request = self.request([prompt], batch_size=batch_size)
             ended = request.replace(limits=jnp.ones_like(request.limits))
             state = decode_batch(self.weights, config, ended)
-            jax.block_until_ready(run_round(self.weights, config, ended, state))
+            jax.block_until_ready(run_step(self.weights, config, ended, state))
 
     def decode_config(self, length: int, batch_size: int = 1) -> DecodeConfig:
         """Static settings of a call; rooms are rounded up (`rows_for`), to share programs.

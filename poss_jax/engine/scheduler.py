@@ -28,12 +28,12 @@ from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Landed, LiveAnswer
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
-from poss_jax.engine.slots import MOST_ROUNDS, Landing, Slots, read_landing
+from poss_jax.engine.slots import Slots
+from poss_jax.engine.steps import Landing, Pace, count_rounds, read_landing
 from poss_jax.shapes import Params
 
 _LOG = logging.getLogger(__package__)
 _PATIENCE = 16  # steps for which a batch stays larger than its texts need
-_STEP_SECONDS = 0.02  # time that rounds may take without a word from the host
 
 
 class QueueFull(Exception):
@@ -167,27 +167,6 @@ async def merge(
                 yield None
 
 
-class _Pace:
-    """The number of rounds to run without a word from the host, so that a step takes some time.
-
-    Attributes:
-      num_rounds: number for the next step.
-    """
-
-    def __init__(self) -> None:
-        self.num_rounds = 1
-        self._last = 0.0
-
-    def landed(self, num_rounds: int, begun: float) -> None:
-        """Takes note of rounds that have landed, and when they were asked for."""
-        now = time.monotonic()
-        if num_rounds:  # the device began with them when it was done with those before
-            seconds = (now - max(begun, self._last)) / num_rounds
-            wanted = min(max(int(_STEP_SECONDS / seconds), 1), MOST_ROUNDS)
-            self.num_rounds = min(wanted, 2 * self.num_rounds)
-        self._last = now
-
-
 def _unwrap(chunk: Chunk | Exception) -> Chunk:
     if isinstance(chunk, Exception):
         raise chunk
@@ -219,7 +198,7 @@ class Scheduler:
         self._ended: list[int] = []  # slots to be freed by the next round
         self._landing: list[tuple[Landing, dict[int, Stream], float]] = []  # and since when
         self._num_large = 0  # steps for which the batch was larger than need be
-        self._pace = _Pace()
+        self._pace = Pace()
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
         self._is_draining = self._is_closed = False
@@ -512,7 +491,7 @@ class Scheduler:
     def _land(self, landing: Landing, texts: dict[int, Stream], begun: float) -> None:
         """Delivers some rounds."""
         slots = read_landing(landing)
-        num_rounds = max(sum(one.num_accepted is not None for one in rounds) for rounds in slots)
+        num_rounds = count_rounds(slots)
         self.stats.rounds += num_rounds
         self._pace.landed(num_rounds, begun)
         for slot, stream in texts.items():

@@ -9,13 +9,12 @@ be biased. What a slot's text is depends on its prompt, settings and seed alone.
 On several hosts every process makes the same slots and calls them in the same order (`leader.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 
 from poss_jax.config.decoding import SamplingConfig
@@ -23,15 +22,7 @@ from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import Sampling
-from poss_jax.decode.state import (
-    DecodeConfig,
-    DecodeState,
-    Logprobs,
-    Output,
-    Request,
-    Weights,
-)
-from poss_jax.engine.answers import Landed, TokenLogprobs, on_mesh
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine.device import (
     cache_bytes,
     check_memory,
@@ -42,18 +33,14 @@ from poss_jax.engine.device import (
 )
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, sampling_columns, stop_id_rows
+from poss_jax.engine.steps import Landing, land_first, on_mesh, run_step
 from poss_jax.model import target as targets
-from poss_jax.model.cache import KVCache
 from poss_jax.shapes import Array, Bool, Int, Params
 
 MOST_BIASED = 300
 """Tokens that a request may bias, as in the OpenAI API."""
 
 MOST_STOP_IDS = 16
-
-MOST_ROUNDS = 32
-"""Rounds that may be run without a word from the host."""
-
 
 _HostRequest = dict[str, Any]
 
@@ -70,67 +57,6 @@ class Program(NamedTuple):
     tree: TreeConfig | None
     is_sampled: bool = False
     has_logprobs: bool = False
-
-
-class Landing(struct.PyTreeNode):
-    """Some rounds of every slot, on the device; one array is brought to the host sooner than six.
-
-    Attributes:
-      numbers: of every slot the number of new tokens, 0 where no text is; the number of rounds, 0
-        where the first token of a text was chosen; whether the text ended; of each of the R rounds
-        the drafted tokens accepted, and the deepest position offered along the accepted path; and
-        the new tokens.
-      logprobs: those of the new tokens; None where nobody asked.
-      num_rounds: R, most rounds that there can be.
-    """
-
-    numbers: Array  # [B 3+2R+R*A] int32
-    logprobs: Logprobs | None
-    num_rounds: int = struct.field(pytree_node=False)
-
-
-def read_landing(landing: Landing) -> list[list[Landed]]:
-    """Brings some rounds to the host; a list of rounds per slot."""
-    numbers, logprobs = jax.device_get(
-        (landing.numbers, landing.logprobs and vars(landing.logprobs))
-    )
-    most = landing.num_rounds
-    counts, accepted, offered, tokens = np.split(numbers, np.cumsum([3, most, most]), axis=1)
-    return [
-        list(_read_slot(*columns, logprobs, slot))
-        for slot, columns in enumerate(
-            zip(counts.tolist(), accepted.tolist(), offered.tolist(), tokens.tolist(), strict=True)
-        )
-    ]
-
-
-def _read_slot(
-    counts: list[int],
-    accepted: list[int],
-    offered: list[int],
-    tokens: list[int],
-    logprobs: dict[str, np.ndarray] | None,
-    slot: int,
-) -> Iterator[Landed]:
-    """The rounds of a slot; each has one token more than it accepted, or ends the text."""
-    num_tokens, num_rounds, is_done = counts
-    first = 0
-    for index in range(num_rounds if num_rounds else num_tokens):
-        is_last = index + 1 >= num_rounds
-        end = num_tokens if is_last else first + accepted[index] + 1
-        new, first = slice(first, end), end
-        yield Landed(
-            tokens=tokens[new],
-            num_accepted=accepted[index] if num_rounds else None,
-            num_offered=offered[index] if num_rounds else None,
-            is_done=is_last and bool(is_done),
-            logprobs=_read_logprobs(logprobs, slot, new) if logprobs else (),
-        )
-
-
-def _read_logprobs(host: dict[str, np.ndarray], slot: int, new: slice) -> list[TokenLogprobs]:
-    columns = (host[name][slot, new].tolist() for name in ("chosen", "ids", "top"))
-    return [TokenLogprobs(*values) for values in zip(*columns, strict=True)]
 
 
 class Slots:
@@ -296,7 +222,7 @@ class Slots:
         Args:
           program: the kind of round.
           ended: slots whose texts end before.
-          num_rounds: how many, at most `MOST_ROUNDS`.
+          num_rounds: how many, at most `steps.MOST_ROUNDS`.
         """
         tree, logprobs = program.tree, self.max_logprobs if program.has_logprobs else 0
         config = self._config._replace(num_logprobs=logprobs, drafts=tree is not None)
@@ -305,15 +231,8 @@ class Slots:
         request = self._request
         if not program.is_sampled:
             request = request.replace(sampling=None)
-        is_ended = np.zeros(self.size, bool)
-        is_ended[list(ended)] = True
-        self._state, landing = _run(
-            self.weights,
-            config,
-            request,
-            self._state,
-            is_ended,
-            np.asarray([num_rounds], np.int32),
+        self._state, landing = run_step(
+            self.weights, config, request, self._state, ended=ended, num_rounds=num_rounds
         )
         return landing
 
@@ -395,73 +314,8 @@ def _insert_text(
     def place(stored: Array, new: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(stored, new, slot[0], 0)
 
-    output = first.output
-    rounds = output.num_accepted[:, :1], output.num_offered[:, :1]
-    counts = output.num_tokens, output.num_rounds, output.is_done
-    logprobs = jax.tree.map(lambda rows: rows[:, :1], output.logprobs)
-    landing = _land(counts, *rounds, output.tokens[:, :1], logprobs)
-    return jax.tree.map(place, request, one), jax.tree.map(place, state, first), landing
-
-
-def _run_slots(
-    weights: Weights,
-    config: DecodeConfig,
-    request: Request,
-    state: DecodeState,
-    ended: Bool[Array, " B"],
-    num_rounds: Int[Array, " 1"],
-) -> tuple[DecodeState, Landing]:
-    is_done = state.output.is_done | ended
-    # A slot without a text shall not make attention go over more rows. None is too few for it.
-    short = jnp.where(is_done, 1, config.rows)
-
-    def shortened(cache: KVCache) -> KVCache:
-        return cache.replace(length=jnp.minimum(cache.length, short))
-
-    before = state.output.replace(is_done=is_done)
-    state = state.replace(target_cache=shortened(state.target_cache), output=before)
-    if state.draft is not None:
-        state = state.replace(draft=state.draft.replace(cache=shortened(state.draft.cache)))
-
-    def goes_on(carry: tuple[Array, DecodeState]) -> Array:
-        index, state = carry
-        now = state.output.is_done
-        return (index < num_rounds[0]) & (now == is_done).all() & ~now.all()
-
-    def run_one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        return carry[0] + 1, speculate.run_round(weights, config, request, carry[1])
-
-    _, state = lax.while_loop(goes_on, run_one, (jnp.array(0), state))
-    return state, _land_rounds(config, before, state.output)
-
-
-def _land_rounds(config: DecodeConfig, before: Output, after: Output) -> Landing:
-    """Reads what was written between two outputs."""
-
-    def new(rows: Array, start: Array, count: int) -> Array:
-        columns = start[:, None] + jnp.arange(count)[None]
-        return jax.vmap(lambda row, at: jnp.take(row, at, axis=0, mode="clip"))(rows, columns)
-
-    def of_tokens(rows: Array) -> Array:
-        return new(rows, before.num_tokens, MOST_ROUNDS * (config.max_accepted + 1))
-
-    def of_rounds(rows: Array) -> Array:
-        return new(rows, before.num_rounds, MOST_ROUNDS)
-
-    num_tokens = after.num_tokens - before.num_tokens
-    counts = num_tokens, after.num_rounds - before.num_rounds, after.is_done
-    rounds = of_rounds(after.num_accepted), of_rounds(after.num_offered)
-    logprobs = jax.tree.map(of_tokens, after.logprobs) if config.num_logprobs else None
-    return _land(counts, *rounds, of_tokens(after.tokens), logprobs)
-
-
-def _land(
-    counts: Sequence[Array], accepted: Array, offered: Array, tokens: Array, logprobs: Any
-) -> Landing:
-    """Lays the numbers of a landing side by side, see there."""
-    columns = *(count[:, None] for count in counts), accepted, offered, tokens
-    numbers = jnp.concatenate([column.astype(jnp.int32) for column in columns], axis=1)
-    return Landing(numbers, logprobs, num_rounds=accepted.shape[1])
+    request, state = (jax.tree.map(place, *pair) for pair in ((request, one), (state, first)))
+    return request, state, land_first(first.output)
 
 
 def _move(
@@ -483,5 +337,4 @@ _allocate = jax.jit(on_mesh(_make_empty), static_argnums=1, keep_unused=True)
 _begin = jax.jit(on_mesh(_begin_prefill), static_argnums=1, keep_unused=True)
 _extend = jax.jit(on_mesh(_run_chunks), static_argnums=1, donate_argnums=3)
 _insert = jax.jit(on_mesh(_insert_text), static_argnums=1, donate_argnums=(2, 3))
-_run = jax.jit(on_mesh(_run_slots), static_argnums=1, donate_argnums=3)
 _resize = jax.jit(on_mesh(_move), static_argnums=1)

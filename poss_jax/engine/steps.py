@@ -1,0 +1,313 @@
+"""Steps: rounds on the devices without a word from the host, and how their tokens come to it.
+
+decode_batch   all rounds in one step, for answers that nobody watches
+run_live       some rounds per step: one is under way while the host reads the one before
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Output, Request, Weights
+from poss_jax.engine.answers import Chunk, Landed, LiveAnswer, TokenLogprobs
+from poss_jax.model.cache import KVCache
+from poss_jax.model.sharding import highest_of_groups, partition_state
+from poss_jax.shapes import Array, Bool, Int
+
+MOST_ROUNDS = 32
+"""Rounds of one step, at most."""
+
+_STEP_SECONDS = 0.02  # time that a step may take
+
+StateT = TypeVar("StateT")
+
+
+def on_mesh(function: Callable[..., StateT]) -> Callable[..., StateT]:
+    """Cuts a step of decoding along the axes of `DecodeConfig.mesh`, if there is one.
+
+    Args:
+      function: (weights, config, request, *state) -> state; a `Request` or what one is made of. All
+        arrays but weights are [B ...].
+    """
+
+    @wraps(function)
+    def run(weights: Weights, config: DecodeConfig, request: Any, *state: Any) -> StateT:
+        mesh = config.mesh
+        if mesh is None:
+            return function(weights, config, request, *state)
+
+        def run_group(weights: Weights, request: Any, *state: Any) -> Any:
+            return _hold_cut(function(weights, config, request, *state), mesh)
+
+        cut, whole = PartitionSpec("data"), PartitionSpec()
+        group = jax.shard_map(
+            run_group,
+            mesh=mesh,
+            in_specs=(whole, cut, *[cut] * len(state)),
+            out_specs=cut,
+            axis_names={"data"},
+            check_vma=False,
+        )
+        return group(weights, request, *state)
+
+    return run
+
+
+def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
+    """Keeps the arrays of a group of devices cut in one way, so that all rounds are one program."""
+
+    def hold(leaf: jax.Array) -> jax.Array:
+        _, *inner = partition_state(leaf.shape, mesh)
+        return lax.with_sharding_constraint(leaf, PartitionSpec(None, *inner))
+
+    return jax.tree.map(hold, state)
+
+
+# --------------------------------------------------------------------------------------------------
+# On the devices
+
+
+class Landing(struct.PyTreeNode):
+    """The rounds of a step, on the device; one array is brought to the host sooner than six.
+
+    Attributes:
+      numbers: of every text the number of new tokens, 0 where no text is; the number of rounds, 0
+        where the first token of a text was chosen; whether the text ended; of each of the R rounds
+        the drafted tokens accepted, and the deepest position offered along the accepted path; and
+        the new tokens.
+      logprobs: those of the new tokens; None where nobody asked.
+      num_rounds: R, most rounds that there can be.
+    """
+
+    numbers: Array  # [B 3+2R+R*A] int32
+    logprobs: Logprobs | None
+    num_rounds: int = struct.field(pytree_node=False)
+
+
+def land_first(output: Output) -> Landing:
+    """Reads the first token of every text."""
+    rounds = output.num_accepted[:, :1], output.num_offered[:, :1]
+    counts = output.num_tokens, output.num_rounds, output.is_done
+    logprobs = jax.tree.map(lambda rows: rows[:, :1], output.logprobs)
+    return _land(counts, *rounds, output.tokens[:, :1], logprobs)
+
+
+def _run_step(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    ended: Bool[Array, " B"],
+    num_rounds: Int[Array, " B"],
+) -> tuple[DecodeState, Landing]:
+    is_done = state.output.is_done | ended
+    # A sequence without a text shall not make attention go over more rows. None is too few for it.
+    short = jnp.where(is_done, 1, config.rows)
+
+    def shortened(cache: KVCache) -> KVCache:
+        return cache.replace(length=jnp.minimum(cache.length, short))
+
+    before = state.output.replace(is_done=is_done)
+    state = state.replace(target_cache=shortened(state.target_cache), output=before)
+    if state.draft is not None:
+        state = state.replace(draft=state.draft.replace(cache=shortened(state.draft.cache)))
+
+    def goes_on(carry: tuple[Array, DecodeState]) -> Array:
+        index, state = carry
+        now = state.output.is_done
+        is_at_end = highest_of_groups((now != is_done).any()) | ~highest_of_groups(~now.all())
+        return (index < num_rounds[0]) & ~is_at_end
+
+    def run_one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        return carry[0] + 1, speculate.run_round(weights, config, request, carry[1])
+
+    _, state = lax.while_loop(goes_on, run_one, (jnp.array(0), state))
+    return state, _land_rounds(config, before, state.output)
+
+
+def _land_rounds(config: DecodeConfig, before: Output, after: Output) -> Landing:
+    """Reads what was written between two outputs."""
+
+    def new(rows: Array, start: Array, count: int) -> Array:
+        columns = start[:, None] + jnp.arange(count)[None]
+        return jax.vmap(lambda row, at: jnp.take(row, at, axis=0, mode="clip"))(rows, columns)
+
+    def of_tokens(rows: Array) -> Array:
+        return new(rows, before.num_tokens, MOST_ROUNDS * (config.max_accepted + 1))
+
+    def of_rounds(rows: Array) -> Array:
+        return new(rows, before.num_rounds, MOST_ROUNDS)
+
+    num_tokens = after.num_tokens - before.num_tokens
+    counts = num_tokens, after.num_rounds - before.num_rounds, after.is_done
+    rounds = of_rounds(after.num_accepted), of_rounds(after.num_offered)
+    logprobs = jax.tree.map(of_tokens, after.logprobs) if config.num_logprobs else None
+    return _land(counts, *rounds, of_tokens(after.tokens), logprobs)
+
+
+def _land(
+    counts: Sequence[Array], accepted: Array, offered: Array, tokens: Array, logprobs: Any
+) -> Landing:
+    """Lays the numbers of a landing side by side, see there."""
+    columns = *(count[:, None] for count in counts), accepted, offered, tokens
+    numbers = jnp.concatenate([column.astype(jnp.int32) for column in columns], axis=1)
+    return Landing(numbers, logprobs, num_rounds=accepted.shape[1])
+
+
+# Several programs rather than one: the caches of a running batch are the same arrays in all, and
+# what differs from call to call (prompts, limits) is data.
+start = jax.jit(on_mesh(speculate.start), static_argnums=1)
+run_round = jax.jit(on_mesh(speculate.run_round), static_argnums=1, donate_argnums=3)
+run_rounds = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1, donate_argnums=3)
+_step = jax.jit(on_mesh(_run_step), static_argnums=1, donate_argnums=3)
+
+
+def run_step(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    *,
+    ended: Sequence[int] = (),
+    num_rounds: int = 1,
+) -> tuple[DecodeState, Landing]:
+    """Runs some rounds, and fewer if a text ends; returns before they are done.
+
+    Args:
+      weights: parameters of target and draft.
+      config: static settings of decoding.
+      request: the batch.
+      state: donated.
+      ended: indices of texts that end before.
+      num_rounds: how many, at most `MOST_ROUNDS`.
+    """
+    is_ended = np.zeros(len(request.limits), bool)
+    is_ended[list(ended)] = True
+    rounds = np.full(len(is_ended), num_rounds, np.int32)
+    return _step(weights, config, request, state, is_ended, rounds)
+
+
+# --------------------------------------------------------------------------------------------------
+# On the host
+
+
+def read_landing(landing: Landing) -> list[list[Landed]]:
+    """Brings a step to the host; a list of rounds per text."""
+    numbers, logprobs = jax.device_get(
+        (landing.numbers, landing.logprobs and vars(landing.logprobs))
+    )
+    most = landing.num_rounds
+    counts, accepted, offered, tokens = np.split(numbers, np.cumsum([3, most, most]), axis=1)
+    return [
+        list(_read_text(*columns, logprobs, index))
+        for index, columns in enumerate(
+            zip(counts.tolist(), accepted.tolist(), offered.tolist(), tokens.tolist(), strict=True)
+        )
+    ]
+
+
+def _read_text(
+    counts: list[int],
+    accepted: list[int],
+    offered: list[int],
+    tokens: list[int],
+    logprobs: dict[str, np.ndarray] | None,
+    index: int,
+) -> Iterator[Landed]:
+    """The rounds of a text; each has one token more than it accepted, or ends the text."""
+    num_tokens, num_rounds, is_done = counts
+    first = 0
+    for turn in range(num_rounds if num_rounds else num_tokens):
+        is_last = turn + 1 >= num_rounds
+        end = num_tokens if is_last else first + accepted[turn] + 1
+        new, first = slice(first, end), end
+        yield Landed(
+            tokens=tokens[new],
+            num_accepted=accepted[turn] if num_rounds else None,
+            num_offered=offered[turn] if num_rounds else None,
+            is_done=is_last and bool(is_done),
+            logprobs=_read_logprobs(logprobs, index, new) if logprobs else (),
+        )
+
+
+def _read_logprobs(host: dict[str, np.ndarray], index: int, new: slice) -> list[TokenLogprobs]:
+    columns = (host[name][index, new].tolist() for name in ("chosen", "ids", "top"))
+    return [TokenLogprobs(*values) for values in zip(*columns, strict=True)]
+
+
+def count_rounds(texts: Sequence[Sequence[Landed]]) -> int:
+    """Rounds of a step, given what `read_landing` returns."""
+    return max(sum(one.num_accepted is not None for one in rounds) for rounds in texts)
+
+
+class Pace:
+    """The number of rounds in a step, so that it takes some time, but not long.
+
+    Attributes:
+      num_rounds: number for the next step.
+    """
+
+    def __init__(self) -> None:
+        self.num_rounds = 1
+        self._last = 0.0
+
+    def landed(self, num_rounds: int, begun: float) -> None:
+        """Takes note of rounds that have landed, and when they were asked for."""
+        now = time.monotonic()
+        if num_rounds:  # the device began with them when it was done with those before
+            seconds = (now - max(begun, self._last)) / num_rounds
+            wanted = min(max(int(_STEP_SECONDS / seconds), 1), MOST_ROUNDS)
+            self.num_rounds = min(wanted, 2 * self.num_rounds)
+        self._last = now
+
+
+def decode_batch(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+    """Decodes until every sequence is done, without a word to the host in between."""
+    return run_rounds(weights, config, request, start(weights, config, request))
+
+
+def run_live(
+    weights: Weights, config: DecodeConfig, request: Request, answers: Sequence[LiveAnswer]
+) -> Iterator[tuple[int, Chunk]]:
+    """Decodes a batch step by step, until all answers have ended.
+
+    Args:
+      weights: parameters of target and draft.
+      config: static settings of decoding.
+      request: the batch; sequences beyond `answers` are padding.
+      answers: one per sequence; they take in the rounds.
+
+    Yields:
+      The index of an answer, and what a round added to it.
+    """
+    state = start(weights, config, request)
+    roots, is_done = jax.device_get((state.root, state.output.is_done))
+    for index, answer in enumerate(answers):
+        first = Landed([int(roots[index])], None, None, is_done=bool(is_done[index]))
+        yield index, answer.land(first)
+    pace, under_way = Pace(), deque[tuple[Landing, float]]()
+    while not all(answer.is_ended for answer in answers):
+        ended = [index for index, answer in enumerate(answers) if answer.is_ended]
+        # Every process of a mesh over several has to run as many.
+        num_rounds = pace.num_rounds if jax.process_count() == 1 else 1
+        state, landing = run_step(
+            weights, config, request, state, ended=ended, num_rounds=num_rounds
+        )
+        under_way.append((landing, time.monotonic()))
+        if len(under_way) == 1:
+            continue
+        landing, begun = under_way.popleft()
+        texts = read_landing(landing)
+        pace.landed(count_rounds(texts), begun)
+        for index, (answer, rounds) in enumerate(zip(answers, texts, strict=False)):
+            yield from ((index, answer.land(one)) for one in rounds if not answer.is_ended)
