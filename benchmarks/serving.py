@@ -9,12 +9,15 @@ and asks for sampled texts that `Engine.generate` has written beforehand.
     killed       the server is killed under its streams and started again; clients continue theirs
     throughput   1, 4 and 16 clients (or --sizes), which stream or want whole answers, beside
                  `Engine.generate` in batches of that size, alternating; with the draft and without,
-                 and with a larger pair of random weights
+                 and with a larger pair of random weights. Beside one client also `Engine.stream`
     programs     the rounds for texts with sampling settings beside those without, on greedy texts
 
-Prints tables, and as its last line one JSON object; --output keeps report.json and report.md.
+Prints tables, and as its last line one JSON object; --output keeps report.json and report.md. With
+--apart rounds have a processor core, and everything else the others, as where the device is not the
+host's processor.
 
     python -m benchmarks.serving --output docs/results/serving
+    python -m benchmarks.serving --apart --output docs/results/serving_apart
 """
 
 import argparse
@@ -36,6 +39,7 @@ from typing import Any
 
 import httpx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -46,6 +50,7 @@ from poss_jax.checkpoint.record import new_record, provenance, target_identity
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import as_path
+from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.slots import Program, Slots
@@ -59,6 +64,22 @@ from poss_jax.program.running import Parser, run_program
 PROMPTS = ("def read_lines(path):\n", "class Node:\n    def __init__", "import os\n", "for i in ")
 NUM_CASES = 64
 _ADDRESS = re.compile(r"listening at (http://\S+)/")
+_SERVE = """
+import sys
+from benchmarks.serving import set_rounds_apart
+from infer.serve import cli
+
+set_rounds_apart({cores})
+cli()
+"""
+
+
+def set_rounds_apart(cores: Sequence[int]) -> None:
+    """Leaves the first core to JAX and the others to all that this process does besides."""
+    os.sched_setaffinity(0, cores[:1])  # of the threads that JAX starts now
+    numbers = jnp.ones((512, 512))
+    jax.block_until_ready(numbers @ numbers)
+    os.sched_setaffinity(0, cores[1:])
 
 
 @dataclass(frozen=True)
@@ -113,8 +134,10 @@ def serve(
     words = ["--target", target, *(["--draft", draft] if draft else [])]
     words += ["--port", "0", "--max-logprobs", "0"]
     words += ["--max-length", str(args.max_length), "--batch-size", str(max(args.sizes))]
+    apart = ["-c", _SERVE.format(cores=args.cores)]
+    program = apart if args.cores else ["-m", "infer.serve"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "infer.serve", *words], stderr=subprocess.PIPE, text=True
+        [sys.executable, *program, *words], stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     for line in process.stderr:
@@ -304,6 +327,15 @@ def run_engine(engine: Engine, cases: Sequence[Case], batch_size: int) -> float:
     return sum(len(case.expected) for case in cases) / (time.monotonic() - begun)
 
 
+def run_streams(engine: Engine, cases: Sequence[Case]) -> float:
+    """Tokens per second of `Engine.stream`'s loop."""
+    begun = time.monotonic()
+    for case in cases:
+        *_, last = engine.decode_rounds(case.prompt)
+        assert last.answer is not None and last.answer.output_ids == case.expected
+    return sum(len(case.expected) for case in cases) / (time.monotonic() - begun)
+
+
 def measure_throughput(
     args: argparse.Namespace, engine: Engine, url: str, cases: Sequence[Case]
 ) -> list[dict[str, Any]]:
@@ -314,11 +346,13 @@ def measure_throughput(
         runs: dict[str, Callable[[], float]] = {"engine": partial(run_engine, engine, few, size)}
         for name, ask_one in (("streamed", ask), ("whole", ask_whole)):
             runs[name] = partial(run_server, url, ask_one, few, size)
+        if size == 1:
+            runs["stream"] = partial(run_streams, engine, few)
         passes = tqdm(range(1 + args.repeats), desc=f"{size} clients", unit="pass")
         speeds = [{name: run() for name, run in runs.items()} for _ in passes][1:]
         row: dict[str, Any] = {"clients": size}
         row |= {name: float(np.median([one[name] for one in speeds])) for name in runs}
-        for name in ("streamed", "whole"):
+        for name in runs:
             ratios = [one[name] / one["engine"] for one in speeds]
             row[f"{name}_to_engine"] = float(np.median(ratios))
         rows.append(row)
@@ -348,7 +382,7 @@ def time_rounds(slots: Slots, program: Program) -> float:
         slots.extend(0, slots.num_chunks(prompt))
         read_landing(slots.insert(slot))
     begun, num_rounds = time.perf_counter(), 16
-    landing = read_landing(slots.run(program, num_rounds=num_rounds))
+    landing = read_landing(slots.run(program, range(slots.size), num_rounds))
     assert all(len(rounds) == num_rounds for rounds in landing), "a text has ended"
     return 1000 * (time.perf_counter() - begun) / num_rounds
 
@@ -400,7 +434,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs all parts."""
     engine = Engine.load(args.target, args.draft, max_length=args.max_length)
     cases = make_cases(engine, args.max_new_tokens)
-    report: dict[str, Any] = {}
+    report: dict[str, Any] = {"apart": args.apart}
     report["programs"] = measure_programs(args, engine)
     with serve(args, args.target, args.draft) as (process, url):
         load = run_load(url, process.pid, cases, num_clients=args.clients, seconds=args.seconds)
@@ -424,6 +458,7 @@ def format_report(report: dict[str, Any]) -> str:
     load, killed = report["load"], report["killed"]
     first, per_token = load["first_token_milliseconds"], load["per_token_milliseconds"]
     lines = [
+        "Rounds have one core, all else the others." if report["apart"] else "",
         f"{load['clients']} clients: {load['answers']} answers, of which {load['left']} were left "
         f"halfway; **{load['wrong']} wrong**; {load['tokens_per_second']:.0f} tokens/s.",
         "",
@@ -450,6 +485,14 @@ def format_report(report: dict[str, Any]) -> str:
             f"{row['streamed_to_engine']:.2f} | {row['whole']:.0f} | {row['whole_to_engine']:.2f} |"
             for row in rows
         ]
+    streams = [
+        f"{row['stream_to_engine']:.2f} ({name})"
+        for name, rows in report["throughput"].items()
+        for row in rows
+        if "stream" in row
+    ]
+    if streams:
+        lines += ["", f"`Engine.stream` to `Engine.generate`: {', '.join(streams)}."]
     lines += [
         "",
         "| greedy texts | round that cannot sample, ms | round that can | ratio |",
@@ -460,6 +503,13 @@ def format_report(report: dict[str, Any]) -> str:
         for row in report["programs"]
     ]
     return "\n".join(lines)
+
+
+def _known_cores() -> list[int]:
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < 2:
+        raise UserError(f"--apart: want Linux and 2 processor cores or more, got {len(cores)}")
+    return cores
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -478,8 +528,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--random-size", type=at_least(64), default=512, help="width of the random pair"
     )
+    parser.add_argument(
+        "--apart", action="store_true", help="give rounds a core, and all else the others"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR")
     args = parser.parse_args(arguments)
+    args.cores = _known_cores() if args.apart else None
+    if args.cores:
+        set_rounds_apart(args.cores)
     report = measure(args)
     text = format_report(report)
     print(text)

@@ -18,6 +18,7 @@ the first one listens; the model is cut among the devices of all.
 import logging
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -31,6 +32,8 @@ from poss_jax.engine.leader import follow
 from poss_jax.program.options import load_engine, read_arguments
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
+
+_SWITCH_SECONDS = 0.0005  # HTTP shall not keep the thread waiting that feeds the device
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process 0 drains, and then dismisses
         follow(make_slots(load_engine(config), config))
         return
+    sys.setswitchinterval(_SWITCH_SECONDS)
     # A port that is taken shows before models are loaded.
     with closing(listen(config.host, config.port)) as sock:
         slots = make_slots(load_engine(config), config)

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import jax
@@ -20,7 +20,8 @@ from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler, Stream, merge
-from poss_jax.engine.slots import Slots
+from poss_jax.engine.slots import Program, Slots
+from poss_jax.engine.steps import read_landing
 from poss_jax.model.target import encode, stack_layers
 from poss_jax.shapes import Params
 
@@ -98,6 +99,27 @@ def wait_until(is_true, seconds: float = 60.0) -> None:
     while not is_true():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps
+
+
+def test_a_step_ends_with_a_text_and_the_next_one_waits_for_the_host(engine: Engine):
+    slots = Slots(engine, sizes=(2,), max_length=100)
+    program = Program(tree=None)
+    for slot, limit in enumerate((3, 60)):
+        slots.begin(PreparedPrompt([1, 2, 3], limit, stop_ids=()))
+        slots.extend(0, 1)
+        slots.insert(slot)
+
+    def run(texts: Sequence[int]) -> tuple[int, int]:
+        short, long = read_landing(slots.run(program, texts, num_rounds=20))
+        return len(short), len(long)
+
+    assert run((0, 1)) == (2, 2)
+    assert run((0, 1)) == (0, 1)  # asked for before the host could know
+    assert run((1,)) == (0, 20)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -195,7 +195,6 @@ class Scheduler:
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream | None] = [None] * self._slots.size
         self._reading: tuple[Stream, int] | None = None  # and the chunks that were read
-        self._ended: list[int] = []  # slots to be freed by the next round
         self._landing: list[tuple[Landing, dict[int, Stream], float]] = []  # and since when
         self._num_large = 0  # steps for which the batch was larger than need be
         self._pace = Pace()
@@ -406,7 +405,7 @@ class Scheduler:
             self._end(stream, stream._answer.cancel())
         for slot, stream in enumerate(self._active):
             if stream is not None and stream._is_overdue():
-                self._free(slot)
+                self._active[slot] = None
                 self._end(stream, stream._answer.cancel())
 
     def _num_parts(self) -> int:
@@ -437,8 +436,6 @@ class Scheduler:
             self._reading = None
             self.stats.prompt_tokens += len(stream.prompt.ids)
             slot = self._active.index(None)
-            if slot in self._ended:  # what is there is written over
-                self._ended.remove(slot)
             self._active[slot] = stream
             self._expect(self._steps.insert(slot), {0: stream})
 
@@ -459,7 +456,7 @@ class Scheduler:
         self._steps.resize(size, order)
         kept = [self._active[slot] for slot in order]
         self._active = [*kept, *[None] * (size - len(kept))]
-        self._ended, self._num_large = [], 0
+        self._num_large = 0
 
     def _shrink(self) -> None:
         """Makes the batch smaller after some rounds in which it could have been."""
@@ -481,8 +478,9 @@ class Scheduler:
         )
         is_awaited = self._reading or (self._waiting and len(texts) < self.num_slots)
         num_rounds = 1 if is_awaited else self._pace.num_rounds
-        landing = self._steps.run(program, tuple(self._ended), num_rounds)
-        self._ended = []
+        if len(texts) < self._slots.size:  # who comes next need not wait for long
+            num_rounds = max(num_rounds // 4, 1)
+        landing = self._steps.run(program, tuple(texts), num_rounds)
         self._expect(landing, texts)
 
     def _expect(self, landing: Landing, texts: dict[int, Stream]) -> None:
@@ -514,12 +512,8 @@ class Scheduler:
             stream._put(chunk)
             return
         if stream in self._active:
-            self._free(self._active.index(stream))
+            self._active[self._active.index(stream)] = None
         self._end(stream, chunk)
-
-    def _free(self, slot: int) -> None:
-        self._active[slot] = None
-        self._ended.append(slot)
 
     def _end(self, stream: Stream, chunk: Chunk) -> None:
         assert chunk.answer is not None
@@ -542,8 +536,8 @@ class Scheduler:
             for program in sorted(programs, key=repr):
                 if self._is_closed:
                     return
-                read_landing(self._steps.run(program, (0,)))
-        self._active, self._ended = [None] * self._slots.size, []
+                read_landing(self._steps.run(program, ()))
+        self._active = [None] * self._slots.size
 
     def _count_compilation(self, event: str, duration_secs: float, **about: Any) -> None:
         is_ours = threading.current_thread() is self._thread

@@ -216,12 +216,12 @@ class Slots:
         )
         return landing
 
-    def run(self, program: Program, ended: Sequence[int] = (), num_rounds: int = 1) -> Landing:
-        """Runs some rounds, and fewer if a text ends; returns before they are done.
+    def run(self, program: Program, texts: Sequence[int], num_rounds: int = 1) -> Landing:
+        """Runs some rounds (see `steps.run_step`); returns before they are done.
 
         Args:
           program: the kind of round.
-          ended: slots whose texts end before.
+          texts: slots whose texts go on; those of all others end.
           num_rounds: how many, at most `steps.MOST_ROUNDS`.
         """
         tree, logprobs = program.tree, self.max_logprobs if program.has_logprobs else 0
@@ -232,7 +232,7 @@ class Slots:
         if not program.is_sampled:
             request = request.replace(sampling=None)
         self._state, landing = run_step(
-            self.weights, config, request, self._state, ended=ended, num_rounds=num_rounds
+            self.weights, config, request, self._state, texts=texts, num_rounds=num_rounds
         )
         return landing
 

@@ -107,10 +107,13 @@ def _run_step(
     config: DecodeConfig,
     request: Request,
     state: DecodeState,
-    ended: Bool[Array, " B"],
+    is_text: Bool[Array, " B"],
     num_rounds: Int[Array, " B"],
 ) -> tuple[DecodeState, Landing]:
-    is_done = state.output.is_done | ended
+    # Where a text has ended and the host does not know yet, it may soon have another for the place.
+    is_news = highest_of_groups((state.output.is_done & is_text).any())
+    most = jnp.where(is_news, 1, num_rounds[0])
+    is_done = state.output.is_done | ~is_text
     # A sequence without a text shall not make attention go over more rows. None is too few for it.
     short = jnp.where(is_done, 1, config.rows)
 
@@ -126,7 +129,7 @@ def _run_step(
         index, state = carry
         now = state.output.is_done
         is_at_end = highest_of_groups((now != is_done).any()) | ~highest_of_groups(~now.all())
-        return (index < num_rounds[0]) & ~is_at_end
+        return (index < most) & ~is_at_end
 
     def run_one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         return carry[0] + 1, speculate.run_round(weights, config, request, carry[1])
@@ -178,23 +181,23 @@ def run_step(
     request: Request,
     state: DecodeState,
     *,
-    ended: Sequence[int] = (),
+    texts: Sequence[int] = (),
     num_rounds: int = 1,
 ) -> tuple[DecodeState, Landing]:
-    """Runs some rounds, and fewer if a text ends; returns before they are done.
+    """Runs some rounds, and fewer if a text ends or has ended; returns before they are done.
 
     Args:
       weights: parameters of target and draft.
       config: static settings of decoding.
       request: the batch.
       state: donated.
-      ended: indices of texts that end before.
+      texts: indices of the texts that go on, as far as the host knows; others end.
       num_rounds: how many, at most `MOST_ROUNDS`.
     """
-    is_ended = np.zeros(len(request.limits), bool)
-    is_ended[list(ended)] = True
-    rounds = np.full(len(is_ended), num_rounds, np.int32)
-    return _step(weights, config, request, state, is_ended, rounds)
+    is_text = np.zeros(len(request.limits), bool)
+    is_text[list(texts)] = True
+    rounds = np.full(len(is_text), num_rounds, np.int32)
+    return _step(weights, config, request, state, is_text, rounds)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -297,11 +300,11 @@ def run_live(
         yield index, answer.land(first)
     pace, under_way = Pace(), deque[tuple[Landing, float]]()
     while not all(answer.is_ended for answer in answers):
-        ended = [index for index, answer in enumerate(answers) if answer.is_ended]
+        texts = [index for index, answer in enumerate(answers) if not answer.is_ended]
         # Every process of a mesh over several has to run as many.
         num_rounds = pace.num_rounds if jax.process_count() == 1 else 1
         state, landing = run_step(
-            weights, config, request, state, ended=ended, num_rounds=num_rounds
+            weights, config, request, state, texts=texts, num_rounds=num_rounds
         )
         under_way.append((landing, time.monotonic()))
         if len(under_way) == 1:
