@@ -28,12 +28,12 @@ def write_page(report: dict[str, Any], path: Path) -> None:
     figures = [
         _draw_group(group, report["baseline"], colours) for group in report["groups"] if has_figures
     ]
+    by_depth = report["drift"]["drafts"] if has_figures and "drift" in report else None
     page = template.render(
         report=report,
         figures=figures,
-        drift=_draw(_drift, report["drift"]["drafts"], colours)
-        if has_figures and "drift" in report
-        else "",
+        drift=by_depth and _draw(_drift, by_depth, colours),
+        gap=by_depth and _draw(_gap, by_depth, colours),
         phases=_draw(_phases, report) if has_figures else "",
         deepest=max(map(_deepest, report["groups"]), default=0),
     )
@@ -122,6 +122,17 @@ def _drift(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
             axes.plot(places, value, marker="o", label=name, color=colours[name])
             axes.fill_between(places, low, high, color=colours[name], alpha=0.15, linewidth=0)
     axes.set(xlabel="draft position", ylabel="cosine with the target's feature")
+    _finish(axes)
+
+
+def _gap(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
+    for name, draft in drafts.items():
+        for way, style in (("", "-"), ("decoded_", "--")):
+            value = draft["by_depth"][f"{way}conditional_acceptance"]["value"]
+            label = None if way else name
+            places = range(1, len(value) + 1)
+            axes.plot(places, np.array(value, float), style, label=label, color=colours[name])
+    axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
     _finish(axes)
 
 

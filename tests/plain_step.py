@@ -37,7 +37,14 @@ def plain_gradients(
 
         def loss_fn(draft: Params, versions: list[Array], index: int = index):
             specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
-            prediction = _predict(draft["fc"], specialist, config, batch.embedded, versions)
+            prediction = _predict(
+                draft["fc"],
+                specialist,
+                config,
+                batch.embedded,
+                versions,
+                hidden=0.0 if objective.zero_scores else -jnp.inf,
+            )
             return _loss(prediction, head, objective, batch), prediction
 
         (loss, prediction), gradients = jax.value_and_grad(loss_fn, has_aux=True)(draft, versions)
@@ -49,8 +56,14 @@ def plain_gradients(
 
 
 def _predict(
-    fc: Params, specialist: Params, config: DraftConfig, embedded: Array, versions: list[Array]
+    fc: Params,
+    specialist: Params,
+    config: DraftConfig,
+    embedded: Array,
+    versions: list[Array],
+    hidden: float,
 ) -> Array:
+    # `hidden`: score of what a row may not attend; its values count for nothing.
     layer = DecoderLayer(config.layer, has_input_norm=False).bind({"params": specialist})
     B, T, _ = embedded.shape
     row = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
@@ -62,7 +75,7 @@ def _predict(
     both = [layer.keys_values(version, row, frequencies) for version in x]
     behind = jnp.arange(T)[:, None] - jnp.arange(T)[None]
     shown = jnp.maximum(0, len(versions) - 1 - behind)  # version at every row and column
-    scores = jnp.full((B, K, q.shape[2], T, T), -jnp.inf)
+    scores = jnp.full((B, K, q.shape[2], T, T), hidden)
     for version, (k, _) in enumerate(both):
         of_version = jnp.einsum("BKGTH,BKSH->BKGTS", q, k) * H**-0.5
         can_attend = (shown == version) & (behind >= 0)

@@ -161,11 +161,19 @@ def assert_near(got, want, tolerance):
 
 
 @pytest.mark.parametrize(
-    "step", [STEP, StepConfig(), dataclasses.replace(STEP, accumulation_steps=2)]
+    ("step", "zero_scores"),
+    [
+        (STEP, False),
+        (STEP, True),
+        (StepConfig(), False),
+        (dataclasses.replace(STEP, accumulation_steps=2), False),
+    ],
 )
-def test_step_equals_a_plain_one(target, draft, step):
+def test_step_equals_a_plain_one(target, draft, step, zero_scores):
     """Chunks, blocks and parts of a batch change nothing; every step draws its own noise."""
-    run = make_draft_step(TASK._replace(step=step), SGD)
+    objective = dataclasses.replace(OBJECTIVE, zero_scores=zero_scores)
+    task = TASK._replace(step=step, objective=objective)
+    run = make_draft_step(task, SGD)
     losses = []
     for step_index in (5, 6):
         state = init_state(jax.tree.map(jnp.copy, draft), SGD)
@@ -173,8 +181,8 @@ def test_step_equals_a_plain_one(target, draft, step):
         state, got = run(state, target, BATCH, KEY)
         key = jax.random.fold_in(KEY, step_index)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
-        data = prepare(target, TASK, BATCH, keys)
-        want, gradient = plain(draft, target["head"]["weight"], TASK, data)
+        data = prepare(target, task, BATCH, keys)
+        want, gradient = plain(draft, target["head"]["weight"], task, data)
         np.testing.assert_allclose(got["loss_per_depth"], want, rtol=2e-6)
         np.testing.assert_allclose(got["gradient_norm"], norm(gradient), rtol=2e-6)
         assert state.step == step_index + 1

@@ -100,6 +100,11 @@ class DraftStage:
                 f"objective.feature_weight: drafts of the family {draft.family} predict no feature "
                 "of the target; set it to 0"
             )
+        if family.is_trained_in_chains and self._run.objective.zero_scores:
+            raise UserError(
+                f"objective.zero_scores: drafts of the family {draft.family} attend no version of "
+                "features that it could count for; set it to false"
+            )
         self.config = replace(
             draft,
             positions_per_specialist=wanted.positions_per_specialist,

@@ -102,6 +102,8 @@ class ObjectiveConfig:
         reference of EAGLE-3 does.
       feature_noise: Half-width of the uniform noise on input features for a document of 512 tokens
         (it is divided by length / 512).
+      zero_scores: Count columns that a row may not see as attention scores of zero, as PosS and
+        HASS were trained; a control, decoding leaves them out.
     """
 
     feature_weight: Weight = 1.0
@@ -111,6 +113,7 @@ class ObjectiveConfig:
     depth_weights: tuple[Weight, ...] = ()
     average_over: Literal["trained", "all"] = "trained"
     feature_noise: PositiveOrZero = 0.1
+    zero_scores: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -142,6 +142,7 @@ def predict(
     depth: Depth,
     *,
     block: int,
+    zero_scores: bool = False,
 ) -> Float[Array, "B T D"]:
     """Predicts the features of one depth at every row (row r: f_{r+1}, drafted depth + 1 ahead).
 
@@ -152,6 +153,8 @@ def predict(
       inputs: pairs of the target.
       depth: depth to predict.
       block: rows and columns whose scores are held at a time. Static.
+      zero_scores: count columns that a row may not see as scores of zero, as PosS and HASS do in
+        training, so that features depend on the padded length. Decoding leaves them out. Static.
     """
     family = family_of(config)
     layer = family.layer(config).bind({"params": specialist})
@@ -164,12 +167,19 @@ def predict(
     attention = {n: p for n, p in specialist["attention"].items() if n in KEY_VALUE}
     weights = {"shared": shared, "attention": attention, "of_tokens": of_tokens}
     rows = Rows(depth.versions, depth.index, position, frequencies)
-    # Differs from PosS: forbidden columns are left out of the softmax, as decoding leaves them out;
-    # there they count as scores of zero, so that features depend on the padded length.
     k, v = _keys_values(config, weights, rows, age=depth.index)
     base = attend_documents(q, k, v, inputs.documents, depth.index, block=block)
+    if zero_scores:
+        base = _add_zero_scores(base, position)
     mean: Any = _add_ages(config, rows, Terms(weights, q, base))  # its type is lost by custom_vjp
     return layer.finish(x, ungroup_heads(mean).astype(x.dtype))
+
+
+def _add_zero_scores(base: Attended, position: Int[Array, "B T"]) -> Attended:
+    """Adds to a softmax a score of zero without a value for each column that may not be seen."""
+    num_hidden = (position.shape[1] - 1 - position).astype(jnp.float32)[:, None, None]
+    log_sum = jnp.logaddexp(base.log_sum, jnp.log(num_hidden))
+    return Attended(base.mean * jnp.exp(base.log_sum - log_sum)[..., None], log_sum)
 
 
 class Rows(NamedTuple):

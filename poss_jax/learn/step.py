@@ -99,7 +99,15 @@ def _depth_loss(
     """(weighted loss of one depth, (its prediction, its loss terms)), in the head's dtype."""
     shared, specialist = cast(shared, head.dtype), cast(specialist, head.dtype)
     block, chunk = task.step.attention_block, task.step.vocabulary_chunk
-    prediction = predict(shared, specialist, task.draft, data.inputs, depth, block=block)
+    prediction = predict(
+        shared,
+        specialist,
+        task.draft,
+        data.inputs,
+        depth,
+        block=block,
+        zero_scores=task.objective.zero_scores,
+    )
     losses = draft_losses(
         head,
         family_of(task.draft).read(shared, task.draft, prediction),
