@@ -393,7 +393,7 @@ class Engine:
     def decode(
         self, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1, stop: Sequence[str] = ()
     ) -> list[Generation]:
-        """Answers prepared prompts, on the device, or round by round where stop strings need it.
+        """Answers prepared prompts, on the device, or in steps where stop strings need it.
 
         Args:
           prompts: made by `prepare`.
