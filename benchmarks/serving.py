@@ -134,8 +134,7 @@ def serve(
     words = ["--target", target, *(["--draft", draft] if draft else [])]
     words += ["--port", "0", "--max-logprobs", "0"]
     words += ["--max-length", str(args.max_length), "--batch-size", str(max(args.sizes))]
-    apart = ["-c", _SERVE.format(cores=args.cores)]
-    program = apart if args.cores else ["-m", "infer.serve"]
+    program = ["-c", _SERVE.format(cores=args.cores)] if args.cores else ["-m", "infer.serve"]
     process = subprocess.Popen(
         [sys.executable, *program, *words], stderr=subprocess.PIPE, text=True
     )
@@ -457,8 +456,8 @@ def format_report(report: dict[str, Any]) -> str:
     """Writes the report in Markdown."""
     load, killed = report["load"], report["killed"]
     first, per_token = load["first_token_milliseconds"], load["per_token_milliseconds"]
-    lines = [
-        "Rounds have one core, all else the others." if report["apart"] else "",
+    lines = ["Rounds have one core, all else the others.", ""] if report["apart"] else []
+    lines += [
         f"{load['clients']} clients: {load['answers']} answers, of which {load['left']} were left "
         f"halfway; **{load['wrong']} wrong**; {load['tokens_per_second']:.0f} tokens/s.",
         "",

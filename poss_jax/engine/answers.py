@@ -166,15 +166,8 @@ class LiveAnswer:
         self.is_ended = False
         self._push(prompt[len(prompt) - num_continued :], [0] * num_continued, is_last=False)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that landed so far."""
-        return len(self._ids)
-
     def land(self, landed: Landed) -> Chunk:
-        """Takes in one more round."""
-        if self.is_ended:
-            return Chunk([], [], [])
+        """Takes in one more round of an answer that has not ended."""
         tokens = landed.tokens
         depths = [i + 1 if i < (landed.num_accepted or 0) else 0 for i in range(len(tokens))]
         pieces, num_kept = self._push(tokens, depths, is_last=landed.is_done)

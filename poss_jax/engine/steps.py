@@ -1,11 +1,12 @@
 """Steps: rounds on the devices without a word from the host, and how their tokens come to it.
 
-decode_batch   all rounds in one step, for answers that nobody watches
-run_live       some rounds per step: one is under way while the host reads the one before
+    decode_batch   all rounds in one step, for answers that nobody watches
+    run_live       some rounds per step: one is under way while the host reads the one before
+
+The scheduler runs the same steps over its slots.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any, TypeVar
@@ -298,7 +299,7 @@ def run_live(
     for index, answer in enumerate(answers):
         first = Landed([int(roots[index])], None, None, is_done=bool(is_done[index]))
         yield index, answer.land(first)
-    pace, under_way = Pace(), deque[tuple[Landing, float]]()
+    pace, under_way = Pace(), None
     while not all(answer.is_ended for answer in answers):
         texts = [index for index, answer in enumerate(answers) if not answer.is_ended]
         # Every process of a mesh over several has to run as many.
@@ -306,11 +307,10 @@ def run_live(
         state, landing = run_step(
             weights, config, request, state, texts=texts, num_rounds=num_rounds
         )
-        under_way.append((landing, time.monotonic()))
-        if len(under_way) == 1:
+        before, under_way = under_way, (landing, time.monotonic())
+        if before is None:
             continue
-        landing, begun = under_way.popleft()
-        texts = read_landing(landing)
-        pace.landed(count_rounds(texts), begun)
-        for index, (answer, rounds) in enumerate(zip(answers, texts, strict=False)):
+        landed = read_landing(before[0])
+        pace.landed(count_rounds(landed), begun=before[1])
+        for index, (answer, rounds) in enumerate(zip(answers, landed, strict=False)):
             yield from ((index, answer.land(one)) for one in rounds if not answer.is_ended)
