@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from http.client import HTTPConnection
 from itertools import product
 from typing import Any
 
@@ -142,13 +143,16 @@ def test_a_client_that_does_not_finish_its_request(served: Served, sent: bytes) 
 
 
 def test_a_client_may_be_idle_between_requests(served: Served) -> None:
-    get = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
-    with closing(served.connect(get)) as sock:
-        for _ in range(3):
-            assert b"200" in sock.recv(65536)
-            time.sleep(PATIENCE / 2)
-            sock.sendall(get)
-        assert b"200" in sock.recv(65536)
+    with closing(HTTPConnection("127.0.0.1", served.port)) as connection:
+        connection.connect()
+        sock = connection.sock
+        for pause in (PATIENCE / 2,) * 3 + (0,):
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            assert answer.status == 200
+            assert answer.read()
+            assert connection.sock is sock  # the server did not hang up
+            time.sleep(pause)
 
 
 # --------------------------------------------------------------------------------------------------
