@@ -12,9 +12,12 @@ plots are written to DIR.
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -40,6 +43,7 @@ from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.parameters import split_items
 from poss_jax.program.running import Parser, run_program
+from train.run_folder import claim_folder
 
 BUDGETS = {"steps": "equal optimizer steps", "time": "equal training time"}
 
@@ -51,7 +55,8 @@ class StudyConfig:
     Attributes:
       start: config of the run that variants are variants of; it names the draft they continue.
       variants: keys of that config that a variant has otherwise; the first is the baseline. The key
-        `widen` stands for a draft to continue whose MLP is that wide (see `widen`).
+        `widen` stands for a draft to continue whose MLP is that wide (see `widen`), and `num_seeds`
+        for how many of the seeds it is trained with; it is compared with the baseline's same seeds.
       bench: config of the benchmark, without drafts.
       trees: trees that all drafts are benchmarked with, by name.
       seeds: seeds of training.
@@ -71,6 +76,19 @@ class StudyConfig:
         unknown = [name for name in self.budgets if name not in BUDGETS]
         if unknown or not self.variants or not self.seeds or "steps" not in self.budgets[:1]:
             raise ValueError("want variants, seeds, and budgets: steps, or steps and then time")
+        most = len(self.seeds)
+        baseline, *others = (one.get("num_seeds", most) for one in self.variants.values())
+        if baseline != most or not all(number in range(1, most + 1) for number in others):
+            raise ValueError(f"num_seeds: want 1 to {most}, and none for the baseline")
+
+    def seeds_of(self, variant: str) -> tuple[int, ...]:
+        """Seeds that a variant is trained with."""
+        return self.seeds[: self.variants[variant].get("num_seeds")]
+
+    def runs(self, budget: str) -> list["Run"]:
+        """All runs of a budget, first those with the first seed."""
+        pairs = product(self.seeds, self.variants)
+        return [Run(budget, name, seed) for seed, name in pairs if seed in self.seeds_of(name)]
 
 
 class Run(NamedTuple):
@@ -94,7 +112,7 @@ def study(config: StudyConfig) -> dict[str, Any]:
     """
     rows, curves = [], {}
     for budget in config.budgets:
-        runs = [Run(budget, name, seed) for seed, name in product(config.seeds, config.variants)]
+        runs = config.runs(budget)
         for run in runs:
             train(config, run)
         curves[budget] = {run.name: read_curve(config, run) for run in runs}
@@ -120,14 +138,27 @@ def train(config: StudyConfig, run: Run) -> None:
     if (folder / "model").exists():
         return
     values = {"output": str(folder), "seed": run.seed} | config.variants[run.variant]
+    values.pop("num_seeds", None)
     if width := values.pop("widen", None):
         values["init_draft"] = str(widen(config, width))
     if run.budget == "time":
         values["num_tokens"] = tokens_in_equal_time(config, run)
     words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    share_rows(config, load_config(TrainConfig, config.start, words))
     command = [sys.executable, "-m", "train.main", "--config", config.start, *words]
     if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+        if not (folder / "checkpoints").exists():
+            shutil.rmtree(folder, ignore_errors=True)
         raise UserError(f"training of {run.name} failed; see above")
+
+
+def share_rows(config: StudyConfig, new: TrainConfig) -> None:
+    """Gives a new run the rows that a run with the same data has made: a minute less for each."""
+    for made in Path(config.output).glob("*/*/*/data.npz"):
+        if load_config(TrainConfig, made.parent / "config.yaml").data == new.data:
+            with claim_folder(new) as folder, suppress(OSError):  # it has rows, or no links exist
+                os.link(made, folder / made.name)
+            return
 
 
 def widen(config: StudyConfig, width: int) -> Path:
@@ -168,7 +199,7 @@ def tokens_in_equal_time(config: StudyConfig, run: Run) -> int:
         variant: np.median(
             [
                 line["tokens_per_second"]
-                for seed in config.seeds
+                for seed in config.seeds_of(variant)
                 for line in read_metrics(config, Run("steps", variant, seed))
                 if "tokens_per_second" in line
             ]
@@ -217,10 +248,7 @@ def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dic
                 )
                 for variant in config.variants
             },
-            "memory": {
-                run.variant: report["methods"][run.name]["memory"]
-                for run in runs[:: len(config.seeds)]
-            },
+            "memory": {run.variant: report["methods"][run.name]["memory"] for run in runs},
         }
 
 
@@ -253,7 +281,7 @@ def compare_variants(
             "acceptance_length": estimate_mean(of_seeds.mean(axis=1)),
             "of_seeds": of_seeds.mean(axis=0).tolist(),
             "positionwise_acceptance": np.mean(shares, axis=0).tolist(),
-            **compare(baseline, of_seeds),
+            **compare(baseline[:, : len(few)], of_seeds),
         }
     about = {"set": group["set"], "temperature": group["temperature"], "questions": len(kept)}
     return about | {"variants": variants}
@@ -262,14 +290,15 @@ def compare_variants(
 def format_study(report: dict[str, Any]) -> str:
     """Writes the report in Markdown."""
     lines = [
-        f"Training seeds {report['seeds']}; acceptance lengths are averaged over them, per "
-        "question; in brackets 95 % intervals over questions; difference from "
-        f"{report['baseline']}, and p of the paired permutation test, not corrected for the number "
-        "of comparisons.",
+        f"Training seeds {report['seeds']}, or the first of them; acceptance lengths are averaged "
+        "over seeds, per question; in brackets 95 % intervals over questions; difference from "
+        f"{report['baseline']} with the same seeds, and p of the paired permutation test, not "
+        "corrected for the number of comparisons.",
     ]
     for row in report["rows"]:
         deepest = max(len(one["positionwise_acceptance"]) for one in row["variants"].values())
-        head = ["variant", "acceptance length", "seeds apart", "difference", "p", "round ms"]
+        head = ["variant", "seeds", "acceptance length", "seeds apart"]
+        head += ["difference", "p", "round ms"]
         head += [f"pos {depth}" for depth in range(1, deepest + 1)]
         lines += [
             "",
@@ -282,10 +311,12 @@ def format_study(report: dict[str, Any]) -> str:
             "|---" * len(head) + "|",
         ]
         for variant, one in row["variants"].items():
+            of_seeds = one["of_seeds"]
             cells = [
                 variant,
+                str(len(of_seeds)),
                 format_estimate(one["acceptance_length"], digits=3),
-                f"{max(one['of_seeds']) - min(one['of_seeds']):.3f}",
+                f"{max(of_seeds) - min(of_seeds):.3f}" if len(of_seeds) > 1 else "",
                 format_estimate(one["difference"], digits=3),
                 f"{one['p_value']:.4f}",
                 f"{row['round_milliseconds'][variant]:.2f}",

@@ -53,8 +53,10 @@ def answer(name: str, question: int, accepted: list[int]) -> Answer:
 
 
 def test_variants_are_compared_question_by_question() -> None:
-    config = study.StudyConfig(start="s", variants=VARIANTS, bench="b", trees={}, seeds=(0, 1))
-    runs = [study.Run("steps", variant, seed) for variant in VARIANTS for seed in (0, 1)]
+    variants = VARIANTS | {"control": {"num_seeds": 1}}
+    config = study.StudyConfig(start="s", variants=variants, bench="b", trees={}, seeds=(0, 1))
+    runs = config.runs("steps")
+    assert [run.name for run in runs if run.seed == 1] == ["one layer seed 1", "two seed 1"]
     shares = {"all": {"positionwise_acceptance": {"value": [0.5, 0.25]}}}
     group = {
         "set": "made up",
@@ -65,19 +67,29 @@ def test_variants_are_compared_question_by_question() -> None:
         "methods": {run.name: shares for run in runs},
     }
     accepted = {"one layer seed 0": [1, 3], "one layer seed 1": [3, 3]}
-    accepted |= {"two seed 0": [2, 4], "two seed 1": [4, 4]}
+    accepted |= {"two seed 0": [2, 4], "two seed 1": [4, 4], "control seed 0": [0, 2]}
     answers = [
         answer(name, question, [few[0], few[1]] if question == 0 else [few[1]] * 2)
         for name, few in accepted.items()
         for question in range(3)
     ]
     row = study.compare_variants(config, runs, group, answers, 1)
-    one, two = row["variants"].values()
+    one, two, control = row["variants"].values()
     assert row["questions"] == 2
     assert one["of_seeds"] == [(3 + 4) / 2, (4 + 4) / 2]
     assert one["difference"]["value"] == 0 and two["difference"]["value"] == pytest.approx(1)
     assert two["acceptance_length"]["value"] == pytest.approx(one["acceptance_length"]["value"] + 1)
     assert two["positionwise_acceptance"] == [0.5, 0.25]
+    assert control["difference"]["value"] == pytest.approx(-1)  # from the first with seed 0
+
+
+@pytest.mark.parametrize(
+    "variants",
+    [{"a": {"num_seeds": 1}}, {"a": {}, "b": {"num_seeds": 0}}, {"a": {}, "b": {"num_seeds": 3}}],
+)
+def test_the_number_of_seeds_is_checked(variants: dict[str, dict[str, int]]) -> None:
+    with pytest.raises(ValueError, match="num_seeds: want 1 to 2"):
+        study.StudyConfig(start="s", variants=variants, bench="b", trees={}, seeds=(0, 1))
 
 
 @pytest.mark.slow
@@ -105,6 +117,8 @@ def test_a_study_goes_on_where_it_stopped(
         with pytest.raises(KeyboardInterrupt):
             study.main(["--config", config, "--output", output])
     assert len(trained) == 2
+    rows = [path.stat().st_ino for path in (tmp_path / "runs").rglob("data.npz")]
+    assert len(rows) == 2 and len(set(rows)) == 1  # made once
     study.main(["--config", config, "--output", output])
     assert len(trained) == 4 and sum("/time/" in one for one in trained) == 2
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -149,13 +163,23 @@ def test_equal_time_wants_measured_times() -> None:
         study.StudyConfig(start="s", variants=VARIANTS, bench="b", trees={}, budgets=("time",))
 
 
-def test_a_variant_that_cannot_be_trained_ends_the_study(runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ({"specialists": {"depth": "deep"}}, "specialists.depth"),
+        ({"mesh": {"data": 3}}, "training of wrong seed 0 failed"),
+    ],
+)
+def test_a_variant_that_cannot_be_trained_ends_the_study(
+    runs: Runs, tmp_path: Path, variant: dict[str, object], message: str
+) -> None:
     values = {
         "start": config_file(runs, tmp_path, DRAFT),
-        "variants": {"wrong": {"specialists": {"depth": "deep"}}},
+        "variants": {"wrong": variant},
         "bench": write_config(tmp_path, {"target": runs.model("target")}),
         "trees": {},
         "output": str(tmp_path / "runs"),
     }
-    with pytest.raises(UserError, match="training of wrong seed 0 failed"):
+    with pytest.raises(UserError, match=message):
         study.main(["--config", write_config(tmp_path, values), "--output", str(tmp_path / "r")])
+    assert not (tmp_path / "runs" / "steps" / "wrong" / "0").exists()
