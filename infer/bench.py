@@ -14,6 +14,7 @@ the same command goes on after an interruption, and the report (report.html, .md
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -83,10 +84,17 @@ def bench(
         for cell, sampling in _cells(config, sets)
     }
     folder = Path(config.output) if config.output else None
-    journal = Journal(folder, _settings(config, decoders), from_scratch=from_scratch)
+    journal = Journal(folder, _settings(config, decoders, sets), from_scratch=from_scratch)
     for decoder in tqdm(decoders, desc="compile"):
         decoder.compile([one for few in dialogues.values() for one in few])
-    _answer_missing(config, decoders, sets, dialogues, journal)
+    keys = [
+        Key(cell, repeat, decoder.name, index)
+        for cell, few in dialogues.items()
+        for repeat in range(config.repeats)
+        for decoder in decoders
+        for index in range(len(few))
+    ]
+    _answer_missing(keys, decoders, sets, dialogues, journal)
     report = {
         "baseline": AUTOREGRESSIVE,
         "max_new_tokens": config.max_new_tokens,
@@ -97,7 +105,7 @@ def bench(
     if config.drift:
         report["drift"] = study(config.by_depth)
     report |= {"config": config_to_dict(config), "provenance": provenance()}
-    return report, list(journal.answers.values())
+    return report, [journal.answers[key] for key in keys]
 
 
 def _cells(config: BenchConfig, sets: dict[str, list[Question]]) -> Iterator[tuple[Cell, Any]]:
@@ -110,21 +118,33 @@ def _cells(config: BenchConfig, sets: dict[str, list[Question]]) -> Iterator[tup
                 yield Cell(name, temperature, seed), sampling
 
 
-def _settings(config: BenchConfig, decoders: Sequence[Decoder]) -> dict[str, Any]:
-    """Collects what decides answers and times: the config, the weights, the trees, the device."""
+def _settings(
+    config: BenchConfig, decoders: Sequence[Decoder], sets: dict[str, list[Question]]
+) -> dict[str, Any]:
+    """Collects what decides answers and times: the config, the weights, the trees, the device.
+
+    Answers name their set, temperature, seed and draft, so there may be more of them later.
+    """
     settings = config_to_dict(config)
-    for key in ("output", "repeats", "drift"):
+    answers_say = "prompts", "datasets", "data_dir", "temperatures", "seeds", "drafts"
+    for key in ("output", "repeats", "drift", *answers_say):
         del settings[key]
     folders = {AUTOREGRESSIVE: config.target, **config.drafts}
     return settings | {
+        "sets": {name: _digest(questions) for name, questions in sets.items()},
         "weights": {name: read_record(folder).weights_sha256 for name, folder in folders.items()},
         "trees": {decoder.name: str(decoder.engine.trees) for decoder in decoders},
         "device": jax.devices()[0].device_kind,
     }
 
 
+def _digest(questions: Sequence[Question]) -> str:
+    words = json.dumps([asdict(one) for one in questions], default=str)
+    return hashlib.sha256(words.encode()).hexdigest()
+
+
 def _answer_missing(
-    config: BenchConfig,
+    keys: Sequence[Key],
     decoders: Sequence[Decoder],
     sets: dict[str, list[Question]],
     dialogues: dict[Cell, list[Dialogue]],
@@ -132,13 +152,6 @@ def _answer_missing(
 ) -> None:
     """Answers what the journal does not hold; methods take turns, and so do their passes."""
     engines = {decoder.name: decoder.engine for decoder in decoders}
-    keys = [
-        Key(cell, repeat, name, index)
-        for cell, few in dialogues.items()
-        for repeat in range(config.repeats)
-        for name in engines
-        for index in range(len(few))
-    ]
     missing = list(journal.missing(keys))
     with tqdm(
         total=len(keys), initial=len(keys) - len(missing), desc="bench", unit="question"

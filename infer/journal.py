@@ -123,11 +123,12 @@ class Journal:
     def __init__(
         self, folder: Path | None, settings: dict[str, Any], *, from_scratch: bool = False
     ) -> None:
-        """Opens a folder; one that holds an interrupted run of the same settings goes on.
+        """Opens a folder; one that holds answers of the same settings goes on.
 
         Args:
           folder: where the journal is kept; None keeps it in memory alone.
-          settings: what decides the answers, JSON-compatible.
+          settings: what decides the answers, JSON-compatible. Mappings, such as that of drafts, may
+            gain and lose names; what a name stands for stays the same.
           from_scratch: whether answers that the folder holds are dropped.
 
         Raises:
@@ -138,12 +139,12 @@ class Journal:
         if folder is None:
             return
         if (folder / SETTINGS).is_file() and not from_scratch:
-            _check_settings(folder, settings)
+            _update_settings(folder, settings)
             self.answers = {answer.key: answer for answer in _read_whole_lines(folder / ANSWERS)}
             return
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ANSWERS).unlink(missing_ok=True)
-        write_file(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+        _write_settings(folder, settings)
 
     def add(self, answer: Answer) -> None:
         """Takes in an answer, and writes it to the file before it returns."""
@@ -157,14 +158,28 @@ class Journal:
         return (key for key in keys if key not in self.answers)
 
 
-def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
+def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    write_file(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+
+def _update_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Adds the names that are new, and refuses what differs."""
     known = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     wanted = json.loads(json.dumps(settings))
-    if differing := sorted(key for key in {*known, *wanted} if known.get(key) != wanted.get(key)):
+    keys = {*known, *wanted}
+    if differing := sorted(key for key in keys if _differ(known.get(key), wanted.get(key))):
         raise UserError(
             f"output {folder} holds a benchmark of other settings ({', '.join(differing)}); name "
             "another folder, or give --overwrite to start from scratch"
         )
+    both = {key: known[key] | new if isinstance(new, dict) else new for key, new in wanted.items()}
+    _write_settings(folder, both)
+
+
+def _differ(known: Any, wanted: Any) -> bool:
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        return any(known[name] != wanted[name] for name in known.keys() & wanted.keys())
+    return known != wanted
 
 
 def _read_whole_lines(path: Path) -> Iterator[Answer]:

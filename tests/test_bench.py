@@ -316,6 +316,13 @@ def test_a_journal_of_something_else_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path, {"a": 1, "b": 2})
 
 
+def test_drafts_may_be_added_to_a_journal(tmp_path: Path) -> None:
+    for names in ({"x": 1}, {"y": 2}, {"x": 1, "y": 2, "z": 3}):
+        Journal(tmp_path, {"a": 1, "drafts": names})
+    with pytest.raises(UserError, match=r"other settings \(drafts\)"):
+        Journal(tmp_path, {"a": 1, "drafts": {"y": 1}})
+
+
 # --------------------------------------------------------------------------------------------------
 # The program
 
@@ -519,6 +526,23 @@ def test_a_killed_benchmark_goes_on_and_ends_with_the_same_numbers(
     main(arguments)
     assert played["all"] == 18 + 1  # one was under way, and nothing is answered twice
     assert table(json.loads(capsys.readouterr().out.splitlines()[-1])) == table(uninterrupted)
+
+
+def test_a_benchmark_can_be_given_more(
+    runs: Runs,
+    prompts: str,
+    uninterrupted: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = ["--output", str(tmp_path / "report")]
+    first = matrix(runs, prompts)
+    few = [*first[:2], *first[4:6], *"--temperatures 1 --seeds 4 --repeats 1".split(), *TREE]
+    for arguments in ([*few, "--max-new-tokens", str(N)], first):
+        main([*arguments, *output])
+    assert table(json.loads(capsys.readouterr().out.splitlines()[-1])) == table(uninterrupted)
+    lines = (tmp_path / "report" / "answers.jsonl").read_text().splitlines()
+    assert len(lines) == 18  # those of the first run were kept
 
 
 def matrix(runs: Runs, prompts: str) -> list[str]:
