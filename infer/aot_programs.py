@@ -14,7 +14,7 @@ from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.engine.device import ACCELERATOR_CHUNK, rows_for
-from poss_jax.engine.prompts import sampling_arrays
+from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
 from poss_jax.engine.steps import run_round, run_rounds, start
 from poss_jax.learn.task import describe_draft
 from poss_jax.model.ahead import bytes_per_device, shapes_on
@@ -207,19 +207,10 @@ def _make_target(config: LlamaConfig, dtype: Any, kind: Quantisation | None) -> 
 
 
 def _request(config: AheadConfig, decode: DecodeConfig, mesh: Mesh) -> Request:
-    B = config.batch_size
-
-    def make() -> Request:
-        return Request(
-            tokens=jnp.zeros((B, decode.rows), jnp.int32),
-            lengths=jnp.zeros(B, jnp.int32),
-            limits=jnp.zeros(B, jnp.int32),
-            stop_ids=jnp.zeros((B, max(1, len(decode.target.eos_token_ids))), jnp.int32),
-            sampling=sampling_arrays([config.sampling] * B),
-        )
-
-    whole = replicate(mesh)
-    return jax.tree.map(lambda leaf: _placed(leaf, whole), jax.eval_shape(make))
+    prompts = [PreparedPrompt([0], 1, config.sampling)] * config.batch_size
+    stop_ids = [decode.target.eos_token_ids] * config.batch_size
+    request = make_request(lay_out(prompts, stop_ids, num_tokens=decode.rows))
+    return jax.tree.map(lambda leaf: _placed(leaf, replicate(mesh)), request)
 
 
 def _state(plan: Plan, decode: DecodeConfig) -> Any:

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from poss_jax.checkpoint.folder import load_draft, load_target
@@ -30,12 +29,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
-from poss_jax.engine.answers import (
-    Chunk,
-    Generation,
-    LiveAnswer,
-    read_answer,
-)
+from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, read_answer
 from poss_jax.engine.device import (
     Trees,
     check_memory,
@@ -52,9 +46,9 @@ from poss_jax.engine.prompts import (
     PromptTooLong,
     check_bias,
     encode_prompt,
-    sampling_arrays,
+    lay_out,
+    make_request,
     sampling_per_prompt,
-    stop_id_rows,
 )
 from poss_jax.engine.steps import decode_batch, run_live, run_step
 from poss_jax.engine.text import check_stop
@@ -483,18 +477,8 @@ class Engine:
         check_memory(self.weights, config, batch_size=batch_size)
         padding = PreparedPrompt(prompts[0].ids, 1)
         rows = [*prompts, *[padding] * (batch_size - len(prompts))]
-        tokens = np.zeros((batch_size, config.rows), np.int32)
-        for row, prompt in zip(tokens, rows, strict=True):
-            row[: len(prompt.ids)] = prompt.ids
-        request = Request(
-            tokens=jnp.asarray(tokens),
-            lengths=jnp.asarray([len(prompt.ids) for prompt in rows], jnp.int32),
-            limits=jnp.asarray([prompt.max_new_tokens for prompt in rows], jnp.int32),
-            stop_ids=jnp.asarray(stop_id_rows([self.stop_ids_of(prompt) for prompt in rows])),
-            sampling=sampling_arrays([prompt.sampling for prompt in rows]),
-            output_starts=_output_starts(rows),
-        )
-        return config, request
+        stop_ids = list(map(self.stop_ids_of, rows))
+        return config, make_request(lay_out(rows, stop_ids, num_tokens=config.rows))
 
     def read(self, prompts: Sequence[PreparedPrompt], output: Output) -> list[Generation]:
         """Brings finished texts to the host."""
@@ -548,14 +532,6 @@ def _fit_trees(tree: TreeConfig | Trees, draft: Params) -> Trees:
         size: tree and fit_tree(tree, draft["head"]["weight"].shape[0])
         for size, tree in trees.items()
     }
-
-
-def _output_starts(prompts: Sequence[PreparedPrompt]) -> jax.Array | None:
-    """Positions from which the prompts are output; None if no answer is continued."""
-    if not any(prompt.num_continued for prompt in prompts):
-        return None
-    starts = [len(prompt.ids) - prompt.num_continued for prompt in prompts]
-    return jnp.asarray(starts, jnp.int32)
 
 
 def _stop_ids(eos_token_ids: Sequence[int], tokenizer: Any) -> list[int]:

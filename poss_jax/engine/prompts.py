@@ -18,9 +18,14 @@ from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.data.rendering import RenderError, render_chats
 from poss_jax.data.tokenizer import call_tokenizer
 from poss_jax.decode.sampling import Sampling
+from poss_jax.decode.state import Request
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """Text, token ids, or chat messages ({"role", "content"})."""
+
+
+HostRequest = dict[str, Any]
+"""A batch as arrays of NumPy, by their names in `Request`."""
 
 
 class PreparedPrompt(NamedTuple):
@@ -105,33 +110,56 @@ def prompt_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
-def stop_id_rows(stop_ids: Sequence[Sequence[int]], least: int = 1) -> np.ndarray:
-    """Lays the stop ids of every sequence into rows of one width, at least `least`; -1 is none."""
-    width = max(least, *map(len, stop_ids))
-    return np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32)
-
-
-def sampling_arrays(settings: Sequence[SamplingConfig]) -> Sampling | None:
-    """Turns the settings of a batch into arrays; None if every token is the argmax of the logits.
+def lay_out(
+    prompts: Sequence[PreparedPrompt],
+    stop_ids: Sequence[Sequence[int]],
+    *,
+    num_tokens: int,
+    num_stop_ids: int = 1,
+    num_biased: int | None = None,
+) -> HostRequest:
+    """Lays a batch into arrays of the host.
 
     Args:
-      settings: one per sequence; their biases are checked already.
+      prompts: one per sequence.
+      stop_ids: tokens that end each answer.
+      num_tokens: room for the tokens of each, at least those of the prompts.
+      num_stop_ids: least room for the stop ids of each.
+      num_biased: room for the biases of each; then the arrays have the same shapes for all prompts.
+        None: as much as is needed, and None for what no prompt wants.
     """
-    if all(one.is_plain for one in settings):
-        return None
-    return Sampling(**jax.tree.map(jnp.asarray, sampling_columns(settings)))
+    tokens = np.zeros((len(prompts), num_tokens), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt.ids)] = prompt.ids
+    width = max(num_stop_ids, *map(len, stop_ids))
+    lengths = np.asarray([len(prompt.ids) for prompt in prompts], np.int32)
+    continued = np.asarray([prompt.num_continued for prompt in prompts], np.int32)
+    settings = [prompt.sampling for prompt in prompts]
+    has_all = num_biased is not None
+    is_plain = not has_all and all(one.is_plain for one in settings)
+    return {
+        "tokens": tokens,
+        "lengths": lengths,
+        "limits": np.asarray([prompt.max_new_tokens for prompt in prompts], np.int32),
+        "stop_ids": np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32),
+        "sampling": None if is_plain else _sampling_columns(settings, num_biased),
+        "output_starts": None
+        if num_biased is None and not continued.any()
+        else lengths - continued,
+    }
 
 
-def sampling_columns(
-    settings: Sequence[SamplingConfig], *, num_biased: int | None = None
+def make_request(arrays: HostRequest) -> Request:
+    """Turns what `lay_out` gives into arrays of JAX."""
+    fields = jax.tree.map(jnp.asarray, arrays)
+    sampling = fields.pop("sampling")
+    return Request(**fields, sampling=sampling and Sampling(**sampling))
+
+
+def _sampling_columns(
+    settings: Sequence[SamplingConfig], num_biased: int | None
 ) -> dict[str, np.ndarray]:
-    """Lays the settings of a batch into columns by their names in `Sampling`.
-
-    Args:
-      settings: one per sequence; their biases are checked already.
-      num_biased: room for the biases of each; then the columns have the same shapes for all
-        settings.
-    """
+    """Lays settings into columns by their names in `Sampling`; their biases are checked already."""
     most = max(len(one.logit_bias) for one in settings)
     few_shapes = 1 << (most - 1).bit_length() if most else 0
     width = few_shapes if num_biased is None else num_biased

@@ -10,7 +10,7 @@ On several hosts every process makes the same slots and calls them in the same o
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
-from poss_jax.decode.sampling import Sampling
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine.device import (
     cache_bytes,
@@ -32,7 +31,7 @@ from poss_jax.engine.device import (
     tree_for,
 )
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import PreparedPrompt, sampling_columns, stop_id_rows
+from poss_jax.engine.prompts import HostRequest, PreparedPrompt, lay_out, make_request
 from poss_jax.engine.steps import Landing, land_first, on_mesh, run_step
 from poss_jax.model import target as targets
 from poss_jax.shapes import Array, Bool, Int, Params
@@ -41,8 +40,6 @@ MOST_BIASED = 300
 """Tokens that a request may bias, as in the OpenAI API."""
 
 MOST_STOP_IDS = 16
-
-_HostRequest = dict[str, Any]
 
 
 class Program(NamedTuple):
@@ -113,7 +110,7 @@ class Slots:
                 "max_length, or raise cache_gib"
             )
         self._prefill: tuple[PreparedPrompt, Request, targets.Prefill] | None = None
-        request = self._read_request(PreparedPrompt([0], 1))
+        request = self._lay_out(PreparedPrompt([0], 1))
         slots = np.arange(self.sizes[0], dtype=np.int32)
         self._request, self._state = _allocate(self.weights, self._config, request, slots)
         self.size = self.sizes[0]
@@ -138,20 +135,15 @@ class Slots:
         rows = rows_for(config, self.max_length, max_length=self.max_length)
         return config._replace(rows=rows)
 
-    def _read_request(self, prompt: PreparedPrompt) -> _HostRequest:
-        """Lays a request into arrays of the host, by their names in `Request`."""
-        tokens = np.zeros((1, self._config.rows), np.int32)
-        tokens[0, : len(prompt.ids)] = prompt.ids
-        numbers = {
-            "lengths": len(prompt.ids),
-            "limits": prompt.max_new_tokens,
-            "output_starts": len(prompt.ids) - prompt.num_continued,
-        }
-        return {name: np.asarray([number], np.int32) for name, number in numbers.items()} | {
-            "tokens": tokens,
-            "stop_ids": stop_id_rows([self.engine.stop_ids_of(prompt)], MOST_STOP_IDS),
-            "sampling": sampling_columns([prompt.sampling], num_biased=MOST_BIASED),
-        }
+    def _lay_out(self, prompt: PreparedPrompt) -> HostRequest:
+        """Lays a request into arrays, whose shapes are the same for all."""
+        return lay_out(
+            [prompt],
+            [self.engine.stop_ids_of(prompt)],
+            num_tokens=self._config.rows,
+            num_stop_ids=MOST_STOP_IDS,
+            num_biased=MOST_BIASED,
+        )
 
     def num_chunks(self, prompt: PreparedPrompt) -> int:
         """Calls of `extend` with one chunk that a prompt takes."""
@@ -179,7 +171,7 @@ class Slots:
     def begin(self, prompt: PreparedPrompt) -> None:
         """Begins to read a prompt."""
         # Compiled programs take arrays of the host sooner than `jax.device_put` does.
-        request = self._read_request(prompt)
+        request = self._lay_out(prompt)
         self._prefill = prompt, *_begin(self.weights, self._config, request)
 
     def extend(self, first: int, last: int) -> None:
@@ -261,20 +253,15 @@ class Slots:
 # The steps on the device
 
 
-def _make_request(arrays: _HostRequest) -> Request:
-    others = {name: rows for name, rows in arrays.items() if name != "sampling"}
-    return Request(**others, sampling=Sampling(**arrays["sampling"]))
-
-
 def _make_empty(
-    weights: Weights, config: DecodeConfig, arrays: _HostRequest, slots: Int[Array, " B"]
+    weights: Weights, config: DecodeConfig, arrays: HostRequest, slots: Int[Array, " B"]
 ) -> tuple[Request, DecodeState]:
     """Slots without texts, of the shapes that a request and its first state have."""
 
     def room(leaf: Array) -> Array:
         return jnp.zeros((len(slots), *leaf.shape[1:]), leaf.dtype)
 
-    request = _make_request(arrays)
+    request = make_request(arrays)
     first = speculate.start(weights, config, request)
     request, state = jax.tree.map(room, (request, first))
     output = state.output.replace(is_done=jnp.ones(len(slots), bool))
@@ -282,9 +269,9 @@ def _make_empty(
 
 
 def _begin_prefill(
-    weights: Weights, config: DecodeConfig, arrays: _HostRequest
+    weights: Weights, config: DecodeConfig, arrays: HostRequest
 ) -> tuple[Request, targets.Prefill]:
-    request = _make_request(arrays)
+    request = make_request(arrays)
     return request, speculate.begin_prefill(weights, config, request)
 
 
