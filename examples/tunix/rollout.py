@@ -88,7 +88,7 @@ class PossRollout(BaseRollout):
     ) -> Float[Array, "B C"]:
         """Log-probabilities of completions under the weights that draw them; 0 for padding.
 
-        Padding is left out wherever it stands, as in tunix.
+        Padding on either side is left out, as in tunix.
         """
         tokens = np.concatenate([prompt_tokens, completion_tokens], axis=1)
         is_text = tokens != self.pad_id()
