@@ -20,7 +20,7 @@ BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
 TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-train bundle test test-torch test-slow test-scale fuzz smoke lint lock clean venv
+.PHONY: help demo demo-train bundle test test-torch test-slow test-scale fuzz smoke notebook lint lock clean venv
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,10 @@ smoke: $(STAMP)  ## run the training and benchmark programs on the smallest conf
 	@$(PY) -m train.main --config configs/tiny/target.yaml --overwrite
 	@$(PY) -m train.main --config configs/tiny/draft.yaml --overwrite
 	@$(PY) -m infer.bench --config configs/tiny/bench.yaml --overwrite
+
+notebook: $(STAMP)  ## install Jupyter, run the notebook, and keep what it prints
+	@$(PIP) install nbconvert ipykernel
+	@PYTHONWARNINGS=ignore $(PY) -m nbconvert --to notebook --execute --inplace examples/quickstart.ipynb
 
 lint: $(STAMP)  ## check formatting, lint rules and types
 	@$(PY) -m ruff format --check .

@@ -1,5 +1,7 @@
 """The bundled models, and what shows them: the picture, the notebook, and `infer.generate`."""
 
+import contextlib
+import io
 import json
 import sys
 import xml.etree.ElementTree
@@ -74,12 +76,14 @@ def test_the_picture_of_the_readme_is_what_the_models_write(tmp_path: Path) -> N
     assert (tmp_path / "drafts.svg").read_text() == (ROOT / "docs" / "drafts.svg").read_text()
 
 
-@pytest.mark.slow
-def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib.use("Agg")
     monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
     names: dict[str, object] = {}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
-            exec("".join(cell["source"]), names)
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec("".join(cell["source"]), names)
+            shown = [line for out in cell["outputs"] for line in out.get("text", ())]
+            assert printed.getvalue() == "".join(shown)  # else: make notebook

@@ -86,7 +86,7 @@ def draw_noise(
 
     def draw(seed: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
-        # The default mode never exceeds 17, so tokens less likely than 1e-7 are almost never chosen.
+        # The default mode never exceeds 17: tokens rarer than 1e-7 are almost never chosen.
         return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
 
     positions = first[:, None] + jnp.arange(num_positions)[None]
