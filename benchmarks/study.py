@@ -58,6 +58,7 @@ class StudyConfig:
         `widen` stands for a draft to continue whose MLP is that wide (see `widen`), and `num_seeds`
         for how many of the seeds it is trained with; it is compared with the baseline's same seeds.
       bench: config of the benchmark, without drafts.
+      pairs: two variants each, to be compared besides: the first less the second.
       trees: trees that all drafts are benchmarked with, by name.
       seeds: seeds of training.
       budgets: `steps`, or `steps` and `time`, whose runs are as long as those were measured to be.
@@ -68,6 +69,7 @@ class StudyConfig:
     variants: dict[str, dict[str, Any]]
     bench: str
     trees: dict[str, TreeConfig]
+    pairs: tuple[tuple[str, str], ...] = ()
     seeds: tuple[Seed, ...] = (0, 1, 2)
     budgets: tuple[str, ...] = tuple(BUDGETS)
     output: str = Field(default="runs/study")
@@ -80,6 +82,8 @@ class StudyConfig:
         baseline, *others = (one.get("num_seeds", most) for one in self.variants.values())
         if baseline != most or not all(number in range(1, most + 1) for number in others):
             raise ValueError(f"num_seeds: want 1 to {most}, and none for the baseline")
+        if unknown := {name for pair in self.pairs for name in pair} - set(self.variants):
+            raise ValueError(f"pairs: want names of variants, got {', '.join(sorted(unknown))}")
 
     def seeds_of(self, variant: str) -> tuple[int, ...]:
         """Seeds that a variant is trained with."""
@@ -259,7 +263,7 @@ def compare_variants(
     answers: Sequence[Answer],
     repeats: int,
 ) -> dict[str, Any]:
-    """Compares all variants with the first, on the questions whose answers do not loop."""
+    """Compares variants on the questions whose answers do not loop, with the seeds of both."""
     cells = [Cell(group["set"], group["temperature"], seed) for seed in group["seeds"]]
     by_key = {answer.key: answer for answer in answers}
     kept = [i for i in range(group["questions"]) if i not in group["looping_questions"]]
@@ -271,20 +275,25 @@ def compare_variants(
         lengths[run.variant].append(np.nan_to_num(grid.acceptance_lengths(), nan=1.0).mean(axis=1))
         numbers = group["methods"][run.name].get("not_looping", group["methods"][run.name]["all"])
         positions[run.variant].append(numbers["positionwise_acceptance"]["value"])
-    baseline = np.stack(lengths[next(iter(config.variants))], axis=1)
-    variants = {}
-    for variant, few in lengths.items():
-        of_seeds = np.stack(few, axis=1)  # [questions seeds]
+    arrays = {variant: np.stack(few, axis=1) for variant, few in lengths.items()}
+
+    def difference(variant: str, other: str) -> dict[str, Any]:
+        num_seeds = min(arrays[variant].shape[1], arrays[other].shape[1])
+        return compare(arrays[other][:, :num_seeds], arrays[variant][:, :num_seeds])
+
+    baseline, variants = next(iter(config.variants)), {}
+    for variant, of_seeds in arrays.items():  # [questions seeds]
         shortest = min(map(len, positions[variant]))
         shares = [np.array(one[:shortest], float) for one in positions[variant]]
         variants[variant] = {
             "acceptance_length": estimate_mean(of_seeds.mean(axis=1)),
             "of_seeds": of_seeds.mean(axis=0).tolist(),
             "positionwise_acceptance": np.mean(shares, axis=0).tolist(),
-            **compare(baseline[:, : len(few)], of_seeds),
+            **difference(variant, baseline),
         }
     about = {"set": group["set"], "temperature": group["temperature"], "questions": len(kept)}
-    return about | {"variants": variants}
+    pairs = [{"pair": list(pair), **difference(*pair)} for pair in config.pairs]
+    return about | {"variants": variants, "pairs": pairs}
 
 
 def format_study(report: dict[str, Any]) -> str:
@@ -323,6 +332,10 @@ def format_study(report: dict[str, Any]) -> str:
                 *(f"{share:.1%}" for share in one["positionwise_acceptance"]),
             ]
             lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", "| pair | difference | p |", "|---|---|---|"] if row["pairs"] else []
+        for one in row["pairs"]:
+            numbers = f"{format_estimate(one['difference'], digits=3)} | {one['p_value']:.4f}"
+            lines.append(f"| {' less '.join(one['pair'])} | {numbers} |")
     return "\n".join(lines)
 
 

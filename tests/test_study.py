@@ -54,7 +54,8 @@ def answer(name: str, question: int, accepted: list[int]) -> Answer:
 
 def test_variants_are_compared_question_by_question() -> None:
     variants = VARIANTS | {"control": {"num_seeds": 1}}
-    config = study.StudyConfig(start="s", variants=variants, bench="b", trees={}, seeds=(0, 1))
+    others = {"trees": {}, "seeds": (0, 1), "pairs": (("control", "two"),)}
+    config = study.StudyConfig(start="s", variants=variants, bench="b", **others)
     runs = config.runs("steps")
     assert [run.name for run in runs if run.seed == 1] == ["one layer seed 1", "two seed 1"]
     shares = {"all": {"positionwise_acceptance": {"value": [0.5, 0.25]}}}
@@ -81,6 +82,14 @@ def test_variants_are_compared_question_by_question() -> None:
     assert two["acceptance_length"]["value"] == pytest.approx(one["acceptance_length"]["value"] + 1)
     assert two["positionwise_acceptance"] == [0.5, 0.25]
     assert control["difference"]["value"] == pytest.approx(-1)  # from the first with seed 0
+    assert row["pairs"][0]["difference"]["value"] == pytest.approx(-2)
+
+
+def test_pairs_are_of_variants() -> None:
+    with pytest.raises(ValueError, match="pairs: want names of variants, got three"):
+        study.StudyConfig(
+            start="s", variants=VARIANTS, bench="b", trees={}, pairs=(("two", "three"),)
+        )
 
 
 @pytest.mark.parametrize(
