@@ -233,6 +233,22 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-queue" in shown and "POSS_API_KEY" in shown
 
 
+@pytest.mark.skipif(
+    len(getattr(os, "sched_getaffinity", lambda pid: ())(0)) < 2, reason="needs Linux and two cores"
+)
+def test_rounds_have_a_core_of_their_own() -> None:
+    code = """
+import os
+from benchmarks.serving import set_rounds_apart
+cores = sorted(os.sched_getaffinity(0))
+set_rounds_apart(cores)
+threads = [os.sched_getaffinity(int(name)) for name in os.listdir("/proc/self/task")]
+assert os.sched_getaffinity(0) == set(cores[1:]), "this thread"
+assert {cores[0]} in threads, "those of JAX"
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 @pytest.mark.slow
 def test_the_benchmark_finds_no_wrong_text(tmp_path: Path) -> None:
     words = ["--clients", "4", "--seconds", "3", "--max-length", "256", "--max-new-tokens", "16"]
