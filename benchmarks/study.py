@@ -141,19 +141,25 @@ def train(config: StudyConfig, run: Run) -> None:
     folder = folder_of(config, run)
     if (folder / "model").exists():
         return
-    values = {"output": str(folder), "seed": run.seed} | config.variants[run.variant]
-    values.pop("num_seeds", None)
-    if width := values.pop("widen", None):
-        values["init_draft"] = str(widen(config, width))
+    words = words_of(config, run)
+    if width := config.variants[run.variant].get("widen"):
+        words.append(f"init_draft={widen(config, width)}")
     if run.budget == "time":
-        values["num_tokens"] = tokens_in_equal_time(config, run)
-    words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        words.append(f"num_tokens={tokens_in_equal_time(config, run)}")
     share_rows(config, load_config(TrainConfig, config.start, words))
     command = [sys.executable, "-m", "train.main", "--config", config.start, *words]
     if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
         if not (folder / "checkpoints").exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise UserError(f"training of {run.name} failed; see above")
+
+
+def words_of(config: StudyConfig, run: Run) -> list[str]:
+    """What a run has otherwise than `start`, as the training program takes it."""
+    values = {"output": str(folder_of(config, run)), "seed": run.seed}
+    values |= config.variants[run.variant]
+    own = "num_seeds", "widen"
+    return [f"{key}={json.dumps(value)}" for key, value in values.items() if key not in own]
 
 
 def share_rows(config: StudyConfig, new: TrainConfig) -> None:
@@ -386,8 +392,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     args = parser.parse_intermixed_args(arguments)
     config = load_config(StudyConfig, args.config, args.overrides)
-    load_config(TrainConfig, config.start)  # is refused before hours of training
-    load_config(BenchConfig, config.bench)
+    load_config(BenchConfig, config.bench)  # is refused before hours of training, as are these
+    for run in config.runs("steps"):
+        load_config(TrainConfig, config.start, words_of(config, run))
     report = study(config)
     text = format_study(report)
     print(text)
