@@ -236,30 +236,33 @@ def read_curve(config: StudyConfig, run: Run) -> list[tuple[int, float]]:
 
 def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dict[str, Any]]:
     """Benchmarks the drafts of all runs with one tree; yields a row per set and temperature."""
-    budget = runs[0].budget
+    name = f"{runs[0].budget}-{tree.replace('/', '-')}"
+    output = str(Path(config.output) / "bench" / name)
     settings = replace(
-        load_config(BenchConfig, config.bench),
-        drafts={run.name: str(folder_of(config, run) / "model") for run in runs},
-        tree=config.trees[tree],
-        output=str(Path(config.output) / "bench" / f"{budget}-{tree.replace('/', '-')}"),
+        load_config(BenchConfig, config.bench), tree=config.trees[tree], output=output
     )
-    report, answers = bench(settings)
-    for group in report["groups"]:
-        yield compare_variants(config, runs, group, answers, settings.repeats) | {
-            "round_milliseconds": {
-                variant: float(
-                    np.median(
-                        [
-                            report["methods"][run.name]["phase_milliseconds"]["round"]
-                            for run in runs
-                            if run.variant == variant
-                        ]
-                    )
-                )
-                for variant in config.variants
-            },
-            "memory": {run.variant: report["methods"][run.name]["memory"] for run in runs},
+    reports, answers = {}, []
+    for variant in config.variants:
+        drafts = [run for run in runs if run.variant == variant]
+        folders = {run.name: str(folder_of(config, run) / "model") for run in drafts}
+        reports[variant], some = bench(replace(settings, drafts=folders))
+        answers += some
+        jax.clear_caches()  # the programs of many variants are more than a process may map
+    methods = {name: one for report in reports.values() for name, one in report["methods"].items()}
+    rounds = {name: one["phase_milliseconds"]["round"] for name, one in methods.items()}
+    costs = {
+        "round_milliseconds": {
+            variant: float(np.median([rounds[run.name] for run in runs if run.variant == variant]))
+            for variant in config.variants
+        },
+        "memory": {run.variant: methods[run.name]["memory"] for run in runs},
+    }
+    for groups in zip(*(report["groups"] for report in reports.values()), strict=True):
+        joined = groups[0] | {
+            "methods": {name: one for group in groups for name, one in group["methods"].items()},
+            "looping_questions": {i for group in groups for i in group["looping_questions"]},
         }
+        yield compare_variants(config, runs, joined, answers, settings.repeats) | costs
 
 
 def compare_variants(
@@ -357,7 +360,9 @@ def plot(report: dict[str, Any], folder: Path) -> None:
         for panel, row in zip(panels[0], rows, strict=True):
             for variant, one in row["variants"].items():
                 shares = one["positionwise_acceptance"]
-                panel.plot(range(1, len(shares) + 1), shares, marker="o", label=variant)
+                is_control = len(one["of_seeds"]) < len(report["seeds"])
+                style = {"ls": ":", "lw": 1} if is_control else {"marker": "o"}
+                panel.plot(range(1, len(shares) + 1), shares, label=variant, **style)
             panel.set_title(
                 f"{row['set']}, T = {row['temperature']:g}\n{row['tree']}, {row['budget']}"
             )
