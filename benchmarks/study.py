@@ -352,38 +352,40 @@ def plot(report: dict[str, Any], folder: Path) -> None:
     """Draws acceptance by position for every row, and the curves of training."""
     from matplotlib import pyplot
 
+    rows, most = report["rows"], len(report["seeds"])
+    few_seeds = {name for name, one in rows[0]["variants"].items() if len(one["of_seeds"]) < most}
+    palette = pyplot.get_cmap("tab20")
+    colours = {name: palette(index % 20) for index, name in enumerate(rows[0]["variants"])}
+
+    def style(variant: str) -> dict[str, Any]:
+        dots = {"ls": ":"} if variant in few_seeds else {"marker": ".", "ms": 9}
+        return {"color": colours[variant], **dots}
+
     with pyplot.rc_context({"svg.hashsalt": "poss_jax"}):
-        rows = report["rows"]
         figure, panels = pyplot.subplots(
-            1, len(rows), figsize=(4.5 * len(rows), 3.6), squeeze=False, layout="constrained"
+            1, len(rows), figsize=(2 + 4.5 * len(rows), 4), squeeze=False, layout="constrained"
         )
         for panel, row in zip(panels[0], rows, strict=True):
             for variant, one in row["variants"].items():
                 shares = one["positionwise_acceptance"]
-                is_control = len(one["of_seeds"]) < len(report["seeds"])
-                style = {"ls": ":", "lw": 1} if is_control else {"marker": "o"}
-                panel.plot(range(1, len(shares) + 1), shares, label=variant, **style)
-            panel.set_title(
-                f"{row['set']}, T = {row['temperature']:g}\n{row['tree']}, {row['budget']}"
-            )
+                panel.plot(range(1, len(shares) + 1), shares, label=variant, **style(variant))
+            about = f"T = {row['temperature']:g}, {row['tree']}, {row['budget']}"
+            panel.set_title(f"{row['set']}\n{about}", fontsize="medium")
             panel.set(xlabel="draft position", ylabel="accepted, given all before")
             panel.grid(alpha=0.3)
-        panels[0][0].legend(fontsize="x-small")
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right upper")
         figure.savefig(folder / "positions.svg", metadata={"Date": None})
         pyplot.close(figure)
-        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-        colours: dict[str, str] = {}
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
         for budget, curves in report["curves"].items():
             for name, curve in curves.items():
-                variant = name.rpartition(" seed ")[0]
-                colour = colours.setdefault(variant, f"C{len(colours)}")
-                style = "-" if budget == "steps" else "--"
-                label = (
-                    variant if name.endswith(f" {report['seeds'][0]}") and style == "-" else None
-                )
-                axes.plot(*zip(*curve, strict=True), style, color=colour, alpha=0.7, label=label)
+                variant, _, seed = name.rpartition(" seed ")
+                is_first = budget == "steps" and seed == str(report["seeds"][0])
+                look = style(variant) | ({"ls": "--"} if budget == "time" else {})
+                steps, lengths = zip(*curve, strict=True)
+                axes.plot(steps, lengths, **look, label=variant if is_first else None)
         axes.set(xlabel="optimizer steps", ylabel="simulated acceptance length, held out")
-        axes.legend(fontsize="x-small")
+        figure.legend(loc="outside right upper")
         axes.grid(alpha=0.3)
         figure.savefig(folder / "convergence.svg", metadata={"Date": None})
         pyplot.close(figure)
