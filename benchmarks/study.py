@@ -381,7 +381,9 @@ def plot(report: dict[str, Any], folder: Path) -> None:
             for name, curve in curves.items():
                 variant, _, seed = name.rpartition(" seed ")
                 is_first = budget == "steps" and seed == str(report["seeds"][0])
-                look = style(variant) | ({"ls": "--"} if budget == "time" else {})
+                look = style(variant)
+                if budget == "time":
+                    look["ls"] = "--"
                 steps, lengths = zip(*curve, strict=True)
                 axes.plot(steps, lengths, **look, label=variant if is_first else None)
         axes.set(xlabel="optimizer steps", ylabel="simulated acceptance length, held out")
