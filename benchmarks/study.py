@@ -155,7 +155,7 @@ def train(config: StudyConfig, run: Run) -> None:
 
 
 def words_of(config: StudyConfig, run: Run) -> list[str]:
-    """What a run has otherwise than `start`, as the training program takes it."""
+    """Overrides of `start` by which the training program makes a run."""
     values = {"output": str(folder_of(config, run)), "seed": run.seed}
     values |= config.variants[run.variant]
     own = "num_seeds", "widen"
