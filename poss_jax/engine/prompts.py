@@ -136,16 +136,14 @@ def lay_out(
     continued = np.asarray([prompt.num_continued for prompt in prompts], np.int32)
     settings = [prompt.sampling for prompt in prompts]
     has_all = num_biased is not None
-    is_plain = not has_all and all(one.is_plain for one in settings)
+    has_sampling = has_all or not all(one.is_plain for one in settings)
     return {
         "tokens": tokens,
         "lengths": lengths,
         "limits": np.asarray([prompt.max_new_tokens for prompt in prompts], np.int32),
         "stop_ids": np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32),
-        "sampling": None if is_plain else _sampling_columns(settings, num_biased),
-        "output_starts": None
-        if num_biased is None and not continued.any()
-        else lengths - continued,
+        "sampling": _sampling_columns(settings, num_biased) if has_sampling else None,
+        "output_starts": lengths - continued if has_all or continued.any() else None,
     }
 
 
