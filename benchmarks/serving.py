@@ -300,7 +300,7 @@ async def ask_whole(client: httpx.AsyncClient, case: Case) -> Answer:
 def run_server(
     url: str, ask_one: Callable[..., Awaitable[Answer]], cases: Sequence[Case], num_clients: int
 ) -> float:
-    """Tokens per second of clients that each ask for one text after the other."""
+    """Tokens per second of clients, their connections open, that ask for one text after the other."""
     waiting = list(cases)
 
     async def run_client(client: httpx.AsyncClient) -> None:
@@ -309,13 +309,14 @@ def run_server(
             answer = await ask_one(client, case)
             assert answer.tokens == case.expected
 
-    async def run_clients() -> None:
+    async def run_clients() -> float:
         async with make_client(url) as client:
+            await asyncio.gather(*(client.get("/health") for _ in range(num_clients)))
+            begun = time.monotonic()
             await asyncio.gather(*(run_client(client) for _ in range(num_clients)))
+            return time.monotonic() - begun
 
-    begun = time.monotonic()
-    asyncio.run(run_clients())
-    return sum(len(case.expected) for case in cases) / (time.monotonic() - begun)
+    return sum(len(case.expected) for case in cases) / asyncio.run(run_clients())
 
 
 def run_engine(engine: Engine, cases: Sequence[Case], batch_size: int) -> float:
@@ -341,7 +342,7 @@ def measure_throughput(
     """The server beside the engine, alternating; the first pass is not counted."""
     rows = []
     for size in args.sizes:
-        few = cases[: max(4 * size, 8)]
+        few = cases[: max(4 * size, 16)]
         runs: dict[str, Callable[[], float]] = {"engine": partial(run_engine, engine, few, size)}
         for name, ask_one in (("streamed", ask), ("whole", ask_whole)):
             runs[name] = partial(run_server, url, ask_one, few, size)
