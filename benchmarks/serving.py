@@ -342,7 +342,7 @@ def measure_throughput(
     """The server beside the engine, alternating; the first pass is not counted."""
     rows = []
     for size in args.sizes:
-        few = cases[: max(4 * size, 16)]
+        few = cases[: max(4 * size, 8)]
         runs: dict[str, Callable[[], float]] = {"engine": partial(run_engine, engine, few, size)}
         for name, ask_one in (("streamed", ask), ("whole", ask_whole)):
             runs[name] = partial(run_server, url, ask_one, few, size)
