@@ -300,7 +300,7 @@ async def ask_whole(client: httpx.AsyncClient, case: Case) -> Answer:
 def run_server(
     url: str, ask_one: Callable[..., Awaitable[Answer]], cases: Sequence[Case], num_clients: int
 ) -> float:
-    """Tokens per second of clients, their connections open, that ask for one text after the other."""
+    """Tokens per second of clients, already connected, that ask for one text after the other."""
     waiting = list(cases)
 
     async def run_client(client: httpx.AsyncClient) -> None:
