@@ -23,10 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.batches import read_tree
-from benchmarks.reports import tree_name
+from benchmarks.options import add_numbers, read_shape, read_tree, tree_name
 from infer.costs import Device, cost_card, describe_workload, floors
-from infer.phases import describe_phases, measure_phases, phases_to_round, start
+from infer.phases import measure_card, start
 from infer.report import format_card, write_report
 from infer.roofline import measure_roofline
 from poss_jax.checkpoint.record import TargetIdentity, new_record, provenance
@@ -45,7 +44,6 @@ from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
 from poss_jax.model.families.eagle3 import settle
 from poss_jax.model.target import init_target, stack_layers
-from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser, run_program
 from poss_jax.shapes import Params
 
@@ -175,7 +173,6 @@ def measure_decoding(
 ) -> dict[str, Any]:
     """Times one way of decoding; phases are those of one prompt."""
     rounds = measure_rounds(engine, prompts, num_rounds, repeats)
-    phases = measure_phases(engine, prompts[0], num_calls=repeats)
     config = engine.request(prompts, batch_size=len(prompts))[0]
     num_tokens = len(prompts[0].ids)
     context = num_tokens + round(num_rounds * rounds["tokens_per_round"] / 2)
@@ -185,9 +182,7 @@ def measure_decoding(
         **rounds,
         "round_floor_milliseconds": floor,
         "floor_to_round": floor / rounds["round_milliseconds"],
-        "phase_milliseconds": phases,
-        "phases_to_round": phases_to_round(phases),
-        "costs": describe_phases(engine, prompts[0], phases, device),
+        **measure_card(engine, prompts[0], device, num_calls=repeats),
     }
 
 
@@ -313,23 +308,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "train-batch": 1,
         "train-tokens": 2048,
     }
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=at_least(1), default=default, metavar="N")
+    add_numbers(parser, sizes)
     return parser.parse_args(arguments)
 
 
 def _shape(args: argparse.Namespace) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        max_position_embeddings=131072,
-        rope=RopeConfig(theta=5e5, type="llama3", factor=8.0),
-    )
+    rope = RopeConfig(theta=5e5, type="llama3", factor=8.0)
+    return read_shape(args, max_position_embeddings=131072, rope=rope)
 
 
 if __name__ == "__main__":

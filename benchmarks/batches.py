@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.options import read_tree
 from infer import report as reports
 from infer.measure import load_decoders, time_batches
 from infer.questions import first_prompts, read_questions
@@ -26,7 +27,7 @@ from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
-from poss_jax.config.reading import UserError, build_config, config_to_dict
+from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.engine.answers import Generation
 from poss_jax.program.options import at_least, check_writable
@@ -147,16 +148,6 @@ def _plot(report: dict[str, Any], path: Path) -> None:
     axes.legend(title="tree (depth/top_k/total_tokens)")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
-
-
-def read_tree(text: str) -> TreeConfig:
-    """depth/top_k/total_tokens."""
-    names, numbers = ("depth", "top_k", "total_tokens"), text.split("/")
-    if len(numbers) != len(names):
-        raise UserError(f"--trees {text!r}: want depth/top_k/total_tokens, such as 4/2/8")
-    return build_config(
-        TreeConfig, dict(zip(names, numbers, strict=True)), origin=f"--trees {text!r}"
-    )
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

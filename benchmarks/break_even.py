@@ -18,8 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.batches import read_tree
-from benchmarks.reports import tree_name
+from benchmarks.options import read_tree, tree_name
 from infer.costs import DEVICES, Workload, cost_card, floors
 from infer.report import write_report
 from poss_jax.checkpoint.record import provenance

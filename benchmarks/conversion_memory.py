@@ -5,8 +5,8 @@ converts it and loads the result, each in a process of its own whose anonymous m
 sampled. Allowed while converting: twice the largest item and 1 GB; while loading: the weights
 themselves, the largest item and 1 GB. The last line is one JSON object; exits 1 beyond the bounds.
 
-    python benchmarks/conversion_memory.py
-    python benchmarks/conversion_memory.py --gigabytes 1 --format bin --folder runs/scratch
+    python -m benchmarks.conversion_memory
+    python -m benchmarks.conversion_memory --gigabytes 1 --format bin --folder runs/scratch
 """
 
 import argparse

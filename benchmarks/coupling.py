@@ -21,8 +21,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.batches import read_tree
-from benchmarks.reports import tree_name
+from benchmarks.options import read_tree, tree_name
 from infer.measure import load_decoders, time_batches
 from infer.questions import first_prompts, read_questions
 from infer.report import write_report

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.batches import read_tree
 from benchmarks.coupling import DEMO, DEMO_DRAFTS
+from benchmarks.options import read_tree
 from infer.measure import Decoder, load_decoders, time_batches
 from infer.phases import measure_phases
 from infer.questions import first_prompts, read_questions

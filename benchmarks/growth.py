@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pytorch import interleaved, random_engines, timed_rounds
-from benchmarks.reports import tree_name
+from benchmarks.options import add_numbers, read_shape, tree_name
+from benchmarks.random_pair import interleaved, random_engines, timed_rounds
 from infer.costs import Device, cost_card, describe_workload, floors
 from infer.phases import start
 from infer.report import write_report
@@ -184,8 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, default in lists.items():
         parser.add_argument(f"--{name}", nargs="+", type=at_least(1), default=default, metavar="N")
     sizes = {"size": 8192, "rounds": 4, "repeats": 5, "hidden-size": 512, "layers": 4, "heads": 8}
-    for name, default in (sizes | {"kv-heads": 4, "vocab-size": 4096}).items():
-        parser.add_argument(f"--{name}", type=at_least(1), default=default, metavar="N")
+    add_numbers(parser, sizes | {"kv-heads": 4, "vocab-size": 4096})
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
     args = parser.parse_args(arguments)
     report = measure(args)
@@ -197,16 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _shape(args: argparse.Namespace) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.hidden_size * 11 // 4,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        head_dim=args.hidden_size // args.heads,
-        max_position_embeddings=args.size,
-    )
+    width = args.hidden_size * 11 // 4
+    return read_shape(args, intermediate_size=width, max_position_embeddings=args.size)
 
 
 if __name__ == "__main__":

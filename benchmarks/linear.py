@@ -4,7 +4,7 @@
 Prints milliseconds per stack of 8 square matrices and the ratio, by width and number of rows; the
 last line is one JSON object.
 
-    python benchmarks/linear.py
+    python -m benchmarks.linear
 """
 
 import json

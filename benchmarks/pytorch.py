@@ -12,7 +12,8 @@ one process, interleaved, on cores that nothing else may run on. Three figures s
 
 Recorded models (a folder as `tests/fixtures`): tokens/s, the prompt included. Random pair:
 milliseconds of an autoregressive step and of a round on the state after the prompt, many in one
-program. Prints Markdown tables, and as its last line one JSON object.
+program, and beside the time of every phase its floor (`infer.costs`). Prints Markdown tables, and
+as its last line one JSON object.
 
     python -m benchmarks.pytorch
     python -m benchmarks.pytorch --only recorded --models tests/fixtures --repeats 5
@@ -28,27 +29,24 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
-from tqdm import tqdm
 
-from benchmarks.batches import read_tree
-from benchmarks.reports import tree_name
-from infer.report import write_report
-from poss_jax.checkpoint.record import new_record, provenance, target_identity, with_vocabulary
-from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
+from benchmarks.options import add_numbers, read_shape, read_tree, tree_name
+from benchmarks.random_pair import interleaved, random_engines, time_rounds
+from infer.phases import measure_card
+from infer.report import format_card, write_report
+from infer.roofline import measure_roofline
+from poss_jax.checkpoint.record import provenance
+from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main as convert
-from poss_jax.decode import speculate
 from poss_jax.decode.metrics import mean_acceptance_length
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine.engine import Engine
-from poss_jax.model.families import init_draft
-from poss_jax.model.target import init_target
 from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser, run_program
 
@@ -176,21 +174,6 @@ def use_cores(num_threads: int) -> None:
             raise UserError(f"threads: want at most {len(cores)}, got {num_threads}")
         os.sched_setaffinity(0, cores[:num_threads])
     torch.set_num_threads(num_threads)
-
-
-def interleaved(
-    runs: dict[str, Callable[[], float]], repeats: int, name: str
-) -> dict[str, list[float]]:
-    """Calls every function in turn; the first round of calls compiles and is not counted."""
-    results: dict[str, list[float]] = {key: [] for key in runs}
-    with tqdm(total=(1 + repeats) * len(runs), desc=name, unit="run") as progress:
-        for repeat in range(1 + repeats):
-            for key, run in runs.items():
-                result = run()
-                progress.update()
-                if repeat:
-                    results[key].append(result)
-    return results
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -372,64 +355,18 @@ def measure_random(
                     "ratio": ratio(ours, theirs),
                 }
         rows.append(row)
+    engines = {STEP: baseline} | {tree_name(tree): drafted.with_tree(tree) for tree in trees}
+    roofline, prepared = measure_roofline(), baseline.prepare(prompt, num_steps)
     return {
         "prompt_tokens": prompt_tokens,
         "torch_milliseconds": float(np.median(step)),
         "rows": rows,
+        "roofline": asdict(roofline),
+        "methods": {
+            name: measure_card(engine, prepared, roofline.device)
+            for name, engine in engines.items()
+        },
     }
-
-
-def random_engines(llama: LlamaConfig, num_draft_tokens: int) -> tuple[Engine, Engine, Engine]:
-    """Engines of a random target: alone, with a PosS-3 draft, and with fewer draft tokens."""
-    target = jax.jit(init_target, static_argnums=0)(llama, jax.random.key(0))
-    config = DraftConfig(layer=llama, positions_per_specialist=(3, 3), trained_depth=6)
-    draft = jax.jit(init_draft, static_argnums=0)(config, jax.random.key(1))
-    identity = target_identity(
-        "random", None, np.asarray(target["embed"]["weight"]), np.asarray(target["head"]["weight"])
-    )
-    baseline = Engine(new_record(llama, identity, tokenizer_from=None), target)
-    record = new_record(config, identity, tokenizer_from=None)
-    tokens = range(num_draft_tokens)
-    reduced = with_vocabulary(record, tokens, origin="random")
-    return baseline, baseline.with_draft(record, draft), baseline.with_draft(reduced, draft)
-
-
-def time_rounds(engine: Engine, prompt: Sequence[int], num_rounds: int) -> Callable[[], float]:
-    """Returns a function that gives milliseconds per round on the state after the prompt.
-
-    The sequence is marked as done: it is computed like any other, but its caches do not grow.
-    """
-    config, request = engine.request([engine.prepare(prompt, 2 * num_rounds + 64)])
-    state = jax.jit(speculate.start, static_argnums=1)(engine.weights, config, request)
-    state = state.replace(output=state.output.replace(is_done=state.output.is_done | True))
-    return timed_rounds(engine, config, request, state, num_rounds)
-
-
-def timed_rounds(
-    engine: Engine, config: DecodeConfig, request: Request, state: DecodeState, num_rounds: int
-) -> Callable[[], float]:
-    """Returns a function that gives milliseconds per round; it uses the state up."""
-
-    def run() -> float:
-        nonlocal state
-        started = time.perf_counter()
-        state = repeat_round(engine.weights, config, request, state, num_rounds)
-        jax.block_until_ready(state)
-        return 1000 * (time.perf_counter() - started) / num_rounds
-
-    return run
-
-
-@partial(jax.jit, static_argnums=(1, 4), donate_argnums=3)
-def repeat_round(
-    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState, num_rounds: int
-) -> DecodeState:
-    """Runs rounds one after the other in one program, as decoding does."""
-
-    def body(_: Any, state: DecodeState) -> DecodeState:
-        return speculate.run_round(weights, config, request, state)
-
-    return jax.lax.fori_loop(0, num_rounds, body, state)
 
 
 def torch_shape(llama: LlamaConfig) -> "transformers.LlamaConfig":
@@ -486,7 +423,7 @@ def format_random(report: dict[str, Any]) -> str:
         cells = [str(row["draft_vocabulary"] or ""), f"{row['milliseconds']:.1f}"]
         cells += [f"{row['to_torch']:.2f}", *_original_cells(row, "milliseconds")]
         lines.append(f"| {row['tree']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", format_card(report)])
 
 
 def _original_cells(row: dict[str, Any], unit: str) -> list[str]:
@@ -503,16 +440,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", type=Path, default=Path("tests/fixtures"), metavar="DIR")
     parser.add_argument("--trees", nargs="+", default=TREES, metavar="DEPTH/TOP_K/TOTAL")
     parser.add_argument("--new-tokens", type=at_least(1), default=128, metavar="N")
-    parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
+    parser.add_argument("--repeats", type=at_least(1), default=5, metavar="N")
     parser.add_argument("--threads", type=at_least(1), default=2, metavar="N", help="and cores")
-    parser.add_argument("--hidden-size", type=at_least(1), default=1024, metavar="N")
-    parser.add_argument("--intermediate-size", type=at_least(1), default=2816, metavar="N")
-    parser.add_argument("--layers", type=at_least(1), default=8, metavar="N")
-    parser.add_argument("--heads", type=at_least(1), default=16, metavar="N")
-    parser.add_argument("--kv-heads", type=at_least(1), default=8, metavar="N")
-    parser.add_argument("--vocab-size", type=at_least(2), default=32000, metavar="N")
-    parser.add_argument("--draft-vocabulary", type=at_least(2), default=8000, metavar="N")
-    parser.add_argument("--prompt", type=at_least(1), default=64, metavar="TOKENS")
+    sizes = {"hidden-size": 1024, "intermediate-size": 2816, "layers": 8, "heads": 16}
+    sizes |= {"kv-heads": 8, "vocab-size": 32000, "draft-vocabulary": 8000, "prompt": 64}
+    add_numbers(parser, sizes)
     parser.add_argument("--steps", type=at_least(1), default=16, metavar="N", help="per run")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
     args = parser.parse_args(arguments)
@@ -528,7 +460,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tables.append(format_recorded(report["recorded"]))
     if args.only != "recorded":
         report["random"] = measure_random(
-            _shape(args),
+            read_shape(args),
             trees,
             num_draft_tokens=args.draft_vocabulary,
             prompt_tokens=args.prompt,
@@ -542,18 +474,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.output is not None:
         write_report(report, table, args.output)
     print(json.dumps(report))
-
-
-def _shape(args: argparse.Namespace) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        head_dim=args.hidden_size // args.heads,
-    )
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.batches import read_tree
 from benchmarks.coupling import DEMO
 from benchmarks.draft_vocabulary import summarise, time_in_turn
+from benchmarks.options import read_tree
 from infer.measure import Decoder, load_decoders
 from infer.questions import read_questions
 from infer.report import write_report

@@ -4,9 +4,9 @@ Uses random weights in the shape of the demo's models, since the cost of a round
 what is accepted. Prints milliseconds per round and the ratio to one autoregressive step: a tree
 pays if its acceptance length is above its ratio. The last line is one JSON object.
 
-    python benchmarks/trees.py
-    python benchmarks/trees.py --trees 6/10/60 4/4/16 --layers 32 --hidden-size 1024
-    python benchmarks/trees.py --trees 6/10/60 --spans 1 1 1 1 1 1 --kv per_specialist shared
+    python -m benchmarks.trees
+    python -m benchmarks.trees --trees 6/10/60 4/4/16 --layers 32 --hidden-size 1024
+    python -m benchmarks.trees --trees 6/10/60 --spans 1 1 1 1 1 1 --kv per_specialist shared
 """
 
 import argparse
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.options import read_tree
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.drafting import num_streams
@@ -29,12 +30,6 @@ from poss_jax.model.target import fuse_target, init_target
 
 TREES = ("6/10/60", "4/4/16", "5/2/8", "4/2/8", "3/2/8", "6/1/7")
 NEW, REPEATS = 96, 10
-
-
-def read_tree(text: str) -> TreeConfig:
-    """depth/top_k/total_tokens."""
-    depth, top_k, total_tokens = map(int, text.split("/"))
-    return TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
 
 
 def demo_shape(layers: int, hidden_size: int) -> LlamaConfig:

@@ -55,10 +55,10 @@ from .measure import (
     play,
 )
 from .page import write_page
-from .phases import describe_phases, measure_phases, phases_to_round
+from .phases import measure_card
 from .questions import Question, first_prompts, make_dialogues, read_questions, read_sets
 from .report import check_output, format_card, format_report, write_report
-from .roofline import Roofline, find_roofline, measure_roofline
+from .roofline import find_roofline, measure_roofline
 from .summary import make_grid, summarise_group
 
 
@@ -217,7 +217,7 @@ def _describe_methods(decoders: Sequence[Decoder], prompt: PreparedPrompt) -> di
             "compile_seconds": decoder.compile_seconds,
             "first_token_seconds": decoder.first_token_seconds,
             "memory": count_memory(decoder.engine),
-            **measure_card(decoder, prompt, roofline),
+            **measure_card(decoder.engine, prompt, roofline.device),
         }
         for decoder in decoders
     }
@@ -226,16 +226,6 @@ def _describe_methods(decoders: Sequence[Decoder], prompt: PreparedPrompt) -> di
         "methods": methods,
         "autoregressive_step_milliseconds": steps,
         "roofline": asdict(roofline),
-    }
-
-
-def measure_card(decoder: Decoder, prompt: PreparedPrompt, roofline: Roofline) -> dict[str, Any]:
-    """Times the phases of a decoder, and puts their floors beside them."""
-    phases = measure_phases(decoder.engine, prompt)
-    return {
-        "phase_milliseconds": phases,
-        "phases_to_round": phases_to_round(phases),
-        "costs": describe_phases(decoder.engine, prompt, phases, roofline.device),
     }
 
 
@@ -298,7 +288,7 @@ def _show_roofline(config: BenchConfig) -> None:
     roofline = measure_roofline()
     decoders = load_decoders(config)
     prompt = first_prompts(read_questions(config, decoders[0].engine))[0]
-    methods = {one.name: measure_card(one, prompt, roofline) for one in decoders}
+    methods = {one.name: measure_card(one.engine, prompt, roofline.device) for one in decoders}
     report = {"prompt_tokens": len(prompt.ids), "roofline": asdict(roofline), "methods": methods}
     print(format_card(report))
     print(json.dumps(report | {"config": config_to_dict(config), "provenance": provenance()}))

@@ -107,6 +107,25 @@ def measure_phases(
     return _split_levels(medians, len(trees))
 
 
+def measure_card(
+    engine: Engine, prompt: PreparedPrompt, device: Device, *, num_calls: int = _CALLS
+) -> dict[str, Any]:
+    """Times the phases, and puts their floors beside them: the part of a report that tables show.
+
+    Args:
+      engine: what is measured.
+      prompt: the prompt on whose state it is measured.
+      device: rates of this device.
+      num_calls: calls of every phase.
+    """
+    phases = measure_phases(engine, prompt, num_calls=num_calls)
+    return {
+        "phase_milliseconds": phases,
+        "phases_to_round": phases_to_round(phases),
+        "costs": describe_phases(engine, prompt, phases, device),
+    }
+
+
 def describe_phases(
     engine: Engine, prompt: PreparedPrompt, milliseconds: dict[str, float], device: Device
 ) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""Options that several benchmarks have: trees, and the shape of a random pair."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from poss_jax.config.models import LlamaConfig, TreeConfig
+from poss_jax.config.reading import UserError, build_config
+from poss_jax.program.options import at_least
+
+
+def tree_name(tree: TreeConfig) -> str:
+    """Names a tree as options do."""
+    return f"{tree.depth}/{tree.top_k}/{tree.total_tokens}"
+
+
+def read_tree(text: str) -> TreeConfig:
+    """Reads depth/top_k/total_tokens.
+
+    Raises:
+      UserError: there are not three numbers, or one is out of bounds.
+    """
+    names, numbers = ("depth", "top_k", "total_tokens"), text.split("/")
+    if len(numbers) != len(names):
+        raise UserError(f"--trees {text!r}: want depth/top_k/total_tokens, such as 4/2/8")
+    return build_config(
+        TreeConfig, dict(zip(names, numbers, strict=True)), origin=f"--trees {text!r}"
+    )
+
+
+def add_numbers(parser: argparse.ArgumentParser, defaults: Mapping[str, int]) -> None:
+    """Adds options that are whole numbers from 1 on."""
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=at_least(1), default=default, metavar="N")
+
+
+def read_shape(args: argparse.Namespace, **other: Any) -> LlamaConfig:
+    """Shape of a Llama from --hidden-size, --layers, --heads, --kv-heads and --vocab-size.
+
+    Args:
+      args: parsed options; the head size is the width of a head unless --head-dim is given.
+      other: further fields of the shape.
+    """
+    sizes = {
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.hidden_size,
+        "intermediate_size": getattr(args, "intermediate_size", None),
+        "num_layers": args.layers,
+        "num_heads": args.heads,
+        "num_kv_heads": args.kv_heads,
+        "head_dim": getattr(args, "head_dim", args.hidden_size // args.heads),
+    }
+    return LlamaConfig(**(sizes | other))
