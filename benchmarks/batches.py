@@ -1,12 +1,12 @@
 """Tokens per second by batch size, with several draft trees and without a draft; the best of each.
 
-Needs a target and a draft (model folders; by default the demo's). All prompts are decoded with
+Needs a target and a draft (model folders; by default bundled ones). All prompts are decoded with
 every batch size and tree, interleaved, and must give the same texts. Prints a table of tokens per
 second and of the ratio to decoding the same batches without a draft, and as its last line one JSON
 object; --output keeps report.json, report.md, trees.yaml (for `infer.generate --trees`) and a plot.
 
     python -m benchmarks.batches --output docs/results/batches
-    python -m benchmarks.batches --target T --draft P --trees 6/10/60 4/4/16 --batch-sizes 1 8
+    python -m benchmarks.batches --target T --draft D=P --trees 6/10/60 4/4/16 --batch-sizes 1 8
 """
 
 import argparse
@@ -19,21 +19,19 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.options import read_tree
+from benchmarks.options import add_questions, bench_config, read_tree
 from infer import report as reports
 from infer.measure import load_decoders, time_batches
 from infer.questions import first_prompts, read_questions
 from poss_jax.checkpoint.record import provenance
-from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.engine.answers import Generation
-from poss_jax.program.options import at_least, check_writable
+from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser, run_program
 
-DEMO = Path("runs/demo")
 NO_DRAFT = "no draft"
 TREES = ("2/1/3", "4/1/5", "3/2/6", "4/2/8", "4/4/16", "6/10/60")
 BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -152,37 +150,23 @@ def _plot(report: dict[str, Any], path: Path) -> None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--target", default=str(DEMO / "target/model"), metavar="DIR")
-    parser.add_argument("--draft", default=str(DEMO / "poss3/model"), metavar="DIR")
-    parser.add_argument("--prompts", default="stdlib", metavar="FILE", help=".jsonl, or stdlib")
-    parser.add_argument("--num-prompts", type=at_least(1), default=32, metavar="N")
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=64, metavar="N")
+    add_questions(parser, num_prompts=32, max_new_tokens=64)
     parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
     parser.add_argument("--trees", nargs="+", default=TREES, metavar="DEPTH/TOP_K/TOTAL")
     parser.add_argument(
         "--batch-sizes", nargs="+", type=at_least(1), default=BATCH_SIZES, metavar="N"
     )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
     args = parser.parse_args(arguments)
     if any(args.num_prompts % size for size in args.batch_sizes):
         raise UserError("--num-prompts: want a multiple of every batch size, so that all are full")
-    if args.output is not None:
-        refuse_non_empty(args.output)
-        check_writable(args.output)
     return args
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = _parse(arguments)
-    config = BenchConfig(
-        target=args.target,
-        drafts={"draft": args.draft},
-        prompts=args.prompts,
-        num_prompts=args.num_prompts,
-        prompt_tokens=48,
-        max_new_tokens=args.max_new_tokens,
-        repeats=args.repeats,
-    )
+    config = bench_config(args, {"PosS-3": "poss3"}, repeats=args.repeats)
+    if len(config.drafts) > 1:
+        raise UserError(f"--draft: want one, got {len(config.drafts)}")
     trees = {NO_DRAFT: None} | {text: read_tree(text) for text in args.trees}
     report = measure(config, trees, args.batch_sizes)
     print(format_table(report))

@@ -1,6 +1,6 @@
 """Coupled, argmax and sampled drafts side by side, over temperatures, drafts and trees.
 
-Needs a target and drafts (model folders; by default the demo's). Prompts and seeds are decoded in
+Needs a target and drafts (model folders; by default bundled ones). Prompts and seeds are decoded in
 all three ways. Coupled and argmax drafts must give the same texts; those of sampled drafts are
 others, except greedy ones. A prompt and seed for which any text loops is left out. Prints
 acceptance lengths with bootstrap intervals and tokens per second, and as its last line one JSON
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.options import read_tree, tree_name
+from benchmarks.options import add_questions, bench_config, read_tree, tree_name
 from infer.measure import load_decoders, time_batches
 from infer.questions import first_prompts, read_questions
 from infer.report import write_report
@@ -35,11 +35,9 @@ from poss_jax.decode.metrics import distinct_ngram_share
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import at_least, read_pairs
+from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser, run_program
 
-DEMO = Path("runs/demo")
-DEMO_DRAFTS = {"EAGLE-2": "eagle_continued", "HASS": "hass", "PosS-3": "poss3"}
 SETTINGS = {
     "T = 0": {"temperature": 0.0},
     "T = 0.3": {"temperature": 0.3},
@@ -208,26 +206,13 @@ def _plot(report: dict[str, Any], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--target", default=str(DEMO / "target/model"), metavar="DIR")
-    parser.add_argument("--draft", action="append", metavar="NAME=DIR", help="may be repeated")
-    parser.add_argument("--prompts", default="stdlib", metavar="FILE", help=".jsonl, or stdlib")
-    parser.add_argument("--num-prompts", type=at_least(1), default=16, metavar="N")
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=128, metavar="N")
+    add_questions(parser, num_prompts=16, max_new_tokens=128)
     parser.add_argument("--seeds", type=at_least(1), default=3, metavar="N", help="per prompt")
     parser.add_argument("--batch-size", type=at_least(1), default=16, metavar="N")
     parser.add_argument("--trees", nargs="+", default=TREES, metavar="DEPTH/TOP_K/TOTAL")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
     args = parser.parse_args(arguments)
     trees = [read_tree(text) for text in args.trees]
-    demo = {name: str(DEMO / folder / "model") for name, folder in DEMO_DRAFTS.items()}
-    config = BenchConfig(
-        target=args.target,
-        drafts=read_pairs("--draft", args.draft, "NAME=DIR") if args.draft else demo,
-        prompts=args.prompts,
-        num_prompts=args.num_prompts,
-        prompt_tokens=48,
-        max_new_tokens=args.max_new_tokens,
-    )
+    config = bench_config(args)
     report = measure(config, trees, args.seeds, args.batch_size)
     print(format_table(report))
     if args.output is not None:

@@ -1,34 +1,32 @@
 """Acceptance length and time of a round over the size of a draft's vocabulary.
 
-Needs the config of a draft's training run, whose data is counted and whose target decodes, and
-drafts that share the target's head (by default the demo's). Every size and the full vocabulary
+Needs the config of a training run, whose data is counted, a target, and drafts that share its head
+(by default bundled ones). Every size and the full vocabulary
 decode each prompt in turn, and the fastest of several repeats counts, since other work on the
 machine only slows. Prints a table, and as its last line one JSON object; --output keeps
 report.json, report.md and a plot.
 
     python -m benchmarks.draft_vocabulary --output runs/draft_vocabulary
-    python -m benchmarks.draft_vocabulary --config run.yaml --draft PosS-3=P --sizes 8000 32000
+    python -m benchmarks.draft_vocabulary --config run.yaml --target T --draft PosS-3=P --sizes 8000
 """
 
 import argparse
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.coupling import DEMO, DEMO_DRAFTS
-from benchmarks.options import read_tree
+from benchmarks.options import add_questions, bench_config, read_tree
 from infer.measure import Decoder, load_decoders, time_batches
 from infer.phases import measure_phases
 from infer.questions import first_prompts, read_questions
 from infer.report import write_report
 from poss_jax.checkpoint.record import provenance
-from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.reading import UserError, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
@@ -44,7 +42,7 @@ from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import at_least, check_writable, read_pairs
+from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser, run_program
 
 SIZES = (64, 128, 256, 512)
@@ -214,32 +212,14 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, counts, measures, prints, writes."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--config", default="configs/demo/poss3.yaml", metavar="FILE")
-    parser.add_argument("--draft", action="append", metavar="NAME=DIR", help="may be repeated")
+    parser.add_argument("--config", default="configs/bundled/poss3.yaml", metavar="FILE")
+    add_questions(parser, num_prompts=32, max_new_tokens=64)
     parser.add_argument("--sizes", nargs="+", type=at_least(2), default=SIZES, metavar="N")
-    parser.add_argument("--prompts", default="stdlib", metavar="FILE", help=".jsonl, or stdlib")
-    parser.add_argument("--num-prompts", type=at_least(1), default=32, metavar="N")
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=64, metavar="N")
     parser.add_argument("--tree", default="4/2/8", metavar="DEPTH/TOP_K/TOTAL")
     parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
     args = parser.parse_args(arguments)
-    if args.output is not None:
-        refuse_non_empty(args.output)
-        check_writable(args.output)
-    run = load_config(TrainConfig, args.config)
-    counts = count_tokens(run)[0]
-    demo = {name: str(DEMO / folder / "model") for name, folder in DEMO_DRAFTS.items()}
-    config = BenchConfig(
-        target=str(run.target),
-        drafts=read_pairs("--draft", args.draft, "NAME=DIR") if args.draft else demo,
-        prompts=args.prompts,
-        num_prompts=args.num_prompts,
-        prompt_tokens=48,
-        max_new_tokens=args.max_new_tokens,
-        tree=read_tree(args.tree),
-        repeats=args.repeats,
-    )
+    config = bench_config(args, tree=read_tree(args.tree), repeats=args.repeats)
+    counts = count_tokens(replace(load_config(TrainConfig, args.config), target=args.target))[0]
     report = measure(config, counts, args.sizes)
     print(format_table(report))
     if args.output is not None:

@@ -1,12 +1,19 @@
-"""Options that several benchmarks have: trees, and the shape of a random pair."""
+"""Options that several benchmarks have: trees, models and prompts, the shape of a random pair."""
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from poss_jax.checkpoint.whole import refuse_non_empty
+from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config
-from poss_jax.program.options import at_least
+from poss_jax.program.options import at_least, check_writable, read_pairs
+
+BUNDLED = Path("poss_jax/bundled")
+DRAFTS = {"EAGLE-2": "eagle", "HASS": "hass", "PosS-3": "poss3"}
+"""Folders of bundled drafts by the name that reports give them."""
 
 
 def tree_name(tree: TreeConfig) -> str:
@@ -32,6 +39,51 @@ def add_numbers(parser: argparse.ArgumentParser, defaults: Mapping[str, int]) ->
     """Adds options that are whole numbers from 1 on."""
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=at_least(1), default=default, metavar="N")
+
+
+def add_questions(
+    parser: argparse.ArgumentParser, *, num_prompts: int, max_new_tokens: int
+) -> None:
+    """Adds options of the models, of the prompts that they answer, and of the report's folder.
+
+    Args:
+      parser: parser of a benchmark.
+      num_prompts: default of --num-prompts.
+      max_new_tokens: default of --max-new-tokens.
+    """
+    parser.add_argument("--target", default=str(BUNDLED / "target"), metavar="DIR")
+    parser.add_argument("--draft", action="append", metavar="NAME=DIR", help="may be repeated")
+    parser.add_argument("--prompts", default="stdlib", metavar="FILE", help=".jsonl, or stdlib")
+    add_numbers(parser, {"num-prompts": num_prompts, "max-new-tokens": max_new_tokens})
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
+
+
+def bench_config(
+    args: argparse.Namespace, drafts: Mapping[str, str] = DRAFTS, **other: Any
+) -> BenchConfig:
+    """Config of a benchmark from the options of `add_questions`.
+
+    Args:
+      args: parsed options.
+      drafts: bundled drafts that stand in where no --draft is given, by their names in the report.
+      other: further fields of the config.
+
+    Raises:
+      UserError: an invalid setting, or a folder that no report can be written to.
+    """
+    if args.output is not None:
+        refuse_non_empty(args.output)
+        check_writable(args.output)
+    bundled = {name: str(BUNDLED / folder) for name, folder in drafts.items()}
+    return BenchConfig(
+        target=args.target,
+        drafts=read_pairs("--draft", args.draft, "NAME=DIR") if args.draft else bundled,
+        prompts=args.prompts,
+        num_prompts=args.num_prompts,
+        prompt_tokens=48,
+        max_new_tokens=args.max_new_tokens,
+        **other,
+    )
 
 
 def read_shape(args: argparse.Namespace, **other: Any) -> LlamaConfig:

@@ -1,8 +1,8 @@
 """Compares a target with itself in int8 and fp8: speed, memory, acceptance length, and its texts.
 
-Needs a target and drafts that were made for it (model folders; by default the demo's). All ways of
-decoding take each prompt in turn, and the fastest of several repeats counts. Prints a table, and as
-its last line one JSON object; --output keeps report.json and report.md.
+Needs a target and drafts that were made for it (model folders; by default bundled ones). All ways
+of decoding take each prompt in turn, and the fastest of several repeats counts. Prints a table, and
+as its last line one JSON object; --output keeps report.json and report.md.
 
     python -m benchmarks.quantised --output runs/quantised
     python -m benchmarks.quantised --target T --draft PosS-3=P --prompts questions.jsonl
@@ -12,22 +12,19 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.coupling import DEMO
 from benchmarks.draft_vocabulary import summarise, time_in_turn
-from benchmarks.options import read_tree
+from benchmarks.options import add_questions, bench_config, read_tree
 from infer.measure import Decoder, load_decoders
 from infer.questions import read_questions
 from infer.report import write_report
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import provenance
-from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import Quantisation
 from poss_jax.config.reading import UserError, config_to_dict
@@ -36,11 +33,11 @@ from poss_jax.engine.device import default_dtype
 from poss_jax.model.layers import linear
 from poss_jax.model.quantise import KINDS
 from poss_jax.model.target import encode, stack_layers
-from poss_jax.program.options import at_least, check_writable, read_pairs
+from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser, run_program
 from poss_jax.shapes import Params
 
-DEMO_DRAFTS = {"EAGLE-2": "eagle_continued", "PosS-3": "poss3", "EAGLE-3": "eagle3"}
+DRAFTS = {"EAGLE-2": "eagle", "PosS-3": "poss3", "EAGLE-3": "eagle3"}
 
 
 def measure(config: BenchConfig) -> dict[str, Any]:
@@ -172,29 +169,11 @@ def _num_different(report: dict[str, Any]) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--target", default=str(DEMO / "target/model"), metavar="DIR")
-    parser.add_argument("--draft", action="append", metavar="NAME=DIR", help="may be repeated")
-    parser.add_argument("--prompts", default="stdlib", metavar="FILE", help=".jsonl, or stdlib")
-    parser.add_argument("--num-prompts", type=at_least(1), default=16, metavar="N")
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=64, metavar="N")
+    add_questions(parser, num_prompts=16, max_new_tokens=64)
     parser.add_argument("--tree", default="4/2/8", metavar="DEPTH/TOP_K/TOTAL")
     parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
     args = parser.parse_args(arguments)
-    if args.output is not None:
-        refuse_non_empty(args.output)
-        check_writable(args.output)
-    demo = {name: str(DEMO / folder / "model") for name, folder in DEMO_DRAFTS.items()}
-    config = BenchConfig(
-        target=args.target,
-        drafts=read_pairs("--draft", args.draft, "NAME=DIR") if args.draft else demo,
-        prompts=args.prompts,
-        num_prompts=args.num_prompts,
-        prompt_tokens=48,
-        max_new_tokens=args.max_new_tokens,
-        tree=read_tree(args.tree),
-        repeats=args.repeats,
-    )
+    config = bench_config(args, DRAFTS, tree=read_tree(args.tree), repeats=args.repeats)
     report = measure(config)
     print(format_table(report))
     if args.output is not None:

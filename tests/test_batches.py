@@ -50,7 +50,7 @@ def test_the_fastest_trees_can_be_used(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = write_lines(tmp_path / "prompts", {"prompt": "def area_7"}, {"prompt": "def"})
-    models = ["--target", runs.model("target"), "--draft", runs.model("poss2")]
+    models = ["--target", runs.model("target"), "--draft", f"P={runs.model('poss2')}"]
     numbers = "--num-prompts 2 --max-new-tokens 6 --repeats 1 --batch-sizes 1 2 --trees 3/2/6"
     output = tmp_path / "report"
     options = ["--prompts", prompts, "--output", str(output)]
@@ -75,6 +75,7 @@ def test_the_fastest_trees_can_be_used(
         ("--trees 4/2", "--trees '4/2': want depth/top_k/total_tokens, such as 4/2/8"),
         ("--trees 4/2/x", "--trees '4/2/x': total_tokens: Input should be a valid integer"),
         ("--num-prompts 3 --batch-sizes 2", "want a multiple of every batch size"),
+        ("--draft A=a --draft B=b", "--draft: want one, got 2"),
     ],
 )
 def test_what_is_refused(arguments: str, error: str) -> None:

@@ -23,7 +23,8 @@ def test_sizes_are_compared(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFi
     config, output = config_file(runs, tmp_path, POSS2), tmp_path / "report"
     numbers = "--sizes 8 --num-prompts 2 --max-new-tokens 6 --repeats 1 --tree 3/2/6"
     options = ["--draft", f"P={runs.model('poss2')}", "--prompts", prompts, "--output", str(output)]
-    draft_vocabulary.main(["--config", config, *options, *numbers.split()])
+    models = ["--target", runs.model("target"), "--config", config]
+    draft_vocabulary.main([*models, *options, *numbers.split()])
     table, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     report = json.loads(last)
     assert json.loads((output / "report.json").read_text()) == report
