@@ -114,12 +114,18 @@ def study(config: StudyConfig) -> dict[str, Any]:
     Raises:
       UserError: bad input, or a run that failed.
     """
-    rows, curves = [], {}
+    rows, curves, drift = [], {}, {}
     for budget in config.budgets:
         runs = config.runs(budget)
         for run in runs:
             train(config, run)
         curves[budget] = {run.name: read_curve(config, run) for run in runs}
+        drift[budget] = {
+            variant: np.mean(
+                [read_cosines(config, run) for run in runs if run.variant == variant], axis=0
+            ).tolist()
+            for variant in config.variants
+        }
         for tree in config.trees:
             rows += [{"budget": budget, "tree": tree} | row for row in measure(config, runs, tree)]
     return {
@@ -127,6 +133,7 @@ def study(config: StudyConfig) -> dict[str, Any]:
         "seeds": list(config.seeds),
         "rows": rows,
         "curves": curves,
+        "drift": drift,
         "provenance": provenance(),
     }
 
@@ -232,6 +239,12 @@ def read_curve(config: StudyConfig, run: Run) -> list[tuple[int, float]]:
     """Reads (step, simulated acceptance length) of every validation."""
     key = "simulated_acceptance_length"
     return [(line["step"], line[key]) for line in read_metrics(config, run) if key in line]
+
+
+def read_cosines(config: StudyConfig, run: Run) -> list[float]:
+    """Reads the cosine of drafted and true features by depth, of the last validation."""
+    lines = read_metrics(config, run)
+    return [line["feature_cosine"] for line in lines if "feature_cosine" in line][-1]
 
 
 def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dict[str, Any]]:
@@ -348,49 +361,95 @@ def format_study(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def format_drift(report: dict[str, Any]) -> str:
+    """Writes the cosine of drafted and true features by depth in Markdown."""
+    lines = []
+    for budget, variants in report["drift"].items():
+        depths = range(1, 1 + max(map(len, variants.values())))
+        lines += [
+            "",
+            f"## Cosine of drafted and true features by depth, {BUDGETS[budget]}",
+            "",
+            "On the held-out texts of training, averaged over seeds.",
+            "",
+            f"| variant | {' | '.join(map(str, depths))} |",
+            "|---" * (1 + len(depths)) + "|",
+        ]
+        for variant, cosines in variants.items():
+            lines.append(f"| {variant} | {' | '.join(f'{one:.3f}' for one in cosines)} |")
+    return "\n".join(lines)
+
+
 def plot(report: dict[str, Any], folder: Path) -> None:
-    """Draws acceptance by position for every row, and the curves of training."""
+    """Draws acceptance by position for every row, drift by depth, and the curves of training."""
     from matplotlib import pyplot
 
-    rows, most = report["rows"], len(report["seeds"])
-    few_seeds = {name for name, one in rows[0]["variants"].items() if len(one["of_seeds"]) < most}
+    most = len(report["seeds"])
+    few_seeds = {
+        name for name, one in report["rows"][0]["variants"].items() if len(one["of_seeds"]) < most
+    }
     palette = pyplot.get_cmap("tab20")
-    colours = {name: palette(index % 20) for index, name in enumerate(rows[0]["variants"])}
-
-    def style(variant: str) -> dict[str, Any]:
-        dots = {"ls": ":"} if variant in few_seeds else {"marker": ".", "ms": 9}
-        return {"color": colours[variant], **dots}
-
+    styles = {
+        name: {"color": palette(index % 20)}
+        | ({"ls": ":"} if name in few_seeds else {"marker": ".", "ms": 9})
+        for index, name in enumerate(report["rows"][0]["variants"])
+    }
     with pyplot.rc_context({"svg.hashsalt": "poss_jax"}):
-        figure, panels = pyplot.subplots(
-            1, len(rows), figsize=(2 + 4.5 * len(rows), 4), squeeze=False, layout="constrained"
-        )
-        for panel, row in zip(panels[0], rows, strict=True):
-            for variant, one in row["variants"].items():
-                shares = one["positionwise_acceptance"]
-                panel.plot(range(1, len(shares) + 1), shares, label=variant, **style(variant))
-            about = f"T = {row['temperature']:g}, {row['tree']}, {row['budget']}"
-            panel.set_title(f"{row['set']}\n{about}", fontsize="medium")
-            panel.set(xlabel="draft position", ylabel="accepted, given all before")
-            panel.grid(alpha=0.3)
-        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right upper")
-        figure.savefig(folder / "positions.svg", metadata={"Date": None})
-        pyplot.close(figure)
-        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-        for budget, curves in report["curves"].items():
-            for name, curve in curves.items():
-                variant, _, seed = name.rpartition(" seed ")
-                is_first = budget == "steps" and seed == str(report["seeds"][0])
-                look = style(variant)
-                if budget == "time":
-                    look["ls"] = "--"
-                steps, lengths = zip(*curve, strict=True)
-                axes.plot(steps, lengths, **look, label=variant if is_first else None)
-        axes.set(xlabel="optimizer steps", ylabel="simulated acceptance length, held out")
-        figure.legend(loc="outside right upper")
+        for name, draw in (
+            ("positions", _draw_positions),
+            ("drift", _draw_drift),
+            ("convergence", _draw_convergence),
+        ):
+            figure = draw(pyplot, report, styles)
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            pyplot.close(figure)
+
+
+def _draw_positions(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
+    curves = {
+        f"{row['set']}\nT = {row['temperature']:g}, {row['tree']}, {row['budget']}": {
+            variant: one["positionwise_acceptance"] for variant, one in row["variants"].items()
+        }
+        for row in report["rows"]
+    }
+    return _draw_by_depth(pyplot, curves, styles, "draft position", "accepted, given all before")
+
+
+def _draw_drift(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
+    curves = {BUDGETS[budget]: variants for budget, variants in report["drift"].items()}
+    return _draw_by_depth(pyplot, curves, styles, "depth", "cosine of drafted and true features")
+
+
+def _draw_by_depth(
+    pyplot: Any, panels: dict[str, dict[str, Any]], styles: dict[str, Any], x: str, y: str
+) -> Any:
+    size = 2 + 4.5 * len(panels), 4
+    figure, all_axes = pyplot.subplots(
+        1, len(panels), figsize=size, squeeze=False, sharey=True, layout="constrained"
+    )
+    for axes, (title, curves) in zip(all_axes[0], panels.items(), strict=True):
+        for variant, numbers in curves.items():
+            axes.plot(range(1, 1 + len(numbers)), numbers, label=variant, **styles[variant])
+        axes.set_title(title, fontsize="medium")
+        axes.set(xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)
-        figure.savefig(folder / "convergence.svg", metadata={"Date": None})
-        pyplot.close(figure)
+    figure.legend(*all_axes[0][0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
+def _draw_convergence(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for budget, curves in report["curves"].items():
+        for name, curve in curves.items():
+            variant, _, seed = name.rpartition(" seed ")
+            is_first = budget == "steps" and seed == str(report["seeds"][0])
+            look = styles[variant] | ({"ls": "--"} if budget == "time" else {})
+            steps, lengths = zip(*curve, strict=True)
+            axes.plot(steps, lengths, **look, label=variant if is_first else None)
+    axes.set(xlabel="optimizer steps", ylabel="simulated acceptance length, held out")
+    figure.legend(loc="outside right upper")
+    axes.grid(alpha=0.3)
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -405,7 +464,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for run in config.runs("steps"):
         load_config(TrainConfig, config.start, words_of(config, run))
     report = study(config)
-    text = format_study(report)
+    text = f"{format_study(report)}\n{format_drift(report)}"
     print(text)
     write_report(report, text, args.output, plot=lambda: plot(report, args.output))
     print(json.dumps(report))

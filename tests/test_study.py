@@ -139,8 +139,10 @@ def test_a_study_goes_on_where_it_stopped(
     assert [len(curve) for curve in report["curves"]["steps"].values()] == [2, 2]
     longer = report["curves"]["time"].values()
     assert min(curve[-1][0] for curve in longer) == 2 <= max(curve[-1][0] for curve in longer)
-    assert (tmp_path / "report" / "report.md").read_text().count("## ") == 2
-    assert {"positions.svg", "convergence.svg"} <= {
+    for cosines in report["drift"]["time"].values():
+        assert len(cosines) == 1 and -1 <= cosines[0] <= 1
+    assert (tmp_path / "report" / "report.md").read_text().count("## ") == 4
+    assert {"positions.svg", "drift.svg", "convergence.svg"} <= {
         path.name for path in (tmp_path / "report").iterdir()
     }
 
