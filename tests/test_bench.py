@@ -545,6 +545,20 @@ def test_a_benchmark_can_be_given_more(
     assert len(lines) == 18  # those of the first run were kept
 
 
+@pytest.mark.slow
+def test_a_benchmark_can_be_given_another_set(runs: Runs, prompts: str, tmp_path: Path) -> None:
+    output = tmp_path / "report"
+    arguments = [*matrix(runs, prompts), "--output", str(output)]
+    other = write_lines(tmp_path / "other.jsonl", {"prompt": "de"})
+    main(arguments)
+    kept = (output / "answers.jsonl").read_text()
+    main([*arguments, "--dataset", other])
+    answers = (output / "answers.jsonl").read_text()
+    assert answers.startswith(kept) and len(answers.splitlines()) == 18 + 6
+    groups = json.loads((output / "report.json").read_text())["groups"]
+    assert [group["questions"] for group in groups] == [3, 3, 1, 1]
+
+
 def matrix(runs: Runs, prompts: str) -> list[str]:
     """Two methods, one pass, three questions: greedy, and sampled with two seeds; 18 answers."""
     models = ["--target", runs.model("target"), "--draft", f"PosS-2={runs.model('poss2')}"]
