@@ -406,49 +406,53 @@ def plot(report: dict[str, Any], folder: Path) -> None:
 
 
 def _draw_positions(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
-    curves = {
-        f"{row['set']}\nT = {row['temperature']:g}, {row['tree']}, {row['budget']}": {
-            variant: one["positionwise_acceptance"] for variant, one in row["variants"].items()
-        }
+    panels = {
+        f"{row['set']}\nT = {row['temperature']:g}, {row['tree']}, {row['budget']}": [
+            (variant, list(enumerate(one["positionwise_acceptance"], 1)))
+            for variant, one in row["variants"].items()
+        ]
         for row in report["rows"]
     }
-    return _draw_by_depth(pyplot, curves, styles, "draft position", "accepted, given all before")
+    return _draw_panels(pyplot, panels, styles, "draft position", "accepted, given all before")
 
 
 def _draw_drift(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
-    curves = {BUDGETS[budget]: variants for budget, variants in report["drift"].items()}
-    return _draw_by_depth(pyplot, curves, styles, "depth", "cosine of drafted and true features")
+    panels = {
+        BUDGETS[budget]: [(name, list(enumerate(cosines, 1))) for name, cosines in variants.items()]
+        for budget, variants in report["drift"].items()
+    }
+    return _draw_panels(pyplot, panels, styles, "depth", "cosine of drafted and true features")
 
 
-def _draw_by_depth(
-    pyplot: Any, panels: dict[str, dict[str, Any]], styles: dict[str, Any], x: str, y: str
+def _draw_convergence(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
+    panels = {
+        BUDGETS[budget]: [(name.rpartition(" seed ")[0], curve) for name, curve in curves.items()]
+        for budget, curves in report["curves"].items()
+    }
+    y = "simulated acceptance length, held out"
+    return _draw_panels(pyplot, panels, styles, "optimizer steps", y)
+
+
+def _draw_panels(
+    pyplot: Any,
+    panels: dict[str, list[tuple[str, list[tuple[float, float]]]]],
+    styles: dict[str, Any],
+    x: str,
+    y: str,
 ) -> Any:
+    """Draws curves of variants, a panel for each title."""
     size = 2 + 4.5 * len(panels), 4
     figure, all_axes = pyplot.subplots(
         1, len(panels), figsize=size, squeeze=False, sharey=True, layout="constrained"
     )
+    handles = {}
     for axes, (title, curves) in zip(all_axes[0], panels.items(), strict=True):
-        for variant, numbers in curves.items():
-            axes.plot(range(1, 1 + len(numbers)), numbers, label=variant, **styles[variant])
+        for variant, points in curves:
+            (handles[variant],) = axes.plot(*zip(*points, strict=True), **styles[variant])
         axes.set_title(title, fontsize="medium")
         axes.set(xlabel=x, ylabel=y)
         axes.grid(alpha=0.3)
-    figure.legend(*all_axes[0][0].get_legend_handles_labels(), loc="outside right upper")
-    return figure
-
-
-def _draw_convergence(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for budget, curves in report["curves"].items():
-        for name, curve in curves.items():
-            variant, _, seed = name.rpartition(" seed ")
-            is_first = budget == "steps" and seed == str(report["seeds"][0])
-            look = styles[variant] | ({"ls": "--"} if budget == "time" else {})
-            steps, lengths = zip(*curve, strict=True)
-            axes.plot(steps, lengths, **look, label=variant if is_first else None)
-    axes.set(xlabel="optimizer steps", ylabel="simulated acceptance length, held out")
-    figure.legend(loc="outside right upper")
-    axes.grid(alpha=0.3)
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper")
     return figure
 
 
