@@ -3,8 +3,9 @@
 Needs nothing: every number follows from shapes and the datasheets of devices (`infer/costs.py`). A
 round with more specialists takes longer, since each keeps its own keys and values of the committed
 text and projects a node's again where it takes over. Relative to the round of EAGLE-2, that is the
-factor by which the acceptance length has to grow before a token is any faster. Prints a table; as
-its last line one JSON object; --output keeps report.json, report.md and a plot.
+factor by which the acceptance length has to grow before a token is any faster. Beside them stand
+single layers with as many parameters, all of which every level of the draft reads. Prints a table;
+as its last line one JSON object; --output keeps report.json, report.md and a plot.
 
     python -m benchmarks.break_even --output docs/results/break_even
     python -m benchmarks.break_even --context 16384 --tree 6/10/60
@@ -38,6 +39,8 @@ SPANS = {
     "PosS-1": (1,) * 6,
     "PosS-1, kv shared": (1,) * 6,
 }
+WIDE = {f"one layer wide as {name}": name for name in ("PosS-3", "PosS-1")}
+DRAFTS = (*SPANS, *WIDE)
 DRAFTS_ON = ("h100", "v6e")
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 BYTES = 2.0  # bfloat16
@@ -67,7 +70,7 @@ def measure(tree: TreeConfig, context: int) -> list[dict[str, Any]]:
 def drafts_for(target: LlamaConfig) -> dict[str, DraftConfig]:
     """Shapes of the drafts that are compared, each for six positions."""
     layer = replace(target, num_layers=1)
-    return {
+    drafts = {
         name: DraftConfig(
             layer=layer,
             positions_per_specialist=spans,
@@ -76,6 +79,13 @@ def drafts_for(target: LlamaConfig) -> dict[str, DraftConfig]:
         )
         for name, spans in SPANS.items()
     }
+    one = drafts["EAGLE-2"]
+    for name, other in WIDE.items():
+        missing = count_parameters(drafts[other]) - count_parameters(one)
+        neurons = round(missing / (3 * layer.hidden_size))  # a row of gate and up, a column of down
+        wide = replace(layer, intermediate_size=layer.intermediate_size + neurons)
+        drafts[name] = replace(one, layer=wide)
+    return drafts
 
 
 def _describe(
@@ -118,7 +128,7 @@ def format_rows(rows: Sequence[dict[str, Any]], tree: TreeConfig, context: int) 
         "|---|---|---|---|---|---|---|---|---|",
     ]
     by_case = {(r["target"], r["device"], r["draft"], r["batch"]): r for r in rows}
-    for target, device, draft in product(TARGETS, DRAFTS_ON, SPANS):
+    for target, device, draft in product(TARGETS, DRAFTS_ON, DRAFTS):
         few = [by_case[target, device, draft, batch] for batch in (1, 8, 64)]
         shares = " | ".join(f"{row['break_even_percent']:.2f} %" for row in few)
         cells = (
@@ -134,7 +144,7 @@ def _with_a_price(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Drafts whose rounds take longer than those of EAGLE-2."""
     return [
         draft
-        for draft in SPANS
+        for draft in DRAFTS
         if any(r["break_even_percent"] for r in rows if r["draft"] == draft)
     ]
 
@@ -144,7 +154,9 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     with pyplot.rc_context({"svg.hashsalt": "poss_jax"}):
-        figure, panels = pyplot.subplots(1, len(TARGETS), figsize=(12, 3.6), sharey=True)
+        figure, panels = pyplot.subplots(
+            1, len(TARGETS), figsize=(13, 3.6), sharey=True, layout="constrained"
+        )
         for panel, target in zip(panels, TARGETS, strict=True):
             for number, draft in enumerate(_with_a_price(rows)):
                 for device, style in zip(DRAFTS_ON, ("-", "--"), strict=True):
@@ -161,8 +173,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
             panel.grid(alpha=0.3)
         panels[0].set_ylabel("longer acceptance needed, %")
         panels[0].annotate(f"gain in the paper, {PAPER} %", (1, PAPER), va="bottom", fontsize=8)
-        panels[-1].legend(fontsize="x-small")
-        figure.tight_layout()
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
 

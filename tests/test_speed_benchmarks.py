@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accelerator, break_even, growth, pytorch
-from infer.costs import Device
+from infer.costs import DEVICES, Device
 from infer.roofline import Roofline
 from poss_jax.config.models import TreeConfig
 
@@ -40,12 +40,33 @@ def test_recorded_spans() -> None:
 
 def test_every_specialist_has_its_price_unless_keys_and_values_are_shared() -> None:
     rows = break_even.measure(TreeConfig(), context=2048)
-    assert len(rows) == 3 * 2 * 7 * 5
+    assert len(rows) == 3 * 2 * 7 * 7
     by_draft = {row["draft"]: row for row in rows if (row["target"], row["batch"]) == ("8B", 1)}
     prices = [row["break_even_percent"] for row in by_draft.values()]
     assert prices[0] == prices[4] == 0 < prices[1] < prices[2] < prices[3] < 1
     streams = [row["cache_bytes_per_token"] / 4096 for row in by_draft.values()]
-    assert streams == [1, 2, 3, 6, 1]  # 8 heads x 128 numbers x 2 bytes, of keys and of values
+    assert streams == [
+        1,
+        2,
+        3,
+        6,
+        1,
+        1,
+        1,
+    ]  # 8 heads x 128 numbers x 2 bytes, of keys and of values
+
+
+def test_a_wide_layer_is_read_whole_at_every_level() -> None:
+    rows = break_even.measure(TreeConfig(), context=2048)
+    of = {row["draft"]: row for row in rows if (row["target"], row["batch"]) == ("8B", 1)}
+    for wide, specialists in break_even.WIDE.items():
+        weights = [of[name]["draft_gigabytes"] for name in (wide, specialists, "EAGLE-2")]
+        assert weights[0] == pytest.approx(weights[1], abs=2e-5)  # less than a neuron, 25 kB
+        more = of[wide]["round_milliseconds"] - of["EAGLE-2"]["round_milliseconds"]
+        bandwidth = DEVICES[of[wide]["device"]].bytes_per_second
+        assert more == pytest.approx(
+            1e3 * 6 * 1e9 * (weights[0] - weights[2]) / bandwidth, rel=0.01
+        )
 
 
 @pytest.mark.torch
