@@ -1,6 +1,6 @@
 """Times the two spellings of a product with few rows, side by side, on this machine's CPU.
 
-`poss_jax.model.layers.linear` takes `(w @ x.T).T` for 2 to 32 rows on CPU and `x @ w.T` elsewhere.
+`poss_jax.model.linear` takes `(w @ x.T).T` for 2 to 64 rows on CPU and `x @ w.T` elsewhere.
 Prints milliseconds per stack of 8 square matrices and the ratio, by width and number of rows; the
 last line is one JSON object.
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from poss_jax.model.layers import _few_rows_on_cpu, _plain
+from poss_jax.model.linear import _few_rows_on_cpu, _plain
 
 WIDTHS, ROWS = (128, 512, 2048), (2, 4, 8, 16, 24, 32, 40, 48, 60, 64)
 MATRICES, CALLS, REPEATS = 8, 10, 5

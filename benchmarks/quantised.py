@@ -30,7 +30,7 @@ from poss_jax.config.models import Quantisation
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.device import default_dtype
-from poss_jax.model.layers import linear
+from poss_jax.model.linear import linear
 from poss_jax.model.quantise import KINDS
 from poss_jax.model.target import encode, stack_layers
 from poss_jax.program.options import at_least

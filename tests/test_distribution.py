@@ -20,7 +20,7 @@ from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import Text, process_logits
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.model.layers import linear
+from poss_jax.model.linear import linear
 from poss_jax.model.specialists import attach
 from poss_jax.model.target import encode
 

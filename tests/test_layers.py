@@ -8,7 +8,8 @@ from models import random_target, tiny_llama
 
 from poss_jax.config.models import RopeConfig
 from poss_jax.model import layers
-from poss_jax.model.layers import attend, linear, rms_norm, rope_frequencies, rotate
+from poss_jax.model.layers import attend, rms_norm, rope_frequencies, rotate
+from poss_jax.model.linear import linear
 
 LLAMA3 = RopeConfig(
     type="llama3",
@@ -30,7 +31,7 @@ def normal(*shape, seed=0) -> jax.Array:
 
 @pytest.mark.parametrize("few_rows", [64, 0], ids=["few_rows_spelling", "plain_spelling"])
 def test_linear_of_every_number_of_rows(monkeypatch, few_rows):
-    monkeypatch.setattr(layers, "_FEW_ROWS", few_rows)
+    monkeypatch.setattr("poss_jax.model.linear._FEW_ROWS", few_rows)
     x, weight, bias = normal(70, 6), normal(5, 6, seed=1), normal(5, seed=2)
     outs = jax.jit(lambda x: [linear(x[:n], weight, bias) for n in range(1, 71)])(x)
     want = np.asarray(x, float) @ np.asarray(weight, float).T + np.asarray(bias, float)

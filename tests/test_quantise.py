@@ -43,8 +43,7 @@ from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.convert.__main__ import main as convert_main
 from poss_jax.decode import speculate
-from poss_jax.model import layers
-from poss_jax.model.layers import linear
+from poss_jax.model.linear import linear
 from poss_jax.model.parameters import partition, place_tree, place_weights
 from poss_jax.model.quantise import (
     KINDS,
@@ -197,7 +196,7 @@ def test_blocks_give_the_same_product(monkeypatch, num_outputs):
     weight = quantise(jnp.asarray(rng.normal(size=(num_outputs, 16)), jnp.float32), "int8")
     x = jnp.asarray(rng.normal(size=(2, 3, 16)), jnp.float32)
     whole = linear(x, weight)
-    monkeypatch.setattr(layers, "_BLOCK", 5 * 16)
+    monkeypatch.setattr("poss_jax.model.linear._BLOCK", 5 * 16)
     assert ("scan" in str(jax.make_jaxpr(linear)(x, weight))) == (num_outputs > 5)
     np.testing.assert_allclose(linear(x, weight), whole, rtol=1e-5, atol=1e-5)
 

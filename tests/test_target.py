@@ -14,7 +14,7 @@ from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.decode.tree import make_tree, root_tree
 from poss_jax.model.cache import KVCache, init_cache
-from poss_jax.model.layers import linear
+from poss_jax.model.linear import linear
 from poss_jax.model.target import decode, encode, prefill, verify
 
 LENGTHS, PROMPT_SIZE, NUM_STEPS, CHUNK = (5, 12), 14, 6, 4

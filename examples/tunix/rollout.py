@@ -18,7 +18,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOut
 from poss_jax import Engine, SamplingConfig
 from poss_jax.config.models import LlamaConfig
 from poss_jax.model.cache import init_cache
-from poss_jax.model.layers import linear
+from poss_jax.model.linear import linear
 from poss_jax.model.target import compute_dtype, prefill
 from poss_jax.shapes import Array, Float, Int, Params
 

@@ -25,7 +25,8 @@ from poss_jax.decode.sampling import Sampling, Text, lower_unlikely, shift_logit
 from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
 from poss_jax.model.cache import KVCache, Rows, attend_cached, commit_rows
 from poss_jax.model.families import family_of
-from poss_jax.model.layers import DecoderLayer, linear
+from poss_jax.model.layers import DecoderLayer
+from poss_jax.model.linear import linear
 from poss_jax.model.sharding import whole_rows
 from poss_jax.shapes import Array, Float, Int, Params
 

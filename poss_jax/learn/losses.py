@@ -18,7 +18,7 @@ from flax import struct
 from jax import lax
 
 from poss_jax.config.training import ObjectiveConfig
-from poss_jax.model.layers import linear
+from poss_jax.model.linear import linear
 from poss_jax.model.sharding import split_batch
 from poss_jax.shapes import Array, Bool, Float, Int
 

@@ -25,11 +25,11 @@ from poss_jax.model.layers import (
     fuse_layer,
     init_layer,
     layer_rows,
-    linear,
     norm_row,
     rms_norm,
     rope_frequencies,
 )
+from poss_jax.model.linear import linear
 from poss_jax.model.sharding import highest_of_groups, split_batch
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 

@@ -22,11 +22,11 @@ from poss_jax.model.layers import (
     Parameter,
     RMSNorm,
     layer_rows,
-    linear,
     linear_rows,
     norm_row,
     rms_norm,
 )
+from poss_jax.model.linear import linear
 from poss_jax.model.specialists import Family, draw_specialists
 from poss_jax.shapes import Array, Float, Params
 
