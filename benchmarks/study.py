@@ -43,7 +43,7 @@ from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.parameters import split_items
 from poss_jax.program.running import Parser, run_program
-from train.run_folder import claim_folder
+from train.claims import claim_folder
 
 BUDGETS = {"steps": "equal optimizer steps", "time": "equal training time"}
 

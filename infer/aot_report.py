@@ -6,6 +6,7 @@ from typing import Any
 from poss_jax.model.ahead import planned_memory
 
 from . import hlo
+from . import hlo_findings as findings
 from .aot_programs import Compiled, Plan, cache_shapes, weight_shapes
 from .costs import Device
 
@@ -30,7 +31,7 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
     program = hlo.Program(compiled.text, trips=plan.num_blocks)
     loop = find_main_loop(program) if name == "rounds" else None
     cost = compiled.program.cost_analysis() or {}
-    floor, kinds = plan.floor(name), hlo.count_kernels(program, loop)
+    floor, kinds = plan.floor(name), findings.count_kernels(program, loop)
     report: dict[str, Any] = {
         "compile_seconds": round(compiled.seconds[0], 1),
         "compile_cpu_seconds": round(compiled.seconds[1], 1),
@@ -38,7 +39,7 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
         "floor_bytes": floor.bytes,
         "floor_ms": floor.milliseconds(device),
         "moved_bytes": sum(
-            hlo.moved_bytes(program, place) * place.times for place in program.kernels(loop)
+            findings.moved_bytes(program, place) * place.times for place in program.kernels(loop)
         ),
         "accessed_bytes": None if loop else cost.get("bytes accessed"),
         "kernels": sum(kinds.values()),
@@ -47,21 +48,21 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
     }
     if device.name in _CLOCKS_GHZ:
         per_ms = _CLOCKS_GHZ[device.name] * 1e6
-        report["estimated_ms"] = hlo.total_cycles(program, loop) / per_ms
+        report["estimated_ms"] = findings.total_cycles(program, loop) / per_ms
         for key in ("scope", "source"):
-            cycles = hlo.cycles_by(program, key, loop)
+            cycles = findings.cycles_by(program, key, loop)
             report[f"estimated_ms_by_{key}"] = {k: v / per_ms for k, v in cycles.items() if v}
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
     weights, caches = weight_shapes(plan), cache_shapes(plan, decode)
     lists: dict[str, Sequence[hlo.Place]] = {
         "copies": _kernels(program, loop, _is_mere_copy),
-        "relayouts": _kernels(program, loop, hlo.is_relayout),
-        "upcasts": _kernels(program, loop, hlo.is_upcast),
-        "collectives": _kernels(program, loop, lambda _, place: hlo.is_collective(place)),
-        "vocabulary_sorts": hlo.sorts(program, plan.vocabulary),
-        "vector_products": hlo.vector_products(program, weights),
-        "copied_weights_and_caches": hlo.copies_of(program, [*weights, *caches]),
-        "scatters": hlo.scatters(program),
+        "relayouts": _kernels(program, loop, findings.is_relayout),
+        "upcasts": _kernels(program, loop, findings.is_upcast),
+        "collectives": _kernels(program, loop, lambda _, place: findings.is_collective(place)),
+        "vocabulary_sorts": findings.sorts(program, plan.vocabulary),
+        "vector_products": findings.vector_products(program, weights),
+        "copied_weights_and_caches": findings.copies_of(program, [*weights, *caches]),
+        "scatters": findings.scatters(program),
     }
     for key, places in lists.items():
         report[key] = _summary(program, places)
@@ -100,7 +101,7 @@ def format_report(name: str, report: dict[str, Any]) -> str:
 def find_main_loop(program: hlo.Program) -> str:
     """Body of the loop of rounds: the loop whose body has most kernels."""
     bodies = [place.op.calls_as("body") for place in program.loops()]
-    return max(bodies, key=lambda body: sum(hlo.count_kernels(program, body).values()))
+    return max(bodies, key=lambda body: sum(findings.count_kernels(program, body).values()))
 
 
 _LISTS = (
@@ -118,7 +119,7 @@ def _memory(compiled: Compiled, plan: Plan, device: Device) -> dict[str, float]:
 
 
 def _is_mere_copy(program: hlo.Program, place: hlo.Place) -> bool:
-    return hlo.is_copy(program, place) and not hlo.is_relayout(program, place)
+    return findings.is_copy(program, place) and not findings.is_relayout(program, place)
 
 
 def _kernels(
@@ -145,4 +146,4 @@ def _summary(program: hlo.Program, places: Sequence[hlo.Place]) -> dict[str, Any
 
 def _show(program: hlo.Program, place: hlo.Place) -> str:
     shapes = " ".join(map(str, place.op.shapes[:2]))
-    return f"{place.op.kind} {shapes} {program.source(place.op)} {hlo.scope_of(place.op.path)}"
+    return f"{place.op.kind} {shapes} {program.source(place.op)} {findings.scope_of(place.op.path)}"

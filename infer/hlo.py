@@ -1,18 +1,30 @@
-"""Reading of optimised HLO, the text of a compiled program: its kernels, and what they cost.
+"""Reading of optimised HLO, the text of a compiled program: its kernels and their order.
 
 A program is a list of computations, one of them the entry. A *kernel* is an instruction that the
 device runs by itself: one of the entry, or of a loop's body or a branch that the entry calls; what
 a fusion calls is part of the fusion. Everything here is a pure function of the text.
 """
 
-import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+_BITS: Mapping[str, int] = {"pred": 8, "token": 0, "opaque": 0}
+_CALLS = ("calls", "to_apply", "body", "condition", "true_computation", "false_computation")
+_CONTROL = {"while", "conditional", "call"}
+FREE = {  # no work on the device by themselves
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
+    *("opt-barrier", "partition-id", "replica-id", "add-dependency", "domain"),
+    *("copy-done", "slice-done", "async-done", "all-reduce-done", "all-gather-done", "send-done"),
+    *("collective-permute-done", "recv-done", "async-update"),
+}
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
+_OP = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_KIND = re.compile(r"([\w\-]+)\(")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(:[^}]*)?\})?")
 
 
 class Shape(NamedTuple):
@@ -37,7 +49,15 @@ class Shape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.size * _BITS.get(self.dtype, _bits(self.dtype)) // 8
+        return self.size * self.bits // 8
+
+    @property
+    def bits(self) -> int:
+        """Bits per element."""
+        if self.dtype in _BITS:
+            return _BITS[self.dtype]
+        found = re.search(r"\d+", self.dtype)
+        return int(found[0]) if found else 8
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -150,7 +170,7 @@ class Program:
         """
         for name, times in self._reached(root or self.entry).items():
             for op in self.computations[name].values():
-                if op.kind not in _FREE and not (op.kind in _CONTROL and op.calls):
+                if op.kind not in FREE and not (op.kind in _CONTROL and op.calls):
                     yield Place(name, op, times)
 
     def loops(self, root: str | None = None) -> Iterator[Place]:
@@ -203,254 +223,6 @@ class Program:
     def _times(self, op: Op) -> int:
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.rest)
         return int(known[1]) if known else self._trips if op.kind == "while" else 1
-
-
-# --------------------------------------------------------------------------------------------------
-# What a program does
-
-
-def is_copy(program: Program, place: Place) -> bool:
-    """Tells whether a kernel moves an array within the main memory and computes nothing."""
-    inner = {one.op.kind for one in program.inside(place)} - _FREE - {"fusion", "broadcast"}
-    if not inner or not inner <= _MOVES or inner == {"convert"}:
-        return False
-    spaces = {shape.space for shape in (*program.operand_shapes(place), *place.op.shapes)}
-    return spaces == {0} or is_relayout(program, place)
-
-
-def is_relayout(program: Program, place: Place) -> bool:
-    """Tells whether a kernel copies an array into another order of its dimensions."""
-    inner = {one.op.kind for one in program.inside(place)} - _FREE - {"fusion", "broadcast"}
-    given = place.op.shapes[0]
-    taken = [s for s in program.operand_shapes(place) if s.size == given.size > 1]
-    if not inner or not inner <= _MOVES or len(taken) != 1:
-        return False
-    return bool(inner & {"transpose", "reshape"}) or given.strides != taken[0].strides
-
-
-def is_upcast(program: Program, place: Place) -> bool:
-    """Tells whether a kernel writes a wider copy of an array to memory."""
-    root = program.root(place)
-    if root.kind != "convert" or place.op.kind not in ("convert", "fusion"):
-        return False
-    given, *_ = root.shapes
-    taken = [s for s in program.operand_shapes(place) if s.size == given.size]
-    return any(_bits(shape.dtype) < _bits(given.dtype) for shape in taken)
-
-
-def is_collective(place: Place) -> bool:
-    """Tells whether devices exchange data here (the start of it, where it has one)."""
-    return place.op.kind.removesuffix("-start") in _COLLECTIVES
-
-
-def sorts(program: Program, least: int) -> list[Place]:
-    """Lists sorts along at least so many elements."""
-    return [
-        place
-        for place in program.kernels()
-        for inner in program.inside(place)
-        if inner.op.kind == "sort" and _sorted_size(inner.op) >= least
-    ]
-
-
-def vector_products(program: Program, weights: Collection[tuple[int, ...]]) -> list[Place]:
-    """Lists products of a weight that are multiplied and summed element by element.
-
-    That is what TPU's compiler makes of a product with one row, which takes four times as long as
-    the matrix unit with eight of them.
-
-    Args:
-      program: the program.
-      weights: shapes of the weights on a device.
-    """
-    known = {_sides_of(shape) for shape in weights}
-
-    def is_one(place: Place) -> bool:
-        taken = program.operand_shapes(place)
-        return place.op.kind == "reduce" and any(_sides(shape) in known for shape in taken)
-
-    return [
-        place for place in program.kernels() if any(is_one(one) for one in program.inside(place))
-    ]
-
-
-def copies_of(program: Program, shapes: Collection[tuple[int, ...]]) -> list[Place]:
-    """Lists kernels that write a whole weight or cache again, as it is or beside other rows.
-
-    Args:
-      program: the program.
-      shapes: dimensions of weights and caches, on a device.
-    """
-    known = {_sides_of(shape) for shape in shapes}
-
-    def is_one(place: Place) -> bool:
-        taken = [shape for shape in _kept(program, place) if _sides(shape) in known]
-        written = _written_bytes(program, place)
-        return any(shape.nbytes <= written for shape in taken)
-
-    return [place for place in program.kernels() if is_one(place)]
-
-
-def scatters(program: Program) -> list[Place]:
-    """Lists scatters, and the loops that a compiler makes of them."""
-    found = [place for place in program.kernels() if program.root(place).kind == "scatter"]
-    loops = [place for place in program.loops() if place.op.path.rpartition("/")[2] == "scatter"]
-    return [*found, *loops]
-
-
-def count_kernels(program: Program, root: str | None = None) -> dict[str, int]:
-    """Counts kernels by kind; custom calls and fusions by what they are."""
-    counts = Counter(_kind(place.op) for place in program.kernels(root))
-    return dict(counts.most_common())
-
-
-def scope_of(path: str, depth: int = 2) -> str:
-    """The named scopes of a traced operation, without what JAX and Flax add; `-` if there are none.
-
-    Args:
-      path: an `Op.path`.
-      depth: most scopes.
-    """
-    parts = [part for part in path.split("/")[:-1] if not _ADDED.fullmatch(part)]
-    scopes = itertools.takewhile(re.compile(r"[a-z_]+\d*").fullmatch, parts)
-    return "/".join([*scopes][:depth]) or "-"
-
-
-def cycles_by(program: Program, key: str = "scope", root: str | None = None) -> dict[str, int]:
-    """Expected cycles of the kernels by scope or by source line, largest first."""
-    totals: Counter[str] = Counter()
-    for place in program.kernels(root):
-        name = scope_of(place.op.path) if key == "scope" else program.source(place.op)
-        totals[name] += place.op.cycles * place.times
-    return dict(totals.most_common())
-
-
-def total_cycles(program: Program, root: str | None = None) -> int:
-    """Expected cycles of all kernels."""
-    return sum(place.op.cycles * place.times for place in program.kernels(root))
-
-
-def moved_bytes(program: Program, place: Place) -> int:
-    """Bytes of the main memory that a kernel reads and writes.
-
-    Of what is sliced or looked up, the part taken counts; of what is updated in place, the part
-    written.
-    """
-    op = place.op
-    if op.kind in _STARTS:  # of an array or a part of it, into another memory or from it
-        arrays = [shape for shape in op.shapes if shape.dims]
-        arrays = [arrays[0], arrays[-1]]
-        return min(shape.nbytes for shape in arrays) * sum(not shape.space for shape in arrays)
-    ops = program.computations[place.computation]
-    taken = [ops[name] for name in op.operands if name in ops]
-    written = _written_bytes(program, place)
-    if op.kind == "fusion":
-        inner = program.computations[op.calls[0]]
-        given = [one for one in inner.values() if one.kind == "parameter"]
-        return written + sum(_read(program, inner, one) for one in given)
-    if op.kind in _PARTS or op.kind == "dynamic-update-slice":
-        return 2 * written
-    return written + sum(_main(one.shapes) for one in taken)
-
-
-def _written_bytes(program: Program, place: Place) -> int:
-    """Bytes of the main memory that a kernel writes."""
-    ops = program.computations[place.computation]
-    if place.op.kind == "fusion":
-        ops = program.computations[place.op.calls[0]]
-        return _written(ops, next(one for one in ops.values() if one.is_root))
-    return _written(ops, place.op)
-
-
-def _kept(program: Program, place: Place) -> list[Shape]:
-    """Arrays of the main memory that a kernel takes and, changed or not, hands on."""
-    if place.op.kind in _COMPUTES | _STARTS or is_collective(place):
-        return []
-    given = program.operand_shapes(place)
-    if place.op.kind == "fusion":
-        ops = program.computations[place.op.calls[0]]
-        given = [
-            shape
-            for one in ops.values()
-            if one.kind == "parameter" and _is_handed_on(ops, one)
-            for shape in one.shapes
-        ]
-    return [shape for shape in given if shape.space == 0]
-
-
-def _is_handed_on(ops: Mapping[str, Op], given: Op) -> bool:
-    users = [op for op in ops.values() if given.name in op.operands]
-    return given.is_root or any(
-        _is_handed_on(ops, user) for user in users if user.kind not in _COMPUTES
-    )
-
-
-def _read(program: Program, ops: Mapping[str, Op], given: Op) -> int:
-    """Bytes that a fusion reads of one of its operations."""
-    whole, parts = _main(given.shapes), 0
-    if given.is_root:
-        return whole
-    for user in ops.values():
-        if given.name not in user.operands:
-            continue
-        if user.kind in _PARTS and user.operands[0] == given.name:
-            parts += _main(user.shapes, everywhere=True)
-        elif user.kind == "bitcast":
-            parts += _read(program, ops, user)
-        elif user.kind == "fusion":
-            inner = program.computations[user.calls[0]]
-            number = str(user.operands.index(given.name))
-            same = [one for one in inner.values() if one.kind == "parameter"]
-            parts += sum(_read(program, inner, one) for one in same if one.operands == (number,))
-        elif not (user.kind == "dynamic-update-slice" and user.operands[0] == given.name):
-            return whole
-    return min(whole, parts)
-
-
-def _written(ops: Mapping[str, Op], root: Op) -> int:
-    """Bytes that an operation of a computation writes, in place if it can."""
-    if root.kind == "tuple":
-        return sum(_written(ops, ops[name]) for name in root.operands)
-    if root.kind == "dynamic-update-slice":
-        return _main(ops[root.operands[1]].shapes, everywhere=True)
-    if root.kind == "bitcast":
-        return _written(ops, ops[root.operands[0]])
-    return _main(root.shapes)
-
-
-def _main(shapes: Sequence[Shape], *, everywhere: bool = False) -> int:
-    return sum(shape.nbytes for shape in shapes if everywhere or shape.space == 0)
-
-
-# --------------------------------------------------------------------------------------------------
-# Reading
-
-_BITS: Mapping[str, int] = {"pred": 8, "token": 0, "opaque": 0}
-_CALLS = ("calls", "to_apply", "body", "condition", "true_computation", "false_computation")
-_COLLECTIVES = {
-    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
-    *("ragged-all-to-all", "collective-broadcast"),
-}
-_CONTROL = {"while", "conditional", "call"}
-_COMPUTES = {"dot", "convolution", "reduce", "custom-call", "gather", "sort"}
-_STARTS = {"copy-start", "slice-start", "async-start"}
-_PARTS = {"dynamic-slice", "gather", "slice"}
-_FREE = {  # no work on the device by themselves
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
-    *("opt-barrier", "partition-id", "replica-id", "add-dependency", "domain"),
-    *("copy-done", "slice-done", "async-done", "all-reduce-done", "all-gather-done", "send-done"),
-    *("collective-permute-done", "recv-done", "async-update"),
-}
-_MOVES = {  # write what they read, elsewhere or in another order
-    *("copy", "transpose", "reshape", "bitcast-convert", "convert", "pad", "concatenate", "slice"),
-}
-_ADDED = re.compile(
-    r"jit\(.*\)|while|body|cond|closed_call|pjit|branch_\d+_fun|checkpoint|vmap\(.*"
-)
-_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
-_OP = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
-_KIND = re.compile(r"([\w\-]+)\(")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(:[^}]*)?\})?")
 
 
 def _read_op(line: str) -> Op | None:
@@ -530,28 +302,3 @@ def _with_caller(frames: Mapping[int, tuple[str, int]], number: int) -> str:
 def _section(text: str, name: str) -> str:
     found = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
     return found[1] if found else ""
-
-
-def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 8
-
-
-def _sides(shape: Shape) -> tuple[int, ...]:
-    return _sides_of(shape.dims)
-
-
-def _sides_of(dims: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions in ascending order, without those of size 1."""
-    return tuple(sorted(size for size in dims if size > 1))
-
-
-def _sorted_size(op: Op) -> int:
-    axis = re.search(r"dimensions=\{(\d+)\}", op.rest)
-    return op.shapes[0].dims[int(axis[1])] if axis else 0
-
-
-def _kind(op: Op) -> str:
-    return f"custom-call {op.target}" if op.kind == "custom-call" else op.kind

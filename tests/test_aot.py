@@ -15,6 +15,7 @@ from models import tiny_llama
 from programs import refusal
 
 from infer import hlo
+from infer import hlo_findings as findings
 from infer.aot import main
 from infer.aot_programs import Plan, cache_shapes, compile_program, plan, weight_shapes
 from infer.aot_report import find_main_loop
@@ -90,7 +91,7 @@ def lines(program: hlo.Program, places: list[hlo.Place]) -> list[str]:
 @pytest.mark.parametrize("device", ["cpu", TPU, SLICE])
 def test_nothing_sorts_the_vocabulary(device, name):
     program, plan = compiled(device, name), planned(device, batch_size=1)
-    assert not lines(program, hlo.sorts(program, plan.vocabulary))
+    assert not lines(program, findings.sorts(program, plan.vocabulary))
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
@@ -100,21 +101,21 @@ def test_a_round_copies_no_weight_and_no_cache(device, name, batch_size):
     program, plan = compiled(device, name, batch_size), planned(device, batch_size=batch_size)
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
     whole = [*weight_shapes(plan), *cache_shapes(plan, decode)]
-    assert not lines(program, hlo.copies_of(program, whole))
+    assert not lines(program, findings.copies_of(program, whole))
 
 
 @pytest.mark.parametrize("name", ["step", "round"])
 @pytest.mark.parametrize("device", [TPU, SLICE])
 def test_products_of_one_row_are_for_the_matrix_unit(device, name):
     program, plan = compiled(device, name), planned(device, batch_size=1)
-    assert not lines(program, hlo.vector_products(program, weight_shapes(plan)))
+    assert not lines(program, findings.vector_products(program, weight_shapes(plan)))
 
 
 @pytest.mark.parametrize("name", ["step", "round"])
 @pytest.mark.parametrize("device", [TPU, SLICE])
 def test_a_batch_is_written_without_a_loop(device, name):
     program = compiled(device, name, 8)
-    loops = [place for place in hlo.scatters(program) if place.op.kind == "while"]
+    loops = [place for place in findings.scatters(program) if place.op.kind == "while"]
     assert not lines(program, loops)
 
 
@@ -123,7 +124,7 @@ def test_the_loop_does_what_a_round_does(device):
     alone, loop = compiled(device, "round"), compiled(device, "rounds")
     body = find_main_loop(loop)
     counts = [
-        sum(hlo.count_kernels(program, root).values())
+        sum(findings.count_kernels(program, root).values())
         for program, root in ((alone, None), (loop, body))
     ]
     assert counts[1] <= 1.1 * counts[0]
@@ -144,11 +145,11 @@ def test_an_8b_program_moves_little_more_than_it_must(device, name):
     config = load_config(AheadConfig, CONFIGS / "llama3-8b.yaml")
     planned = plan(config, make_mesh(config.mesh, tpu_slice(device)))
     program = hlo.Program(compile_program(name, planned).text, trips=planned.num_blocks)
-    moved = sum(hlo.moved_bytes(program, one) * one.times for one in program.kernels())
+    moved = sum(findings.moved_bytes(program, one) * one.times for one in program.kernels())
     assert moved <= 1.3 * planned.floor(name).bytes
-    assert not lines(program, hlo.sorts(program, planned.vocabulary))
-    assert not lines(program, hlo.vector_products(program, weight_shapes(planned)))
-    assert not lines(program, hlo.copies_of(program, weight_shapes(planned)))
+    assert not lines(program, findings.sorts(program, planned.vocabulary))
+    assert not lines(program, findings.vector_products(program, weight_shapes(planned)))
+    assert not lines(program, findings.copies_of(program, weight_shapes(planned)))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

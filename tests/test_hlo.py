@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from infer import hlo
+from infer import hlo_findings as findings
 
 TEXT = """\
 HloModule jit_f, is_scheduled=true
@@ -110,14 +111,14 @@ def test_kernels_are_what_the_entry_and_its_loops_run(program):
     assert names(program.kernels()) == kernels
     assert names(program.loops()) == ["l"]
     assert names(program.kernels("body")) == ["wide"]
-    assert sum(hlo.count_kernels(program).values()) == len(kernels)
+    assert sum(findings.count_kernels(program).values()) == len(kernels)
 
 
 def test_loops_count_as_often_as_they_run(program):
-    assert hlo.total_cycles(program) == 100 + 3 * 10
-    assert hlo.total_cycles(hlo.Program(TEXT)) == 110
+    assert findings.total_cycles(program) == 100 + 3 * 10
+    assert findings.total_cycles(hlo.Program(TEXT)) == 110
     known = TEXT.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}')
-    assert hlo.total_cycles(hlo.Program(known, trips=3)) == 100 + 7 * 10
+    assert findings.total_cycles(hlo.Program(known, trips=3)) == 100 + 7 * 10
 
 
 def test_source_names_the_line_and_its_caller(program):
@@ -128,14 +129,16 @@ def test_source_names_the_line_and_its_caller(program):
 
 
 def test_scopes_are_those_of_the_user(program):
-    assert hlo.cycles_by(program) == {"verify": 100, "-": 30, "draft/level_0": 0}
-    assert hlo.scope_of("jit(f)/while/body/closed_call/commit/dynamic_update_slice") == "commit"
-    assert hlo.scope_of("jit(f)/add") == "-"
+    assert findings.cycles_by(program) == {"verify": 100, "-": 30, "draft/level_0": 0}
+    assert (
+        findings.scope_of("jit(f)/while/body/closed_call/commit/dynamic_update_slice") == "commit"
+    )
+    assert findings.scope_of("jit(f)/add") == "-"
 
 
 def test_bytes_are_those_of_the_main_memory(program):
     row, cache = 8 * 2, 64 * 8 * 2
-    moved = {place.op.name: hlo.moved_bytes(program, place) for place in program.kernels()}
+    moved = {place.op.name: findings.moved_bytes(program, place) for place in program.kernels()}
     assert moved["fast"] == cache  # into another memory: read here, not written
     assert moved["f.2"] == row + 4 + row  # updated in place
     assert moved["f.3"] == cache + row + 64 * 2
@@ -144,21 +147,24 @@ def test_bytes_are_those_of_the_main_memory(program):
 
 
 def test_what_moves_and_what_widens_is_found(program):
-    assert names(p for p in program.kernels() if hlo.is_relayout(program, p)) == ["f.1", "r.1"]
-    assert names(p for p in program.kernels() if hlo.is_upcast(program, p)) == ["wide"]
-    assert names(p for p in program.kernels() if hlo.is_collective(p)) == ["a.1"]
-    assert names(hlo.copies_of(program, [(8, 64)])) == ["r.1", "f.4", "wide"]
-    assert names(hlo.copies_of(program, [(8, 63)])) == []
+    assert names(p for p in program.kernels() if findings.is_relayout(program, p)) == [
+        "f.1",
+        "r.1",
+    ]
+    assert names(p for p in program.kernels() if findings.is_upcast(program, p)) == ["wide"]
+    assert names(p for p in program.kernels() if findings.is_collective(p)) == ["a.1"]
+    assert names(findings.copies_of(program, [(8, 64)])) == ["r.1", "f.4", "wide"]
+    assert names(findings.copies_of(program, [(8, 63)])) == []
 
 
 def test_products_sorts_and_scatters_are_found(program):
-    assert names(hlo.vector_products(program, [(64, 8)])) == ["f.3"]
-    assert names(hlo.vector_products(program, [(32, 8)])) == []
-    assert names(hlo.sorts(program, 40)) == ["k"]
-    assert names(hlo.sorts(program, 41)) == []
+    assert names(findings.vector_products(program, [(64, 8)])) == ["f.3"]
+    assert names(findings.vector_products(program, [(32, 8)])) == []
+    assert names(findings.sorts(program, 40)) == ["k"]
+    assert names(findings.sorts(program, 41)) == []
     looped = TEXT.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/scatter"}')
-    assert names(hlo.scatters(program)) == []
-    assert names(hlo.scatters(hlo.Program(looped))) == ["l"]
+    assert names(findings.scatters(program)) == []
+    assert names(findings.scatters(hlo.Program(looped))) == ["l"]
 
 
 def test_a_text_without_a_program_is_refused():
@@ -176,5 +182,5 @@ def test_a_program_of_this_machine_can_be_read():
     program = hlo.Program(compiled.as_text())
     assert len([*program.loops()]) == 1
     kernels = [place for place in program.kernels() if place.times == 5]
-    assert {hlo.scope_of(place.op.path) for place in kernels} >= {"verify"}
+    assert {findings.scope_of(place.op.path) for place in kernels} >= {"verify"}
     assert any("test_hlo.py" in program.source(place.op) for place in kernels)

@@ -18,9 +18,9 @@ from test_run_folder import config_for, saved_run
 
 from poss_jax.checkpoint.locks import hold_lock, sole_writer
 from poss_jax.config.reading import UserError
+from train.claims import hold_together
 from train.main import train
 from train.regenerate import main as regenerate_main
-from train.run_folder import hold_together
 
 HOLDER = """
 import sys

@@ -13,7 +13,8 @@ import pytest
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import TrainState
-from train.run_folder import RunFolder, claim_folder
+from train.claims import claim_folder
+from train.run_folder import RunFolder
 
 MODEL = dict.fromkeys(
     "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads".split(), 4

@@ -19,9 +19,10 @@ from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
-from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler, Stream, merge
+from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.slots import Program, Slots
 from poss_jax.engine.steps import read_landing
+from poss_jax.engine.streams import Stream, merge
 from poss_jax.model.target import encode, stack_layers
 from poss_jax.shapes import Params
 
@@ -299,8 +300,8 @@ def test_text_comes_before_the_error_that_ended_it(engine: Engine):
     answer = engine.live_answer(prompt)
     stream = Stream(prompt, answer, has_logprobs=False, deadline=float("inf"))
     for tokens in ([3], [4, 5]):
-        stream._put(Chunk([], tokens, [0] * len(tokens)))
-    stream._put(Closed("decoding failed"))
+        stream.put(Chunk([], tokens, [0] * len(tokens)))
+    stream.put(Closed("decoding failed"))
     tokens: list[int] = []
 
     async def read() -> None:

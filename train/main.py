@@ -30,19 +30,13 @@ from poss_jax.program.options import read_arguments
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
+from .claims import check_output, claim_together, hold_together
 from .devices import is_first_process, make_on
 from .loggers import check_loggers
 from .loop import run_steps
 from .memory import check_memory, describe_devices
 from .preparation import describe_data, describe_sample
-from .run_folder import (
-    RunFolder,
-    check_output,
-    claim_together,
-    hold_together,
-    holds_model,
-    is_damaged,
-)
+from .run_folder import RunFolder, holds_model, is_damaged
 from .stages import Stage, open_stage
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: claiming it, what it keeps, and resuming from that.
+"""The folder of a run: what it keeps, and resuming from that (`claims`: who may write there).
 
 config.yaml  provenance.json  metrics.jsonl  checkpoints/<step>/  samples/<step>.md  model/
 
@@ -12,207 +12,37 @@ last, of the model model.json. The store checks its objects, so checkpoints have
 
 import json
 import math
-import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-import yaml
-from etils import epath
 from orbax.checkpoint import checkpoint_managers
 from tqdm import tqdm
 
 from poss_jax.checkpoint.folder import failed_write
-from poss_jax.checkpoint.locks import sole_writer
-from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.sums import find_damage, list_files, write_sums
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.paths import (
     AnyPath,
     absolute,
-    as_path,
-    copy_files,
     file_size,
     is_uri,
     read_text,
-    real_path,
 )
-from poss_jax.config.reading import UserError, config_to_dict, shorten
+from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
-from poss_jax.config.yaml_text import parse_yaml
 from poss_jax.learn.state import TrainState
 
-from .devices import ask_first, is_first_process, meet
+from .devices import ask_first, is_first_process
 
 # Of a checkpoint; written last, and not needed to read it.
 _WITHOUT_SUMS = {"_CHECKPOINT_METADATA", "commit_success.txt"}
-
-# What a run may be continued with other values of: none changes what it learns but by rounding.
-_FREE_KEYS = {
-    "checkpoint_every",
-    "explosion_factor",
-    "features",
-    "keep_checkpoints",
-    "log_every",
-    "loggers",
-    "mesh",
-    "num_samples",
-    "profile",
-    "step",
-}
-
-
-def check_output(config: TrainConfig) -> None:
-    """Raises UserError where a run cannot write to the URI that is its output."""
-    if not is_uri(config.output):
-        return
-    if not config.output.startswith("gs://"):
-        raise UserError(f"output {config.output}: want gs:// or a path of this machine")
-    for name in ("loggers", "profile"):
-        if getattr(config, name):
-            raise UserError(
-                f"{name}: its files are written to this machine alone, and output is "
-                f"{config.output}; leave out {name}, or name a local output"
-            )
-
-
-@contextmanager
-def hold_together(config: TrainConfig) -> Iterator[None]:
-    """Keeps other runs out of the folder of this one; its first process holds the lock.
-
-    Raises:
-      UserError: in every process, another run is at work there.
-    """
-    with ExitStack() as held:
-        ask_first(lambda: held.enter_context(sole_writer(config.output)) or "held")
-        yield
-
-
-@contextmanager
-def claim_together(config: TrainConfig, *, overwrite: bool) -> Iterator[AnyPath]:
-    """`claim_folder` by the first process; all of them look at the same place.
-
-    Raises:
-      UserError: in every process, what `claim_folder` refuses in the first.
-    """
-    with ExitStack() as claim:
-        folder = claim_folder(config, overwrite=overwrite)
-        yield as_path(ask_first(lambda: str(claim.enter_context(folder))))
-        meet("run prepared")
-    meet("run claimed")
-
-
-@contextmanager
-def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[AnyPath]:
-    """Yields where a run keeps what it prepares before its first step.
-
-    For a run that continues, this is its folder. For a new one it is a temporary sibling, which
-    takes the place of the folder (and of an earlier run in it) when the block ends well: a run
-    that cannot start leaves nothing behind and destroys nothing.
-
-    Args:
-      config: the run.
-      overwrite: start from scratch where the folder holds a run.
-
-    Raises:
-      UserError: the folder holds something else, or a run with another config, or cannot be made.
-    """
-    path = absolute(config.output)
-    if _continues(config, path, overwrite=overwrite):
-        _write_config(path, config)
-        yield path
-        return
-    with _renamed(path) if isinstance(path, Path) else _copied(path) as partial:
-        yield partial
-        (partial / "provenance.json").write_text(json.dumps(provenance(), indent=2) + "\n")
-        _write_config(partial, config)
-
-
-@contextmanager
-def _renamed(path: Path) -> Iterator[Path]:
-    """Gives a temporary sibling, which takes the place of a folder at the end."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix=f".{path.name}.partial-", dir=path.parent)
-    except OSError as error:
-        raise UserError(f"output {path}: {error.strerror}; name another folder") from error
-    with scratch:
-        partial = Path(scratch.name) / path.name
-        partial.mkdir()
-        yield partial
-        if path.exists():
-            path.replace(Path(scratch.name) / "replaced")
-        partial.replace(path)
-
-
-@contextmanager
-def _copied(path: epath.Path) -> Iterator[epath.Path]:
-    """Gives a temporary sibling of a URI, which is copied there at the end."""
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    try:
-        yield partial
-        path.rmtree(missing_ok=True)
-        copy_files(partial, path)
-    finally:
-        partial.rmtree(missing_ok=True)
-
-
-def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
-    """Tells whether the folder holds this run already; False: it holds nothing to keep."""
-    for model in (config.target, config.init_draft):
-        if model is not None and real_path(model).is_relative_to(real_path(path)):
-            raise UserError(f"output {path} holds {model}, which is needed; name another folder")
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return False
-    saved = _saved_config(path)
-    if saved is None:
-        if (path / "checkpoints").is_dir():
-            raise UserError(
-                f"output {path} holds checkpoints, but its config.yaml is missing or damaged; put "
-                "that back, or name another folder"
-            )
-        raise UserError(f"output {path} is not empty and not a training run; name another folder")
-    wanted = config_to_dict(config)
-    for key in _FREE_KEYS & wanted.keys():
-        saved[key] = wanted[key]
-    different = _differences(saved, wanted)
-    if different and not overwrite:
-        raise UserError(
-            f"output {path} holds a run with another config ({different[0]}); "
-            "name another folder, or start from scratch with --overwrite"
-        )
-    return not overwrite
-
-
-def _write_config(path: AnyPath, config: TrainConfig) -> None:
-    write_file(path / "config.yaml", yaml.safe_dump(config_to_dict(config), sort_keys=False))
-
-
-def _saved_config(path: AnyPath) -> dict[str, Any] | None:
-    """Reads the config of the run in a folder; None without one."""
-    try:
-        saved = parse_yaml(read_text(path / "config.yaml"))
-    except (OSError, ValueError):
-        return None
-    return saved if isinstance(saved, dict) and "stage" in saved else None
-
-
-def _differences(saved: Any, wanted: Any, key: str = "") -> list[str]:
-    if isinstance(saved, dict) and isinstance(wanted, dict):
-        names = [*wanted, *(name for name in saved if name not in wanted)]
-        return [
-            line
-            for name in names
-            for line in _differences(saved.get(name), wanted.get(name), f"{key}.{name}".strip("."))
-        ]
-    return [] if saved == wanted else [f"{key}: saved {shorten(saved)}, asked {shorten(wanted)}"]
 
 
 class RunFolder:

@@ -8,4 +8,6 @@ text.py       tokens -> text that may be shown; stop strings
 dialogue.py   prompt files, and conversations whose every turn the target answers
 device.py     defaults of the device; draft trees per batch size; memory
 trees.py      files of draft trees per batch size, those that were tuned for a draft among them
+steps.py      compiled calls: whole batches, and some rounds at a time
+slots.py      a batch whose texts come and go; scheduler.py fills it, streams.py is what comes out
 """

@@ -10,13 +10,11 @@
 Texts are those of `Engine.generate` with the same settings and seed, whatever else is decoded.
 """
 
-import asyncio
 import logging
-import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,11 +23,12 @@ from typing import Any
 import jax
 
 from poss_jax.config.reading import UserError
-from poss_jax.engine.answers import Chunk, Landed, LiveAnswer
+from poss_jax.engine.answers import Chunk, Landed
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from poss_jax.engine.slots import Slots
 from poss_jax.engine.steps import Landing, Pace, count_rounds, read_landing
+from poss_jax.engine.streams import Stream
 from poss_jax.shapes import Params
 
 _LOG = logging.getLogger(__package__)
@@ -67,110 +66,6 @@ class Stats:
     prompt_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     compilations: int = 0
-
-
-class Stream:
-    """The answer to one request, chunk by chunk; the last chunk holds the whole answer.
-
-    Attributes:
-      prompt: the request.
-    """
-
-    def __init__(
-        self, prompt: PreparedPrompt, answer: LiveAnswer, *, has_logprobs: bool, deadline: float
-    ) -> None:
-        self.prompt = prompt
-        self._answer = answer
-        self._has_logprobs = has_logprobs
-        self._deadline = deadline
-        self._chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
-        self._wake: Callable[[], None] = lambda: None
-        self._quiet_until = 0.0  # time before which only the end of the answer wakes
-        self._is_cancelled = False
-
-    def cancel(self) -> None:
-        """Ends the answer with the next round; from any thread."""
-        self._is_cancelled = True
-
-    def __iter__(self) -> Iterator[Chunk]:
-        chunk = None
-        while chunk is None or chunk.answer is None:
-            chunk = _unwrap(self._chunks.get())
-            yield chunk
-
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
-        async for item in merge([self]):
-            assert item is not None
-            yield item[1]
-
-    def _put(self, chunk: Chunk | Exception) -> None:
-        self._chunks.put(chunk)
-        is_end = isinstance(chunk, Exception) or chunk.answer is not None
-        if is_end or time.monotonic() >= self._quiet_until:
-            self._wake()
-
-    def _take(self) -> Chunk | None:
-        """All chunks that are there, as one."""
-        whole = None
-        while not self._chunks.empty():
-            chunk = self._chunks.get()
-            if whole is not None and isinstance(chunk, Exception):
-                self._put(chunk)  # to be raised once the text before it is delivered
-                return whole
-            chunk = _unwrap(chunk)
-            whole = chunk if whole is None else whole + chunk
-        return whole
-
-    def _is_overdue(self) -> bool:
-        return self._is_cancelled or time.monotonic() > self._deadline
-
-
-async def merge(
-    streams: Sequence[Stream], *, patience: float | None = None, interval: float = 0.0
-) -> AsyncIterator[tuple[int, Chunk] | None]:
-    """Yields chunks of several answers with their indices as they come; None if none came for long.
-
-    Args:
-      streams: the answers; nobody else may read them.
-      patience: seconds after which None is yielded; None: never.
-      interval: seconds for which chunks of an answer are gathered into one. Its first chunk and its
-        last do not wait.
-
-    Raises:
-      Closed: decoding failed.
-    """
-    loop, has_more = asyncio.get_running_loop(), asyncio.Event()
-
-    def wake() -> None:
-        with suppress(RuntimeError):  # the loop is closed; nobody waits
-            loop.call_soon_threadsafe(has_more.set)
-
-    for stream in streams:
-        stream._wake = wake
-    num_open = len(streams)
-    while num_open:
-        has_more.clear()
-        chunks = [(index, chunk) for index, one in enumerate(streams) if (chunk := one._take())]
-        for index, chunk in chunks:
-            num_open -= chunk.answer is not None
-            yield index, chunk
-        now = time.monotonic()
-        for index, _ in chunks:
-            streams[index]._quiet_until = now + interval
-        quiet = [stream._quiet_until - now for stream in streams if stream._quiet_until > now]
-        try:
-            async with asyncio.timeout(min(quiet, default=patience)):
-                if num_open:
-                    await has_more.wait()
-        except TimeoutError:
-            if not quiet:
-                yield None
-
-
-def _unwrap(chunk: Chunk | Exception) -> Chunk:
-    if isinstance(chunk, Exception):
-        raise chunk
-    return chunk
 
 
 class Scheduler:
@@ -346,7 +241,7 @@ class Scheduler:
             with self._changed:
                 self._error = error
                 for stream in [*self._waiting, *self._streams()]:
-                    stream._put(Closed("decoding failed"))
+                    stream.put(Closed("decoding failed"))
                 self._changed.notify_all()
         finally:
             if isinstance(self._steps, Leader):
@@ -395,18 +290,18 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         """Ends the requests that were cancelled or are overdue."""
         with self._changed:
-            overdue = [stream for stream in self._waiting if stream._is_overdue()]
+            overdue = [stream for stream in self._waiting if stream.is_overdue()]
             for stream in overdue:
                 self._waiting.remove(stream)
         for stream in overdue:
-            self._end(stream, stream._answer.cancel())
-        if self._reading is not None and self._reading[0]._is_overdue():
+            self._end(stream, stream.answer.cancel())
+        if self._reading is not None and self._reading[0].is_overdue():
             stream, self._reading = self._reading[0], None
-            self._end(stream, stream._answer.cancel())
+            self._end(stream, stream.answer.cancel())
         for slot, stream in enumerate(self._active):
-            if stream is not None and stream._is_overdue():
+            if stream is not None and stream.is_overdue():
                 self._active[slot] = None
-                self._end(stream, stream._answer.cancel())
+                self._end(stream, stream.answer.cancel())
 
     def _num_parts(self) -> int:
         """Parts of prompts to read before the next round.
@@ -474,7 +369,7 @@ class Scheduler:
         texts = {slot: stream for slot, stream in enumerate(self._active) if stream is not None}
         program = self._slots.choose_program(
             [stream.prompt for stream in texts.values()],
-            has_logprobs=any(stream._has_logprobs for stream in texts.values()),
+            has_logprobs=any(stream.has_logprobs for stream in texts.values()),
         )
         is_awaited = self._reading or (self._waiting and len(texts) < self.num_slots)
         num_rounds = 1 if is_awaited else self._pace.num_rounds
@@ -493,7 +388,7 @@ class Scheduler:
         self.stats.rounds += num_rounds
         self._pace.landed(num_rounds, begun)
         for slot, stream in texts.items():
-            if slots[slot] and not stream._answer.is_ended:
+            if slots[slot] and not stream.answer.is_ended:
                 self._deliver(stream, slots[slot])
 
     def _deliver(self, stream: Stream, rounds: Sequence[Landed]) -> None:
@@ -501,15 +396,15 @@ class Scheduler:
         chunk = Chunk([], [], [])
         for landed in rounds:
             if chunk.answer is None:
-                chunk += stream._answer.land(landed)
+                chunk += stream.answer.land(landed)
                 self.stats.drafts += bool(landed.num_offered)
                 self.stats.drafted += landed.num_offered or 0
-        if not stream._has_logprobs:
+        if not stream.has_logprobs:
             chunk = replace(chunk, logprobs=())
         self.stats.tokens += len(chunk.output_ids)
         self.stats.accepted.update(depth for depth in chunk.depths if depth)
         if chunk.answer is None:
-            stream._put(chunk)
+            stream.put(chunk)
             return
         if stream in self._active:
             self._active[self._active.index(stream)] = None
@@ -518,7 +413,7 @@ class Scheduler:
     def _end(self, stream: Stream, chunk: Chunk) -> None:
         assert chunk.answer is not None
         self.stats.finished[chunk.answer.stop_reason] += 1
-        stream._put(chunk)
+        stream.put(chunk)
 
     # ----------------------------------------------------------------------------------------------
     # Compilation

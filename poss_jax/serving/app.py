@@ -27,8 +27,9 @@ from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.paths import as_path
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler, Stream, merge
+from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.slots import Slots
+from poss_jax.engine.streams import Stream, merge
 from poss_jax.program.options import load_engine
 from poss_jax.serving.guard import PATIENCE, Guard
 from poss_jax.serving.metrics import Metrics
