@@ -17,8 +17,6 @@ from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
 from poss_jax.model.target import init_target, stack_layers
 
-pytestmark = pytest.mark.optimised
-
 # Wide heads and a small layer, so that the versions are what there is most of.
 LLAMA = tiny_llama(hidden_size=128, intermediate_size=128, head_dim=32, num_layers=2)
 B, T = 2, 512
