@@ -20,7 +20,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.device import default_tree
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.text import Piece, TextStream
 from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
 from poss_jax.program.options import at_least, check_writable, read_arguments
 from poss_jax.program.running import run_program
@@ -44,7 +45,7 @@ from .answer_files import write_answer_files
 from .autotune import format_tuning, tree_name, tune
 from .drift import study
 from .drift_report import format_report as format_drift
-from .journal import SETTINGS, Answer, Cell, Journal, Key, make_turn
+from .journal import SETTINGS, Answer, Cell, Journal, Key, Turn, make_turn
 from .lossless import check_lossless, format_check
 from .measure import (
     AUTOREGRESSIVE,
@@ -171,6 +172,7 @@ def _summarise(
     journal: Journal,
 ) -> Iterator[dict[str, Any]]:
     """Yields the numbers of every set and temperature, over all its seeds."""
+    engine = decoders[0].engine
     for (name, temperature), group in groupby(dialogues, lambda cell: cell[:2]):
         cells = list(group)
         grids = {
@@ -183,30 +185,43 @@ def _summarise(
             )
             for decoder in decoders
         }
+        shown = {
+            decoder.name: journal.answers[Key(cells[0], 0, decoder.name, 0)].turns[0]
+            for decoder in decoders[1:]
+        }
         about = {
             "set": name,
             "temperature": temperature,
             "seeds": [cell.seed for cell in cells],
-            "example": _show_example(decoders, dialogues[cells[0]][0]),
+            "example": _show_example(engine, dialogues[cells[0]][0].prompt, shown),
         }
         yield about | summarise_group(grids, AUTOREGRESSIVE)
 
 
-def _show_example(decoders: Sequence[Decoder], dialogue: Dialogue) -> dict[str, Any]:
-    """Answers the first turn of a question with every draft, and keeps what it proposed."""
-    engine, prompt = decoders[0].engine, dialogue.prompt
+def _show_example(
+    engine: Engine, prompt: PreparedPrompt | None, turns: dict[str, Turn]
+) -> dict[str, Any]:
+    """Shows the answers to a prompt with the depth at which each token was drafted."""
     if engine.tokenizer is None or prompt is None:
         return {}
-    answers = {
-        decoder.name: [
-            list(piece) for chunk in decoder.engine.decode_rounds(prompt) for piece in chunk.pieces
-        ]
-        for decoder in decoders[1:]
-    }
     return {
         "prompt": engine.tokenizer.decode(prompt.ids, skip_special_tokens=True),
-        "answers": answers,
+        "answers": {name: list(map(list, _pieces(engine, turn))) for name, turn in turns.items()},
     }
+
+
+def _pieces(engine: Engine, turn: Turn) -> list[Piece]:
+    """Splits an answer into the texts of its tokens."""
+    stream = TextStream(engine.tokenizer)
+    rounds = ([*range(1, count + 1), 0] for count in turn.accepted)
+    depths = chain([0], *rounds)  # the first token is from the prompt
+    pieces = [
+        piece
+        for token, depth in zip(turn.output_ids, depths, strict=False)
+        if token not in engine.stop_ids
+        for piece in stream.push(token, depth=depth)
+    ]
+    return pieces + stream.finish()
 
 
 def _describe_methods(decoders: Sequence[Decoder], prompt: PreparedPrompt) -> dict[str, Any]:
