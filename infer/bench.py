@@ -35,6 +35,7 @@ from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.device import default_tree
 from poss_jax.engine.dialogue import Dialogue
+from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.text import Piece, TextStream
 from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
