@@ -194,15 +194,25 @@ def _summarise(
             "set": name,
             "temperature": temperature,
             "seeds": [cell.seed for cell in cells],
-            "example": _show_example(engine, dialogues[cells[0]][0].prompt, shown),
+            "example": show_example(engine, dialogues[cells[0]][0].prompt, shown),
         }
         yield about | summarise_group(grids, AUTOREGRESSIVE)
 
 
-def _show_example(
+def show_example(
     engine: Engine, prompt: PreparedPrompt | None, turns: dict[str, Turn]
 ) -> dict[str, Any]:
-    """Shows the answers to a prompt with the depth at which each token was drafted."""
+    """Splits answers to a prompt into what their tokens added, for the report.
+
+    Args:
+      engine: gives the tokenizer.
+      prompt: the prompt; without one, or without a tokenizer, there is nothing to show.
+      turns: an answer per draft.
+
+    Returns:
+      The text of the prompt, and of every answer (text, depth) per piece: the position that it was
+      drafted at, 0 for the target's own.
+    """
     if engine.tokenizer is None or prompt is None:
         return {}
     return {

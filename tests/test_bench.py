@@ -28,9 +28,9 @@ from programs import (
 from infer import bench as program
 from infer import page as page_module
 from infer.answer_files import write_answer_files
-from infer.bench import main
+from infer.bench import main, show_example
 from infer.costs import Device
-from infer.journal import Answer, Cell, Journal, Key, Turn
+from infer.journal import Answer, Cell, Journal, Key, Turn, make_turn
 from infer.measure import load_decoders, play
 from infer.page import write_page
 from infer.phases import phases_to_round
@@ -373,8 +373,23 @@ def test_bench_by_flags(
         assert (value(rows["acceptance_length"]) > 1.2) == drafts
         assert (method["memory"]["draft_parameters"] > 0) == drafts
     assert value(group["methods"]["autoregressive"]["all"]["speed_up"]) == 1
+    assert list(group["example"]["answers"]) == ["PosS-2"]
     assert min(report["autoregressive_step_milliseconds"].values()) > 0
     assert set(report["roofline"]) == {"device", "flops_by_rows"}
+
+
+def test_the_example_is_what_a_stream_shows(runs: Runs) -> None:
+    model = runs.model("poss2")
+    engine = Engine.load(
+        runs.model("target"), draft=model, tree=TreeConfig(depth=3, top_k=2, total_tokens=6)
+    )
+    prompt = engine.prepare("def area_7", max_new_tokens=N)
+    chunks = list(engine.decode_rounds(prompt))
+    streamed = [list(piece) for chunk in chunks for piece in chunk.pieces]
+    assert chunks[-1].answer is not None
+    turn = make_turn(chunks[-1].answer, seconds=1.0, first_token_seconds=1.0)
+    assert show_example(engine, prompt, {"PosS-2": turn})["answers"] == {"PosS-2": streamed}
+    assert any(depth > 1 for _, depth in streamed)
 
 
 def test_roofline_is_measured_anew_and_shown(
