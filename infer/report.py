@@ -53,12 +53,12 @@ def _describe_sampling(config: dict[str, Any]) -> list[str]:
 
 def _describe_group(group: dict[str, Any]) -> list[str]:
     seeds = f", seeds {group['seeds']}" if group["temperature"] else ""
-    looping = group["looping_questions"]
+    num_looping = len(group["looping_questions"])
     return [
         f"## {group['set']}, temperature {group['temperature']:g}",
         "",
-        f"{group['questions']} questions{seeds}; {len(looping)} of them loop (distinct 4-grams "
-        f"below {LOOPING_BELOW})" + (f": {looping}" if looping else ""),
+        f"{group['questions']} questions{seeds}; {num_looping} of them loop (distinct 4-grams "
+        f"below {LOOPING_BELOW})",
         "",
     ]
 

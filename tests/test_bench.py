@@ -221,7 +221,7 @@ def test_report_is_printed_as_tables() -> None:
 
 ## made up, temperature 0
 
-2 questions; 1 of them loop (distinct 4-grams below 0.5): [1]
+2 questions; 1 of them loop (distinct 4-grams below 0.5)
 
 | method | acceptance length | pooled | tokens/s | speed-up | pos 1 | pos 2 | pos 3 | pos 4 | \
 first token ms | p90 | ms per token | p90 | equal |
