@@ -87,8 +87,6 @@ def bench(
     }
     folder = Path(config.output) if config.output else None
     journal = Journal(folder, _settings(config, decoders, sets), from_scratch=from_scratch)
-    for decoder in tqdm(decoders, desc="compile"):
-        decoder.compile([one for few in dialogues.values() for one in few])
     keys = [
         Key(cell, repeat, decoder.name, index)
         for cell, few in dialogues.items()
@@ -96,13 +94,18 @@ def bench(
         for decoder in decoders
         for index in range(len(few))
     ]
+    at_work = {key.method for key in journal.missing(keys)} | {
+        decoder.name for decoder in decoders if decoder.name not in journal.methods
+    }
+    for decoder in tqdm([one for one in decoders if one.name in at_work], desc="compile"):
+        decoder.compile([one for few in dialogues.values() for one in few])
     _answer_missing(keys, decoders, sets, dialogues, journal)
     report = {
         "baseline": AUTOREGRESSIVE,
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
         "groups": list(_summarise(config, decoders, dialogues, journal)),
-        **_describe_methods(decoders, first_prompts(next(iter(dialogues.values())))[0]),
+        **_describe_methods(decoders, first_prompts(next(iter(dialogues.values())))[0], journal),
     }
     if config.drift:
         report["drift"] = study(config.by_depth)
@@ -235,21 +238,23 @@ def _pieces(engine: Engine, turn: Turn) -> list[Piece]:
     return pieces + stream.finish()
 
 
-def _describe_methods(decoders: Sequence[Decoder], prompt: PreparedPrompt) -> dict[str, Any]:
+def _describe_methods(
+    decoders: Sequence[Decoder], prompt: PreparedPrompt, journal: Journal
+) -> dict[str, Any]:
     """Measures what does not depend on the questions: phases, floors, memory, a bare step."""
     roofline = find_roofline()
-    methods = {
-        decoder.name: {
-            "compile_seconds": decoder.compile_seconds,
-            "first_token_seconds": decoder.first_token_seconds,
-            "memory": count_memory(decoder.engine),
-            **measure_card(decoder.engine, prompt, roofline.device),
-        }
-        for decoder in decoders
-    }
+    for decoder in decoders:
+        if decoder.name not in journal.methods:
+            numbers = {
+                "compile_seconds": decoder.compile_seconds,
+                "first_token_seconds": decoder.first_token_seconds,
+                "memory": count_memory(decoder.engine),
+                **measure_card(decoder.engine, prompt, roofline.device),
+            }
+            journal.describe(decoder.name, numbers)
     steps = measure_steps(decoders[0].engine, prompt, roofline.device)
     return {
-        "methods": methods,
+        "methods": {decoder.name: journal.methods[decoder.name] for decoder in decoders},
         "autoregressive_step_milliseconds": steps,
         "roofline": asdict(roofline),
     }

@@ -10,7 +10,7 @@ from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Generation
 
-SETTINGS, ANSWERS = "bench.json", "answers.jsonl"
+SETTINGS, ANSWERS, METHODS = "bench.json", "answers.jsonl", "methods.json"
 
 
 class Cell(NamedTuple):
@@ -114,10 +114,11 @@ class Answer:
 
 
 class Journal:
-    """The answers of a benchmark, in memory and, with a folder, in a file.
+    """What a benchmark has measured, in memory and, with a folder, in files.
 
     Attributes:
       answers: what was answered so far, by place.
+      methods: what was measured of drafts and baseline beside their answers, by name.
     """
 
     def __init__(
@@ -135,23 +136,33 @@ class Journal:
           UserError: the folder holds a run of other settings, or a damaged answer.
         """
         self.answers: dict[Key, Answer] = {}
-        self._path = folder and folder / ANSWERS
+        self.methods: dict[str, dict[str, Any]] = {}
+        self._folder = folder
         if folder is None:
             return
         if (folder / SETTINGS).is_file() and not from_scratch:
             _update_settings(folder, settings)
             self.answers = {answer.key: answer for answer in _read_whole_lines(folder / ANSWERS)}
+            if (folder / METHODS).is_file():
+                self.methods = json.loads((folder / METHODS).read_text(encoding="utf-8"))
             return
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ANSWERS).unlink(missing_ok=True)
+        for name in (ANSWERS, METHODS):
+            (folder / name).unlink(missing_ok=True)
         _write_settings(folder, settings)
 
     def add(self, answer: Answer) -> None:
         """Takes in an answer, and writes it to the file before it returns."""
         self.answers[answer.key] = answer
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
+        if self._folder is not None:
+            with (self._folder / ANSWERS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(answer)) + "\n")
+
+    def describe(self, name: str, numbers: dict[str, Any]) -> None:
+        """Takes in what was measured of a method beside its answers, JSON-compatible."""
+        self.methods[name] = numbers
+        if self._folder is not None:
+            write_file(self._folder / METHODS, json.dumps(self.methods, indent=2) + "\n")
 
     def missing(self, keys: Iterable[Key]) -> Iterator[Key]:
         """Yields those keys that have no answer yet."""

@@ -31,7 +31,7 @@ from infer.answer_files import write_answer_files
 from infer.bench import main, show_example
 from infer.costs import Device
 from infer.journal import Answer, Cell, Journal, Key, Turn, make_turn
-from infer.measure import load_decoders, play
+from infer.measure import Decoder, load_decoders, play
 from infer.page import write_page
 from infer.phases import phases_to_round
 from infer.questions import first_prompts, read_hub, read_questions, read_sets
@@ -548,6 +548,7 @@ def test_a_benchmark_can_be_given_more(
     prompts: str,
     uninterrupted: dict[str, Any],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     output = ["--output", str(tmp_path / "report")]
@@ -555,9 +556,19 @@ def test_a_benchmark_can_be_given_more(
     few = [*first[:2], *first[4:6], *"--temperatures 1 --seeds 4 --repeats 1".split(), *TREE]
     for arguments in ([*few, "--max-new-tokens", str(N)], first):
         main([*arguments, *output])
-    assert table(json.loads(capsys.readouterr().out.splitlines()[-1])) == table(uninterrupted)
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert table(report) == table(uninterrupted)
     lines = (tmp_path / "report" / "answers.jsonl").read_text().splitlines()
     assert len(lines) == 18  # those of the first run were kept
+
+    def again(*args: Any) -> None:
+        pytest.fail("what is complete is neither compiled nor measured again")
+
+    monkeypatch.setattr(Decoder, "compile", again)
+    monkeypatch.setattr(program, "measure_card", again)
+    main([*first, *output])
+    known = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (known["methods"], known["groups"]) == (report["methods"], report["groups"])
 
 
 @pytest.mark.slow
