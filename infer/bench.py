@@ -20,7 +20,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,7 @@ from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.device import default_tree
 from poss_jax.engine.dialogue import Dialogue
-from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.text import Piece, TextStream
 from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
 from poss_jax.program.options import at_least, check_writable, read_arguments
 from poss_jax.program.running import run_program
@@ -46,7 +44,7 @@ from .answer_files import write_answer_files
 from .autotune import format_tuning, tree_name, tune
 from .drift import study
 from .drift_report import format_report as format_drift
-from .journal import SETTINGS, Answer, Cell, Journal, Key, Turn, make_turn
+from .journal import SETTINGS, Answer, Cell, Journal, Key, make_turn
 from .lossless import check_lossless, format_check
 from .measure import (
     AUTOREGRESSIVE,
@@ -61,7 +59,7 @@ from .phases import measure_card
 from .questions import Question, first_prompts, make_dialogues, read_questions, read_sets
 from .report import check_output, format_card, format_report, write_report
 from .roofline import find_roofline, measure_roofline
-from .summary import make_grid, summarise_group
+from .summary import make_grid, show_example, summarise_group
 
 
 def bench(
@@ -200,42 +198,6 @@ def _summarise(
             "example": show_example(engine, dialogues[cells[0]][0].prompt, shown),
         }
         yield about | summarise_group(grids, AUTOREGRESSIVE)
-
-
-def show_example(
-    engine: Engine, prompt: PreparedPrompt | None, turns: dict[str, Turn]
-) -> dict[str, Any]:
-    """Splits answers to a prompt into what their tokens added, for the report.
-
-    Args:
-      engine: gives the tokenizer.
-      prompt: the prompt; without one, or without a tokenizer, there is nothing to show.
-      turns: an answer per draft.
-
-    Returns:
-      The text of the prompt, and of every answer (text, depth) per piece: the position that it was
-      drafted at, 0 for the target's own.
-    """
-    if engine.tokenizer is None or prompt is None:
-        return {}
-    return {
-        "prompt": engine.tokenizer.decode(prompt.ids, skip_special_tokens=True),
-        "answers": {name: list(map(list, _pieces(engine, turn))) for name, turn in turns.items()},
-    }
-
-
-def _pieces(engine: Engine, turn: Turn) -> list[Piece]:
-    """Splits an answer into the texts of its tokens."""
-    stream = TextStream(engine.tokenizer)
-    rounds = ([*range(1, count + 1), 0] for count in turn.accepted)
-    depths = chain([0], *rounds)  # the first token is from the prompt
-    pieces = [
-        piece
-        for token, depth in zip(turn.output_ids, depths, strict=False)
-        if token not in engine.stop_ids
-        for piece in stream.push(token, depth=depth)
-    ]
-    return pieces + stream.finish()
 
 
 def _describe_methods(

@@ -4,14 +4,17 @@ docs/metrics.md has the formulas.
 """
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
 
 from poss_jax.decode.metrics import distinct_ngram_share
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.text import Piece, TextStream
 
-from .journal import Answer, Cell, Key
+from .journal import Answer, Cell, Key, Turn
 from .statistics import compare, estimate, share
 
 LOOPING_BELOW = 0.5
@@ -205,3 +208,39 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 def _mean(accepted: list[int]) -> float:
     return float(np.mean(accepted)) + 1 if accepted else np.nan
+
+
+def show_example(
+    engine: Engine, prompt: PreparedPrompt | None, turns: dict[str, Turn]
+) -> dict[str, Any]:
+    """Splits answers to a prompt into what their tokens added, for the report.
+
+    Args:
+      engine: gives the tokenizer.
+      prompt: the prompt; without one, or without a tokenizer, there is nothing to show.
+      turns: an answer per draft.
+
+    Returns:
+      The text of the prompt, and of every answer (text, depth) per piece: the position that it was
+      drafted at, 0 for the target's own.
+    """
+    if engine.tokenizer is None or prompt is None:
+        return {}
+    return {
+        "prompt": engine.tokenizer.decode(prompt.ids, skip_special_tokens=True),
+        "answers": {name: list(map(list, _pieces(engine, turn))) for name, turn in turns.items()},
+    }
+
+
+def _pieces(engine: Engine, turn: Turn) -> list[Piece]:
+    """Splits an answer into the texts of its tokens."""
+    stream = TextStream(engine.tokenizer)
+    rounds = ([*range(1, count + 1), 0] for count in turn.accepted)
+    depths = chain([0], *rounds)  # the first token is from the prompt
+    pieces = [
+        piece
+        for token, depth in zip(turn.output_ids, depths, strict=False)
+        if token not in engine.stop_ids
+        for piece in stream.push(token, depth=depth)
+    ]
+    return pieces + stream.finish()

@@ -28,7 +28,7 @@ from programs import (
 from infer import bench as program
 from infer import page as page_module
 from infer.answer_files import write_answer_files
-from infer.bench import main, show_example
+from infer.bench import main
 from infer.costs import Device
 from infer.journal import Answer, Cell, Journal, Key, Turn, make_turn
 from infer.measure import Decoder, load_decoders, play
@@ -37,7 +37,7 @@ from infer.phases import phases_to_round
 from infer.questions import first_prompts, read_hub, read_questions, read_sets
 from infer.report import format_card, format_report
 from infer.roofline import Roofline
-from infer.summary import make_grid, summarise_group
+from infer.summary import make_grid, show_example, summarise_group
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
 from poss_jax.config.models import CPU_TREE, TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
