@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed-$(TAG)-$(shell cat pyproject.toml $(LOCK) | cksum | 
 BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
 TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
 
-# Steps of training take large buffers anew; large pages spare a CPU most of what that costs.
+# Every step of training asks the system for large buffers; large pages make that cheaper.
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
