@@ -114,7 +114,7 @@ class Answer:
 
 
 class Journal:
-    """What a benchmark has measured, in memory and, with a folder, in files.
+    """Measurements of a benchmark, in memory and, with a folder, in files.
 
     Attributes:
       answers: what was answered so far, by place.
