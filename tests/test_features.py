@@ -80,6 +80,7 @@ def online_rounded(config: str, *arguments: str) -> None:
         main(["--config", config, *arguments])
 
 
+@pytest.mark.optimised  # as users compile: bits of two programs are compared
 @pytest.mark.slow
 def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
