@@ -188,7 +188,7 @@ def _summarise(
             for decoder in decoders
         }
         shown = {
-            decoder.name: journal.answers[Key(cells[0], 0, decoder.name, 0)].turns[0]
+            decoder.name: journal.answers[Key(cells[0], 0, decoder.name, 0)]
             for decoder in decoders[1:]
         }
         about = {

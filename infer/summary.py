@@ -211,14 +211,14 @@ def _mean(accepted: list[int]) -> float:
 
 
 def show_example(
-    engine: Engine, prompt: PreparedPrompt | None, turns: dict[str, Turn]
+    engine: Engine, prompt: PreparedPrompt | None, answers: dict[str, Answer]
 ) -> dict[str, Any]:
-    """Splits answers to a prompt into what their tokens added, for the report.
+    """Splits the first answers to a question into what their tokens added, for the report.
 
     Args:
       engine: gives the tokenizer.
-      prompt: the prompt; without one, or without a tokenizer, there is nothing to show.
-      turns: an answer per draft.
+      prompt: its first turn; without one, or without a tokenizer, there is nothing to show.
+      answers: answers by draft.
 
     Returns:
       The text of the prompt, and of every answer (text, depth) per piece: the position that it was
@@ -228,11 +228,14 @@ def show_example(
         return {}
     return {
         "prompt": engine.tokenizer.decode(prompt.ids, skip_special_tokens=True),
-        "answers": {name: list(map(list, _pieces(engine, turn))) for name, turn in turns.items()},
+        "answers": {
+            name: list(map(list, _pieces(engine, prompt, answer.turns[0])))
+            for name, answer in answers.items()
+        },
     }
 
 
-def _pieces(engine: Engine, turn: Turn) -> list[Piece]:
+def _pieces(engine: Engine, prompt: PreparedPrompt, turn: Turn) -> list[Piece]:
     """Splits an answer into the texts of its tokens."""
     stream = TextStream(engine.tokenizer)
     rounds = ([*range(1, count + 1), 0] for count in turn.accepted)
@@ -240,7 +243,7 @@ def _pieces(engine: Engine, turn: Turn) -> list[Piece]:
     pieces = [
         piece
         for token, depth in zip(turn.output_ids, depths, strict=False)
-        if token not in engine.stop_ids
+        if token not in engine.stop_ids_of(prompt)
         for piece in stream.push(token, depth=depth)
     ]
     return pieces + stream.finish()

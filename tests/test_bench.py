@@ -388,7 +388,9 @@ def test_the_example_is_what_a_stream_shows(runs: Runs) -> None:
     streamed = [list(piece) for chunk in chunks for piece in chunk.pieces]
     assert chunks[-1].answer is not None
     turn = make_turn(chunks[-1].answer, seconds=1.0, first_token_seconds=1.0)
-    assert show_example(engine, prompt, {"PosS-2": turn})["answers"] == {"PosS-2": streamed}
+    answer = Answer(Key(CELL, 0, "PosS-2", 0), "q0", "writing", [turn])
+    assert show_example(engine, prompt, {"PosS-2": answer})["answers"] == {"PosS-2": streamed}
+    assert show_example(engine, None, {"PosS-2": replace(answer, turns=[])}) == {}
     assert any(depth > 1 for _, depth in streamed)
 
 
