@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from poss_jax.checkpoint.whole import write_file
+from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Generation
 
@@ -133,7 +134,7 @@ class Journal:
           from_scratch: whether answers that the folder holds are dropped.
 
         Raises:
-          UserError: the folder holds a run of other settings, or a damaged answer.
+          UserError: the folder holds a run of other settings, or a damaged file.
         """
         self.answers: dict[Key, Answer] = {}
         self.methods: dict[str, dict[str, Any]] = {}
@@ -144,7 +145,9 @@ class Journal:
             _update_settings(folder, settings)
             self.answers = {answer.key: answer for answer in _read_whole_lines(folder / ANSWERS)}
             if (folder / METHODS).is_file():
-                self.methods = json.loads((folder / METHODS).read_text(encoding="utf-8"))
+                self.methods = _read_whole_file(
+                    folder / METHODS, "remove it, and the methods are measured again"
+                )
             return
         folder.mkdir(parents=True, exist_ok=True)
         for name in (ANSWERS, METHODS):
@@ -175,7 +178,7 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 def _update_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Adds the names that are new, and refuses what differs."""
-    known = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    known = _read_whole_file(folder / SETTINGS, "give --overwrite to start from scratch")
     wanted = json.loads(json.dumps(settings))
     keys = {*known, *wanted}
     if differing := sorted(key for key in keys if _differ(known.get(key), wanted.get(key))):
@@ -191,6 +194,16 @@ def _differ(known: Any, wanted: Any) -> bool:
     if isinstance(known, dict) and isinstance(wanted, dict):
         return any(known[name] != wanted[name] for name in known.keys() & wanted.keys())
     return known != wanted
+
+
+def _read_whole_file(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        value = parse_json(path.read_bytes())
+        if not isinstance(value, dict):
+            raise JsonError(f"a {type(value).__name__}")
+    except JsonError as error:
+        raise UserError(f"{path}: want a JSON object, got {error}; {remedy}") from error
+    return value
 
 
 def _read_whole_lines(path: Path) -> Iterator[Answer]:

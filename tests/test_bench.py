@@ -316,6 +316,18 @@ def test_a_journal_of_something_else_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path, {"a": 1, "b": 2})
 
 
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"'])
+def test_damaged_files_of_a_journal_are_named(tmp_path: Path, content: str) -> None:
+    Journal(tmp_path, {"a": 1})
+    (tmp_path / "methods.json").write_text(content)
+    with pytest.raises(UserError, match=r"methods.json: want a JSON object, got .*; remove it"):
+        Journal(tmp_path, {"a": 1})
+    (tmp_path / "bench.json").write_text(content)
+    with pytest.raises(UserError, match=r"bench.json: want a JSON object, got .*--overwrite"):
+        Journal(tmp_path, {"a": 1})
+    Journal(tmp_path, {"a": 1}, from_scratch=True)
+
+
 def test_drafts_may_be_added_to_a_journal(tmp_path: Path) -> None:
     for names in ({"x": 1}, {"y": 2}, {"x": 1, "y": 2, "z": 3}):
         Journal(tmp_path, {"a": 1, "drafts": names})

@@ -160,7 +160,7 @@ def test_file_in_the_way_is_refused(tmp_path: Path, output: str) -> None:
     assert files(tmp_path) == {"file": "text"}
 
 
-@pytest.mark.parametrize("key", ["target", "init_draft"])
+@pytest.mark.parametrize("key", ["target", "init_target", "init_draft"])
 def test_run_does_not_overwrite_the_model_it_starts_from(tmp_path: Path, key: str) -> None:
     start(config_for(tmp_path / "a"))
     before = files(tmp_path)

@@ -21,7 +21,8 @@ from poss_jax.serving.requests import ChatRequest, CompletionRequest
 
 KEY = "secret"
 PATIENCE = 1.5
-LONG = {"model": MODEL, "prompt": "def area_7", "max_tokens": 200, "ignore_eos": True}
+ENDLESS = {"ignore_eos": True}
+LONG = {"model": MODEL, "prompt": "def area_7", "max_tokens": 200} | ENDLESS
 AUTH = f"authorization: Bearer {KEY}"
 
 
@@ -86,7 +87,7 @@ def post(served: Served, body: Any, path: str = "/v1/completions") -> Any:
 @pytest.mark.usefixtures("slow")
 def test_a_client_that_leaves_a_stream_frees_its_slot(served: Served) -> None:
     stream = served.client(api_key=KEY).completions.create(
-        model=MODEL, prompt="def area_7", max_tokens=200, stream=True
+        model=MODEL, prompt="def area_7", max_tokens=200, stream=True, extra_body=ENDLESS
     )
     assert next(iter(stream)).choices[0].text
     assert is_running(served)

@@ -1,5 +1,6 @@
 """The target against `transformers`, and its ways through the cache against plain encoding."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,7 +16,7 @@ from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.decode.tree import make_tree, root_tree
 from poss_jax.model.cache import KVCache, init_cache
 from poss_jax.model.linear import linear
-from poss_jax.model.target import decode, encode, prefill, verify
+from poss_jax.model.target import decode, encode, insert_layers, prefill, verify
 
 LENGTHS, PROMPT_SIZE, NUM_STEPS, CHUNK = (5, 12), 14, 6, 4
 ENDS = tuple(length + NUM_STEPS for length in LENGTHS)
@@ -280,3 +281,18 @@ def test_bfloat16_stays_bfloat16(target):
         assert out.dtype == jnp.bfloat16
         error = np.asarray(out, np.float32) - want
         assert np.linalg.norm(error) < 0.02 * np.linalg.norm(want)  # 0.011 measured
+
+
+@pytest.mark.parametrize("num_layers", [2, 3, 5])
+def test_a_target_with_new_layers_is_the_target(num_layers: int) -> None:
+    params, tokens = random_target(CONFIG), random_tokens(CONFIG, 2, 12)
+    layers = insert_layers(params["layers"], num_layers)
+    old = {id(layer) for layer in params["layers"]}
+    assert [id(layer) in old for layer in layers] == {
+        2: [True, True],
+        3: [True, False, True],
+        5: [True, False, False, True, False],
+    }[num_layers]
+    grown = replace(CONFIG, num_layers=num_layers)
+    got = encode(stacked(params | {"layers": layers}), grown, tokens)
+    np.testing.assert_array_equal(got, encode(stacked(params), CONFIG, tokens))

@@ -1,6 +1,7 @@
-"""Options of a draft's step through the training program: what is shared, frozen, cut or narrow."""
+"""Options of training: what of a draft is shared, frozen or cut, and what a target starts from."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +10,24 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from programs import POSS2, Runs, config_file, metrics, refusal, tiny_runs
+from programs import (
+    POSS2,
+    TARGET,
+    Runs,
+    config_file,
+    copy_model,
+    metrics,
+    refusal,
+    tiny_runs,
+)
 
-from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.families import FAMILIES
+from train.devices import put_batch
 from train.main import main
 from train.stages import open_stage
 
@@ -126,4 +137,50 @@ def test_options_that_do_not_fit_are_refused(
     overrides = [text.format(poss2=runs.model("poss2")) for text in overrides]
     config = config_file(runs, tmp_path, POSS2)
     assert error in refusal(main, "--config", config, *overrides)
+    assert not (tmp_path / "run").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Targets that start from another
+
+
+def test_a_target_continues_another_with_more_layers(runs: Runs, tmp_path: Path) -> None:
+    start, model = runs.model("target"), TARGET["model"] | {"num_layers": 3}
+    values = TARGET | FEW_STEPS | {"init_target": start, "model": model}
+    config = load_config(TrainConfig, config_file(runs, tmp_path, values))
+    stage = open_stage(config, tmp_path / "stage")
+    batches = [put_batch(stage.validation_rows[:2], stage.mesh)]
+    metrics, _ = stage.validate(stage.init_params(), batches)
+    same = load_config(TrainConfig, config_file(runs, tmp_path, TARGET, init_target=start))
+    shorter = open_stage(same, tmp_path / "shorter")
+    assert metrics == shorter.validate(shorter.init_params(), batches)[0]
+
+    main(["--config", config_file(runs, tmp_path, values)])
+    record, trained = load_target(str(tmp_path / "run" / "model"))
+    _, before = load_target(start)
+    assert record.llama.num_layers == 3
+    assert record.tokenizer_sha256 == read_record(start).tokenizer_sha256
+    new = trained["layers"][1]
+    assert np.any(new["attention"]["o"]["weight"]) and np.any(new["mlp"]["down"]["weight"])
+    names = [("embed", "weight"), ("norm", "scale"), ("head", "weight")]
+    assert all((trained[part][name] != before[part][name]).any() for part, name in names)
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("init_target=nowhere", "model folder nowhere does not exist"),
+        ("init_target={poss2}", "poss2/model: want a target, got a draft"),
+        ("init_target={int8}", "int8 is quantised to int8; give the target it was made from"),
+        ("model.num_layers=1", "model.num_layers: want 2 as init_target .* has, got 1; only lay"),
+        ("model.hidden_size=64", "model.hidden_size: want 32 as init_target .* has, got 64"),
+    ],
+)
+def test_a_target_that_cannot_be_continued_is_refused(
+    runs: Runs, tmp_path: Path, override: str, error: str
+) -> None:
+    names = {"poss2": runs.model("poss2"), "int8": str(tmp_path / "int8")}
+    copy_model(runs.model("target"), tmp_path / "int8", quantised="int8")
+    config = config_file(runs, tmp_path, TARGET, init_target=runs.model("target"))
+    assert re.search(error, refusal(main, "--config", config, override.format(**names)))
     assert not (tmp_path / "run").exists()

@@ -144,7 +144,7 @@ def _copied(path: epath.Path) -> Iterator[epath.Path]:
 
 def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
     """Tells whether the folder holds this run already; False: it holds nothing to keep."""
-    for model in (config.target, config.init_draft):
+    for model in (config.target, config.init_target, config.init_draft):
         if model is not None and real_path(model).is_relative_to(real_path(path)):
             raise UserError(f"output {path} holds {model}, which is needed; name another folder")
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):

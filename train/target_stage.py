@@ -5,12 +5,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from poss_jax.checkpoint.folder import copy_tokenizer, load_target, read_target
 from poss_jax.checkpoint.record import new_record, target_identity
-from poss_jax.config.paths import AnyPath
+from poss_jax.config.paths import AnyPath, as_path
+from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.conversations import plain_texts
 from poss_jax.data.sources import load_documents
@@ -23,8 +26,9 @@ from poss_jax.learn.validation import (
     make_target_validation,
 )
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.target import init_target, stack_layers
-from poss_jax.shapes import Array, Params
+from poss_jax.model.parameters import place_weights
+from poss_jax.model.target import init_target, insert_layers, stack_layers
+from poss_jax.shapes import Params
 
 from .devices import (
     compile_on,
@@ -48,16 +52,20 @@ class TargetStage:
     def __init__(
         self, config: TrainConfig, folder: AnyPath, mesh: Mesh, *, with_weights: bool = True
     ) -> None:
-        del with_weights  # it starts from none
+        del with_weights  # it needs none before `init_params`
         assert config.model is not None
         load = functools.cache(lambda: load_documents(config.data))
         self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
         self.mesh = mesh
+        self._check_init_target()
         place = folder / _TOKENIZER
         if is_first_process() and not (place / "tokenizer.json").is_file():
-            texts = plain_texts(load().train)
-            train_tokenizer(texts, self.config.vocab_size, place)
-        meet("tokenizer trained")
+            if config.init_target is None:
+                train_tokenizer(plain_texts(load().train), self.config.vocab_size, place)
+            else:
+                place.mkdir(parents=True, exist_ok=True)
+                copy_tokenizer(as_path(config.init_target), place)
+        meet("tokenizer written")
         self.tokenizer = load_tokenizer(place)
         prepared = prepare_rows(folder, config, self.tokenizer, self.config.vocab_size, load)
         self.rows, self.validation_rows = prepared.train, prepared.validation
@@ -66,6 +74,25 @@ class TargetStage:
 
         validate = make_target_validation(self.config, config.step, self._dtype)
         self._validation = compile_on(mesh, validate)
+
+    def _check_init_target(self) -> None:
+        """Refuses a target to start from that is quantised, or has another shape than the run's."""
+        folder = self._run.init_target
+        if folder is None:
+            return
+        record = read_target(folder)
+        if record.quantised is not None:
+            raise UserError(
+                f"init_target {folder} is quantised to {record.quantised}; give the target it was "
+                "made from"
+            )
+        given, wanted = config_to_dict(record.llama), config_to_dict(self.config)
+        for name, value in wanted.items():
+            if value < given[name] if name == "num_layers" else value != given[name]:
+                raise UserError(
+                    f"model.{name}: want {given[name]} as init_target {folder} has, got {value}; "
+                    "only layers may be added"
+                )
 
     def write_features(self) -> None:
         """See `Stage`; a target has no use for any."""
@@ -77,11 +104,15 @@ class TargetStage:
     def init_params(self) -> Params:
         """See `Stage`."""
 
-        def init(key: Array) -> Params:
-            params = init_target(self.config, key)
-            return params | {"layers": stack_layers(params["layers"])}
+        def stack(params: Params) -> Params:
+            layers = insert_layers(params["layers"], self.config.num_layers)
+            return params | {"layers": stack_layers(layers)}
 
-        return make_on(self.mesh, init, self._key)
+        if self._run.init_target is None:
+            return make_on(self.mesh, lambda key: stack(init_target(self.config, key)), self._key)
+        place = place_weights(self.mesh)
+        _, params = load_target(self._run.init_target, jnp.float32, sharding=place)
+        return make_on(self.mesh, stack, params)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
         """See `Stage`."""

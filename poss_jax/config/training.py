@@ -230,6 +230,8 @@ class TrainConfig:
       stage: `target` trains a language model, `draft` the specialists of a frozen target.
       output: Folder of the run; the trained model is its subfolder `model`.
       model: Shape of the language model (stage target).
+      init_target: Model folder of a target to start from, with its tokenizer (stage target); model
+        may have more layers than it. null starts from scratch.
       target: Model folder of the frozen target (stage draft).
       init_draft: Model folder of a draft to start from (stage draft); null starts from scratch.
       allow_target_mismatch: Start from a draft that was made for other weights of the same shape.
@@ -266,6 +268,7 @@ class TrainConfig:
     stage: Literal["target", "draft"]
     output: str
     model: LlamaConfig | None = None
+    init_target: str | None = None
     target: str | None = None
     init_draft: str | None = None
     allow_target_mismatch: bool = False

@@ -107,6 +107,33 @@ def stack_layers(layers: list[Params]) -> Params:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
+def insert_layers(layers: list[Params], num_layers: int) -> list[Params]:
+    """Spreads new layers evenly between those of a target, whose output stays what it was.
+
+    A new layer is a copy of the one before it, and adds zero to the residual stream until it is
+    trained (block expansion, LLaMA Pro, arXiv 2401.02415).
+
+    Args:
+      layers: the target's.
+      num_layers: number to return, no less than there are.
+    """
+    sources = [index * len(layers) // num_layers for index in range(num_layers)]
+    repeats = [index > 0 and sources[index - 1] == source for index, source in enumerate(sources)]
+    return [
+        _silence(layers[source]) if is_new else layers[source]
+        for source, is_new in zip(sources, repeats, strict=True)
+    ]
+
+
+def _silence(layer: Params) -> Params:
+    """Copies a layer, with outputs that are zero."""
+    zeros = {
+        module: {name: jax.tree.map(jnp.zeros_like, layer[module][name])}
+        for module, name in (("attention", "o"), ("mlp", "down"))
+    }
+    return layer | {module: layer[module] | zero for module, zero in zeros.items()}
+
+
 def fuse_target(
     params: Params, config: LlamaConfig, place: Callable[[Params], Params] = lambda part: part
 ) -> Params:

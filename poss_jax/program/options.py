@@ -40,7 +40,7 @@ _INDENT = 6 * " "
 _MOST = 2**31 - 1  # numbers become int32 on the device
 _NAMES = {"drafts": "draft", "datasets": "dataset", "keeps_unfinished": "keep-unfinished"}
 _METAVARS = {
-    **dict.fromkeys(["target", "draft", "init_draft"], "DIR"),
+    **dict.fromkeys(["target", "draft", "init_target", "init_draft"], "DIR"),
     **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
     **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE", "stop": "TEXT", "prompt": "TEXT"},
     **{"server": "URL", "output": "PATH", "data.source": "DATA", "data.system_prompt": "TEXT"},
