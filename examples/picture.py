@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 import poss_jax
 from poss_jax.engine.text import Piece
 
-PROMPT = "class Node:\n    def __init__(self, value, children=None):\n"
+PROMPT = "import argparse\n\n\ndef main():\n    parser ="
 COLOURS = ("#9ecbff", "#7ee2b8", "#ffd866", "#ffab70", "#f692ce", "#c8a6ff")
 """Background of a token by the position it was drafted at; the last one serves those beyond."""
 
