@@ -253,6 +253,14 @@ def test_target_trained_at_a_uri(
     assert "not a training run" in message
 
 
+def test_target_continued_at_a_uri(uploaded: str, tmp_path: Path) -> None:
+    start = f"{uploaded}/target/model"
+    config = uri_config(uploaded, "gs://runs/continued", tmp_path, TARGET)
+    main(["--config", config, f"init_target={start}", "num_tokens=64", "seed=1"])
+    trained, before = read_record("gs://runs/continued/model"), read_record(start)
+    assert trained.tokenizer_sha256 == before.tokenizer_sha256
+
+
 def test_overwritten_run_starts_anew(
     uploaded: str, objects: object_store.Objects, tmp_path: Path
 ) -> None:

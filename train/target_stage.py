@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from poss_jax.checkpoint.folder import copy_tokenizer, load_target, read_target
 from poss_jax.checkpoint.record import new_record, target_identity
-from poss_jax.config.paths import AnyPath, as_path
+from poss_jax.config.paths import AnyPath, as_path, uploaded
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.conversations import plain_texts
@@ -63,8 +63,9 @@ class TargetStage:
             if config.init_target is None:
                 train_tokenizer(plain_texts(load().train), self.config.vocab_size, place)
             else:
-                place.mkdir(parents=True, exist_ok=True)
-                copy_tokenizer(as_path(config.init_target), place)
+                with uploaded(place) as local:
+                    local.mkdir(parents=True, exist_ok=True)
+                    copy_tokenizer(as_path(config.init_target), local)
         meet("tokenizer written")
         self.tokenizer = load_tokenizer(place)
         prepared = prepare_rows(folder, config, self.tokenizer, self.config.vocab_size, load)
