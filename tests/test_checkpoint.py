@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from poss_jax.checkpoint.record import (
     ModelRecord,
     TargetIdentity,
     new_record,
+    provenance,
     read_record,
     target_identity,
     tokenizer_hashes,
@@ -254,6 +256,21 @@ def test_record_says_where_the_model_came_from(saved):
     assert values["target"]["name"] == "tiny"
     assert set(values["provenance"]) == {"command", "versions", "git_sha", "device_kind"}
     assert set(values["provenance"]["versions"]) >= {"python", "jax", "flax", "poss_jax"}
+
+
+def test_the_command_of_a_record_names_no_folder_of_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for given, kept in (
+        (["/home/me/venv/bin/python", "-m", "train.main"], ["python", "-m", "train.main"]),
+        (
+            ["/usr/bin/python3", "/usr/bin/poss-train", "/data/a"],
+            ["python3", "poss-train", "/data/a"],
+        ),
+        ([".venv/bin/python", "examples/a.py"], [".venv/bin/python", "examples/a.py"]),
+    ):
+        monkeypatch.setattr(sys, "orig_argv", given)
+        assert provenance()["command"] == kept
 
 
 def test_draft_vocabulary_travels(tmp_path):

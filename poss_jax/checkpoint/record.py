@@ -203,7 +203,7 @@ def tokenizer_hashes(folder: AnyPath) -> tuple[str | None, str | None]:
 def provenance() -> dict[str, Any]:
     """Describes the running process: command, versions, git commit and device."""
     return {
-        "command": list(sys.orig_argv),
+        "command": _command(),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("jax", "flax", "orbax-checkpoint")},
@@ -212,6 +212,12 @@ def provenance() -> dict[str, Any]:
         "git_sha": _git_sha(),
         "device_kind": jax.devices()[0].device_kind,
     }
+
+
+def _command() -> list[str]:
+    """The command line, without the folders of interpreter and script: a model is handed on."""
+    program = [Path(word).name if Path(word).is_absolute() else word for word in sys.orig_argv[:2]]
+    return [*program, *sys.orig_argv[2:]]
 
 
 def read_record(folder: str | AnyPath) -> ModelRecord:
