@@ -165,7 +165,8 @@ def test_run_does_not_overwrite_the_model_it_starts_from(tmp_path: Path, key: st
     start(config_for(tmp_path / "a"))
     before = files(tmp_path)
     models = {"target": str(tmp_path / "t" / "model"), key: str(tmp_path / "a" / "model")}
-    config = config_for(tmp_path / "a", stage="draft", **models)
+    stage = "target" if key == "init_target" else "draft"
+    config = config_for(tmp_path / "a", stage=stage, **models)
     with pytest.raises(UserError, match=r"output .*/a holds .*/a/model, which is needed"):
         start(config, overwrite=True)
     assert files(tmp_path) == before

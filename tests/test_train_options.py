@@ -171,7 +171,8 @@ def test_a_target_continues_another_with_more_layers(runs: Runs, tmp_path: Path)
     [
         ("init_target=nowhere", "model folder nowhere does not exist"),
         ("init_target={poss2}", "poss2/model: want a target, got a draft"),
-        ("init_target={int8}", "int8 is quantised to int8; give the target it was made from"),
+        ("init_target={int8}", "int8 is quantised to int8, which no model is trained with"),
+        ("init_draft={poss2}", "stage target has no use for the key 'init_draft'; leave it out"),
         ("model.num_layers=1", "model.num_layers: want 2 as init_target .* has, got 1; only lay"),
         ("model.hidden_size=64", "model.hidden_size: want 32 as init_target .* has, got 64"),
     ],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from poss_jax.checkpoint.folder import load_draft, load_target, read_draft, read_target
+from poss_jax.checkpoint.folder import load_draft, load_target, read_draft
 from poss_jax.checkpoint.record import ModelRecord, new_record
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
@@ -44,7 +44,7 @@ from .devices import (
 )
 from .features import fill_cache, find_features, is_complete, load_layers, make_encode
 from .memory import PlannedStep, plan_draft_step
-from .preparation import prepare_rows, run_dtype
+from .preparation import prepare_rows, read_unquantised, run_dtype
 
 
 class DraftStage:
@@ -57,7 +57,7 @@ class DraftStage:
     ) -> None:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
-        self._record, self._dtype = _read_target(config.target), run_dtype(config, mesh)
+        self._record, self._dtype = read_unquantised(config.target), run_dtype(config, mesh)
         if with_weights:
             place = place_weights(mesh)
             _, self._target = load_target(
@@ -221,17 +221,6 @@ class DraftStage:
             draft_vocabulary=self._vocabulary,
         )
         write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
-
-
-def _read_target(folder: str) -> ModelRecord:
-    """Reads the target's record; refuses a quantised one."""
-    record = read_target(folder)
-    if record.quantised is not None:
-        raise UserError(
-            f"target {folder} is quantised to {record.quantised}, which no draft is trained with; "
-            "give the target it was made from, whose drafts fit it"
-        )
-    return record
 
 
 def _check_depths(config: TrainConfig) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from poss_jax.checkpoint.folder import read_target
+from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
@@ -22,6 +24,17 @@ def run_dtype(config: TrainConfig, mesh: Mesh) -> Any:
     """The dtype everything is computed in on these devices."""
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return jnp.dtype(config.dtype or ("float32" if is_cpu else "bfloat16"))
+
+
+def read_unquantised(folder: str) -> ModelRecord:
+    """Reads the record of a target that is trained with; refuses a quantised one."""
+    record = read_target(folder)
+    if record.quantised is not None:
+        raise UserError(
+            f"target {folder} is quantised to {record.quantised}, which no model is trained with; "
+            "give the target it was made from, whose drafts fit it"
+        )
+    return record
 
 
 def prepare_rows(

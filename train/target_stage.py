@@ -10,13 +10,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from poss_jax.checkpoint.folder import copy_tokenizer, load_target, read_target
+from poss_jax.checkpoint.folder import copy_tokenizer, load_target
 from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.paths import AnyPath, as_path, uploaded
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.conversations import plain_texts
-from poss_jax.data.sources import load_documents
+from poss_jax.data.sources import Documents, load_documents
 from poss_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from poss_jax.learn.pretraining import make_target_step
 from poss_jax.learn.state import TrainState
@@ -39,13 +39,13 @@ from .devices import (
     write_together,
 )
 from .memory import PlannedStep, plan_target_step
-from .preparation import prepare_rows, run_dtype
+from .preparation import prepare_rows, read_unquantised, run_dtype
 
 _TOKENIZER = "tokenizer"  # subfolder of a target's run
 
 
 class TargetStage:
-    """Pre-trains a language model, with a tokenizer trained on the same text."""
+    """Pre-trains a language model, with a tokenizer trained on the same text, or continues one."""
 
     lookahead = 1
 
@@ -60,12 +60,7 @@ class TargetStage:
         self._check_init_target()
         place = folder / _TOKENIZER
         if is_first_process() and not (place / "tokenizer.json").is_file():
-            if config.init_target is None:
-                train_tokenizer(plain_texts(load().train), self.config.vocab_size, place)
-            else:
-                with uploaded(place) as local:
-                    local.mkdir(parents=True, exist_ok=True)
-                    copy_tokenizer(as_path(config.init_target), local)
+            self._write_tokenizer(place, load)
         meet("tokenizer written")
         self.tokenizer = load_tokenizer(place)
         prepared = prepare_rows(folder, config, self.tokenizer, self.config.vocab_size, load)
@@ -77,23 +72,28 @@ class TargetStage:
         self._validation = compile_on(mesh, validate)
 
     def _check_init_target(self) -> None:
-        """Refuses a target to start from that is quantised, or has another shape than the run's."""
+        """Refuses a target to start from that has another shape than the run's."""
         folder = self._run.init_target
         if folder is None:
             return
-        record = read_target(folder)
-        if record.quantised is not None:
-            raise UserError(
-                f"init_target {folder} is quantised to {record.quantised}; give the target it was "
-                "made from"
-            )
-        given, wanted = config_to_dict(record.llama), config_to_dict(self.config)
-        for name, value in wanted.items():
-            if value < given[name] if name == "num_layers" else value != given[name]:
+        given = config_to_dict(read_unquantised(folder).llama)
+        wanted = config_to_dict(self.config)
+        num_layers = max(given["num_layers"], wanted["num_layers"])
+        for name, value in (given | {"num_layers": num_layers}).items():
+            if wanted[name] != value:
                 raise UserError(
-                    f"model.{name}: want {given[name]} as init_target {folder} has, got {value}; "
+                    f"model.{name}: want {value} as init_target {folder} has, got {wanted[name]}; "
                     "only layers may be added"
                 )
+
+    def _write_tokenizer(self, folder: AnyPath, load: Callable[[], Documents]) -> None:
+        """Copies the tokenizer of the target to start from, or trains one on the documents."""
+        if self._run.init_target is None:
+            train_tokenizer(plain_texts(load().train), self.config.vocab_size, folder)
+            return
+        with uploaded(folder) as local:
+            local.mkdir(parents=True, exist_ok=True)
+            copy_tokenizer(as_path(self._run.init_target), local)
 
     def write_features(self) -> None:
         """See `Stage`; a target has no use for any."""

@@ -301,6 +301,9 @@ class TrainConfig:
         needed = {"target": "model", "draft": "target"}[self.stage]
         if getattr(self, needed) is None:
             raise ValueError(f"stage {self.stage} needs the key {needed!r}")
+        unused = {"target": "init_draft", "draft": "init_target"}[self.stage]
+        if getattr(self, unused) is not None:
+            raise ValueError(f"stage {self.stage} has no use for the key {unused!r}; leave it out")
         if self.stage == "target" and self.features.cache is not None:
             raise ValueError("features.cache is for stage draft; a target makes its own")
         if self.batch_size % self.step.accumulation_steps:
