@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.folder import read_draft, read_target
+from poss_jax.checkpoint.record import ModelRecord, TargetIdentity
 from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
+from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.engine.device import ACCELERATOR_CHUNK, rows_for
 from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
@@ -170,10 +172,15 @@ def weight_shapes(plan: Plan) -> list[tuple[int, ...]]:
 
 def _describe_models(config: AheadConfig) -> tuple[LlamaConfig, DraftConfig | None, int | None]:
     """Target, draft, and the size of a draft vocabulary (None: all tokens)."""
-    target = config.model or read_record(str(config.target)).llama
-    num_tokens = config.draft_tokens
+    record = _target_record(config)
+    target, num_tokens = record.llama, config.draft_tokens
+    if num_tokens is not None and num_tokens > target.vocab_size:
+        raise UserError(
+            f"draft_tokens: want at most the {target.vocab_size} tokens of the target, got "
+            f"{num_tokens}"
+        )
     if config.draft is not None:
-        record = read_record(config.draft)
+        record = read_draft(config.draft, target=record, allow_target_mismatch=True)
         if record.draft_vocabulary is not None and num_tokens is None:
             num_tokens = len(record.draft_vocabulary)
         return target, record.draft, num_tokens
@@ -182,8 +189,16 @@ def _describe_models(config: AheadConfig) -> tuple[LlamaConfig, DraftConfig | No
     return (
         target,
         describe_draft(config.specialists, target, num_tokens or target.vocab_size),
-        (num_tokens),
+        num_tokens,
     )
+
+
+def _target_record(config: AheadConfig) -> ModelRecord:
+    """Record of a target's folder, or of a shape alone, whose weights nobody knows."""
+    if config.model is None:
+        return read_target(str(config.target))
+    unknown = TargetIdentity(name="model", embedding_sha256="", head_sha256="")
+    return ModelRecord(family="target", config=config.model, target=unknown, provenance={})
 
 
 def _attach(own: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
@@ -194,10 +209,6 @@ def _attach(own: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
     placed = shapes_on(mesh, lambda: attached)
     whole = jax.tree.map(lambda leaf: _placed(leaf, replicate(mesh)), vocabulary)
     return placed | {"vocabulary": whole}
-
-
-def _make_draft(config: DraftConfig) -> Any:
-    return fuse_draft(init_draft(config, jax.random.key(0)), config)
 
 
 def _make_target(config: LlamaConfig, dtype: Any, kind: Quantisation | None) -> Any:

@@ -31,26 +31,22 @@ class Device:
       flops_per_second: matrix products of the dtype that decoding computes in, dense (bfloat16; of
         a CPU float32).
       memory_bytes: size of its memory.
-      int8_per_second: the same for int8; None where there are no such products.
-      fp8_per_second: the same for 8-bit floats.
     """
 
     name: str
     bytes_per_second: float
     flops_per_second: float
     memory_bytes: float
-    int8_per_second: float | None = None
-    fp8_per_second: float | None = None
 
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("v5e", 819e9, 197e12, 16e9, 394e12),
-        Device("v5p", 2765e9, 459e12, 95e9, 918e12),
-        Device("v6e", 1640e9, 918e12, 32e9, 1836e12),
-        Device("h100", 3350e9, 989e12, 80e9, 1979e12, 1979e12),
-        Device("h200", 4800e9, 989e12, 141e9, 1979e12, 1979e12),
+        Device("v5e", 819e9, 197e12, 16e9),
+        Device("v5p", 2765e9, 459e12, 95e9),
+        Device("v6e", 1640e9, 918e12, 32e9),
+        Device("h100", 3350e9, 989e12, 80e9),
+        Device("h200", 4800e9, 989e12, 141e9),
     )
 }
 """Datasheet numbers of TPU chips and GPUs (SXM), by name."""

@@ -18,6 +18,7 @@ messages, each answered in turn: one line per answer, numbered by `turn`). Its `
 
 import json
 import logging
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -228,7 +229,8 @@ def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def cli() -> None:
-    """Entry point of `poss-generate`."""
+    """Entry point of `poss-generate`; SIGTERM keeps finished answers, as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run_program(main)
 
 

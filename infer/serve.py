@@ -38,13 +38,13 @@ _SWITCH_SECONDS = 0.0005  # HTTP shall not keep the thread waiting that feeds th
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments and serves until a signal comes."""
+    start_processes()  # before options ask for the device's default tree
     config, _ = read_arguments(ServeConfig, arguments, prog="infer.serve", doc=__doc__)
     try:
         from poss_jax.serving.app import create_app, make_slots
         from poss_jax.serving.server import listen, make_server
     except ImportError as error:
         raise UserError(f"{error.name} is missing; pip install 'poss-jax[serve]'") from error
-    start_processes()
     config = _on_all_devices(config)
     if jax.process_index() > 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process 0 drains, and then dismisses

@@ -6,7 +6,7 @@ advice is the spans with the least variation within them:
 
     sum over spans, sum over d in a span:  w_d (e_d - mean e of the span)^2
 
-Means are weighed by w. Of spans that leave the same variation, the most equal ones win, and of
+Means are weighted by w. Of spans that leave the same variation, the most equal ones win, and of
 those the ones whose longer spans come first.
 """
 

@@ -19,9 +19,10 @@ from infer import hlo_findings as findings
 from infer.aot import main
 from infer.aot_programs import Plan, cache_shapes, compile_program, plan, weight_shapes
 from infer.aot_report import find_main_loop
+from poss_jax.bundled import bundled_model
 from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import TreeConfig
-from poss_jax.config.reading import load_config
+from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import SpecialistsConfig
 from poss_jax.model.ahead import GPUS, describe_gpu, tpu_slice
 from poss_jax.model.sharding import make_mesh
@@ -179,7 +180,6 @@ def test_a_gpu_is_described_in_text():
         ([], "want either --topology SLICE or --gpu NAME"),
         (["--topology", "v6e:1x1", "--gpu", "h100"], "want either --topology SLICE or --gpu NAME"),
         (["--gpu", "a100"], "gpu a100: want one of h100, h200"),
-        (["--gpu", "h100", "draft_tokens=200000"], "want at most the 128256 tokens of the target"),
         (["--gpu", "h100", "target=here"], "want either a model folder (target) or a shape"),
         (["--gpu", "h100", "programs=[sample]"], "programs"),
         (["--topology", "x9:1x1"], "cannot compile for x9:1x1"),
@@ -188,6 +188,22 @@ def test_a_gpu_is_described_in_text():
 def test_bad_input_is_refused_in_one_line(words, message):
     words = ["--config", str(CONFIGS / "llama3-8b.yaml"), *words]
     assert message in refusal(main, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["draft_tokens=200000"], "draft_tokens: want at most the 128256 tokens of the target"),
+        (["model=null", "target={bundled}/poss1"], "poss1: want a target, got a draft"),
+        (["specialists=null", "draft={bundled}/target"], "target: want a draft, got a target"),
+        (["specialists=null", "draft={bundled}/poss1"], "want hidden_size 4096, got 160"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(words, message):
+    words = [word.format(bundled=Path(bundled_model("target")).parent) for word in words]
+    config = load_config(AheadConfig, str(CONFIGS / "llama3-8b.yaml"), words)
+    with pytest.raises(UserError, match=message):
+        plan(config, make_mesh(config.mesh))
 
 
 @pytest.mark.skipif(not HAS_LIBTPU, reason="needs libtpu: pip install libtpu")

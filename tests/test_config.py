@@ -240,6 +240,7 @@ def test_overrides_win_over_file_and_base(tmp_path):
         "optimizer.learning_rate=1e-3",
         "optimizer.clip_value=null",
         "specialists.positions_per_specialist=[3, 3]",
+        "specialists.depth=6",
         "data.source=a=b.txt",
     ]
     config = load_config(TrainConfig, run, overrides)

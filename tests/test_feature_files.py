@@ -136,6 +136,8 @@ def broken(folder: Path, kind: str) -> None:
             arrays["hidden_state"] = arrays["hidden_state"][:9]
         case "key":
             del arrays["loss_mask"]
+        case "scalar":
+            arrays["input_ids"] = np.int64(3)
         case "mask":
             arrays["loss_mask"] = arrays["loss_mask"][:9]
     write_bin(path, arrays)
@@ -150,6 +152,10 @@ def broken(folder: Path, kind: str) -> None:
     [
         ("width", "features of another target: want width 32, got 16"),
         ("length", "hidden_state that does not fit: want a feature per token, got float16 (9, 32)"),
+        (
+            "scalar",
+            "hidden_state that does not fit: want a feature per token, got float16 (20, 32)",
+        ),
         ("key", "no file of features: loss_mask missing"),
         ("mask", "input_ids and loss_mask of different length"),
         ("junk", "no file of tensors: "),

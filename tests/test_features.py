@@ -109,6 +109,8 @@ def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
     monkeypatch.setattr("train.draft_stage.load_layers", no_layers)
     config = cached(runs, tmp_path, DRAFT)
     stage = open_stage(load_config(TrainConfig, config), tmp_path)
+    target, batch, _ = stage.plan_step().others
+    assert "layers" not in target and batch.features.shape == (*batch.tokens.shape, 32)
     stage.write_features()
     again = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
     assert "all of them written" in stage.report["features"] and again == shards

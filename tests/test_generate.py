@@ -452,6 +452,22 @@ def test_interrupted_before_the_first_answer_leaves_no_file(
     assert (result["interrupted"], result["answers"], result["output"]) == (True, 0, None)
 
 
+def test_sigterm_ends_a_run_as_ctrl_c_does() -> None:
+    code = """
+import os, signal, time
+from infer import generate
+
+def main():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+generate.main = main
+generate.cli()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (130, "error: interrupted\n")
+
+
 def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["-h"])

@@ -93,11 +93,13 @@ def test_what_a_request_holds(chat: ChatServer, tmp_path: Path) -> None:
     }
     assert set(chat.keys) == {None}
     more = ["--model", "other", "--top-k", "5", "--min-p", "0.1", "--repetition-penalty", "1.1"]
+    more += ["--frequency-penalty", "0.5", "--presence-penalty", "-0.5"]
     more += ["--logit-bias", "3=-2", "--stop", "END", *settings]
     run(chat, tmp_path / "more", *more, records=RECORDS[:1])
     [body] = chat.bodies
     assert (body["model"], body["top_k"], body["min_p"]) == ("other", 5, 0.1)
     assert (body["repetition_penalty"], body["logit_bias"]) == (1.1, {"3": -2.0})
+    assert (body["frequency_penalty"], body["presence_penalty"]) == (0.5, -0.5)
     assert body["stop"] == ["END"]
 
 

@@ -60,6 +60,13 @@ def test_failed_start_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_killed_preparation_left_is_removed(tmp_path: Path) -> None:
+    for name in (".a.partial-1", ".ab.partial-1"):
+        (tmp_path / name / "a").mkdir(parents=True)
+    start(config_for(tmp_path / "a"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".ab.partial-1", "a"]
+
+
 def test_empty_folder_is_taken(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     start(config_for(tmp_path / "a"))
@@ -164,9 +171,10 @@ def test_file_in_the_way_is_refused(tmp_path: Path, output: str) -> None:
 def test_run_does_not_overwrite_the_model_it_starts_from(tmp_path: Path, key: str) -> None:
     start(config_for(tmp_path / "a"))
     before = files(tmp_path)
-    models = {"target": str(tmp_path / "t" / "model"), key: str(tmp_path / "a" / "model")}
-    stage = "target" if key == "init_target" else "draft"
-    config = config_for(tmp_path / "a", stage=stage, **models)
+    models = {key: str(tmp_path / "a" / "model")}
+    if key != "init_target":
+        models = {"stage": "draft", "model": None, "target": str(tmp_path / "t" / "model")} | models
+    config = config_for(tmp_path / "a", **models)
     with pytest.raises(UserError, match=r"output .*/a holds .*/a/model, which is needed"):
         start(config, overwrite=True)
     assert files(tmp_path) == before

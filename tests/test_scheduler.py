@@ -384,6 +384,30 @@ def test_an_error_reaches_those_who_wait(engine: Engine, cold: Scheduler, monkey
         cold.submit(engine.prepare([1, 2], 30))
 
 
+def test_more_biases_than_slots_have_room_for_are_refused(engine: Engine, warm: Scheduler):
+    biases = dict.fromkeys(range(301), 1.0)
+    prompt = engine.prepare([1, 2, 3], 4)._replace(sampling=SamplingConfig(logit_bias=biases))
+    with pytest.raises(UserError, match=r"^logit_bias: want at most 300 tokens, got 301$"):
+        warm.submit(prompt)
+    assert warm.error is None
+
+
+def test_a_panic_ends_the_thread_and_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    class Panic(BaseException):
+        pass
+
+    def begin(self: Slots, prompt: PreparedPrompt) -> None:
+        raise Panic
+
+    monkeypatch.setattr(Slots, "begin", begin)
+    scheduler = Scheduler(Slots(engine, sizes=(1,)))
+    stream = scheduler.submit(engine.prepare([1, 2, 3], 4))
+    with pytest.raises(Closed):
+        list(stream)
+    assert isinstance(scheduler.error, Panic)
+    scheduler.close()
+
+
 def test_other_weights_after_what_runs_has_ended(engine: Engine, warm: Scheduler):
     expected, other = engine.with_tree(TREES), make_engine(seed=4)
     prompt = engine.prepare([1, 2, 3], 40)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
-from poss_jax.engine.text import Piece, TextStream, check_stop
+from poss_jax.engine.text import Piece, TextStream, _warn_of_special, check_stop
 
 WORDS = [
     "a",
@@ -118,6 +118,25 @@ def test_all_parts_make_the_whole_text(tokenizer: PreTrainedTokenizerFast) -> No
         parts, _ = shown(tokenizer, tokens)
         assert "".join(parts) == text, tokens
     assert 50 < broken < 350
+
+
+def test_long_runs_of_broken_bytes_are_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, letters = random.Random(1), BYTES[id(BYTE_LEVEL)]
+    num_decoded: list[int] = []
+    original = PreTrainedTokenizerFast.decode
+
+    def counted(self, ids, **kwargs):
+        num_decoded.append(len(ids))
+        return original(self, ids, **kwargs)
+
+    for first, last in [(0x80, 0xBF), (0x80, 0xFF), (0xC2, 0xF4), (0x60, 0xFF)] * 5:
+        tokens = [letters[rng.randint(first, last)] for _ in range(300)]
+        text = decode(BYTE_LEVEL, tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(PreTrainedTokenizerFast, "decode", counted)
+            parts, _ = shown(BYTE_LEVEL, tokens)
+        assert "".join(parts) == text
+    assert sum(num_decoded) < 20 * 300 * 40
 
 
 @pytest.mark.parametrize(
@@ -267,12 +286,19 @@ def test_stop_strings_that_no_answer_can_hold(tokenizer, string, error):
         check_stop(["a", string] if tokenizer is BYTE_LEVEL else [string], tokenizer, [], 20)
 
 
-def test_stop_strings_that_name_a_special_token_are_warned_of(caplog):
+def test_one_string_is_no_list_of_stop_strings():
+    with pytest.raises(UserError, match="stop: want a list of strings, got one string"):
+        check_stop("ab", BYTE_LEVEL, [], 20)
+
+
+def test_stop_strings_that_name_a_special_token_are_warned_of_once(caplog):
+    _warn_of_special.cache_clear()
     check_stop(["</s>"], BYTE_LEVEL, [1], 20)  # it ends the text anyway
     assert caplog.records == []
-    check_stop(["</s>"], BYTE_LEVEL, [], 20)
+    for _ in range(2):
+        check_stop(["</s>"], BYTE_LEVEL, [], 20)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "stop '</s>' does not end an answer at the special token </s>, which does not belong to "
-        "its text"
+        "stop: no answer ends at the special token </s> by its name, which does not belong to its "
+        "text"
     )

@@ -128,6 +128,9 @@ def test_narrow_computation(runs: Runs, tmp_path: Path) -> None:
         (["specialists.num_frozen=2"], "num_frozen 2 leaves none of 2 to be trained"),
         (["specialists.num_frozen=1", "specialists.kv=shared"], "num_frozen wants kv per_special"),
         (["specialists.kv=shared", "init_draft={poss2}"], "with the same keys and values"),
+        (["specialists.fc_bias=true", "init_draft={poss2}"], "specialists.fc_bias: init_draft"),
+        (["specialists.depth=2"], "depth 2 does not reach the last specialist of"),
+        (["init_target=x"], "stage draft has no use for the key 'init_target'; leave it out"),
         (["dtype=float16"], "dtype: Input should be 'float32' or 'bfloat16', got 'float16'"),
     ],
 )
@@ -172,6 +175,7 @@ def test_a_target_continues_another_with_more_layers(runs: Runs, tmp_path: Path)
         ("init_target=nowhere", "model folder nowhere does not exist"),
         ("init_target={poss2}", "poss2/model: want a target, got a draft"),
         ("init_target={int8}", "int8 is quantised to int8, which no model is trained with"),
+        ("target={poss2}", "stage target has no use for the key 'target'; leave it out"),
         ("init_draft={poss2}", "stage target has no use for the key 'init_draft'; leave it out"),
         ("model.num_layers=1", "model.num_layers: want 2 as init_target .* has, got 1; only lay"),
         ("model.hidden_size=64", "model.hidden_size: want 32 as init_target .* has, got 64"),

@@ -112,6 +112,7 @@ def test_an_engine_of_the_same_target_and_a_running_stream_keep_it():
     stream = engine.stream(PROMPTS[0], max_new_tokens=12, sampling=SAMPLING[0])
     chunks = [next(stream)]
     engine.update_weights(random_target(LLAMA, seed=7))
+    assert engine.fingerprint != other.fingerprint == engine.record.fingerprint
     assert [*chunks, *stream][-1].answer == wanted == answers(other)[0]
     engine.update_weights(target)
     assert len(target["layers"]) == LLAMA.num_layers  # the caller's own list

@@ -3,8 +3,10 @@
 A folder that holds this run is continued. A new one appears once the run can start.
 """
 
+import glob
 import json
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -115,10 +117,16 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[An
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """Gives a temporary sibling, which takes the place of a folder at the end."""
+    """Gives a temporary sibling, which takes the place of a folder at the end.
+
+    Whoever is here holds the run's lock, so siblings that are found are those of killed processes.
+    """
+    prefix = f".{path.name}.partial-"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix=f".{path.name}.partial-", dir=path.parent)
+        for abandoned in path.parent.glob(f"{glob.escape(prefix)}*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        scratch = tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent)
     except OSError as error:
         raise UserError(f"output {path}: {error.strerror}; name another folder") from error
     with scratch:

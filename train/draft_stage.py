@@ -120,6 +120,8 @@ class DraftStage:
         if draft.head_size or record.draft_vocabulary:
             decided["draft_vocabulary"] = record.draft_vocabulary
             given["draft_vocabulary"] = self._vocabulary
+        if wanted.fc_bias:
+            decided["fc_bias"], given["fc_bias"] = draft.fc_bias, True
         for name, value in given.items():
             if value is not None and value != decided[name]:
                 raise UserError(
@@ -169,7 +171,9 @@ class DraftStage:
 
     def plan_step(self) -> PlannedStep:
         """See `Stage`."""
-        return plan_draft_step(self._task, self._run, self._dtype, self.mesh)
+        return plan_draft_step(
+            self._task, self._run, self._dtype, self.mesh, has_features=is_complete(self._features)
+        )
 
     def init_params(self) -> Params:
         """See `Stage`; a head of the draft's own begins as the target's rows of its tokens."""

@@ -45,8 +45,18 @@ class PlannedStep(NamedTuple):
     hidden: int
 
 
-def plan_draft_step(task: DraftTask, config: TrainConfig, dtype: Any, mesh: Mesh) -> PlannedStep:
-    """The step that trains a draft, on a mesh whose devices need not exist."""
+def plan_draft_step(
+    task: DraftTask, config: TrainConfig, dtype: Any, mesh: Mesh, *, has_features: bool = False
+) -> PlannedStep:
+    """The step that trains a draft, on a mesh whose devices need not exist.
+
+    Args:
+      task: the draft and its target.
+      config: the run.
+      dtype: dtype of computation.
+      mesh: the devices.
+      has_features: whether batches bring the target's features, so that its layers are not needed.
+    """
 
     def stacked(name: str, init: Callable[..., Any], shape: Any) -> Any:
         params = init(shape, jax.random.key(0))
@@ -57,12 +67,18 @@ def plan_draft_step(task: DraftTask, config: TrainConfig, dtype: Any, mesh: Mesh
     state = shapes_on(
         mesh, lambda: init_state(stacked("specialists", init_draft, task.draft), optimizer)
     )
+    batch = _abstract_batch(config, mesh)
+    if has_features:
+        del target["layers"]
+        width = (len(task.draft.aux_layers) + 1) * task.target.hidden_size
+        shape, where = (*batch.tokens.shape, width), batch.tokens.sharding
+        batch = batch.replace(features=jax.ShapeDtypeStruct(shape, dtype, sharding=where))
     key = jax.eval_shape(lambda: jax.random.key(0))
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicate(mesh))
     step = make_step_on(mesh, make_draft_step(task, optimizer), state)
     rows = _rows_per_device(config, mesh)
     hidden = rows * task.target.hidden_size * jnp.dtype(dtype).itemsize
-    return PlannedStep(step, state, (target, _abstract_batch(config, mesh), key), hidden)
+    return PlannedStep(step, state, (target, batch, key), hidden)
 
 
 def plan_target_step(

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from poss_jax.checkpoint.locks import sole_writer
-from poss_jax.checkpoint.record import read_record
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import DataConfig, RegenerateConfig
@@ -130,16 +129,15 @@ def _load_target(config: RegenerateConfig) -> Answerer:
     check_bias(settings.sampling, engine.target_config.vocab_size)
     _set_template(engine, config.data)
     engine.check_stop(settings.stop, settings.max_new_tokens)
-    record, window = read_record(str(config.target)), _BATCHES_PER_WINDOW * config.batch_size
-    quantised = config.quantise or record.quantised
+    window = _BATCHES_PER_WINDOW * config.batch_size
 
     def answer(questions: Sequence[Question]) -> Lines:
         for first in range(0, len(questions), window):
             yield answer_window(engine, questions[first : first + window], settings)
 
     made_from = {
-        "target": asdict(record.target),
-        **({"quantised": quantised} if quantised else {}),
+        "target": asdict(engine.record.target),
+        **({"quantised": engine.record.quantised} if engine.record.quantised else {}),
         "max_length": engine.max_length,
     }
     return Answerer(made_from, engine.tokenizer, settings, window, answer)

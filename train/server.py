@@ -127,7 +127,14 @@ class Server:
     ) -> dict[str, Any]:
         """Request for an answer; what not all servers know is sent only if it is asked for."""
         default = SamplingConfig()
-        names = ("top_k", "min_p", "repetition_penalty", "logit_bias")
+        names = (
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+            "logit_bias",
+        )
         asked = {name: getattr(sampling, name) for name in names}
         return {
             "model": self.model,

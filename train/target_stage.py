@@ -52,14 +52,15 @@ class TargetStage:
     def __init__(
         self, config: TrainConfig, folder: AnyPath, mesh: Mesh, *, with_weights: bool = True
     ) -> None:
-        del with_weights  # it needs none before `init_params`
         assert config.model is not None
         load = functools.cache(lambda: load_documents(config.data))
         self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
         self.mesh = mesh
         self._check_init_target()
         place = folder / _TOKENIZER
-        if is_first_process() and not (place / "tokenizer.json").is_file():
+        # A dry run has a folder per process.
+        writes = is_first_process() or not with_weights
+        if writes and not (place / "tokenizer.json").is_file():
             self._write_tokenizer(place, load)
         meet("tokenizer written")
         self.tokenizer = load_tokenizer(place)

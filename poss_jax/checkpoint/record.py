@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -116,9 +116,11 @@ class ModelRecord:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the weights."""
-        sums = json.dumps(self.weights_sha256, sort_keys=True).encode()
-        return hashlib.sha256(sums).hexdigest()[:16]
+        """Digest of the weights; in folders without checksums, of the target's identity."""
+        sums: dict[str, Any] = dict(self.weights_sha256 or asdict(self.target))
+        if self.quantised is not None:
+            sums["quantised"] = self.quantised
+        return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def llama(self) -> LlamaConfig:

@@ -57,9 +57,3 @@ class AheadConfig:
             raise ValueError("want either a model folder (target) or a shape (model)")
         if self.draft is not None and self.specialists is not None:
             raise ValueError("want either a model folder (draft) or a description (specialists)")
-        most = self.model.vocab_size if self.model else None
-        if most is not None and (self.draft_tokens or 0) > most:
-            raise ValueError(
-                f"draft_tokens: want at most the {most} tokens of the target, got "
-                f"{self.draft_tokens}"
-            )

@@ -301,9 +301,10 @@ class TrainConfig:
         needed = {"target": "model", "draft": "target"}[self.stage]
         if getattr(self, needed) is None:
             raise ValueError(f"stage {self.stage} needs the key {needed!r}")
-        unused = {"target": "init_draft", "draft": "init_target"}[self.stage]
-        if getattr(self, unused) is not None:
-            raise ValueError(f"stage {self.stage} has no use for the key {unused!r}; leave it out")
+        unused = {"target": ("target", "init_draft"), "draft": ("model", "init_target")}
+        for key in unused[self.stage]:
+            if getattr(self, key) is not None:
+                raise ValueError(f"stage {self.stage} has no use for the key {key!r}; leave it out")
         if self.stage == "target" and self.features.cache is not None:
             raise ValueError("features.cache is for stage draft; a target makes its own")
         if self.batch_size % self.step.accumulation_steps:
@@ -313,6 +314,12 @@ class TrainConfig:
             )
         if self.specialists.num_frozen and self.init_draft is None:
             raise ValueError("specialists.num_frozen wants init_draft: what stays must be trained")
+        spans = list(self.specialists.positions_per_specialist)
+        if self.stage == "draft" and self.specialists.depth <= sum(spans[:-1]):
+            raise ValueError(
+                f"specialists.depth {self.specialists.depth} does not reach the last specialist of "
+                f"positions_per_specialist {spans}; want {sum(spans[:-1]) + 1} or more"
+            )
         if len(self.objective.depth_weights) not in (0, self.specialists.depth):
             raise ValueError(
                 f"objective.depth_weights wants specialists.depth = {self.specialists.depth} "

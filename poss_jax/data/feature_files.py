@@ -108,7 +108,8 @@ def _check(arrays: dict[str, np.ndarray], width: int | None) -> dict[str, np.nda
     if missing:
         return Broken("no file of features", f"{', '.join(missing)} missing")
     ids, features = arrays["input_ids"], arrays["hidden_state"]
-    if features.ndim != 2 or features.dtype.kind not in "fV" or len(features) != len(ids):
+    is_matrix = ids.ndim == 1 and features.ndim == 2 and features.dtype.kind in "fV"
+    if not is_matrix or len(features) != len(ids):
         return Broken(
             "hidden_state that does not fit",
             f"want a feature per token, got {features.dtype} {features.shape} for {ids.shape}",

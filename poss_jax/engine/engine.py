@@ -9,6 +9,7 @@ for chunk in engine.stream("def fibonacci(", max_new_tokens=64):
 Without a draft the same calls decode autoregressively, and give the same text.
 """
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -68,6 +69,7 @@ class Engine:
     into arrays, `decode` runs the batch. `generate` and `stream` do all three.
 
     Attributes:
+      record: record of the target, as it was loaded.
       target_config: shape of the target.
       draft_config: shape of the draft; None decodes autoregressively.
       weights: parameters of both, on the device, fused for decoding.
@@ -101,7 +103,8 @@ class Engine:
           drafting: as in `load`.
           mesh: as in `load`.
         """
-        self._record = record
+        self.record = record
+        self._fingerprint = record.fingerprint
         self.target_config = record.llama
         self.draft_config: DraftConfig | None = None
         self.mesh = decoding_mesh(mesh)
@@ -193,7 +196,7 @@ class Engine:
         record, params = load_draft(
             draft,
             dtype or default_dtype(),
-            target=self._record,
+            target=self.record,
             allow_target_mismatch=allow_target_mismatch,
             sharding=_sharding_on(self.mesh),
         )
@@ -239,8 +242,8 @@ class Engine:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the target's weights."""
-        return self._record.fingerprint
+        """Name of the target's weights: their digest, or a drawn one after `update_weights`."""
+        return self._fingerprint
 
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters; nothing is compiled again.
@@ -266,6 +269,7 @@ class Engine:
             params = params | {"head": params["embed"]}
         # Where an array lies, and whether it may move, is part of what was compiled.
         self.weights = self._lend(jax.tree.map(_place_like, self._fuse(params), old))
+        self._fingerprint = secrets.token_hex(8)  # to hash all weights would take longer than this
 
     def _fuse(self, params: Params) -> Params:
         """Fuses a target for decoding and places it; the caller keeps a list of its own."""

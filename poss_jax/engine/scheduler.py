@@ -26,7 +26,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Landed
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
-from poss_jax.engine.slots import Slots
+from poss_jax.engine.slots import Slots, check_num_biased
 from poss_jax.engine.steps import Landing, Pace, count_rounds, read_landing
 from poss_jax.engine.streams import Stream
 from poss_jax.shapes import Params
@@ -96,7 +96,7 @@ class Scheduler:
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
         self._is_draining = self._is_closed = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._counts = False
         self._thread = threading.Thread(target=self._run, name="poss-scheduler", daemon=True)
         self._thread.start()
@@ -121,10 +121,12 @@ class Scheduler:
           timeout: seconds after which the answer ends where it is.
 
         Raises:
-          PromptTooLong: prompt and answer are longer than `max_length`.
+          UserError: too many biases, or (`PromptTooLong`) prompt and answer are longer than
+            `max_length`.
           QueueFull: too many requests wait.
           Closed: the scheduler drains or is closed, or its thread failed.
         """
+        check_num_biased(prompt.sampling)
         length = len(prompt.ids) + prompt.max_new_tokens
         if length > self.max_length:
             raise PromptTooLong(
@@ -169,7 +171,7 @@ class Scheduler:
         return self._is_closed
 
     @property
-    def error(self) -> Exception | None:
+    def error(self) -> BaseException | None:
         """The error that ended the thread; None while it is well."""
         return self._error
 
@@ -236,7 +238,7 @@ class Scheduler:
         try:
             while self._wait_for_work():
                 self._turn()
-        except Exception as error:
+        except BaseException as error:  # a tokenizer's panic is no Exception
             _LOG.exception("decoding failed")
             with self._changed:
                 self._error = error
@@ -316,9 +318,9 @@ class Scheduler:
     def _admit(self) -> None:
         """Reads the next part of a prompt: all of it if nobody waits for a round meanwhile."""
         if self._reading is None and self._waiting and self._has_room():
-            with self._changed:
+            with self._changed:  # whoever drains or closes finds the stream here or there
                 stream = self._waiting.popleft()
-            self._reading = stream, 0
+                self._reading = stream, 0
             self._steps.begin(stream.prompt)
         if self._reading is None:
             return
@@ -328,10 +330,10 @@ class Scheduler:
         self._steps.extend(first, last)
         self._reading = stream, last
         if last == num_chunks:
-            self._reading = None
             self.stats.prompt_tokens += len(stream.prompt.ids)
             slot = self._active.index(None)
-            self._active[slot] = stream
+            with self._changed:
+                self._reading, self._active[slot] = None, stream
             self._expect(self._steps.insert(slot), {0: stream})
 
     def _has_room(self) -> bool:

@@ -42,6 +42,14 @@ MOST_BIASED = 300
 MOST_STOP_IDS = 16
 
 
+def check_num_biased(sampling: SamplingConfig) -> None:
+    """Refuses more biases than `MOST_BIASED`, for which slots have room."""
+    if len(sampling.logit_bias) > MOST_BIASED:
+        raise UserError(
+            f"logit_bias: want at most {MOST_BIASED} tokens, got {len(sampling.logit_bias)}"
+        )
+
+
 class Program(NamedTuple):
     """One of the compiled rounds.
 

@@ -12,6 +12,7 @@ from poss_jax.data.tokenizer import call_tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+_MOST_UNDECIDED = 16  # tokens that are decoded together, if they lie between characters
 _LOG = logging.getLogger(__package__)
 
 
@@ -120,10 +121,21 @@ class _Decoder:
             return pieces
         text = self._decode(self._ids)
         pieces += self._show(text.removesuffix(_UNFINISHED))
-        if not text.endswith(_UNFINISHED):
+        if text.endswith(_UNFINISHED):
+            self._drop_settled(text)
+        else:
             # One token goes before the next, since some decoders drop a space at the beginning.
             self._ids, self._num_shown = [token], alone.num_characters
         return pieces
+
+    def _drop_settled(self, text: str) -> None:
+        """Drops the first half of many tokens, if none of their characters ends in the second."""
+        if len(self._ids) <= _MOST_UNDECIDED:
+            return
+        first, second = self._ids[: _MOST_UNDECIDED // 2], self._ids[_MOST_UNDECIDED // 2 :]
+        settled = self._decode(first)
+        if len(settled) <= self._num_shown and settled + self._decode(second) == text:
+            self._ids, self._num_shown = second, self._num_shown - len(settled)
 
     def flush(self) -> list[Piece]:
         """Gives out what is undecided, since nothing that follows can change it."""
@@ -180,6 +192,8 @@ def check_stop(
       UserError: no tokenizer, an empty string, one with characters that no token can write, or one
         that is longer than the tokens of an answer can be.
     """
+    if isinstance(stop, str):
+        raise UserError("stop: want a list of strings, got one string; put it into a list")
     if stop and tokenizer is None:
         raise UserError("stop: this target has no tokenizer to find strings with; leave it out")
     for string in stop:
@@ -190,19 +204,23 @@ def check_stop(
                 f"stop {shorten(string)}: no answer can hold it, since no token of this target "
                 f"writes {min(missing)!r}; leave it out"
             )
-        if len(string) > max_new_tokens and len(string) > max_new_tokens * _longest(tokenizer):
+        if len(string) > max_new_tokens * (1 + longest_token(tokenizer)):
             raise UserError(
                 f"stop {shorten(string)}: its {len(string)} characters are more than "
                 f"{max_new_tokens} new tokens can write; leave it out, or raise max_new_tokens"
             )
         for token, added in tokenizer.added_tokens_decoder.items():
             if added.special and added.content in string and token not in stop_ids:
-                _LOG.warning(
-                    "stop %s does not end an answer at the special token %s, which does not belong "
-                    "to its text",
-                    shorten(string),
-                    added.content,
-                )
+                _warn_of_special(added.content)
+
+
+@lru_cache(maxsize=64)  # once each, however many requests have it
+def _warn_of_special(token: str) -> None:
+    _LOG.warning(
+        "stop: no answer ends at the special token %s by its name, which does not belong to its "
+        "text",
+        token,
+    )
 
 
 def _unwritable(string: str, tokenizer: Any) -> set[str]:
@@ -215,16 +233,23 @@ def _unwritable(string: str, tokenizer: Any) -> set[str]:
     ids = call_tokenizer(tokenizer, string, add_special_tokens=False)["input_ids"]
     missing = set(string) - set(tokenizer.decode(ids, skip_special_tokens=True))
     if missing:
-        alone = [[token] for token in range(len(tokenizer))]
-        texts = tokenizer.batch_decode(alone, skip_special_tokens=True)
-        written = set("".join(texts)) | {" "}  # which some decoders put between tokens
+        written = _written_characters(tokenizer)
         missing = set() if _UNFINISHED in written else missing - written
     return missing
 
 
-def _longest(tokenizer: Any) -> int:
-    """Most characters that a token can add to a text: its name, and a space before it."""
-    return 1 + max(map(len, tokenizer.get_vocab()))
+@lru_cache(maxsize=8)
+def _written_characters(tokenizer: Any) -> frozenset[str]:
+    """Characters of the texts of all tokens, and the space that some decoders put between."""
+    alone = [[token] for token in range(len(tokenizer))]
+    texts = tokenizer.batch_decode(alone, skip_special_tokens=True)
+    return frozenset("".join(texts)) | {" "}
+
+
+@lru_cache(maxsize=8)
+def longest_token(tokenizer: Any) -> int:
+    """Most characters of a token's name; in a text there may be a space before it."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _begins(text: str, strings: Sequence[str]) -> bool:

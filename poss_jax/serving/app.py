@@ -1,8 +1,10 @@
 """The ASGI application: endpoints of the OpenAI API over one scheduler.
 
-    uvicorn.run(create_app(ServeConfig(target="models/llama", draft="models/poss3")))
+    config = ServeConfig(target="models/llama", draft="models/poss3")
+    uvicorn.run(guarded(create_app(config), config, api_key=None))
 
-The same application runs under Ray Serve (examples/ray_serve) or any other ASGI server.
+`create_app` has the endpoints, `guarded` puts the checks of key, host and size before them. The
+same application runs under Ray Serve (examples/ray_serve) or any other ASGI server.
 """
 
 import asyncio
@@ -28,7 +30,7 @@ from poss_jax.config.paths import as_path
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
-from poss_jax.engine.slots import Slots
+from poss_jax.engine.slots import Slots, check_num_biased
 from poss_jax.engine.streams import Stream, merge
 from poss_jax.program.options import load_engine
 from poss_jax.serving.guard import PATIENCE, Guard
@@ -68,7 +70,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_slots(engine: Engine, config: ServeConfig) -> Slots:
-    """Allocates the slots that a config describes; see `batch_sizes`."""
+    """Allocates the slots that a config describes; see `batch_sizes`.
+
+    Raises:
+      UserError: what `Slots` refuses, or more biases than a request may have.
+    """
+    check_num_biased(config.sampling)
     return Slots(
         engine,
         sizes=config.slots or batch_sizes(config.batch_size),

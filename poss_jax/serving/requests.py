@@ -7,7 +7,6 @@ since clients send many, and a line is logged once for each.
 import logging
 import secrets
 from dataclasses import replace
-from functools import cache
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -18,6 +17,7 @@ from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, Prompt, PromptTooLong, prompt_seed
 from poss_jax.engine.slots import MOST_BIASED, MOST_STOP_IDS
+from poss_jax.engine.text import longest_token
 
 _LOG = logging.getLogger(__package__)
 _MOST_CHOICES = 128
@@ -152,7 +152,7 @@ class ChatRequest(CommonRequest):
     response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
-    tool_choice: Any = None
+    tool_choice: Any = None  # means nothing without `tools`, which are refused
     modalities: Texts | None = None
 
 
@@ -289,7 +289,7 @@ def _encode(engine: Engine, config: ServeConfig, prompt: Prompt) -> list[int]:
     length = _num_characters(prompt)
     most = config.max_length or engine.max_length
     # To tokenise megabytes takes seconds. (A tokenizer that folds spaces could fit more in.)
-    if engine.tokenizer is not None and length > most * _longest_token(engine.tokenizer):
+    if engine.tokenizer is not None and length > most * longest_token(engine.tokenizer):
         message = f"prompt of {length:,} characters does not fit a length of {most:,} tokens"
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     try:
@@ -302,11 +302,6 @@ def _num_characters(prompt: Any) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len(one["content"]) for one in prompt if isinstance(one, dict))
-
-
-@cache
-def _longest_token(tokenizer: Any) -> int:
-    return max(map(len, tokenizer.get_vocab()))
 
 
 def _prepare(
