@@ -43,7 +43,7 @@ demo-train: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare 
 	@$(PY) -m infer.bench --config configs/demo/bench_sampled.yaml --overwrite
 	@echo "Models, metrics and the report lie under runs/demo/"
 
-bundle: $(STAMP)  ## train the bundled models (4 hours), and put them into the package
+bundle: $(STAMP)  ## train the bundled models (5 hours), and put them into the package
 	@for run in target_start target eagle_start $(BUNDLED_DRAFTS); do \
 	  echo "== $$run"; \
 	  $(PY) -m train.main --config configs/bundled/$$run.yaml || exit $$?; \

@@ -218,8 +218,8 @@ class ComparisonConfig:
     Attributes:
       drafts: Drafts to compare: a name for the table, and the model folder.
       prompts: JSONL file of prompts or questions, `stdlib` (modules of Python's standard library
-        that training on `stdlib` holds out), or `packages:NAME,NAME` (all modules of these installed packages); null takes
-        stdlib where no datasets are given.
+        that training on `stdlib` holds out), or `packages:NAME,NAME` (all modules of these
+        installed packages); null takes stdlib where no datasets are given.
       datasets: Sets of questions to use, too: folders of data_dir that hold a question.jsonl,
         whatever `prompts` takes, mt_bench, gsm8k, humaneval, alpaca or another id on the Hub.
       data_dir: Folder of sets of questions.
