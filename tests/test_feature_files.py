@@ -137,7 +137,7 @@ def broken(folder: Path, kind: str) -> None:
         case "key":
             del arrays["loss_mask"]
         case "scalar":
-            arrays["input_ids"] = np.int64(3)
+            arrays["input_ids"] = np.array(3)
         case "mask":
             arrays["loss_mask"] = arrays["loss_mask"][:9]
     write_bin(path, arrays)
