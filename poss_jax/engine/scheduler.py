@@ -238,7 +238,7 @@ class Scheduler:
         try:
             while self._wait_for_work():
                 self._turn()
-        except BaseException as error:  # a tokenizer's panic is no Exception
+        except BaseException as error:  # such as a tokenizer's panic
             _LOG.exception("decoding failed")
             with self._changed:
                 self._error = error
