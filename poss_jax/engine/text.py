@@ -129,13 +129,15 @@ class _Decoder:
         return pieces
 
     def _drop_settled(self, text: str) -> None:
-        """Drops the first half of many tokens, if none of their characters ends in the second."""
+        """Drops the first of many tokens, up to a place between characters."""
         if len(self._ids) <= _MOST_UNDECIDED:
             return
-        first, second = self._ids[: _MOST_UNDECIDED // 2], self._ids[_MOST_UNDECIDED // 2 :]
-        settled = self._decode(first)
-        if len(settled) <= self._num_shown and settled + self._decode(second) == text:
-            self._ids, self._num_shown = second, self._num_shown - len(settled)
+        half = _MOST_UNDECIDED // 2
+        for end in range(half, half - 4, -1):  # a character has at most four bytes
+            settled, rest = self._decode(self._ids[:end]), self._ids[end:]
+            if len(settled) <= self._num_shown and settled + self._decode(rest) == text:
+                self._ids, self._num_shown = rest, self._num_shown - len(settled)
+                return
 
     def flush(self) -> list[Piece]:
         """Gives out what is undecided, since nothing that follows can change it."""
