@@ -43,7 +43,7 @@ TARGET = {
     "batch_size": 2,
     "checkpoint_every": 10,
     "validate_every": 10,
-    "validation_batches": 2,
+    "validation_rows": 4,
     "log_every": 1,
 }
 DRAFT = {**TARGET, "stage": "draft", "model": None}

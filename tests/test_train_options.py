@@ -28,6 +28,7 @@ from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.families import FAMILIES
 from train.devices import put_batch
+from train.loop import validation_batches
 from train.main import main
 from train.stages import open_stage
 
@@ -141,6 +142,28 @@ def test_options_that_do_not_fit_are_refused(
     config = config_file(runs, tmp_path, POSS2)
     assert error in refusal(main, "--config", config, *overrides)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "wanted", "validated"), [(1, 4, 4), (2, 4, 4), (4, 4, 4), (4, 5, 8), (4, 1, 4)]
+)
+def test_validation_has_the_same_rows_in_batches_of_any_size(
+    runs: Runs, tmp_path: Path, batch_size: int, wanted: int, validated: int
+) -> None:
+    values = TARGET | {"batch_size": batch_size, "validation_rows": wanted}
+    config = load_config(TrainConfig, config_file(runs, tmp_path, values))
+    stage = open_stage(config, tmp_path / "stage")
+    batches = list(validation_batches(config, stage))
+    assert {len(batch.tokens) for batch in batches} == {batch_size}
+    rows = np.concatenate([batch.tokens for batch in batches])
+    np.testing.assert_array_equal(rows, stage.validation_rows.tokens[:validated])
+
+
+def test_validation_stops_where_the_held_out_rows_end(runs: Runs, tmp_path: Path) -> None:
+    values = TARGET | {"batch_size": 4, "validation_rows": 10**6}
+    config = load_config(TrainConfig, config_file(runs, tmp_path, values))
+    stage = open_stage(config, tmp_path / "stage")
+    assert len(list(validation_batches(config, stage))) == len(stage.validation_rows) // 4
 
 
 # --------------------------------------------------------------------------------------------------

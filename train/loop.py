@@ -73,7 +73,7 @@ def _check_in(
     journal.settle()
     score = None
     if _is_due(config, step, config.validate_every):
-        results, shown = stage.validate(state.params, _validation_batches(config, stage))
+        results, shown = stage.validate(state.params, validation_batches(config, stage))
         journal.validated(step, results)
         folder.write_sample(f"{step}.md", format_samples(stage, shown, config.num_samples))
         score = stage.score(results)
@@ -85,11 +85,12 @@ def _is_due(config: TrainConfig, step: int, every: int) -> bool:
     return step == config.num_steps or any(step % n == 0 for n in {every, config.validate_every})
 
 
-def _validation_batches(config: TrainConfig, stage: Stage) -> Iterator[TrainBatch]:
-    """The same held-out batches every time."""
-    size = config.batch_size
-    for index in range(min(config.validation_batches, len(stage.validation_rows) // size)):
-        yield put_batch(stage.validation_rows[index * size : (index + 1) * size], stage.mesh)
+def validation_batches(config: TrainConfig, stage: Stage) -> Iterator[TrainBatch]:
+    """Yields the same held-out rows every time: as many as the config wants, in full batches."""
+    size, available = config.batch_size, len(stage.validation_rows)
+    num_batches = min(-(-config.validation_rows // size), available // size)
+    for start in range(0, num_batches * size, size):
+        yield put_batch(stage.validation_rows[start : start + size], stage.mesh)
 
 
 def _describe_divergence(

@@ -250,7 +250,7 @@ class TrainConfig:
       seed: Seed of initial parameters, order of rows and noise.
       checkpoint_every: Steps between checkpoints; every validation saves one, too.
       validate_every: Steps between validations; the run also ends with one.
-      validation_batches: Number of held-out batches per validation.
+      validation_rows: Number of held-out rows per validation, rounded up to whole batches.
       validation_depth: Depths that a draft is validated at; null takes those it is trained at. The
         last specialist serves those beyond.
       log_every: Steps between lines of metrics.
@@ -286,7 +286,7 @@ class TrainConfig:
     seed: Seed = 0
     checkpoint_every: Count = 500
     validate_every: Count = 500
-    validation_batches: Count = 4
+    validation_rows: Count = 32
     validation_depth: Depth | None = None
     log_every: Count = 10
     num_samples: CountOrZero = 4
