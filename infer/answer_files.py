@@ -5,11 +5,13 @@ The layouts count differently: PosS's `accept_length` leaves the bonus token out
 """
 
 import json
+import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from .journal import Answer
 
@@ -18,15 +20,16 @@ def write_answer_files(answers: Sequence[Answer], folder: Path) -> None:
     """Writes a file per method, temperature and seed of every set, of the first repeat.
 
     `eagle/SET/model_answer/` holds the files of EAGLE and PosS, `spec-bench/SET/model_answer/`
-    those of Spec-Bench.
+    those of Spec-Bench; files of an earlier report are removed. Names are quoted as in URLs.
     """
     files: dict[tuple[str, str], list[Answer]] = defaultdict(list)
     for answer in answers:
         cell = answer.key.cell
         if answer.key.repeat == 0:
             name = f"{answer.key.method}-temperature-{cell.temperature:g}-seed-{cell.seed}"
-            files[_file_name(cell.set), _file_name(name)].append(answer)
+            files[quote(cell.set, safe=""), quote(name, safe="")].append(answer)
     for layout, convert in (("eagle", as_eagle), ("spec-bench", as_spec_bench)):
+        shutil.rmtree(folder / layout, ignore_errors=True)
         for (name, model), few in files.items():
             path = folder / layout / name / "model_answer" / f"{model}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +77,3 @@ def _about(answer: Answer, model: str) -> dict[str, Any]:
 
 def _place(answer: Answer) -> int:
     return answer.key.question
-
-
-def _file_name(text: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_.," else "-" for letter in text)

@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = compile_all(config, devices, args.gpu or args.topology, dump=args.dump)
     report |= {"config": config_to_dict(config), "provenance": provenance()}
     if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n")
         print(f"report: {args.json}")
 

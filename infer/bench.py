@@ -24,7 +24,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import jax
+import numpy as np
 from tqdm import tqdm
 
 from poss_jax.checkpoint.record import provenance, read_record
@@ -58,7 +58,7 @@ from .page import write_page
 from .phases import measure_card
 from .questions import Question, first_prompts, make_dialogues, read_questions, read_sets
 from .report import check_output, format_card, format_report, write_report
-from .roofline import find_roofline, measure_roofline
+from .roofline import device_name, find_roofline, measure_roofline
 from .summary import make_grid, show_example, summarise_group
 
 
@@ -84,7 +84,7 @@ def bench(
         for cell, sampling in _cells(config, sets)
     }
     folder = Path(config.output) if config.output else None
-    journal = Journal(folder, _settings(config, decoders, sets), from_scratch=from_scratch)
+    journal = Journal(folder, settings_of(config, decoders, sets), from_scratch=from_scratch)
     keys = [
         Key(cell, repeat, decoder.name, index)
         for cell, few in dialogues.items()
@@ -97,6 +97,7 @@ def bench(
     }
     for decoder in tqdm([one for one in decoders if one.name in at_work], desc="compile"):
         decoder.compile([one for few in dialogues.values() for one in few])
+    by_depth = {"drift": study(config.by_depth)} if config.drift else {}
     _answer_missing(keys, decoders, sets, dialogues, journal)
     report = {
         "baseline": AUTOREGRESSIVE,
@@ -105,9 +106,7 @@ def bench(
         "groups": list(_summarise(config, decoders, dialogues, journal)),
         **_describe_methods(decoders, first_prompts(next(iter(dialogues.values())))[0], journal),
     }
-    if config.drift:
-        report["drift"] = study(config.by_depth)
-    report |= {"config": config_to_dict(config), "provenance": provenance()}
+    report |= by_depth | {"config": config_to_dict(config), "provenance": provenance()}
     return report, [journal.answers[key] for key in keys]
 
 
@@ -121,7 +120,7 @@ def _cells(config: BenchConfig, sets: dict[str, list[Question]]) -> Iterator[tup
                 yield Cell(name, temperature, seed), sampling
 
 
-def _settings(
+def settings_of(
     config: BenchConfig, decoders: Sequence[Decoder], sets: dict[str, list[Question]]
 ) -> dict[str, Any]:
     """Collects what decides answers and times: the config, the weights, the trees, the device.
@@ -130,20 +129,28 @@ def _settings(
     """
     settings = config_to_dict(config)
     answers_say = "prompts", "datasets", "data_dir", "temperatures", "seeds", "drafts"
-    for key in ("output", "repeats", "drift", *answers_say):
+    for key in ("output", "repeats", "drift", "draft_vocabulary", *answers_say):
         del settings[key]
     folders = {AUTOREGRESSIVE: config.target, **config.drafts}
+    of_process = provenance()
     return settings | {
-        "sets": {name: _digest(questions) for name, questions in sets.items()},
+        "sets": {name: _digest(list(map(asdict, few))) for name, few in sets.items()},
         "weights": {name: read_record(folder).weights_sha256 for name, folder in folders.items()},
         "trees": {decoder.name: str(decoder.engine.trees) for decoder in decoders},
-        "device": jax.devices()[0].device_kind,
+        "draft_vocabularies": {decoder.name: _digest(_vocabulary(decoder)) for decoder in decoders},
+        "device": device_name(),
+        "versions": {name: of_process["versions"][name] for name in ("jax", "poss_jax")},
     }
 
 
-def _digest(questions: Sequence[Question]) -> str:
-    words = json.dumps([asdict(one) for one in questions], default=str)
-    return hashlib.sha256(words.encode()).hexdigest()
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
+
+
+def _vocabulary(decoder: Decoder) -> list[int] | None:
+    """Tokens that a draft may propose; None: all."""
+    tokens = decoder.engine.weights.draft.get("vocabulary")
+    return None if tokens is None else np.asarray(tokens).tolist()
 
 
 def _answer_missing(
@@ -342,8 +349,9 @@ def _places_of_trees(
         raise UserError("--autotune: want at least one draft; give --draft NAME=DIR")
     if file is not None and len(config.drafts) > 1:
         raise UserError("--trees-file: want one draft, got several; tune them one by one")
-    if file is not None and file.exists() and not overwrite:
-        raise UserError(f"--trees-file {file} exists; name another file or give --overwrite")
+    for made in () if file is None or overwrite else (file, vocabulary_file(file)):
+        if made.exists():
+            raise UserError(f"--trees-file: {made} exists; name another file or give --overwrite")
     if file is not None:
         check_writable(file)
         return dict.fromkeys(config.drafts, file)
@@ -387,19 +395,20 @@ def _batch_sizes(text: str) -> list[int]:
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    actions = parser.add_mutually_exclusive_group()
+    actions.add_argument(
         "--check-lossless",
         action="store_true",
         help="Compare outputs instead of speed: every draft, several trees and batch sizes, greedy "
         "and sampled; the exit code is 1 if a difference is more than rounding.",
     )
-    parser.add_argument(
+    actions.add_argument(
         "--roofline",
         action="store_true",
         help="Measure the bandwidth and the matrix products of this device again, and print bytes, "
         "FLOPs, least and measured time of every phase instead of comparing methods.",
     )
-    parser.add_argument(
+    actions.add_argument(
         "--autotune",
         action="store_true",
         help="Find the fastest tree of every draft and batch size, and write them where every "
@@ -425,10 +434,13 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="With --autotune: write the trees here instead of beside the draft; other programs "
-        "take it as --trees.",
+        "take it as --trees, and a vocabulary that won, FILE with the ending .vocabulary.json, as "
+        "--draft-vocabulary.",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="Start from scratch where a report is already."
+        "--overwrite",
+        action="store_true",
+        help="Start from scratch where a report is already; with --autotune, replace --trees-file.",
     )
 
 

@@ -127,7 +127,7 @@ def _stream(
 def answer_line(
     record: dict[str, Any], dialogue: Dialogue, turn: int, answer: Generation
 ) -> dict[str, Any]:
-    """One line of the output file."""
+    """Makes a line of the output file; keys of the record that answers have, too, are replaced."""
     kept = {key: value for key, value in record.items() if key not in PROMPT_KEYS}
     return kept | {
         "turn": turn,

@@ -27,6 +27,7 @@ from poss_jax.engine.dialogue import (
     PROMPT_KEYS,
     Dialogue,
     check_dialogues,
+    check_record,
     read_dialogues,
     read_prompts,
 )
@@ -166,14 +167,19 @@ def read_hub(name: str, subset: str | None, split: str, most: int) -> list[dict[
     column = next((one for one in _COLUMNS if one in records[0]), None)
     if column is None:
         raise UserError(f"data set {name}: want a column {'/'.join(_COLUMNS)}, got {[*records[0]]}")
-    return [_as_turns(record, column) for record in records]
+    return [
+        check_record(_as_turns(record, column), f"data set {name}, record {number}")
+        for number, record in enumerate(records, start=1)
+    ]
 
 
 def _as_turns(record: dict[str, Any], column: str) -> dict[str, Any]:
+    known = {key: record[key] for key in ("question_id", "category") if key in record}
     turns = record[column] if isinstance(record[column], list) else [record[column]]
+    if turns and isinstance(turns[0], dict):
+        return known | {"messages": turns}
     if column == "instruction" and record.get("input"):
         turns = [f"{turns[0]}\n{record['input']}"]
-    known = {key: record[key] for key in ("question_id", "category") if key in record}
     return known | {"turns": turns}
 
 

@@ -74,7 +74,7 @@ def _group_table(group: dict[str, Any], part: str, *, is_compared: bool) -> list
         positions = row["positionwise_acceptance"]["value"]
         cells = [
             format_estimate(row["acceptance_length"]),
-            f"{row['pooled_acceptance_length']['value']:.2f}",
+            format_estimate(row["pooled_acceptance_length"] | {"low": None}),
             f"{row['tokens_per_second']['value']:.0f}",
             format_estimate(row["speed_up"]),
             *(f"{100 * share:.0f} %" for share in positions),

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from poss_jax.config.paths import is_uri
 from poss_jax.engine.device import default_dtype, device_memory
 from poss_jax.shapes import Array
 
@@ -111,7 +112,7 @@ def device_name() -> str:
 def _file() -> Path | None:
     """File of all devices' rates, beside the compiled programs; None: they are not kept."""
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    return None if folder is None else Path(folder) / "roofline.json"
+    return None if folder is None or is_uri(folder) else Path(folder) / "roofline.json"
 
 
 def read_kept() -> dict[str, Any]:

@@ -58,8 +58,8 @@ def compare(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
     """
     from scipy.stats import permutation_test
 
-    pairs = tuple(np.reshape(one, (len(one), -1)).mean(axis=1) for one in (first, second))
-    p_value = 1.0  # of one question
+    pairs = tuple(np.atleast_2d(one.T).mean(axis=0) for one in (first, second))
+    p_value = 1.0  # of one question, or none
     if len(first) > 1:
         p_value = permutation_test(
             pairs,

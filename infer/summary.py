@@ -153,8 +153,12 @@ def is_looping(answer: Answer) -> bool:
 
 def _compare(first: Grid, second: Grid) -> dict[str, Any]:
     speeds = [grid.tokens() / grid.seconds() for grid in (first, second)]
-    lengths = [np.nan_to_num(grid.acceptance_lengths(), nan=1.0) for grid in (first, second)]
-    return {"acceptance_length": compare(*lengths), "tokens_per_second": compare(*speeds)}
+    lengths = [grid.acceptance_lengths() for grid in (first, second)]
+    has_rounds = ~np.isnan(lengths).any(axis=(0, 2))
+    return {
+        "acceptance_length": compare(*(one[has_rounds] for one in lengths)),
+        "tokens_per_second": compare(*speeds),
+    }
 
 
 def _count_positions(rows: list[list[Answer]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

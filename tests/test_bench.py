@@ -41,6 +41,7 @@ from infer.summary import make_grid, show_example, summarise_group
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
 from poss_jax.config.models import CPU_TREE, TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.data.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.engine.dialogue import read_dialogues
 from poss_jax.engine.engine import Engine
 
@@ -150,11 +151,49 @@ def test_rounds_deeper_than_the_table_count_as_a_whole() -> None:
     assert value(rows["positionwise_acceptance"]) == [1] * 8
 
 
+def test_answers_without_a_round_are_left_out_of_acceptance() -> None:
+    """As where the first token ends the text, or is all that was asked for."""
+    one, none = answer((0, "d", 0), DIVERSE, [3], [4], 1.0), answer((0, "d", 1), [1], [], [], 1.0)
+    answers = {one.key: one, none.key: none}
+    for name in ("plain", "e"):
+        for known in (one, none):
+            key = known.key._replace(method=name)
+            answers[key] = replace(known, key=key)
+    longer = answer((0, "e", 0), DIVERSE, [5], [6], 1.0)
+    answers[longer.key] = longer
+    grids = {
+        name: make_grid(answers, [CELL], name, repeats=1, num_questions=2)
+        for name in ("plain", "d", "e")
+    }
+    group = summarise_group(grids, "plain")
+    (pair,) = group["comparisons"]
+    means = [value(group["methods"][name]["all"]["acceptance_length"]) for name in ("d", "e")]
+    assert means == [4, 6] and value(pair["acceptance_length"]["difference"]) == 2
+    nothing = summarise_group({name: grid.of([1]) for name, grid in grids.items()}, "plain")
+    (pair,) = nothing["comparisons"]
+    assert value(pair["acceptance_length"]["difference"]) is None
+    table = format_report(made_up_report() | {"groups": [made_up_report()["groups"][0] | nothing]})
+    (row,) = {line for line in table.splitlines() if line.startswith("| d |  |  | 1 | 1.00 |")}
+    assert row.endswith("| 1 of 1 |")
+
+
+def test_answer_files_are_those_of_the_last_report_and_have_names_of_their_own(
+    tmp_path: Path,
+) -> None:
+    one = answer((0, "a b", 0), DIVERSE, [3], [4], 1.0)
+    same = replace(one, key=one.key._replace(method="a-b"))
+    write_answer_files([one], tmp_path)
+    write_answer_files([one, same], tmp_path)
+    assert len(list(tmp_path.glob("eagle/*/*/*.jsonl"))) == 2
+    write_answer_files([same], tmp_path)
+    assert len(list(tmp_path.glob("spec-bench/*/*/*.jsonl"))) == 1
+
+
 def test_the_original_scripts_find_the_numbers_of_the_table(tmp_path: Path) -> None:
     """The arithmetic of the evaluation scripts of PosS and Spec-Bench, on the files written."""
     write_answer_files(made_up_answers(), tmp_path)
     both = made_up_group()["methods"]["draft"]["all"]
-    name = "made-up/model_answer/draft-temperature-0-seed-0.jsonl"
+    name = "made%20up/model_answer/draft-temperature-0-seed-0.jsonl"
     eagle, spec = (
         [
             json.loads(line)["choices"][0]
@@ -286,6 +325,7 @@ def test_the_page_holds_everything_and_needs_no_network(
     assert ("d1", "def") in page.coloured and ("d2", " f(") in page.coloured
     assert "a &lt; b" in text and "# a &amp; b" in text
     assert "2.83" in text and "2.67 to 3.00" in text and "python -m infer.bench" in text
+    assert "1 loop and are left out of the figures" in text
     assert not [link for link in page.links if not link.startswith("#")]
     assert "script" not in page.tags
 
@@ -585,6 +625,19 @@ def test_a_benchmark_can_be_given_more(
     assert (known["methods"], known["groups"]) == (report["methods"], report["groups"])
 
 
+def test_a_benchmark_with_another_vocabulary_does_not_go_on(runs: Runs, tmp_path: Path) -> None:
+    config = BenchConfig(target=runs.model("target"), drafts={"A": runs.model("eagle")})
+    path, settings = tmp_path / "v.json", []
+    for tokens in ((4, 5, 6), (4, 5, 7)):
+        write_draft_vocabulary(path, DraftVocabulary(vocab_size=300, tokens=tokens))
+        limited = replace(config, draft_vocabulary=str(path))
+        settings.append(program.settings_of(limited, load_decoders(limited), {}))
+        path.unlink()
+    Journal(tmp_path / "report", settings[0])
+    with pytest.raises(UserError, match=r"of other settings \(draft_vocabularies\)"):
+        Journal(tmp_path / "report", settings[1])
+
+
 @pytest.mark.slow
 def test_a_benchmark_can_be_given_another_set(runs: Runs, prompts: str, tmp_path: Path) -> None:
     output = tmp_path / "report"
@@ -697,6 +750,20 @@ def test_data_sets_of_the_hub_become_turns(
     assert [record["turns"] for record in records] == [turns] * 2
 
 
+def test_records_of_the_hub_are_checked_as_those_of_files_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    records: list[dict[str, Any]] = [{"prompt": messages}]
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **settings: iter(records))
+    assert read_hub("some/set", None, "test", 2) == [{"messages": messages}]
+    for bad in ([], None):
+        records.append({"prompt": bad})
+        with pytest.raises(UserError, match=r"^data set some/set, record 2: want exactly one of"):
+            read_hub("some/set", None, "test", 2)
+        records.pop()
+
+
 def test_a_data_set_that_cannot_be_read_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **settings: Any) -> None:
         raise OSError("no network\nat all")
@@ -760,6 +827,11 @@ def test_prompts_of_modules_are_cut_to_length(runs: Runs, source: str) -> None:
             "questions 'nothing': want a .jsonl file, a folder",
         ),
         ("--target {target} --seeds 1 --seeds 1", "seeds: want each once, got [1, 1]"),
+        ("--target {target} --roofline --check-lossless", "not allowed with argument --roofline"),
+        (
+            "--target {target} --draft A={eagle} --draft-vocabulary v.json --drift",
+            "drift: is measured on models as they are; leave out draft_vocabulary",
+        ),
     ],
 )
 def test_bad_input_writes_nothing(

@@ -268,9 +268,10 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
         for name in ("datasets", "temperatures", "seeds"):
             if len(set(values := getattr(self, name))) < len(values):
                 raise ValueError(f"{name}: want each once, got {list(values)}")
-        if self.drift and self.quantise is not None:
-            raise ValueError("drift: is measured on the target as it is; leave out quantise")
         if self.drift:
+            for name in ("quantise", "draft_vocabulary", "mesh"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"drift: is measured on models as they are; leave out {name}")
             _ = self.by_depth  # is checked before any work
 
     @property

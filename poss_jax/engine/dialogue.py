@@ -147,17 +147,28 @@ def read_prompts(path: AnyPath) -> list[dict[str, Any]]:
     Raises:
       UserError: missing file or no lines, bad JSON, no prompt, an empty one, or a wrong type.
     """
-    records = []
-    for where, record in json_lines(path):
-        keys = [key for key in PROMPT_KEYS if key in record]
-        if len(keys) != 1 or not _is_prompt(keys[0], record[keys[0]]):
-            known = ", ".join(f"{key} ({kind})" for key, kind in PROMPT_KEYS.items())
-            got = json.dumps({key: record[key] for key in keys} or list(record))
-            raise UserError(f"{where}: want exactly one of {known}, not empty; got {got[:80]}")
-        records.append(record)
+    records = [check_record(record, where) for where, record in json_lines(path)]
     if not records:
         raise UserError(f"{path}: want one JSON object per line, got no lines; add prompts")
     return records
+
+
+def check_record(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns a record that holds exactly one of `PROMPT_KEYS`.
+
+    Args:
+      record: the record.
+      where: its place, for the message.
+
+    Raises:
+      UserError: it holds none or several, an empty prompt, or one of a wrong type.
+    """
+    keys = [key for key in PROMPT_KEYS if key in record]
+    if len(keys) != 1 or not _is_prompt(keys[0], record[keys[0]]):
+        known = ", ".join(f"{key} ({kind})" for key, kind in PROMPT_KEYS.items())
+        got = json.dumps({key: record[key] for key in keys} or list(record), default=str)
+        raise UserError(f"{where}: want exactly one of {known}, not empty; got {got[:80]}")
+    return record
 
 
 def read_dialogues(
