@@ -1,5 +1,6 @@
 """Records of every format, chat templates, and what is learnt of a chat."""
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ ASKED = {"role": "user", "content": "Hi"}
             HELLO,
         ),
         ({"question": "Hi", "answer": "Hello."}, "pairs", HELLO),
+        ({"question": "Hm", "prompt": "Hi", "completion": "Hello."}, "pairs", HELLO),
         ({"instruction": "Hi", "input": "", "output": "Hello."}, "pairs", HELLO),
         ({"prompt": "Hi", "completion": "Hello."}, "pairs", HELLO),
         (
@@ -330,6 +332,15 @@ def test_a_system_prompt_for_chats_that_have_none(tokenizers: dict[str, Any]) ->
     assert one.text.startswith("<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST]")
     [one] = opened.render(SYSTEM_CHAT)
     assert "kind" not in one.text
+
+
+def test_answers_without_an_end_are_not_looked_for(tokenizers: dict[str, Any]) -> None:
+    text = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer = copy(tokenizers["llama3"])
+    tokenizer.chat_template = text + "{% if add_generation_prompt %}assistant: {% endif %}"
+    opened = ChatTemplate(tokenizer, None)
+    with pytest.raises(UserError, match="writes nothing at the end of an answer"):
+        opened.find_answers("user: q1\nassistant: a1\nuser: q2\nassistant: a2\n")
 
 
 @pytest.mark.parametrize(("name", "template"), [("llama3", "llama3"), ("llama2", "llama2")])

@@ -346,5 +346,7 @@ def test_init_specialists_refusals(tmp_path, tiny):
     run("draft", source=source, target=tiny / "target", output=draft, **flags)
     with pytest.raises(UserError, match="has 2 specialists, got 1"):
         run("init-specialists", draft=draft, output=tmp_path / "o", positions_per_specialist="6")
+    with pytest.raises(UserError, match="init-specialists: trained_depth"):
+        run("init-specialists", draft=draft, output=tmp_path / "o", trained_depth=5000, **flags)
     with pytest.raises(UserError, match="want a draft, got a target"):
         run("init-specialists", draft=tiny / "target", output=tmp_path / "o", **flags)

@@ -101,6 +101,12 @@ def test_packages_that_are_not_there_are_refused(settings: dict[str, Any], error
         load_documents(DataConfig(**settings))
 
 
+def test_a_package_may_be_held_out_that_is_not_trained_on() -> None:
+    documents = load("packages:yaml", held_out=["tqdm"])
+    assert documents.validation == load("packages:tqdm,yaml", held_out=["tqdm"]).validation
+    assert documents.train == load("packages:tqdm,yaml", held_out=["tqdm"]).train
+
+
 def test_only_packages_can_be_held_out() -> None:
     with pytest.raises(ValueError, match="held_out is for source packages, not for 'stdlib'"):
         DataConfig(held_out=["jax"])

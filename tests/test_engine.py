@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from programs import Runs, copy_model, tiny_runs
@@ -290,6 +291,23 @@ def test_biased_tokens_are_checked_before_anything_is_decoded(
     settings = [SamplingConfig(), SamplingConfig(logit_bias={300: 1})]
     with pytest.raises(UserError, match="logit_bias: want token ids of 0 to 299, got 300"):
         plain.generate(["a", "b"], max_new_tokens=1, sampling=settings)
+
+
+@pytest.mark.parametrize(
+    "prompts", [[5, 6, 7], [{"role": "user", "content": "hi"}], {"a": 1}], ids=repr
+)
+def test_what_is_no_prompt_is_one_line(
+    plain: Engine, monkeypatch: pytest.MonkeyPatch, prompts: Any
+) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside of tests
+    with pytest.raises(UserError, match=r"^prompt: want text, a list of token ids or a list of"):
+        plain.generate(prompts if isinstance(prompts, list) else [prompts], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("max_length", [0, 1])
+def test_a_length_without_room_for_an_answer_is_refused(runs: Runs, max_length: int) -> None:
+    with pytest.raises(UserError, match=f"^max_length: want 2 or more, .*, got {max_length}$"):
+        Engine.load(runs.model("target"), max_length=max_length)
 
 
 # --------------------------------------------------------------------------------------------------

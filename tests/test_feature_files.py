@@ -121,8 +121,22 @@ def test_opening_does_not_read_the_features(tmp_path: Path) -> None:
     ((name, record),) = read_feature_files(DataConfig(source=str(path)), D)
     assert isinstance(record, dict) and name == str(path)
     np.testing.assert_array_equal(record["input_ids"], arrays["input_ids"])
-    source = FeatureFiles((str(path),), (1, 8, D), np.dtype(np.float32))
+    tokens = arrays["input_ids"][None, :8]
+    source = FeatureFiles((str(path),), (1, 8, D), np.dtype(np.float32), tokens)
     with pytest.raises(UserError, match=r"data_0\.ckpt: cannot be read .the checksum of"):
+        source.read(np.array([0]))
+
+
+@pytest.mark.torch
+def test_a_file_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data_0.ckpt"
+    arrays = document(0, length=6)
+    write_bin(path, arrays)
+    tokens = np.pad(arrays["input_ids"], (0, 2))[None]
+    source = FeatureFiles((str(path),), (1, 8, D), np.dtype(np.float32), tokens)
+    np.testing.assert_array_equal(source.read(np.array([0]))[0, :6], arrays["hidden_state"])
+    write_bin(path, document(1, length=6))
+    with pytest.raises(UserError, match=r"data_0\.ckpt: its tokens are others now; put the file"):
         source.read(np.array([0]))
 
 

@@ -77,6 +77,18 @@ def test_chats_are_packed_whole_and_their_answers_learnt(tokenizer: Any, tmp_pat
     assert report["train"]["learnt"] == pytest.approx(learnt_share, abs=1e-4)
 
 
+def test_another_template_at_home_is_noticed(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    template = tmp_path / "chat.jinja"
+    template.write_text(tokenizer.chat_template)
+    prepare(tmp_path, tokenizer, CHATS, template="~/chat.jinja")
+    template.write_text(tokenizer.chat_template + "{# new #}")
+    with pytest.raises(UserError, match="made with another tokenizer, template or data section"):
+        prepare(tmp_path, tokenizer, CHATS, template="~/chat.jinja")
+
+
 def test_rows_are_made_once(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

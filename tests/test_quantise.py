@@ -48,7 +48,6 @@ from poss_jax.model.parameters import partition, place_tree, place_weights
 from poss_jax.model.quantise import (
     KINDS,
     Quantised,
-    dequantise,
     pack,
     quantise,
     quantise_items,
@@ -81,6 +80,11 @@ def quantised(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for kind in KINDS:
         run("target", source=folder / "exported", output=folder / kind, quantise=kind)
     return {kind: str(folder / kind) for kind in KINDS}
+
+
+def dequantise(weight: Quantised) -> jax.Array:
+    """The float32 weight that a quantised one stands for."""
+    return weight.values.astype(jnp.float32) * weight.scale[:, None]
 
 
 def dequantised(params: Any) -> Any:

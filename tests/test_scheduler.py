@@ -16,7 +16,7 @@ from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.engine.answers import Chunk, Generation
+from poss_jax.engine.answers import Chunk, Generation, LiveAnswer
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
@@ -384,12 +384,29 @@ def test_an_error_reaches_those_who_wait(engine: Engine, cold: Scheduler, monkey
         cold.submit(engine.prepare([1, 2], 30))
 
 
-def test_more_biases_than_slots_have_room_for_are_refused(engine: Engine, warm: Scheduler):
+def test_more_biases_and_stop_ids_than_slots_have_room_for_are_refused(
+    engine: Engine, warm: Scheduler
+):
     biases = dict.fromkeys(range(301), 1.0)
-    prompt = engine.prepare([1, 2, 3], 4)._replace(sampling=SamplingConfig(logit_bias=biases))
+    prompt = engine.prepare([1, 2, 3], 4)
     with pytest.raises(UserError, match=r"^logit_bias: want at most 300 tokens, got 301$"):
-        warm.submit(prompt)
+        warm.submit(prompt._replace(sampling=SamplingConfig(logit_bias=biases)))
+    with pytest.raises(UserError, match=r"^stop_ids: want at most 16 tokens, got 17$"):
+        warm.submit(prompt._replace(stop_ids=range(17)))
+    assert len(list(warm.submit(prompt._replace(stop_ids=range(16))))) >= 1
     assert warm.error is None
+
+
+def test_a_text_whose_cancelling_fails_is_told_too(
+    engine: Engine, cold: Scheduler, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(self: LiveAnswer) -> None:
+        raise ValueError("a tokenizer's own")
+
+    monkeypatch.setattr(LiveAnswer, "cancel", fail)
+    stream = cold.submit(engine.prepare([1, 2, 3], 200), timeout=0)
+    with pytest.raises(Closed):
+        list(stream)
 
 
 def test_a_panic_ends_the_thread_and_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch):

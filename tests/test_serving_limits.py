@@ -1,9 +1,11 @@
 """The server under clients that leave, stall, flood it, or send what no client should."""
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import replace
 from http.client import HTTPConnection
 from itertools import product
 from typing import Any
@@ -17,7 +19,9 @@ from pydantic import ValidationError
 from serving import MODEL, Served, request_bytes, serving, until
 
 from poss_jax import Engine, SamplingConfig
-from poss_jax.serving.requests import ChatRequest, CompletionRequest
+from poss_jax.config.reading import UserError
+from poss_jax.serving.app import make_slots
+from poss_jax.serving.requests import ApiError, ChatRequest, CompletionRequest, read_completion
 
 KEY = "secret"
 PATIENCE = 1.5
@@ -302,3 +306,46 @@ def test_no_request_is_an_error_of_the_server(served: Served) -> None:
 
         check()
     assert {200, 400} <= statuses
+
+
+# --------------------------------------------------------------------------------------------------
+# Servers that serve less
+
+
+@pytest.mark.parametrize(
+    ("stop", "error"),
+    [
+        (("",), "stop: want strings, got an empty one"),
+        (("x" * 10_000,), "characters are more than 256 new tokens can write"),
+    ],
+)
+def test_stop_strings_of_a_server_are_checked_as_it_starts(
+    served: Served, stop: tuple[str, ...], error: str
+) -> None:
+    with pytest.raises(UserError, match=error):
+        make_slots(served.service.engine, replace(served.service.config, stop=stop))
+
+
+def test_log_probabilities_may_be_off(served: Served) -> None:
+    config = replace(served.service.config, max_logprobs=0)
+    body = CompletionRequest(prompt="def", logprobs=0)
+    with pytest.raises(ApiError, match="logprobs: not served"):
+        read_completion(served.service.engine, config, body)
+
+
+def test_a_continued_text_is_decoded_beside_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops, submit = [], served.scheduler.submit
+
+    def watch(*args: Any, **options: Any) -> Any:
+        with suppress(RuntimeError):  # there is none in this thread
+            loops.append(asyncio.get_running_loop())
+        return submit(*args, **options)
+
+    monkeypatch.setattr(served.scheduler, "submit", watch)
+    body = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 4}
+    assert post(served, body | {"continued_tokens": 3}).status_code == 200
+    assert not loops
+    assert post(served, body).status_code == 200
+    assert len(loops) == 1

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from programs import (
+    DRAFT,
     POSS2,
     TARGET,
     Runs,
@@ -164,6 +165,40 @@ def test_validation_stops_where_the_held_out_rows_end(runs: Runs, tmp_path: Path
     config = load_config(TrainConfig, config_file(runs, tmp_path, values))
     stage = open_stage(config, tmp_path / "stage")
     assert len(list(validation_batches(config, stage))) == len(stage.validation_rows) // 4
+
+
+def test_specialists_that_were_never_trained_are_not_frozen(runs: Runs, tmp_path: Path) -> None:
+    spans = {"positions_per_specialist": [1, 1, 1], "depth": 3, "num_frozen": 2}
+    config = config_file(runs, tmp_path, DRAFT, specialists=spans, init_draft=runs.model("eagle"))
+    assert "specialists.num_frozen: want at most 1, which init_draft" in refusal(
+        main, "--config", config
+    )
+
+
+def test_a_run_does_not_go_on_with_another_target(runs: Runs, tmp_path: Path) -> None:
+    target = Path(copy_model(runs.model("target"), tmp_path / "target"))
+    config = config_file(runs, tmp_path, POSS2, **FEW_STEPS, target=str(target))
+    main(["--config", config])
+    metrics_before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    changed = json.loads((target / "model.json").read_text())
+    changed["weights_sha256"] |= {"layers/1": "0" * 64}
+    (target / "model.json").write_text(json.dumps(changed))
+    shutil.rmtree(tmp_path / "run" / "model")
+    assert "target: its file has become another since this run began" in refusal(
+        main, "--config", config
+    )
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics_before
+
+
+@pytest.mark.parametrize("key", ["features.cache", "data.source"])
+def test_overwriting_spares_what_is_read(runs: Runs, tmp_path: Path, key: str) -> None:
+    needed = tmp_path / "run" / "needed"
+    needed.mkdir(parents=True)
+    (needed / "file").write_text("x")
+    config = config_file(runs, tmp_path, DRAFT)
+    error = refusal(main, "--config", config, "--overwrite", f"{key}={needed}")
+    assert "which --overwrite would remove; move it" in error
+    assert (needed / "file").exists()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -91,6 +91,15 @@ def test_an_update_compiles_nothing(compilations):
     assert not compilations
 
 
+def test_an_update_with_arrays_bound_to_a_device_compiles_no_round(compilations):
+    engine = with_draft(make_engine(random_target(LLAMA)), EAGLE)
+    answers(engine)
+    engine.update_weights(jax.device_put(random_target(LLAMA, seed=7), jax.devices()[0]))
+    compilations.clear()
+    answers(engine)
+    assert not compilations
+
+
 @pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, tensor=4)])
 def test_an_update_goes_to_the_devices_of_the_old_weights(compilations, mesh):
     first, last = jax.devices()[0], jax.devices()[-1]

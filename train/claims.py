@@ -155,7 +155,11 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
     for model in (config.target, config.init_target, config.init_draft):
         if model is not None and real_path(model).is_relative_to(real_path(path)):
             raise UserError(f"output {path} holds {model}, which is needed; name another folder")
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    inputs = config.features.cache, config.specialists.draft_vocabulary, config.data.source
+    for file in inputs if overwrite else ():
+        if file is not None and real_path(file).is_relative_to(real_path(path)):
+            raise UserError(f"output {path} holds {file}, which --overwrite would remove; move it")
+    if not path.exists() or (path.is_dir() and not _names_in(path)):
         return False
     saved = _saved_config(path)
     if saved is None:
@@ -175,6 +179,11 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
             "name another folder, or start from scratch with --overwrite"
         )
     return not overwrite
+
+
+def _names_in(path: AnyPath) -> list[str]:
+    """Files of a folder, but for the lock of this very process."""
+    return [entry.name for entry in path.iterdir() if entry.name != ".lock"]
 
 
 def _write_config(path: AnyPath, config: TrainConfig) -> None:

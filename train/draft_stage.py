@@ -1,6 +1,8 @@
 """Training of the specialists of a frozen target."""
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +14,8 @@ from jax.sharding import Mesh
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_draft
 from poss_jax.checkpoint.record import ModelRecord, new_record
+from poss_jax.checkpoint.whole import write_file
+from poss_jax.config.json_reading import parse_json
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
@@ -65,6 +69,7 @@ class DraftStage:
             )
         validation_depth = _check_depths(config)
         self._open_draft(with_weights=with_weights)
+        self._refuse_other_models(folder)
         self.tokenizer = load_tokenizer(as_path(config.target))
         self._open_rows(folder)
         if with_weights and not is_complete(self._features):
@@ -112,9 +117,27 @@ class DraftStage:
             kv=draft.kv if family.is_trained_in_chains else wanted.kv,
         )
 
+    def _refuse_other_models(self, folder: AnyPath) -> None:
+        """Keeps what the run was begun with beside its rows, and refuses to go on with another."""
+        ids = hashlib.sha256(json.dumps(self._vocabulary).encode()).hexdigest()
+        now = {"target": self._record.fingerprint, "specialists.draft_vocabulary": ids}
+        path = folder / "made_with.json"
+        before = parse_json(path.read_bytes()) if path.is_file() else now
+        if changed := [name for name, value in now.items() if before.get(name) != value]:
+            raise UserError(
+                f"{changed[0]}: its file has become another since this run began; put it back, or "
+                "start from scratch with --overwrite"
+            )
+        write_file(path, json.dumps(now) + "\n")
+
     def _check_init_draft(self, record: ModelRecord) -> None:
         """Refuses settings that the draft to start from decides otherwise."""
         wanted, draft = self._run.specialists, record.draft
+        if wanted.num_frozen > draft.num_specialists:
+            raise UserError(
+                f"specialists.num_frozen: want at most {draft.num_specialists}, which init_draft "
+                f"{self._run.init_draft} has trained, got {wanted.num_frozen}"
+            )
         decided = {"family": draft.family, "aux_layers": draft.aux_layers}
         given = {"family": wanted.family, "aux_layers": wanted.aux_layers}
         if draft.head_size or record.draft_vocabulary:

@@ -60,7 +60,8 @@ def find_features(
     if prepared.files and config.features.cache is not None:
         raise UserError("features.cache: data.source has features of its own; leave out the cache")
     if prepared.files:
-        return FeatureFiles(prepared.files, shape, np.dtype(dtype))
+        tokens = np.concatenate([prepared.train.tokens, prepared.validation.tokens])
+        return FeatureFiles(prepared.files, shape, np.dtype(dtype), tokens)
     if config.features.cache is None:
         return None
     made_from = {

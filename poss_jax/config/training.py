@@ -250,7 +250,8 @@ class TrainConfig:
       seed: Seed of initial parameters, order of rows and noise.
       checkpoint_every: Steps between checkpoints; every validation saves one, too.
       validate_every: Steps between validations; the run also ends with one.
-      validation_rows: Number of held-out rows per validation, rounded up to whole batches.
+      validation_rows: Number of held-out rows per validation, in whole batches: rounded up, or
+        down where there are no more.
       validation_depth: Depths that a draft is validated at; null takes those it is trained at. The
         last specialist serves those beyond.
       log_every: Steps between lines of metrics.

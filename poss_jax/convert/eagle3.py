@@ -93,6 +93,11 @@ def read_eagle3(source: Source) -> Reading:
     origin = str(source.folder)
     layer, assumed = read_layer(source)
     layer = replace(layer, tie_embeddings=False)  # its head is its own
+    if _read_flag(source, "embed_requires_grad"):
+        raise UserError(
+            f"{origin}: embed_requires_grad: this draft has an embedding of its own, trained apart "
+            "from the target's; poss_jax has no such drafts"
+        )
     settings, more = _read_settings(source)
     values = {"layer": layer, "family": "eagle3", "kv": "shared", **settings}
     values |= {"positions_per_specialist": (1,) * count_layers(source)}

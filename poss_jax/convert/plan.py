@@ -201,8 +201,9 @@ def plan_specialists(
             f"{draft} has {have} specialists, got {want} positions per specialist; "
             f"give at least {have} counts"
         )
-    config = replace(
+    config = change_config(
         record.draft,
+        origin="init-specialists",
         positions_per_specialist=positions_per_specialist,
         trained_depth=trained_depth or record.draft.trained_depth,
     )

@@ -222,7 +222,9 @@ def _read_pair(record: dict[str, Any]) -> Chat | Broken:
 
 
 def _read_question(record: dict[str, Any]) -> Message | Broken:
-    question = next((record[key] for key, _ in _PAIRS if key in record), None)
+    both = _pair_keys(record)  # a question may stand without an answer, to be asked
+    keys = [both[0]] if both else [key for key, _ in _PAIRS if key in record]
+    question = record[keys[0]] if keys else None
     context = next((record[key] for key in _PAIR_CONTEXTS if record.get(key)), "")
     if not (isinstance(question, str) and isinstance(context, str)):
         return Broken("no question" if question is None else "a turn without text")

@@ -31,11 +31,13 @@ class FeatureFiles:
       paths: file of every row.
       shape: rows, tokens of a row, width.
       dtype: dtype to read them in.
+      tokens: [rows T] tokens that the rows were made of.
     """
 
     paths: tuple[str, ...]
     shape: tuple[int, int, int]
     dtype: Any
+    tokens: np.ndarray
 
     @property
     def missing(self) -> list[int]:
@@ -50,7 +52,7 @@ class FeatureFiles:
         """Features [n T D] of some rows, cut to T or padded with zeros.
 
         Raises:
-          UserError: a file cannot be read any more.
+          UserError: a file cannot be read any more, or holds other tokens than before.
         """
         T, D = self.shape[1:]
         features = np.zeros((len(rows), T, D), self.dtype)
@@ -59,7 +61,9 @@ class FeatureFiles:
             found = _check(_unbatched(read_bin(path)), D)
             if isinstance(found, Broken):
                 raise UserError(f"{path}: {found}; put the file back as it was")
-            stored = found["hidden_state"][:T]
+            stored, ids = found["hidden_state"][:T], found["input_ids"][:T]
+            if not np.array_equal(ids, self.tokens[row, : len(ids)]):
+                raise UserError(f"{path}: its tokens are others now; put the file back as it was")
             place[: len(stored)] = stored
         return features
 

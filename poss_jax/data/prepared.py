@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
@@ -165,7 +166,7 @@ class _Part:
         is_text = rows.documents > 0
         return {
             "documents": len(lengths),
-            "tokens": int(lengths.sum()),
+            "tokens": int(is_text.sum()),
             "learnt": round(float(rows.loss_mask.sum() / is_text.sum()), 4),
             "lengths": dict(zip(("p50", "p90", "p99", "longest"), quantiles, strict=True)),
             "truncated": 0 if self._most is None else int((lengths > self._most).sum()),
@@ -213,8 +214,8 @@ def _refuse_spelled_out(texts: Sequence[Any], config: DataConfig, tokenizer: Any
 def _fingerprint(config: DataConfig, tokenizer: Any, vocab_size: int) -> str:
     """Hash of what decides the rows, the source's content aside."""
     template = config.template
-    if template is not None and as_path(template).is_file():
-        template = read_text(as_path(template))
+    if template is not None and (path := as_path(os.path.expanduser(template))).is_file():
+        template = read_text(path)
     parts = [
         config_to_dict(config),
         template,

@@ -97,7 +97,7 @@ def _read_packages(
         raise UserError(f"data: want installed packages, got {missing}; install or leave them out")
     modules = {
         f"{name}/{place}": path
-        for name in wanted or folders
+        for name in (dict.fromkeys((*wanted, *held_out)) if wanted else folders)
         for place, path in _list_modules(folders[name])
     }
     for name in sorted(modules, key=lambda name: blake2b(name.encode()).digest()):

@@ -135,12 +135,21 @@ class ChatTemplate:
         return [RenderedChat(text, [span]) for text, span in zip(answered, spans, strict=True)]
 
     def find_answers(self, text: str) -> RenderedChat:
-        """Finds the answers in a chat that this template has written already."""
+        """Finds the answers in a chat that this template has written already.
+
+        Raises:
+          UserError: the template ends answers with nothing that could be found.
+        """
+        if not self._after:
+            raise UserError(
+                "data.format rendered: the chat template writes nothing at the end of an answer, "
+                "so that answers cannot be found; give chats, or another data.template"
+            )
         spans: list[tuple[int, int]] = []
         end = 0
         while self._before and (found := text.find(self._before, end)) >= 0:
             begin = found + len(self._before)
-            last = text.find(self._after, begin) if self._after else -1
+            last = text.find(self._after, begin)
             end = last + len(self._after) if last >= 0 else len(text)
             spans.append((begin, end))
         return RenderedChat(text, spans)

@@ -131,7 +131,7 @@ def run_chunks(
 def run_round(
     weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
 ) -> DecodeState:
-    """Drafts, verifies, accepts and commits once; a sequence that is done stays as it is."""
+    """Drafts, verifies, accepts and commits once; the text of a sequence that is done stays."""
     noise = round_noise(config, request, state)
     tree = draft_tree(weights, config, request, state, noise)
     out = verify_tree(weights, config, state, tree)

@@ -115,7 +115,7 @@ class Engine:
         self.drafting: Drafting = drafting
         self.tokenizer = tokenizer
         self.stop_ids = _stop_ids(self.target_config.eos_token_ids, tokenizer)
-        self.max_length = max_length or self.target_config.max_position_embeddings
+        self.max_length = _check_length(max_length, self.target_config.max_position_embeddings)
 
     @classmethod
     def load(
@@ -267,14 +267,15 @@ class Engine:
         check_params(self.target_config, params, compute_dtype(old))
         if self.target_config.tie_embeddings:
             params = params | {"head": params["embed"]}
-        # Where an array lies, and whether it may move, is part of what was compiled.
+        # Where an array lies is part of what was compiled.
         self.weights = self._lend(jax.tree.map(_place_like, self._fuse(params), old))
         self._fingerprint = secrets.token_hex(8)  # to hash all weights would take longer than this
 
     def _fuse(self, params: Params) -> Params:
         """Fuses a target for decoding and places it; the caller keeps a list of its own."""
         params = params | {"layers": list(params["layers"])}
-        return fuse_target(params, self.target_config, partial(_place_on, self.mesh))
+        fused = fuse_target(params, self.target_config, partial(_place_on, self.mesh))
+        return jax.tree.map(_commit, fused)
 
     def _lend(self, target: Params) -> Weights:
         """Joins a target and this engine's draft, which uses its embedding and head."""
@@ -523,8 +524,21 @@ def _place_on(mesh: Mesh | None, params: Params) -> Params:
     return params if mesh is None else place_params(params, mesh)
 
 
+def _commit(leaf: Any) -> jax.Array:
+    """Binds an array to where it lies; whether it is bound is part of what is compiled."""
+    leaf = jnp.asarray(leaf)
+    return leaf if leaf.committed else jax.device_put(leaf, leaf.sharding)
+
+
 def _place_like(leaf: jax.Array, old: jax.Array) -> jax.Array:
-    return jax.device_put(leaf, old.sharding) if old.committed else leaf
+    return jax.device_put(leaf, old.sharding)
+
+
+def _check_length(max_length: int | None, most: int) -> int:
+    """Returns the most tokens of prompt and answer together."""
+    if max_length is not None and max_length < 2:
+        raise UserError(f"max_length: want 2 or more, a prompt and an answer, got {max_length}")
+    return most if max_length is None else max_length
 
 
 def _fit_trees(tree: TreeConfig | Trees, draft: Params) -> Trees:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, shorten
 from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.data.rendering import RenderError, render_chats
 from poss_jax.data.tokenizer import call_tokenizer
@@ -60,10 +60,16 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
       vocab_size: size of the target's vocabulary.
 
     Raises:
-      UserError: the prompt is empty, holds ids outside the vocabulary or text that is not UTF-8, or
-        is text (or messages) for a target without tokenizer (or chat template).
+      UserError: the prompt is not a sequence, is empty, holds ids outside the vocabulary or text
+        that is not UTF-8, or is text (or messages) for a target without tokenizer (or chat
+        template).
     """
-    if not prompt:
+    if not isinstance(prompt, Sequence):
+        raise UserError(
+            f"prompt: want text, a list of token ids or a list of messages, got {shorten(prompt)}; "
+            "a list of prompts holds one of these for each"
+        )
+    if len(prompt) == 0:
         raise UserError("prompt: want at least one token, got an empty prompt; write something")
     if isinstance(prompt, str):
         return _check_range(_tokenise(prompt, tokenizer), vocab_size)

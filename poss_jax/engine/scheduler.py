@@ -7,7 +7,8 @@
         print(chunk.text, end="")
     scheduler.close()
 
-Texts are those of `Engine.generate` with the same settings and seed, whatever else is decoded.
+Texts are those of `Engine.generate` with the same settings and seed, whatever else is decoded (with
+sampled drafts: in distribution).
 """
 
 import logging
@@ -26,7 +27,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Landed
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
-from poss_jax.engine.slots import Slots, check_num_biased
+from poss_jax.engine.slots import Slots, check_room
 from poss_jax.engine.steps import Landing, Pace, count_rounds, read_landing
 from poss_jax.engine.streams import Stream
 from poss_jax.shapes import Params
@@ -121,12 +122,12 @@ class Scheduler:
           timeout: seconds after which the answer ends where it is.
 
         Raises:
-          UserError: too many biases, or (`PromptTooLong`) prompt and answer are longer than
-            `max_length`.
+          UserError: too many biases or stop ids, or (`PromptTooLong`) prompt and answer are longer
+            than `max_length`.
           QueueFull: too many requests wait.
           Closed: the scheduler drains or is closed, or its thread failed.
         """
-        check_num_biased(prompt.sampling)
+        check_room(prompt.sampling, self._slots.engine.stop_ids_of(prompt))
         length = len(prompt.ids) + prompt.max_new_tokens
         if length > self.max_length:
             raise PromptTooLong(
@@ -178,9 +179,6 @@ class Scheduler:
     def warm_up(self) -> None:
         """Compiles all programs; afterwards requests of any kind compile nothing."""
         self._call(self._compile_all)
-        if not self._counts:
-            self._counts = True
-            jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
 
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters, once all that run now have ended.
@@ -293,17 +291,20 @@ class Scheduler:
         """Ends the requests that were cancelled or are overdue."""
         with self._changed:
             overdue = [stream for stream in self._waiting if stream.is_overdue()]
-            for stream in overdue:
-                self._waiting.remove(stream)
         for stream in overdue:
-            self._end(stream, stream.answer.cancel())
+            last = stream.answer.cancel()  # if it fails, the stream is still there to be told
+            with self._changed:
+                self._waiting.remove(stream)
+            self._end(stream, last)
         if self._reading is not None and self._reading[0].is_overdue():
-            stream, self._reading = self._reading[0], None
-            self._end(stream, stream.answer.cancel())
+            stream, last = self._reading[0], self._reading[0].answer.cancel()
+            self._reading = None
+            self._end(stream, last)
         for slot, stream in enumerate(self._active):
             if stream is not None and stream.is_overdue():
+                last = stream.answer.cancel()
                 self._active[slot] = None
-                self._end(stream, stream.answer.cancel())
+                self._end(stream, last)
 
     def _num_parts(self) -> int:
         """Parts of prompts to read before the next round.
@@ -435,6 +436,9 @@ class Scheduler:
                     return
                 read_landing(self._steps.run(program, ()))
         self._active = [None] * self._slots.size
+        if not self._counts:
+            self._counts = True  # before the thread ends, and `close` after it
+            jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
 
     def _count_compilation(self, event: str, duration_secs: float, **about: Any) -> None:
         is_ours = threading.current_thread() is self._thread

@@ -4,7 +4,8 @@
 
 A prompt is read by itself, chunk by chunk, so that rounds of other texts run in between. All shapes
 are fixed when the slots are made: how many there are, how long a text may be, how many tokens may
-be biased. What a slot's text is depends on its prompt, settings and seed alone.
+be biased. What a slot's text is depends on its prompt, settings and seed alone; with sampled drafts
+on the number of texts, too, which chooses the tree.
 
 On several hosts every process makes the same slots and calls them in the same order (`leader.py`).
 """
@@ -42,12 +43,14 @@ MOST_BIASED = 300
 MOST_STOP_IDS = 16
 
 
-def check_num_biased(sampling: SamplingConfig) -> None:
-    """Refuses more biases than `MOST_BIASED`, for which slots have room."""
-    if len(sampling.logit_bias) > MOST_BIASED:
-        raise UserError(
-            f"logit_bias: want at most {MOST_BIASED} tokens, got {len(sampling.logit_bias)}"
-        )
+def check_room(sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
+    """Refuses more biases than `MOST_BIASED` or stop ids than `MOST_STOP_IDS`."""
+    for name, given, most in (
+        ("logit_bias", sampling.logit_bias, MOST_BIASED),
+        ("stop_ids", stop_ids, MOST_STOP_IDS),
+    ):
+        if len(given) > most:
+            raise UserError(f"{name}: want at most {most} tokens, got {len(given)}")
 
 
 class Program(NamedTuple):

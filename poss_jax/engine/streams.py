@@ -11,7 +11,7 @@ from poss_jax.engine.prompts import PreparedPrompt
 
 
 class Stream:
-    """The answer to one request, chunk by chunk; the last chunk holds the whole answer.
+    """The answer to one request, chunk by chunk, to be read once; the last chunk holds all of it.
 
     Attributes:
       prompt: the request.

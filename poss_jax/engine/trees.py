@@ -112,9 +112,12 @@ def find_tuned(draft: str | AnyPath, record: ModelRecord) -> Tuned | None:
                 here,
             )
             return None
+    file = vocabulary_file(path) if tuned.get("draft_vocabulary") else None
+    if file is not None and not file.is_file():
+        _LOG.warning("%s was tuned with %s, which is gone; using the default tree", path, file)
+        return None
     _LOG.info("trees by batch size: %s, tuned for this draft and device", path)
-    file = vocabulary_file(path)
-    return Tuned(trees, file if tuned.get("draft_vocabulary") and file.is_file() else None)
+    return Tuned(trees, file)
 
 
 def write_tuned(

@@ -191,7 +191,9 @@ def place_params(params: Params, mesh: Mesh) -> Params:
 
     def move(leaf: Array, where: NamedSharding) -> Array:
         if not leaf.sharding.is_equivalent_to(where, leaf.ndim):
-            leaf = moved.setdefault(id(leaf), jax.device_put(leaf, where))
+            if id(leaf) not in moved:
+                moved[id(leaf)] = jax.device_put(leaf, where)
+            return moved[id(leaf)]
         return leaf
 
     return jax.tree.map(move, params, place_tree(params, mesh))

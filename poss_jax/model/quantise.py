@@ -55,11 +55,6 @@ def quantise(weight: Float[Array, "out_dim in_dim"], kind: Quantisation) -> Quan
     return Quantised(values.astype(dtype), scale)
 
 
-def dequantise(weight: Quantised) -> Float[Array, "out_dim in_dim"]:
-    """Returns the float32 weight that a quantised one stands for."""
-    return weight.values.astype(jnp.float32) * weight.scale[:, None]
-
-
 def is_quantisable(path: str) -> bool:
     """Tells whether the parameter at a path of a target, such as `head/weight`, is quantised."""
     return path.endswith("/weight") and not path.startswith("embed/")

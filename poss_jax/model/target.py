@@ -278,7 +278,7 @@ def verify(
       tokens: the nodes, root first.
       depths: distance of each node from the root.
       ancestors: True where the second node is the first one or lies on its path to the root.
-      aux_layers: see `prefill`.
+      aux_layers: see `begin_prefill`.
     """
     hidden, features, rows = _run_layers(
         params, config, cache, tokens, depths, ancestors, aux_layers

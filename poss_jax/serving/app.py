@@ -30,7 +30,7 @@ from poss_jax.config.paths import as_path
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
-from poss_jax.engine.slots import Slots, check_num_biased
+from poss_jax.engine.slots import Slots, check_room
 from poss_jax.engine.streams import Stream, merge
 from poss_jax.program.options import load_engine
 from poss_jax.serving.guard import PATIENCE, Guard
@@ -73,13 +73,16 @@ def make_slots(engine: Engine, config: ServeConfig) -> Slots:
     """Allocates the slots that a config describes; see `batch_sizes`.
 
     Raises:
-      UserError: what `Slots` refuses, or more biases than a request may have.
+      UserError: what `Slots` refuses, more biases or stop ids than a request may have, or stop
+        strings that no answer can hold.
     """
-    check_num_biased(config.sampling)
+    max_length = min(config.max_length or 8192, engine.max_length)
+    check_room(config.sampling, engine.stop_ids)
+    engine.check_stop(config.stop, max_length)
     return Slots(
         engine,
         sizes=config.slots or batch_sizes(config.batch_size),
-        max_length=min(config.max_length or 8192, engine.max_length),
+        max_length=max_length,
         max_logprobs=config.max_logprobs,
         max_cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
     )
@@ -149,6 +152,19 @@ class Service:
             raise ApiError(503, "the server stops; try another one", retry_after=1) from error
         return streams
 
+    async def _submit_beside(self, job: Job) -> list[Stream]:
+        """Submits; in a thread if tokens are continued, whose text is decoded first."""
+        if not any(prompt.num_continued for prompt in job.prompts):
+            return self.submit(job)
+        submitted = asyncio.create_task(asyncio.to_thread(self.submit, job))
+        try:
+            return await asyncio.shield(submitted)
+        except asyncio.CancelledError:
+            submitted.add_done_callback(
+                lambda task: task.exception() or _cancel(task.result())  # nobody reads them
+            )
+            raise
+
     async def answer(self, request: Request, body: CommonRequest, job: Job) -> Response:
         """Answers a request, as one body or as a stream of events."""
         arrived = time.monotonic()
@@ -164,7 +180,7 @@ class Service:
                 "token_ids": bool(body.return_token_ids),
             },
         )
-        streams = self.submit(job)
+        streams = await self._submit_beside(job)
         interval = self.config.stream_interval_seconds if body.stream else _KEEP_ALIVE_SECONDS
         chunks = merge(streams, patience=_KEEP_ALIVE_SECONDS, interval=interval)
         chunks = self._timed(chunks, arrived)
@@ -178,11 +194,16 @@ class Service:
     async def _timed(
         self, chunks: AsyncIterator[tuple[int, Chunk] | None], arrived: float
     ) -> AsyncIterator[tuple[int, Chunk] | None]:
-        """Passes chunks on and measures when they come."""
+        """Passes chunks on, measures when they come, and refuses an answer cut by the shutdown."""
         first: dict[int, float] = {}
         try:
             async for item in chunks:
                 if item is not None:
+                    answer = item[1].answer
+                    is_cancelled = answer is not None and answer.stop_reason == "cancelled"
+                    if is_cancelled and self.scheduler.is_closed:
+                        message = "the server stops; this answer is cut"
+                        raise ApiError(503, message, retry_after=1)
                     self._measure(*item, first, arrived)
                 yield item
         except Closed as error:
@@ -190,8 +211,6 @@ class Service:
 
     def _measure(self, index: int, chunk: Chunk, first: dict[int, float], arrived: float) -> None:
         now, answer = time.monotonic(), chunk.answer
-        if answer is not None and answer.stop_reason == "cancelled" and self.scheduler.is_closed:
-            raise ApiError(503, "the server stops; this answer is cut", retry_after=1)
         if index not in first and chunk.output_ids:
             first[index] = now
             self.metrics.first_token.observe(now - arrived)

@@ -250,6 +250,8 @@ def _make_job(
     logprobs: int | None,
 ) -> Job:
     _log_unknown(body)
+    if logprobs is not None and not config.max_logprobs:
+        raise ApiError(400, "logprobs: not served", param="logprobs")
     if logprobs is not None and logprobs > config.max_logprobs:
         raise ApiError(400, f"logprobs: want at most {config.max_logprobs}", param="logprobs")
     if len(prompts) * (body.n or 1) > _MOST_CHOICES:
@@ -274,14 +276,14 @@ def _make_job(
             prepared.append(
                 _prepare(engine, config, body, ids, sampling, limit, seed, num_continued)
             )
-    stop = [*config.stop, *stop]
+    most = max(one.max_new_tokens for one in prepared)
     try:
-        engine.check_stop(stop, prepared[0].max_new_tokens + num_continued)
+        engine.check_stop(stop, most + num_continued)
     except UserError as error:
         raise ApiError(400, str(error), param="stop") from error
     per_prompt = prepared[:: body.n or 1]
     num_tokens = sum(len(one.ids) for one in per_prompt)
-    return Job(prepared, stop, logprobs, num_tokens, [""] * len(prepared))
+    return Job(prepared, [*config.stop, *stop], logprobs, num_tokens, [""] * len(prepared))
 
 
 def _encode(engine: Engine, config: ServeConfig, prompt: Prompt) -> list[int]:
@@ -331,12 +333,12 @@ def _prepare(
     except UserError as error:
         raise ApiError(400, str(error), param="logit_bias") from error
     more = body.stop_token_ids or []
-    if len(more) + len(engine.stop_ids) > MOST_STOP_IDS:
-        raise ApiError(400, f"stop_token_ids: want at most {MOST_STOP_IDS}", param="stop_token_ids")
+    own_ids = [] if body.ignore_eos else engine.stop_ids
+    if len(more) > (room := MOST_STOP_IDS - len(own_ids)):
+        raise ApiError(400, f"stop_token_ids: want at most {room}", param="stop_token_ids")
     if any(not 0 <= token < engine.target_config.vocab_size for token in more):
         raise ApiError(400, "stop_token_ids: want ids of the vocabulary", param="stop_token_ids")
-    stop_ids = [*([] if body.ignore_eos else engine.stop_ids), *more]
-    return prepared._replace(stop_ids=stop_ids, num_continued=num_continued)
+    return prepared._replace(stop_ids=[*own_ids, *more], num_continued=num_continued)
 
 
 def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingConfig:
