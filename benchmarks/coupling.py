@@ -17,12 +17,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
 from benchmarks.options import add_questions, bench_config, read_tree, tree_name
-from infer.measure import load_decoders, time_batches
+from infer.measure import count_memory, load_decoders, time_batches
 from infer.questions import first_prompts, read_questions
 from infer.report import write_report
 from infer.statistics import estimate_mean
@@ -82,7 +81,7 @@ def measure(
                 | _summarise(len(prompts), answered)
             )
     return {
-        "target_parameters": count_parameters(baseline.engine),
+        "target_parameters": count_memory(baseline.engine)["target_parameters"],
         "prompts": len(prompts),
         "seeds": num_seeds,
         "max_new_tokens": config.max_new_tokens,
@@ -90,11 +89,6 @@ def measure(
         "rows": rows,
         "provenance": provenance(),
     }
-
-
-def count_parameters(engine: Engine) -> int:
-    """Numbers in the target's weights."""
-    return sum(leaf.size for leaf in jax.tree.leaves(engine.weights.target))
 
 
 def _answer(engine: Engine, jobs: Sequence[PreparedPrompt], batch_size: int) -> Answered:

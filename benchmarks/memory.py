@@ -117,11 +117,11 @@ def main() -> None:
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "report.json"
-    known = json.loads(path.read_text()) if path.exists() and not args.again else {}
+    known = json.loads(path.read_text()) if path.exists() else {}
     for name, rows in ROWS.items():
         for row in rows if args.only in (None, name) else []:
             key = " ".join((*row[:2], *row[2]))
-            if key not in known:
+            if args.again or key not in known:
                 known[key] = measure(*row)
                 path.write_text(json.dumps(known, indent=2) + "\n")
                 print(table([known[key]]).splitlines()[-1], flush=True)

@@ -29,10 +29,8 @@ def read_tree(text: str) -> TreeConfig:
     """
     names, numbers = ("depth", "top_k", "total_tokens"), text.split("/")
     if len(numbers) != len(names):
-        raise UserError(f"--trees {text!r}: want depth/top_k/total_tokens, such as 4/2/8")
-    return build_config(
-        TreeConfig, dict(zip(names, numbers, strict=True)), origin=f"--trees {text!r}"
-    )
+        raise UserError(f"tree {text!r}: want depth/top_k/total_tokens, such as 4/2/8")
+    return build_config(TreeConfig, dict(zip(names, numbers, strict=True)), origin=f"tree {text!r}")
 
 
 def add_numbers(parser: argparse.ArgumentParser, defaults: Mapping[str, int]) -> None:

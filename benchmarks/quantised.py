@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.draft_vocabulary import summarise, time_in_turn
 from benchmarks.options import add_questions, bench_config, read_tree
-from infer.measure import Decoder, load_decoders
+from infer.measure import count_memory, load_decoders
 from infer.questions import read_questions
 from infer.report import write_report
 from poss_jax.checkpoint.folder import load_target
@@ -56,11 +56,12 @@ def measure(config: BenchConfig) -> dict[str, Any]:
         if run is alone:
             agreement = share_of_same_tokens(config.target, kind, texts)
             before = share_before_difference(run.answers, texts)
+        memory = count_memory(decoder.engine)
         rows.append(
             {
                 "target": kind or jnp.dtype(default_dtype()).name,
                 "decoding": decoder.name,
-                **_count_bytes(decoder),
+                **{name: memory[name] for name in ("target_bytes", "draft_bytes")},
                 **summarise(run, alone),
                 "same_next_token": agreement,
                 "same_before_difference": before,
@@ -110,15 +111,6 @@ def share_before_difference(answers: Sequence[Generation], texts: Sequence[Gener
         pairs = list(zip(answer.output_ids, text.output_ids, strict=False))
         kept += next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
     return kept / sum(len(text.output_ids) for text in texts)
-
-
-def _count_bytes(decoder: Decoder) -> dict[str, int]:
-    """Bytes of the target's weights, and of those that only the draft has."""
-    target, draft = (
-        {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(part)} for part in decoder.engine.weights
-    )
-    own = sum(size for leaf, size in draft.items() if leaf not in target)
-    return {"target_bytes": sum(target.values()), "draft_bytes": own}
 
 
 def format_table(report: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ from poss_jax.checkpoint.record import new_record, provenance, read_record
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import STRICT, TreeConfig
 from poss_jax.config.numbers import Seed
-from poss_jax.config.reading import UserError, load_config
+from poss_jax.config.reading import UserError, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.parameters import split_items
 from poss_jax.program.running import Parser, run_program
@@ -145,10 +145,10 @@ def folder_of(config: StudyConfig, run: Run) -> Path:
 
 def train(config: StudyConfig, run: Run) -> None:
     """Trains one draft in a process of its own, or goes on with it."""
-    folder = folder_of(config, run)
+    folder, words = folder_of(config, run), words_of(config, run)
     if (folder / "model").exists():
+        _refuse_other_config(folder, load_config(TrainConfig, config.start, words))
         return
-    words = words_of(config, run)
     if width := config.variants[run.variant].get("widen"):
         words.append(f"init_draft={widen(config, width)}")
     if run.budget == "time":
@@ -159,6 +159,16 @@ def train(config: StudyConfig, run: Run) -> None:
         if not (folder / "checkpoints").exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise UserError(f"training of {run.name} failed; see above")
+
+
+def _refuse_other_config(folder: Path, wanted: TrainConfig) -> None:
+    """Refuses a complete run of another config; its length and its own start are not looked at."""
+    made, asked = (
+        config_to_dict(one) for one in (load_config(TrainConfig, folder / "config.yaml"), wanted)
+    )
+    free = "output", "num_tokens", "num_epochs", "init_draft"
+    if different := [key for key in asked if key not in free and made[key] != asked[key]]:
+        raise UserError(f"{folder} holds a run with another {different[0]}; move it away")
 
 
 def words_of(config: StudyConfig, run: Run) -> list[str]:
@@ -191,10 +201,10 @@ def widen(config: StudyConfig, width: int) -> Path:
     start, target = run.init_draft, run.target
     if start is None or target is None:
         raise UserError(f"{config.start}: want target and init_draft, which is what is widened")
-    folder = Path(config.output) / f"start-{width}"
+    record, draft = load_draft(start, jnp.float32, target=read_record(target))
+    folder = Path(config.output) / f"start-{width}-{record.fingerprint[:8]}"
     if folder.exists():
         return folder
-    record, draft = load_draft(start, jnp.float32, target=read_record(target))
     key = jax.random.key(0)
     for layer in draft["specialists"]:
         mlp = layer["mlp"]
@@ -242,9 +252,12 @@ def read_curve(config: StudyConfig, run: Run) -> list[tuple[int, float]]:
 
 
 def read_cosines(config: StudyConfig, run: Run) -> list[float]:
-    """Reads the cosine of drafted and true features by depth, of the last validation."""
+    """Reads the cosine of drafted and true features by depth, of the last validation.
+
+    Empty for drafts that predict no feature of the target (EAGLE-3).
+    """
     lines = read_metrics(config, run)
-    return [line["feature_cosine"] for line in lines if "feature_cosine" in line][-1]
+    return [[], *(line["feature_cosine"] for line in lines if "feature_cosine" in line)][-1]
 
 
 def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dict[str, Any]]:
@@ -288,7 +301,8 @@ def compare_variants(
     """Compares variants on the questions whose answers do not loop, with the seeds of both."""
     cells = [Cell(group["set"], group["temperature"], seed) for seed in group["seeds"]]
     by_key = {answer.key: answer for answer in answers}
-    kept = [i for i in range(group["questions"]) if i not in group["looping_questions"]]
+    every = range(group["questions"])
+    kept = [i for i in every if i not in group["looping_questions"]] or list(every)
     lengths: dict[str, list[np.ndarray]] = {variant: [] for variant in config.variants}
     positions: dict[str, list[list[float]]] = {variant: [] for variant in config.variants}
     for run in runs:
@@ -336,7 +350,7 @@ def format_study(report: dict[str, Any]) -> str:
             f"## {row['set']}, temperature {row['temperature']:g}, tree {row['tree']}, "
             f"{BUDGETS[row['budget']]}",
             "",
-            f"{row['questions']} questions whose answers do not loop.",
+            f"{row['questions']} questions whose answers do not loop (all, where all loop).",
             "",
             f"| {' | '.join(head)} |",
             "|---" * len(head) + "|",
@@ -365,7 +379,8 @@ def format_drift(report: dict[str, Any]) -> str:
     """Writes the cosine of drafted and true features by depth in Markdown."""
     lines = []
     for budget, variants in report["drift"].items():
-        depths = range(1, 1 + max(map(len, variants.values())))
+        variants = {variant: cosines for variant, cosines in variants.items() if cosines}
+        depths = range(1, 1 + max(map(len, variants.values()), default=0))
         lines += [
             "",
             f"## Cosine of drafted and true features by depth, {BUDGETS[budget]}",
@@ -418,7 +433,9 @@ def _draw_positions(pyplot: Any, report: dict[str, Any], styles: dict[str, Any])
 
 def _draw_drift(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
     panels = {
-        BUDGETS[budget]: [(name, list(enumerate(cosines, 1))) for name, cosines in variants.items()]
+        BUDGETS[budget]: [
+            (name, list(enumerate(cosines, 1))) for name, cosines in variants.items() if cosines
+        ]
         for budget, variants in report["drift"].items()
     }
     return _draw_panels(pyplot, panels, styles, "depth", "cosine of drafted and true features")

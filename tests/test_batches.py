@@ -72,8 +72,8 @@ def test_the_fastest_trees_can_be_used(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("--trees 4/2", "--trees '4/2': want depth/top_k/total_tokens, such as 4/2/8"),
-        ("--trees 4/2/x", "--trees '4/2/x': total_tokens: Input should be a valid integer"),
+        ("--trees 4/2", "tree '4/2': want depth/top_k/total_tokens, such as 4/2/8"),
+        ("--trees 4/2/x", "tree '4/2/x': total_tokens: Input should be a valid integer"),
         ("--num-prompts 3 --batch-sizes 2", "want a multiple of every batch size"),
         ("--draft A=a --draft B=b", "--draft: want one, got 2"),
     ],

@@ -1,32 +1,21 @@
-"""The four reported numbers, worked out by hand."""
+"""Statistics of decoding, worked out by hand."""
 
 import pytest
 
 from poss_jax.decode.metrics import (
     distinct_ngram_share,
     mean_acceptance_length,
-    pooled_acceptance_length,
-    positionwise_acceptance,
 )
 
 
 def test_acceptance_lengths():
     accepted = [[4, 2, 3], [1]]
-    assert pooled_acceptance_length(accepted) == 1 + 10 / 4
     assert mean_acceptance_length(accepted) == ((1 + 9 / 3) + (1 + 1)) / 2
 
 
 def test_prompts_without_a_round_do_not_count():
-    assert mean_acceptance_length([[], [2]]) == pooled_acceptance_length([[], [2]]) == 3.0
-    assert mean_acceptance_length([[]]) == pooled_acceptance_length([]) == 1.0
-
-
-def test_positionwise_acceptance():
-    accepted = [[2, 2], [0, 3]]
-    offered = [[3, 2], [1, 3]]
-    # position 1: four rounds, three accept; 2: three rounds, all; 3: two rounds, one.
-    assert positionwise_acceptance(accepted, offered) == [3 / 4, 1.0, 1 / 2]
-    assert positionwise_acceptance([[]], [[]]) == []
+    assert mean_acceptance_length([[], [2]]) == 3.0
+    assert mean_acceptance_length([[]]) == mean_acceptance_length([]) == 1.0
 
 
 @pytest.mark.parametrize(

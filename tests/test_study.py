@@ -145,6 +145,10 @@ def test_a_study_goes_on_where_it_stopped(
     assert {"positions.svg", "drift.svg", "convergence.svg"} <= {
         path.name for path in (tmp_path / "report").iterdir()
     }
+    variants = VARIANTS | {"two": {"specialists": {"positions_per_specialist": [1, 1, 1]}}}
+    other = write_config(tmp_path, values | {"variants": variants})
+    with pytest.raises(UserError, match=r"steps/two/3 holds a run with another specialists; move"):
+        study.main(["--config", other, "--output", output])
 
 
 def test_a_widened_draft_predicts_the_same(runs: Runs, tmp_path: Path) -> None:

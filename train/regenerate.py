@@ -137,10 +137,10 @@ def _load_target(config: RegenerateConfig) -> Answerer:
 
     made_from = {
         "target": asdict(engine.record.target),
-        "weights": engine.record.fingerprint,
-        "chat_template": engine.tokenizer.chat_template,
         **({"quantised": engine.record.quantised} if engine.record.quantised else {}),
         "max_length": engine.max_length,
+        "weights": engine.record.fingerprint,
+        "chat_template": engine.tokenizer.chat_template,
     }
     return Answerer(made_from, engine.tokenizer, settings, window, answer)
 
