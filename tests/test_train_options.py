@@ -187,6 +187,8 @@ def test_a_run_does_not_go_on_with_another_target(runs: Runs, tmp_path: Path) ->
     assert "target: its file has become another since this run began" in refusal(
         main, "--config", config
     )
+    (tmp_path / "run" / "made_with.json").write_text("[")
+    assert "made_with.json: want a JSON object, got a damaged" in refusal(main, "--config", config)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics_before
 
 

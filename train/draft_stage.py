@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from poss_jax.checkpoint.folder import load_draft, load_target, read_draft
 from poss_jax.checkpoint.record import ModelRecord, new_record
 from poss_jax.checkpoint.whole import write_file
-from poss_jax.config.json_reading import parse_json
+from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
@@ -122,7 +122,12 @@ class DraftStage:
         ids = hashlib.sha256(json.dumps(self._vocabulary).encode()).hexdigest()
         now = {"target": self._record.fingerprint, "specialists.draft_vocabulary": ids}
         path = folder / "made_with.json"
-        before = parse_json(path.read_bytes()) if path.is_file() else now
+        try:
+            before = parse_json(path.read_bytes()) if path.is_file() else now
+            if not isinstance(before, dict):
+                raise JsonError(f"a {type(before).__name__}")
+        except JsonError as error:
+            raise UserError(f"{path}: want a JSON object, got a damaged file; remove it") from error
         if changed := [name for name, value in now.items() if before.get(name) != value]:
             raise UserError(
                 f"{changed[0]}: its file has become another since this run began; put it back, or "
