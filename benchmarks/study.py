@@ -39,11 +39,11 @@ from poss_jax.checkpoint.record import new_record, provenance, read_record
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import STRICT, TreeConfig
 from poss_jax.config.numbers import Seed
-from poss_jax.config.reading import UserError, config_to_dict, load_config
+from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.parameters import split_items
 from poss_jax.program.running import Parser, run_program
-from train.claims import claim_folder
+from train.claims import changed_settings, claim_folder, saved_config
 
 BUDGETS = {"steps": "equal optimizer steps", "time": "equal training time"}
 
@@ -147,7 +147,7 @@ def train(config: StudyConfig, run: Run) -> None:
     """Trains one draft in a process of its own, or goes on with it."""
     folder, words = folder_of(config, run), words_of(config, run)
     if (folder / "model").exists():
-        _refuse_other_config(folder, load_config(TrainConfig, config.start, words))
+        _refuse_other_config(run, folder, load_config(TrainConfig, config.start, words))
         return
     if width := config.variants[run.variant].get("widen"):
         words.append(f"init_draft={widen(config, width)}")
@@ -161,14 +161,14 @@ def train(config: StudyConfig, run: Run) -> None:
         raise UserError(f"training of {run.name} failed; see above")
 
 
-def _refuse_other_config(folder: Path, wanted: TrainConfig) -> None:
-    """Refuses a complete run of another config; its length and its own start are not looked at."""
-    made, asked = (
-        config_to_dict(one) for one in (load_config(TrainConfig, folder / "config.yaml"), wanted)
-    )
-    free = "output", "num_tokens", "num_epochs", "init_draft"
-    if different := [key for key in asked if key not in free and made[key] != asked[key]]:
-        raise UserError(f"{folder} holds a run with another {different[0]}; move it away")
+def _refuse_other_config(run: Run, folder: Path, wanted: TrainConfig) -> None:
+    """Refuses a complete run of another config; its place and a widened start are not looked at."""
+    free = ["output", "init_draft"]
+    if run.budget == "time" or wanted.num_tokens is None:
+        free += ["num_tokens", "num_epochs"]  # as was measured, or as there were rows
+    changed = changed_settings(saved_config(folder) or {}, wanted)
+    if different := [line for line in changed if line.partition(":")[0] not in free]:
+        raise UserError(f"{folder} holds a run with another config ({different[0]}); move it away")
 
 
 def words_of(config: StudyConfig, run: Run) -> list[str]:

@@ -147,7 +147,7 @@ def test_a_study_goes_on_where_it_stopped(
     }
     variants = VARIANTS | {"two": {"specialists": {"positions_per_specialist": [1, 1, 1]}}}
     other = write_config(tmp_path, values | {"variants": variants})
-    with pytest.raises(UserError, match=r"steps/two/3 holds a run with another specialists; move"):
+    with pytest.raises(UserError, match=r"two/3 holds a run with another config \(special"):
         study.main(["--config", other, "--output", output])
 
 

@@ -161,7 +161,7 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
             raise UserError(f"output {path} holds {file}, which --overwrite would remove; move it")
     if not path.exists() or (path.is_dir() and not _names_in(path)):
         return False
-    saved = _saved_config(path)
+    saved = saved_config(path)
     if saved is None:
         if (path / "checkpoints").is_dir():
             raise UserError(
@@ -169,10 +169,7 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
                 "that back, or name another folder"
             )
         raise UserError(f"output {path} is not empty and not a training run; name another folder")
-    wanted = config_to_dict(config)
-    for key in _FREE_KEYS & wanted.keys():
-        saved[key] = wanted[key]
-    different = _differences(saved, wanted)
+    different = changed_settings(saved, config)
     if different and not overwrite:
         raise UserError(
             f"output {path} holds a run with another config ({different[0]}); "
@@ -190,13 +187,19 @@ def _write_config(path: AnyPath, config: TrainConfig) -> None:
     write_file(path / "config.yaml", yaml.safe_dump(config_to_dict(config), sort_keys=False))
 
 
-def _saved_config(path: AnyPath) -> dict[str, Any] | None:
+def saved_config(path: AnyPath) -> dict[str, Any] | None:
     """Reads the config of the run in a folder; None without one."""
     try:
         saved = parse_yaml(read_text(path / "config.yaml"))
     except (OSError, ValueError):
         return None
     return saved if isinstance(saved, dict) and "stage" in saved else None
+
+
+def changed_settings(saved: dict[str, Any], config: TrainConfig) -> list[str]:
+    """Describes what a config has otherwise than a saved one, without what may change."""
+    wanted = config_to_dict(config)
+    return _differences(saved | {key: wanted[key] for key in _FREE_KEYS & wanted.keys()}, wanted)
 
 
 def _differences(saved: Any, wanted: Any, key: str = "") -> list[str]:
