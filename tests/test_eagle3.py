@@ -259,6 +259,9 @@ def test_a_draft_of_speculators(target: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"norm_before_fc": False}))
     with pytest.raises(UserError, match="says norm_before_fc False, the weights hold input_norm"):
         plan_draft(str(folder), target)
+    (folder / "config.json").write_text(json.dumps(config | {"embed_requires_grad": True}))
+    with pytest.raises(UserError, match="embed_requires_grad: this draft has an embedding of its"):
+        plan_draft(str(folder), target)
 
 
 def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> None:
