@@ -217,6 +217,7 @@ def run_in_two(folder: Path, *arguments: str) -> list[tuple[int, str]]:
     finally:
         for process in processes:
             process.kill()
+    print(*outputs, sep="\n")  # shown where a test fails
     return list(zip((process.returncode for process in processes), outputs, strict=True))
 
 

@@ -42,6 +42,7 @@ from poss_jax.shapes import Array, Params
 
 from .devices import (
     compile_on,
+    is_first_process,
     make_on,
     make_step_on,
     write_together,
@@ -133,7 +134,8 @@ class DraftStage:
                 f"{changed[0]}: its file has become another since this run began; put it back, or "
                 "start from scratch with --overwrite"
             )
-        write_file(path, json.dumps(now) + "\n")
+        if is_first_process():
+            write_file(path, json.dumps(now) + "\n")
 
     def _check_init_draft(self, record: ModelRecord) -> None:
         """Refuses settings that the draft to start from decides otherwise."""
