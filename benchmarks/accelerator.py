@@ -11,22 +11,20 @@ minutes on one H100 or H200; other sizes are options, so that it runs anywhere.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.options import add_numbers, read_shape, read_tree, tree_name
+from benchmarks.options import add_numbers, add_trees, make_parser, read_shape
 from infer.costs import Device, cost_card, describe_workload, floors
 from infer.phases import measure_card, start
-from infer.report import format_card, write_report
+from infer.report import format_card, show_report
 from infer.roofline import measure_roofline
 from poss_jax.checkpoint.record import TargetIdentity, new_record, provenance
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
@@ -44,7 +42,7 @@ from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
 from poss_jax.model.families.eagle3 import settle
 from poss_jax.model.target import init_target, stack_layers
-from poss_jax.program.running import Parser, run_program
+from poss_jax.program.running import run_program
 from poss_jax.shapes import Params
 
 ACCEPTED = (1, 2, 6, 2, 6, 3, 6, 5, 6, 6, 5, 6, 5, 6, 6, 4, 6)
@@ -261,12 +259,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokens = np.random.default_rng(0).integers(0, llama.vocab_size, args.prompt).tolist()
         prompts = [PreparedPrompt(tokens, 8 * args.rounds)] * args.batch_size
         for name, engine in engines.items():
-            for tree in map(read_tree, args.trees if name in FAMILIES else args.trees[:1]):
+            for tree in args.trees if name in FAMILIES else args.trees[:1]:
                 row = measure_decoding(
                     engine.with_tree(tree), device, prompts,
                     num_rounds=args.rounds, repeats=args.repeats,
                 )  # fmt: skip
-                label = tree_name(tree) if name in FAMILIES else ""
+                label = tree.name if name in FAMILIES else ""
                 report["methods"][f"{name} {label}".strip()] = row
                 show(describe_decoding(name, label, row))
         del engines, engine
@@ -281,17 +279,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = {key: str(value) for key, value in vars(args).items()}
     report |= {"options": options, "provenance": provenance()}
     table = "\n".join(f"- {line}" for line in lines) + "\n\n" + format_card(report)
-    print(format_card(report))
-    if args.output is not None:
-        write_report(report, table, args.output)
-    print(json.dumps(report))
+    show_report(report, table, args.output)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", choices=("decode", "train"), help="one part")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
-    parser.add_argument("--trees", nargs="+", default=["6/10/60"], metavar="DEPTH/TOP_K/TOTAL")
+    add_trees(parser, "6/10/60")
     sizes = {
         "hidden-size": 4096,
         "intermediate-size": 14336,

@@ -11,24 +11,23 @@ as its last line one JSON object; --output keeps report.json, report.md and a pl
     python -m benchmarks.break_even --context 16384 --tree 6/10/60
 """
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import read_tree, tree_name
+from benchmarks.options import TREE, make_parser, read_tree
 from infer.costs import DEVICES, Workload, cost_card, floors
-from infer.report import write_report
+from infer.report import format_rows, show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.config.reading import load_config
 from poss_jax.model.parameters import count_parameters
 from poss_jax.program.options import at_least
-from poss_jax.program.running import Parser, run_program
+from poss_jax.program.running import run_program
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "aot"
 TARGETS = {"8B": "llama3-8b", "13B": "llama2-13b", "70B": "llama3-70b"}
@@ -111,33 +110,33 @@ def _describe(
     }
 
 
-def format_rows(rows: Sequence[dict[str, Any]], tree: TreeConfig, context: int) -> str:
+def format_report(rows: Sequence[dict[str, Any]], tree: TreeConfig, context: int) -> str:
     """Writes the report in Markdown."""
     lines = [
         "# What a specialist must earn",
         "",
-        f"Floors of the cost card in bfloat16, tree {tree_name(tree)}, {context:,} tokens of "
+        f"Floors of the cost card in bfloat16, tree {tree.name}, {context:,} tokens of "
         "context per sequence; a target that one device cannot hold is cut over several, which "
         "divides all times alike. Break-even: how much longer than that of EAGLE-2 the acceptance "
         "must be.",
         "",
         "![break-even over batch sizes](break_even.svg)",
         "",
-        "| target | device | draft | draft GB | draft K/V bytes per token "
-        "| round ms, batch 1 | break-even, batch 1 | batch 8 | batch 64 |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
+    table = []
     by_case = {(r["target"], r["device"], r["draft"], r["batch"]): r for r in rows}
     for target, device, draft in product(TARGETS, DRAFTS_ON, DRAFTS):
         few = [by_case[target, device, draft, batch] for batch in (1, 8, 64)]
-        shares = " | ".join(f"{row['break_even_percent']:.2f} %" for row in few)
         cells = (
             f"{few[0]['draft_gigabytes']:.2f}",
             f"{few[0]['cache_bytes_per_token']:,.0f}",
             f"{few[0]['round_milliseconds']:.2f}",
         )
-        lines.append(f"| {target} | {device} | {draft} | {' | '.join(cells)} | {shares} |")
-    return "\n".join(lines)
+        shares = (f"{row['break_even_percent']:.2f} %" for row in few)
+        table.append([target, device, draft, *cells, *shares])
+    head = ["target", "device", "draft", "draft GB", "draft K/V bytes per token"]
+    head += ["round ms, batch 1", "break-even, batch 1", "batch 8", "batch 64"]
+    return "\n".join([*lines, *format_rows(head, table)])
 
 
 def _with_a_price(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -149,7 +148,7 @@ def _with_a_price(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Draws the break-even over batch sizes, a panel per target."""
     from matplotlib import pyplot
 
@@ -174,26 +173,20 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         panels[0].set_ylabel("longer acceptance needed, %")
         panels[0].annotate(f"gain in the paper, {PAPER} %", (1, PAPER), va="bottom", fontsize=8)
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(folder / "break_even.svg", metadata={"Date": None})
         pyplot.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, computes, prints."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tree", type=read_tree, default=TreeConfig(), metavar="D/K/N")
+    parser = make_parser(__doc__)
+    parser.add_argument("--tree", type=read_tree, default=TreeConfig(), metavar=TREE)
     parser.add_argument("--context", type=at_least(1), default=2048, metavar="N")
-    parser.add_argument("--output", type=Path, metavar="DIR")
     args = parser.parse_args(arguments)
     rows = measure(args.tree, args.context)
-    text = format_rows(rows, args.tree, args.context)
-    print(text)
-    report = {"tree": asdict(args.tree), "context": args.context, "rows": rows}
-    if args.output is not None:
-        report |= {"provenance": provenance()}
-        picture = args.output / "break_even.svg"
-        write_report(report, text, args.output, plot=lambda: plot(rows, picture))
-    print(json.dumps(report))
+    about = {"tree": asdict(args.tree), "context": args.context, "provenance": provenance()}
+    text = format_report(rows, args.tree, args.context)
+    show_report({**about, "rows": rows}, text, args.output, plot=partial(plot, rows))
 
 
 if __name__ == "__main__":

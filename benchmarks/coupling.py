@@ -10,8 +10,6 @@ object; --output keeps report.json, report.md and a plot.
     python -m benchmarks.coupling --target T --draft PosS-3=P --prompts prompts.jsonl
 """
 
-import argparse
-import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -20,10 +18,10 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.options import add_questions, bench_config, read_tree, tree_name
+from benchmarks.options import add_questions, add_trees, bench_config, make_parser
 from infer.measure import count_memory, load_decoders, time_batches
 from infer.questions import first_prompts, read_questions
-from infer.report import write_report
+from infer.report import format_rows, show_report
 from infer.statistics import estimate_mean
 from infer.summary import LOOPING_BELOW
 from poss_jax.checkpoint.record import provenance
@@ -35,7 +33,7 @@ from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import at_least
-from poss_jax.program.running import Parser, run_program
+from poss_jax.program.running import run_program
 
 SETTINGS = {
     "T = 0": {"temperature": 0.0},
@@ -46,7 +44,6 @@ SETTINGS = {
     "T = 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
     "T = 1, top-k 20, top-p 0.9": {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
 }
-TREES = ["6/10/60", "4/4/16", "6/1/7"]
 WAYS: tuple[Drafting, ...] = get_args(Drafting)
 
 
@@ -77,7 +74,7 @@ def measure(
                 answered[way] = _answer(engine, jobs, batch_size)
                 progress.update()
             rows.append(
-                {"draft": decoder.name, "tree": tree_name(tree), "setting": setting}
+                {"draft": decoder.name, "tree": tree.name, "setting": setting}
                 | _summarise(len(prompts), answered)
             )
     return {
@@ -146,11 +143,11 @@ def format_table(report: dict[str, Any]) -> str:
         ),
         (f"Tokens per second, {' / '.join(WAYS)}", _speed),
     ):
-        lines += ["", title, "", f"| draft | tree | {' | '.join(settings)} |"]
-        lines.append("|---" * (2 + len(settings)) + "|")
-        for (draft, tree), rows in of_pair.items():
-            cells = [cell(rows[setting]) for setting in settings]
-            lines.append(f"| {draft} | {tree} | {' | '.join(cells)} |")
+        table = [
+            [*pair, *(cell(rows[setting]) for setting in settings)]
+            for pair, rows in of_pair.items()
+        ]
+        lines += ["", title, "", *format_rows(["draft", "tree", *settings], table)]
     different = sum(row["different_outputs"] for row in report["rows"])
     return "\n".join([*lines, "", f"Outputs that differ, coupled from argmax: {different}"])
 
@@ -168,7 +165,7 @@ def _speed(row: dict[str, Any]) -> str:
     return " / ".join(f"{row[way]['tokens_per_second']:.0f}" for way in WAYS)
 
 
-def _plot(report: dict[str, Any], path: Path) -> None:
+def _plot(report: dict[str, Any], folder: Path) -> None:
     """Acceptance length over temperature; one panel per tree, one style of line per way."""
     from matplotlib import pyplot
 
@@ -194,25 +191,21 @@ def _plot(report: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("acceptance length")
     axes[0][0].legend()
-    figure.savefig(path, dpi=150)
+    figure.savefig(folder / "coupling.png", dpi=150)
     pyplot.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     add_questions(parser, num_prompts=16, max_new_tokens=128)
     parser.add_argument("--seeds", type=at_least(1), default=3, metavar="N", help="per prompt")
     parser.add_argument("--batch-size", type=at_least(1), default=16, metavar="N")
-    parser.add_argument("--trees", nargs="+", default=TREES, metavar="DEPTH/TOP_K/TOTAL")
+    add_trees(parser, "6/10/60", "4/4/16", "6/1/7")
     args = parser.parse_args(arguments)
-    trees = [read_tree(text) for text in args.trees]
-    config = bench_config(args)
-    report = measure(config, trees, args.seeds, args.batch_size)
-    print(format_table(report))
-    if args.output is not None:
-        picture = args.output / "coupling.png"
-        write_report(report, format_table(report), args.output, plot=lambda: _plot(report, picture))
-    print(json.dumps(report))
+    report = measure(bench_config(args), args.trees, args.seeds, args.batch_size)
+    show_report(
+        report, format_table(report), args.output, plot=lambda folder: _plot(report, folder)
+    )
     if any(row["different_outputs"] for row in report["rows"]):
         raise UserError("outputs of coupled and argmax drafts differ; see the report")
 

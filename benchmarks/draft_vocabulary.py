@@ -11,7 +11,6 @@ report.json, report.md and a plot.
 """
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,13 +20,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.options import add_questions, bench_config, read_tree
+from benchmarks.options import TREE, add_questions, bench_config, make_parser, read_tree
 from infer.measure import Decoder, load_decoders, time_batches
 from infer.phases import measure_phases
 from infer.questions import first_prompts, read_questions
-from infer.report import write_report
+from infer.report import format_rows, show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.draft_vocabulary import (
@@ -43,7 +43,7 @@ from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import at_least
-from poss_jax.program.running import Parser, run_program
+from poss_jax.program.running import run_program
 
 SIZES = (64, 128, 256, 512)
 PHASE_REPEATS = 5
@@ -157,19 +157,28 @@ def summarise(run: Run, alone: Run) -> dict[str, Any]:
 
 def format_table(report: dict[str, Any]) -> str:
     """The report as a Markdown table."""
-    tree, head = report["config"]["tree"], list(_CELLS)
-    lines = [
-        f"{report['prompts']} prompts x {report['config']['max_new_tokens']} tokens, greedy, "
-        f"the fastest of {report['config']['repeats']} repeats, tree "
-        + "/".join(str(tree[name]) for name in ("depth", "top_k", "total_tokens")),
+    lines = format_cells(report, _CELLS)
+    return "\n".join([*lines, "", f"Outputs that differ: {num_different(report)}"])
+
+
+def format_cells(report: dict[str, Any], cells: dict[str, tuple[str, str]]) -> list[str]:
+    """Formats the rows of a report.
+
+    Args:
+      report: it.
+      cells: name of a column -> its key in the rows, and how it is written.
+    """
+    config = report["config"]
+    return [
+        f"{report['prompts']} prompts x {config['max_new_tokens']} tokens, greedy, the fastest of "
+        f"{config['repeats']} repeats, tree {TreeConfig(**config['tree']).name}, "
+        f"{report['provenance']['device_kind']}",
         "",
-        f"| {' | '.join(head)} |",
-        "|---" * len(head) + "|",
+        *format_rows(
+            list(cells),
+            [[text.format(row[key]) for key, text in cells.values()] for row in report["rows"]],
+        ),
     ]
-    for row in report["rows"]:
-        cells = [text.format(row[key]) for key, text in _CELLS.values()]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"Outputs that differ: {_num_different(report)}"])
 
 
 _CELLS = {
@@ -185,12 +194,18 @@ _CELLS = {
 }
 
 
-def _num_different(report: dict[str, Any]) -> int:
-    """Number of outputs that are not the autoregressive ones."""
+def num_different(report: dict[str, Any]) -> int:
+    """Counts outputs that are not the autoregressive ones."""
     return sum(report["prompts"] - row["equal_outputs"] for row in report["rows"])
 
 
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+def check_equal(report: dict[str, Any]) -> None:
+    """Raises UserError where outputs differ."""
+    if number := num_different(report):
+        raise UserError(f"{number} outputs differ from autoregressive ones; see the report")
+
+
+def _plot(rows: list[dict[str, Any]], folder: Path) -> None:
     """Acceptance length and milliseconds of a round over the size."""
     from matplotlib import pyplot
 
@@ -205,31 +220,31 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].legend()
-    figure.savefig(path, dpi=150)
+    figure.savefig(folder / "draft_vocabulary.png", dpi=150)
     pyplot.close(figure)
+
+
+def add_timing(parser: argparse.ArgumentParser) -> None:
+    """Adds the tree that is timed, and how often."""
+    parser.add_argument("--tree", type=read_tree, default=read_tree("4/2/8"), metavar=TREE)
+    parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, counts, measures, prints, writes."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--config", default="configs/bundled/poss3.yaml", metavar="FILE")
     add_questions(parser, num_prompts=32, max_new_tokens=64)
     parser.add_argument("--sizes", nargs="+", type=at_least(2), default=SIZES, metavar="N")
-    parser.add_argument("--tree", default="4/2/8", metavar="DEPTH/TOP_K/TOTAL")
-    parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
+    add_timing(parser)
     args = parser.parse_args(arguments)
-    config = bench_config(args, tree=read_tree(args.tree), repeats=args.repeats)
+    config = bench_config(args, tree=args.tree, repeats=args.repeats)
     counts = count_tokens(replace(load_config(TrainConfig, args.config), target=args.target))[0]
     report = measure(config, counts, args.sizes)
-    print(format_table(report))
-    if args.output is not None:
-        picture = args.output / "draft_vocabulary.png"
-        write_report(
-            report, format_table(report), args.output, plot=lambda: _plot(report["rows"], picture)
-        )
-    print(json.dumps(report))
-    if _num_different(report):
-        raise UserError("outputs differ from autoregressive ones; see the report")
+    show_report(
+        report, format_table(report), args.output, plot=lambda folder: _plot(report["rows"], folder)
+    )
+    check_equal(report)
 
 
 if __name__ == "__main__":

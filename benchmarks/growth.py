@@ -10,7 +10,6 @@ JSON object; --output keeps report.json, report.md and a plot.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.options import add_numbers, read_shape, tree_name
+from benchmarks.options import add_numbers, make_parser, read_shape
 from benchmarks.random_pair import interleaved, random_engines, timed_rounds
 from infer.costs import Device, cost_card, describe_workload, floors
 from infer.phases import start
-from infer.report import write_report
+from infer.report import format_rows, show_report
 from infer.roofline import find_roofline
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, TreeConfig
@@ -31,7 +30,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import at_least
-from poss_jax.program.running import Parser, run_program
+from poss_jax.program.running import run_program
 
 _PROMPT = 8
 
@@ -53,7 +52,7 @@ class Point:
     @property
     def name(self) -> str:
         """Name of the point in reports."""
-        tree = "autoregressive" if self.tree is None else tree_name(self.tree)
+        tree = "autoregressive" if self.tree is None else self.tree.name
         return f"context {self.context}, batch {self.batch}, {tree}"
 
 
@@ -145,15 +144,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def format_table(report: dict[str, Any]) -> str:
     """The report as a Markdown table."""
-    lines = ["| sweep | value | ms per round | floor ms | floor / ms |", "|---" * 5 + "|"]
+    rows = []
     for row in report["rows"]:
-        share = row["floor_milliseconds"] / row["milliseconds"]
-        numbers = f"{row['milliseconds']:.2f} | {row['floor_milliseconds']:.2f} | {share:.0%}"
-        lines.append(f"| {row['sweep']} | {row['value']} | {numbers} |")
-    return "\n".join(lines)
+        took, floor = row["milliseconds"], row["floor_milliseconds"]
+        numbers = f"{took:.2f}", f"{floor:.2f}", f"{floor / took:.0%}"
+        rows.append([row["sweep"], row["value"], *numbers])
+    head = ["sweep", "value", "ms per round", "floor ms", "floor / ms"]
+    return "\n".join(format_rows(head, rows))
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def draw(report: dict[str, Any], folder: Path) -> None:
     """Plots every sweep, and its floor dashed."""
     from matplotlib import pyplot
 
@@ -168,13 +168,13 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes.set(xlabel=sweep, ylabel="ms per round", ylim=(0, None))
         axes.grid(alpha=0.3)
     panels.flat[0].legend()
-    figure.savefig(path, dpi=120)
+    figure.savefig(folder / "growth.png", dpi=120)
     pyplot.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     lists = {
         "contexts": (128, 256, 512, 1024, 2048, 4096, 8000),
         "batch-sizes": (1, 2, 4, 8, 16),
@@ -185,14 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", nargs="+", type=at_least(1), default=default, metavar="N")
     sizes = {"size": 8192, "rounds": 4, "repeats": 5, "hidden-size": 512, "layers": 4, "heads": 8}
     add_numbers(parser, sizes | {"kv-heads": 4, "vocab-size": 4096})
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
     args = parser.parse_args(arguments)
     report = measure(args)
-    print(format_table(report))
-    if args.output is not None:
-        plot = partial(draw, report, args.output / "growth.png")
-        write_report(report, format_table(report), args.output, plot=plot)
-    print(json.dumps(report))
+    show_report(report, format_table(report), args.output, plot=partial(draw, report))
 
 
 def _shape(args: argparse.Namespace) -> LlamaConfig:

@@ -1,24 +1,42 @@
-"""Options that several benchmarks have: trees, models and prompts, the shape of a random pair."""
+"""Options that benchmarks have: the report, trees, models, prompts, the shape of a random pair."""
 
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from poss_jax.checkpoint.whole import refuse_non_empty
+from infer.report import check_output
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config
-from poss_jax.program.options import at_least, check_writable, read_pairs
+from poss_jax.program.options import at_least, read_pairs
+from poss_jax.program.running import Parser
 
+TREE = "DEPTH/TOP_K/TOTAL"
 BUNDLED = Path("poss_jax/bundled")
 DRAFTS = {"EAGLE-2": "eagle", "HASS": "hass", "PosS-3": "poss3"}
 """Folders of bundled drafts by the name that reports give them."""
 
 
-def tree_name(tree: TreeConfig) -> str:
-    """Names a tree as options do."""
-    return f"{tree.depth}/{tree.top_k}/{tree.total_tokens}"
+def make_parser(doc: str | None) -> Parser:
+    """Makes the parser of a benchmark; --output may hold an older report, which is replaced."""
+    parser = Parser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--output", type=_report_folder, metavar="DIR", help="folder for the report"
+    )
+    return parser
+
+
+def _report_folder(text: str) -> Path:
+    folder = Path(text)
+    check_output(folder, overwrite=(folder / "report.json").is_file())
+    return folder
+
+
+def add_trees(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Adds --trees; `names` are those of the default."""
+    parser.add_argument("--trees", nargs="+", type=read_tree, metavar=TREE,
+                        default=[read_tree(name) for name in names])  # fmt: skip
 
 
 def read_tree(text: str) -> TreeConfig:
@@ -42,7 +60,7 @@ def add_numbers(parser: argparse.ArgumentParser, defaults: Mapping[str, int]) ->
 def add_questions(
     parser: argparse.ArgumentParser, *, num_prompts: int, max_new_tokens: int
 ) -> None:
-    """Adds options of the models, of the prompts that they answer, and of the report's folder.
+    """Adds options of the models, and of the prompts that they answer.
 
     Args:
       parser: parser of a benchmark.
@@ -53,7 +71,6 @@ def add_questions(
     parser.add_argument("--draft", action="append", metavar="NAME=DIR", help="may be repeated")
     parser.add_argument("--prompts", default="stdlib", metavar="FILE", help=".jsonl, or stdlib")
     add_numbers(parser, {"num-prompts": num_prompts, "max-new-tokens": max_new_tokens})
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
 
 
 def bench_config(
@@ -67,11 +84,8 @@ def bench_config(
       other: further fields of the config.
 
     Raises:
-      UserError: an invalid setting, or a folder that no report can be written to.
+      UserError: an invalid setting.
     """
-    if args.output is not None:
-        refuse_non_empty(args.output)
-        check_writable(args.output)
     bundled = {name: str(BUNDLED / folder) for name, folder in drafts.items()}
     return BenchConfig(
         target=args.target,

@@ -20,7 +20,6 @@ as its last line one JSON object.
     python -m benchmarks.pytorch --only random --output runs/pytorch
 """
 
-import argparse
 import contextlib
 import importlib.util
 import io
@@ -36,10 +35,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.options import add_numbers, read_shape, read_tree, tree_name
+from benchmarks.options import add_numbers, add_trees, make_parser, read_shape
 from benchmarks.random_pair import interleaved, random_engines, time_rounds
 from infer.phases import measure_card
-from infer.report import format_card, write_report
+from infer.report import format_card, format_rows, show_report
 from infer.roofline import measure_roofline
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, TreeConfig
@@ -48,12 +47,11 @@ from poss_jax.convert.__main__ import main as convert
 from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.engine.engine import Engine
 from poss_jax.program.options import at_least
-from poss_jax.program.running import Parser, run_program
+from poss_jax.program.running import run_program
 
 if TYPE_CHECKING:
     import transformers
 
-TREES = ("6/10/60", "4/4/16")
 STEP, LOOP, GENERATE, ORIGINAL = "autoregressive", "torch", "generate", "original"
 
 # The original's tokens per second with the recorded models, 8 prompts x 128 tokens, in fp32 on two
@@ -208,7 +206,7 @@ def measure_recorded(
     baseline, drafts = load_recorded(folder, methods)
     engines = {(STEP, ""): baseline}
     for tree in trees:
-        engines |= {(tree_name(tree), name): drafts[name].with_tree(tree) for name in methods}
+        engines |= {(tree.name, name): drafts[name].with_tree(tree) for name in methods}
     outputs: dict[str, list[list[int]]] = {}
     accepted: dict[str, float] = {}
 
@@ -334,7 +332,7 @@ def measure_random(
     for tree in trees:
         for size, engine in vocabularies.items():
             rounds = time_rounds(engine.with_tree(tree), prompt, -(-num_steps // 4))
-            runs[f"{tree_name(tree)} {size}"] = rounds
+            runs[f"{tree.name} {size}"] = rounds
     milliseconds = interleaved(runs, repeats, "random pair")
     step = milliseconds.pop(LOOP)
     rows = []
@@ -355,7 +353,7 @@ def measure_random(
                     "ratio": ratio(ours, theirs),
                 }
         rows.append(row)
-    engines = {STEP: baseline} | {tree_name(tree): drafted.with_tree(tree) for tree in trees}
+    engines = {STEP: baseline} | {tree.name: drafted.with_tree(tree) for tree in trees}
     roofline, prepared = measure_roofline(), baseline.prepare(prompt, num_steps)
     return {
         "prompt_tokens": prompt_tokens,
@@ -397,16 +395,16 @@ def format_recorded(report: dict[str, Any]) -> str:
         f"torch loop {speeds[LOOP]:.0f}, transformers' generate {speeds[GENERATE]:.0f} "
         f"({report['generate_equal_outputs']} outputs equal the loop's).",
         "",
-        "| tree | draft | tokens/s | x torch | x generate | original, recorded | x | "
-        "original, together | x | acceptance length | equal |",
-        "|---" * 11 + "|",
     ]
+    head = ["tree", "draft", "tokens/s", "x torch", "x generate", "original, recorded", "x"]
+    head += ["original, together", "x", "acceptance length", "equal"]
+    table = []
     for row in report["rows"]:
-        cells = [f"{row['tokens_per_second']:.0f}", f"{row['to_torch']:.2f}"]
+        cells = [row["tree"], row["draft"]]
+        cells += [f"{row['tokens_per_second']:.0f}", f"{row['to_torch']:.2f}"]
         cells += [f"{row['to_generate']:.2f}", *_original_cells(row, "tokens_per_second")]
-        cells += [f"{row['acceptance_length']:.2f}", str(row["equal_outputs"])]
-        lines.append(f"| {row['tree']} | {row['draft']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        table.append([*cells, f"{row['acceptance_length']:.2f}", row["equal_outputs"]])
+    return "\n".join([*lines, *format_rows(head, table)])
 
 
 def format_random(report: dict[str, Any]) -> str:
@@ -415,15 +413,14 @@ def format_random(report: dict[str, Any]) -> str:
         f"Random pair, prompt of {report['prompt_tokens']} tokens; a step of the torch loop takes "
         f"{report['torch_milliseconds']:.1f} ms.",
         "",
-        "| tree | draft vocabulary | ms | torch steps | original, recorded, ms | x | "
-        "original, together, ms | x |",
-        "|---" * 8 + "|",
     ]
+    head = ["tree", "draft vocabulary", "ms", "torch steps", "original, recorded, ms", "x"]
+    head += ["original, together, ms", "x"]
+    table = []
     for row in report["rows"]:
-        cells = [str(row["draft_vocabulary"] or ""), f"{row['milliseconds']:.1f}"]
-        cells += [f"{row['to_torch']:.2f}", *_original_cells(row, "milliseconds")]
-        lines.append(f"| {row['tree']} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", format_card(report)])
+        cells = [row["tree"], row["draft_vocabulary"] or "", f"{row['milliseconds']:.1f}"]
+        table.append([*cells, f"{row['to_torch']:.2f}", *_original_cells(row, "milliseconds")])
+    return "\n".join([*lines, *format_rows(head, table), "", format_card(report)])
 
 
 def _original_cells(row: dict[str, Any], unit: str) -> list[str]:
@@ -435,10 +432,10 @@ def _original_cells(row: dict[str, Any], unit: str) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", choices=("recorded", "random"), help="one of the two tables")
     parser.add_argument("--models", type=Path, default=Path("tests/fixtures"), metavar="DIR")
-    parser.add_argument("--trees", nargs="+", default=TREES, metavar="DEPTH/TOP_K/TOTAL")
+    add_trees(parser, "6/10/60", "4/4/16")
     parser.add_argument("--new-tokens", type=at_least(1), default=128, metavar="N")
     parser.add_argument("--repeats", type=at_least(1), default=5, metavar="N")
     parser.add_argument("--threads", type=at_least(1), default=2, metavar="N", help="and cores")
@@ -446,9 +443,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes |= {"kv-heads": 8, "vocab-size": 32000, "draft-vocabulary": 8000, "prompt": 64}
     add_numbers(parser, sizes)
     parser.add_argument("--steps", type=at_least(1), default=16, metavar="N", help="per run")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report")
     args = parser.parse_args(arguments)
-    trees = [read_tree(text) for text in args.trees]
     use_cores(args.threads)
     report: dict[str, Any] = {"threads": args.threads, "load_average": os.getloadavg()[0]}
     tables = [
@@ -456,12 +451,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "other programs slow PyTorch's threads down more than XLA's)."
     ]
     if args.only != "random":
-        report["recorded"] = measure_recorded(args.models, trees, args.new_tokens, args.repeats)
+        report["recorded"] = measure_recorded(
+            args.models, args.trees, args.new_tokens, args.repeats
+        )
         tables.append(format_recorded(report["recorded"]))
     if args.only != "recorded":
         report["random"] = measure_random(
             read_shape(args),
-            trees,
+            args.trees,
             num_draft_tokens=args.draft_vocabulary,
             prompt_tokens=args.prompt,
             num_steps=args.steps,
@@ -469,11 +466,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         tables.append(format_random(report["random"]))
     report["provenance"] = provenance()
-    table = "\n\n".join(tables)
-    print(table)
-    if args.output is not None:
-        write_report(report, table, args.output)
-    print(json.dumps(report))
+    show_report(report, "\n\n".join(tables), args.output)
 
 
 if __name__ == "__main__":

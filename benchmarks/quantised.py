@@ -8,8 +8,6 @@ as its last line one JSON object; --output keeps report.json and report.md.
     python -m benchmarks.quantised --target T --draft PosS-3=P --prompts questions.jsonl
 """
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,23 +16,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.draft_vocabulary import summarise, time_in_turn
-from benchmarks.options import add_questions, bench_config, read_tree
+from benchmarks.draft_vocabulary import (
+    add_timing,
+    check_equal,
+    format_cells,
+    num_different,
+    summarise,
+    time_in_turn,
+)
+from benchmarks.options import add_questions, bench_config, make_parser
 from infer.measure import count_memory, load_decoders
 from infer.questions import read_questions
-from infer.report import write_report
+from infer.report import show_report
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import Quantisation
-from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.reading import config_to_dict
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.device import default_dtype
 from poss_jax.model.linear import linear
 from poss_jax.model.quantise import KINDS
 from poss_jax.model.target import encode, stack_layers
-from poss_jax.program.options import at_least
-from poss_jax.program.running import Parser, run_program
+from poss_jax.program.running import run_program
 from poss_jax.shapes import Params
 
 DRAFTS = {"EAGLE-2": "eagle", "PosS-3": "poss3", "EAGLE-3": "eagle3"}
@@ -115,27 +119,15 @@ def share_before_difference(answers: Sequence[Generation], texts: Sequence[Gener
 
 def format_table(report: dict[str, Any]) -> str:
     """The report as a Markdown table."""
-    tree, config = report["config"]["tree"], report["config"]
-    size = "/".join(str(tree[name]) for name in ("depth", "top_k", "total_tokens"))
-    lines = [
-        f"{report['prompts']} prompts x {config['max_new_tokens']} tokens, greedy, the fastest of "
-        f"{config['repeats']} repeats, tree {size}, {report['provenance']['device_kind']}",
-        "",
-        f"| {' | '.join(_CELLS)} |",
-        "|---" * len(_CELLS) + "|",
-    ]
-    for row in report["rows"]:
-        cells = [text.format(row[key]) for key, text in _CELLS.values()]
-        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(
         [
-            *lines,
+            *format_cells(report, _CELLS),
             "",
             "Speed-up: over the same target alone. Same next token: share of the tokens in the "
             "unquantised target's texts that the target also chooses after what precedes them. "
             "Same text: share of them before the first difference between the texts.",
             "",
-            f"Outputs that differ from those of the same target alone: {_num_different(report)}",
+            f"Outputs that differ from those of the same target alone: {num_different(report)}",
         ]
     )
 
@@ -154,25 +146,15 @@ _CELLS = {
 }
 
 
-def _num_different(report: dict[str, Any]) -> int:
-    return sum(report["prompts"] - row["equal_outputs"] for row in report["rows"])
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     add_questions(parser, num_prompts=16, max_new_tokens=64)
-    parser.add_argument("--tree", default="4/2/8", metavar="DEPTH/TOP_K/TOTAL")
-    parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
+    add_timing(parser)
     args = parser.parse_args(arguments)
-    config = bench_config(args, DRAFTS, tree=read_tree(args.tree), repeats=args.repeats)
-    report = measure(config)
-    print(format_table(report))
-    if args.output is not None:
-        write_report(report, format_table(report), args.output)
-    print(json.dumps(report))
-    if _num_different(report):
-        raise UserError("outputs differ from autoregressive ones; see the report")
+    report = measure(bench_config(args, DRAFTS, tree=args.tree, repeats=args.repeats))
+    show_report(report, format_table(report), args.output)
+    check_equal(report)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from infer.report import write_report
+from benchmarks.options import make_parser
+from infer.report import format_rows, show_report
 from poss_jax.bundled import bundled_model
 from poss_jax.checkpoint.folder import read_target, write_model
 from poss_jax.checkpoint.record import new_record, provenance, target_identity
@@ -59,7 +60,7 @@ from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import split_items
 from poss_jax.model.target import init_target
 from poss_jax.program.options import at_least
-from poss_jax.program.running import Parser, run_program
+from poss_jax.program.running import run_program
 
 PROMPTS = ("def read_lines(path):\n", "class Node:\n    def __init__", "import os\n", "for i in ")
 NUM_CASES = 64
@@ -462,10 +463,13 @@ def format_report(report: dict[str, Any]) -> str:
         f"{load['clients']} clients: {load['answers']} answers, of which {load['left']} were left "
         f"halfway; **{load['wrong']} wrong**; {load['tokens_per_second']:.0f} tokens/s.",
         "",
-        "| | p50 | p99 |",
-        "|---|---|---|",
-        f"| first token, ms | {first['p50']:.0f} | {first['p99']:.0f} |",
-        f"| time per token, ms | {per_token['p50']:.1f} | {per_token['p99']:.1f} |",
+        *format_rows(
+            ["", "p50", "p99"],
+            [
+                ("first token, ms", *(f"{first[key]:.0f}" for key in ("p50", "p99"))),
+                ("time per token, ms", *(f"{per_token[key]:.1f}" for key in ("p50", "p99"))),
+            ],
+        ),
         "",
         f"All slots are free {load['freed_milliseconds']:.0f} ms after all clients have left. "
         f"Memory: {load['memory_mib']['after_10_s']:.0f} MiB after 10 s, "
@@ -476,15 +480,21 @@ def format_report(report: dict[str, Any]) -> str:
         "",
         "Tokens per second, and the ratio to `Engine.generate` in batches of as many:",
         "",
-        "| clients | models | `Engine.generate` | streamed | ratio | whole | ratio |",
-        "|---|---|---|---|---|---|---|",
     ]
-    for name, rows in report["throughput"].items():
-        lines += [
-            f"| {row['clients']} | {name} | {row['engine']:.0f} | {row['streamed']:.0f} | "
-            f"{row['streamed_to_engine']:.2f} | {row['whole']:.0f} | {row['whole_to_engine']:.2f} |"
+    lines += format_rows(
+        ["clients", "models", "`Engine.generate`", "streamed", "ratio", "whole", "ratio"],
+        [
+            (
+                row["clients"],
+                name,
+                f"{row['engine']:.0f}",
+                *(f"{row['streamed']:.0f}", f"{row['streamed_to_engine']:.2f}"),
+                *(f"{row['whole']:.0f}", f"{row['whole_to_engine']:.2f}"),
+            )
+            for name, rows in report["throughput"].items()
             for row in rows
-        ]
+        ],
+    )
     streams = [
         f"{row['stream_to_engine']:.2f} ({name})"
         for name, rows in report["throughput"].items()
@@ -493,16 +503,14 @@ def format_report(report: dict[str, Any]) -> str:
     ]
     if streams:
         lines += ["", f"`Engine.stream` to `Engine.generate`: {', '.join(streams)}."]
-    lines += [
-        "",
-        "| greedy texts | round that cannot sample, ms | round that can | ratio |",
-        "|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['texts']} | {row['greedy']:.2f} | {row['sampled']:.2f} | {row['ratio']:.2f} |"
-        for row in report["programs"]
-    ]
-    return "\n".join(lines)
+    table = format_rows(
+        ["greedy texts", "round that cannot sample, ms", "round that can", "ratio"],
+        [
+            (row["texts"], *(f"{row[key]:.2f}" for key in ("greedy", "sampled", "ratio")))
+            for row in report["programs"]
+        ],
+    )
+    return "\n".join([*lines, "", *table])
 
 
 def _known_cores() -> list[int]:
@@ -514,7 +522,7 @@ def _known_cores() -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--target", default=str(bundled_model("target")), metavar="DIR")
     parser.add_argument("--draft", default=str(bundled_model("poss3")), metavar="DIR")
     parser.add_argument("--clients", type=at_least(1), default=64)
@@ -531,17 +539,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--apart", action="store_true", help="give rounds a core, and all else the others"
     )
-    parser.add_argument("--output", type=Path, metavar="DIR")
     args = parser.parse_args(arguments)
     args.cores = _known_cores() if args.apart else None
     if args.cores:
         set_rounds_apart(args.cores)
     report = measure(args)
-    text = format_report(report)
-    print(text)
-    if args.output is not None:
-        write_report(report, text, args.output)
-    print(json.dumps(report))
+    show_report(report, format_report(report), args.output)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from pydantic.dataclasses import dataclass
 
 from infer.bench import bench
 from infer.journal import Answer, Cell
-from infer.report import write_report
+from infer.report import format_rows, show_report
 from infer.statistics import compare, estimate_mean, format_estimate
 from infer.summary import make_grid
 from poss_jax.checkpoint.folder import load_draft, write_model
@@ -352,9 +353,8 @@ def format_study(report: dict[str, Any]) -> str:
             "",
             f"{row['questions']} questions whose answers do not loop (all, where all loop).",
             "",
-            f"| {' | '.join(head)} |",
-            "|---" * len(head) + "|",
         ]
+        table = []
         for variant, one in row["variants"].items():
             of_seeds = one["of_seeds"]
             cells = [
@@ -367,11 +367,13 @@ def format_study(report: dict[str, Any]) -> str:
                 f"{row['round_milliseconds'][variant]:.2f}",
                 *(f"{share:.1%}" for share in one["positionwise_acceptance"]),
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines += ["", "| pair | difference | p |", "|---|---|---|"] if row["pairs"] else []
+            table.append(cells)
+        lines += format_rows(head, table)
+        pairs = []
         for one in row["pairs"]:
-            numbers = f"{format_estimate(one['difference'], digits=3)} | {one['p_value']:.4f}"
-            lines.append(f"| {' less '.join(one['pair'])} | {numbers} |")
+            numbers = format_estimate(one["difference"], digits=3), f"{one['p_value']:.4f}"
+            pairs.append((" less ".join(one["pair"]), *numbers))
+        lines += ["", *format_rows(["pair", "difference", "p"], pairs)] if pairs else []
     return "\n".join(lines)
 
 
@@ -387,11 +389,9 @@ def format_drift(report: dict[str, Any]) -> str:
             "",
             "On the held-out texts of training, averaged over seeds.",
             "",
-            f"| variant | {' | '.join(map(str, depths))} |",
-            "|---" * (1 + len(depths)) + "|",
         ]
-        for variant, cosines in variants.items():
-            lines.append(f"| {variant} | {' | '.join(f'{one:.3f}' for one in cosines)} |")
+        table = [(name, *(f"{one:.3f}" for one in variants[name])) for name in variants]
+        lines += format_rows(["variant", *depths], table)
     return "\n".join(lines)
 
 
@@ -486,9 +486,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         load_config(TrainConfig, config.start, words_of(config, run))
     report = study(config)
     text = f"{format_study(report)}\n{format_drift(report)}"
-    print(text)
-    write_report(report, text, args.output, plot=lambda: plot(report, args.output))
-    print(json.dumps(report))
+    show_report(report, text, args.output, plot=partial(plot, report))
 
 
 if __name__ == "__main__":

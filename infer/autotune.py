@@ -38,6 +38,7 @@ from poss_jax.engine.steps import run_round, start
 
 from .measure import time_batches
 from .phases import draft_tree
+from .report import format_rows
 
 DEPTH = 8
 _TOP_KS = {"cpu": (1, 2, 3, 4, 6)}
@@ -148,7 +149,7 @@ def tune(
 
 def tree_name(tree: TreeConfig | None) -> str:
     """depth/top_k/total_tokens."""
-    return "no draft" if tree is None else f"{tree.depth}/{tree.top_k}/{tree.total_tokens}"
+    return "no draft" if tree is None else tree.name
 
 
 # --------------------------------------------------------------------------------------------------
@@ -452,11 +453,9 @@ def confirm(
 
 def format_tuning(report: dict[str, Any]) -> str:
     """The report as a Markdown table, the best tree of every batch size in bold."""
-    lines = [
-        "| draft | batch size | tree | predicted tokens/s | tokens/s | ratio to no draft | "
-        "predicted acceptance length | acceptance length |",
-        "|---" * 8 + "|",
-    ]
+    head = ["draft", "batch size", "tree", "predicted tokens/s", "tokens/s", "ratio to no draft"]
+    head += ["predicted acceptance length", "acceptance length"]
+    table = []
     for name, sizes in report["drafts"].items():
         for size, entry in sizes.items():
             fastest = max(entry["methods"].values(), key=lambda row: row["ratio"])
@@ -464,8 +463,8 @@ def format_tuning(report: dict[str, Any]) -> str:
                 expected = row["predicted"]
                 speed, length = ("", "") if expected is None else expected.values()
                 bold = "**" if row is fastest else ""
-                cells = [name, str(size), f"{bold}{tree}{bold}"]
+                cells = [name, size, f"{bold}{tree}{bold}"]
                 cells += [f"{speed:.0f}" if expected else "", f"{row['tokens_per_second']:.0f}"]
                 cells += [f"{row['ratio']:.2f}", f"{length:.2f}" if expected else ""]
-                lines.append(f"| {' | '.join(cells)} | {row['acceptance_length']:.2f} |")
-    return "\n".join(lines)
+                table.append([*cells, f"{row['acceptance_length']:.2f}"])
+    return "\n".join(format_rows(head, table))

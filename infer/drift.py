@@ -11,7 +11,6 @@ line everything as one JSON object; --output keeps report.json, report.md and a 
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
@@ -46,7 +45,7 @@ from poss_jax.shapes import Params
 from .drift_report import format_report, plot_report
 from .measure import Decoder, load_decoders, play
 from .questions import read_questions
-from .report import check_output, write_report
+from .report import check_output, show_report
 from .spans import advise_spans
 from .statistics import compare, estimate, estimate_mean, share
 from .summary import LOOPING_BELOW
@@ -328,13 +327,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.output is not None:
         check_output(Path(config.output), overwrite=args.overwrite)
     report = study(config)
-    table = format_report(report)
-    print(table)
-    if config.output is not None:
-        folder = Path(config.output)
-        write_report(report, table, folder, plot=lambda: plot_report(report, folder / "drift.svg"))
-        print(f"report: {folder}")
-    print(json.dumps(report))
+    show_report(
+        report,
+        format_report(report),
+        None if config.output is None else Path(config.output),
+        plot=lambda folder: plot_report(report, folder / "drift.svg"),
+    )
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from .report import format_rows
 from .statistics import format_estimate
 
 _COLUMNS = {
@@ -70,37 +71,37 @@ def _draw(axes: Any, number: dict[str, Any], **style: Any) -> str:
 def _summary(drafts: dict[str, Any]) -> list[str]:
     head = ["acceptance length, simulated", "decoded", "rounds as predicted"]
     has_spans = any(draft["positions_per_specialist"] for draft in drafts.values())
-    lines = _head(["draft", *head, *["positions_per_specialist"] * has_spans])
+    table = []
     for name, draft in drafts.items():
-        cells = [
-            format_estimate(draft[f"{way}_acceptance_length"]) for way in ("simulated", "decoded")
-        ]
+        lengths = (draft[f"{way}_acceptance_length"] for way in ("simulated", "decoded"))
+        cells = [name, *map(format_estimate, lengths)]
         predicted = draft["rounds_as_predicted"]
         cells.append("" if predicted is None else f"{predicted:.1%}")
         if has_spans:
-            cells.append(str(draft["positions_per_specialist"]))
-        lines.append(_row(name, *cells))
-    return lines
+            cells.append(draft["positions_per_specialist"])
+        table.append(cells)
+    return format_rows(["draft", *head, *["positions_per_specialist"] * has_spans], table)
 
 
 def _pairs(pairs: list[dict[str, Any]]) -> list[str]:
     if not pairs:
         return []
-    lines = ["", *_head(["pair", "difference of decoded acceptance length", "p"])]
+    table = []
     for pair in pairs:
         first, second = pair["drafts"]
         difference = format_estimate(pair["difference"], digits=3)
-        lines.append(_row(f"{second} less {first}", difference, f"{pair['p_value']:.4f}"))
-    return lines
+        table.append([f"{second} less {first}", difference, f"{pair['p_value']:.4f}"])
+    return ["", *format_rows(["pair", "difference of decoded acceptance length", "p"], table)]
 
 
 def _by_depth(draft: dict[str, Any]) -> list[str]:
     columns = {key: name for key, name in _COLUMNS.items() if key in draft["by_depth"]}
-    lines = _head(["position", "specialist", *columns.values()])
+    table = []
     for depth, specialist in enumerate(draft["specialists"]):
         numbers = (draft["by_depth"][key] for key in columns)
         cells = [format_estimate(_at(number, depth)) for number in numbers]
-        lines.append(_row(depth + 1, specialist + 1, *cells))
+        table.append([depth + 1, specialist + 1, *cells])
+    lines = format_rows(["position", "specialist", *columns.values()], table)
     if "feature_cosine" not in columns:
         lines += [
             "",
@@ -112,11 +113,3 @@ def _by_depth(draft: dict[str, Any]) -> list[str]:
 def _at(number: dict[str, Any], depth: int) -> dict[str, Any]:
     """Takes one depth out of numbers by depth."""
     return {key: values[depth] for key, values in number.items()}
-
-
-def _head(names: list[str]) -> list[str]:
-    return [_row(*names), "|---" * len(names) + "|"]
-
-
-def _row(*cells: Any) -> str:
-    return f"| {' | '.join(map(str, cells))} |"

@@ -29,6 +29,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 
 from .measure import Decoder
+from .report import format_rows
 
 TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)  # low: certain tokens, ties
 FILTERS = ({}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1})
@@ -281,12 +282,20 @@ def format_check(report: dict[str, Any]) -> str:
         f"{', '.join(map(str, report['temperatures']))}, with and without filters; reference: "
         "autoregressive decoding, alone",
         "",
-        "| decoded | equal | excused | failures | rounding |",
-        "|---|---|---|---|---|",
     ]
-    for row in report["settings"]:
-        counts = f"{row['equal']} | {len(row['excused'])} | {len(row['failures'])}"
-        lines.append(f"| {row['setting']} | {counts} | {row['rounding']:.1e} |")
+    lines += format_rows(
+        ["decoded", "equal", "excused", "failures", "rounding"],
+        [
+            (
+                row["setting"],
+                row["equal"],
+                len(row["excused"]),
+                len(row["failures"]),
+                f"{row['rounding']:.1e}",
+            )
+            for row in report["settings"]
+        ],
+    )
     for kind in ("excused", "failures"):
         lines += [f"{kind}: {json.dumps(difference)}" for difference in report[kind]]
     return "\n".join(lines)

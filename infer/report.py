@@ -1,7 +1,7 @@
 """The report of a benchmark: tables to read, and the files of a report folder."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,14 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
 def _group_table(group: dict[str, Any], part: str, *, is_compared: bool) -> list[str]:
     rows = {name: entry[part] for name, entry in group["methods"].items() if part in entry}
     depth = max((len(row["positionwise_acceptance"]["value"]) for row in rows.values()), default=0)
-    head = ["acceptance length", "pooled", "tokens/s", "speed-up"]
+    head = ["method", "acceptance length", "pooled", "tokens/s", "speed-up"]
     head += [f"pos {i + 1}" for i in range(depth)]
     head += ["first token ms", "p90", "ms per token", "p90", "equal"]
-    lines = [f"| method | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    table = []
     for name, row in rows.items():
         positions = row["positionwise_acceptance"]["value"]
         cells = [
+            name,
             format_estimate(row["acceptance_length"]),
             format_estimate(row["pooled_acceptance_length"] | {"low": None}),
             f"{row['tokens_per_second']['value']:.0f}",
@@ -83,49 +84,52 @@ def _group_table(group: dict[str, Any], part: str, *, is_compared: bool) -> list
             *(f"{row['token_milliseconds'][key]:.2f}" for key in ("p50", "p90")),
             f"{row['equal_outputs']} of {row['answers']}" if is_compared else "",
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+        table.append(cells)
+    return format_rows(head, table)
 
 
 def _comparison_table(group: dict[str, Any]) -> list[str]:
     if not group["comparisons"]:
         return []
-    head = "| second - first | acceptance length | p | tokens/s | p |"
-    lines = ["", head, "|---" * 5 + "|"]
+    table = []
     for pair in group["comparisons"]:
         cells = [f"{pair['second']} - {pair['first']}"]
         for key, digits in (("acceptance_length", 3), ("tokens_per_second", 1)):
             cells.append(format_estimate(pair[key]["difference"], digits=digits))
             cells.append(f"{pair[key]['p_value']:.4f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        table.append(cells)
+    head = ["second - first", "acceptance length", "p", "tokens/s", "p"]
+    return ["", *format_rows(head, table)]
 
 
 def _memory_table(report: dict[str, Any]) -> list[str]:
-    head = "| method | parameters of the draft | MB | cache, bytes per token: target | draft |"
-    lines = ["## Memory", "", head, "|---" * 5 + "|"]
+    table = []
     for name, entry in report["methods"].items():
         memory = entry["memory"]
-        cells = [f"{memory['draft_parameters']:,}", f"{memory['draft_bytes'] / 1e6:.2f}"]
+        cells = [name, f"{memory['draft_parameters']:,}", f"{memory['draft_bytes'] / 1e6:.2f}"]
         cells += [f"{memory[f'{of}_cache_bytes_per_token']:,}" for of in ("target", "draft")]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+        table.append(cells)
+    head = ["method", "parameters of the draft", "MB", "cache, bytes per token: target", "draft"]
+    return ["## Memory", "", *format_rows(head, table)]
 
 
 def _phase_table(report: dict[str, Any]) -> list[str]:
-    head = [*(f"{name} ms" for name in (*PARTS, "round")), "sum / round", "compile s"]
+    head = ["method", *(f"{name} ms" for name in (*PARTS, "round")), "sum / round", "compile s"]
     head += ["first token, cold s", "warm s"]
-    lines = ["", "## Phases", "", f"| method | {' | '.join(head)} |"]
-    lines.append("|---" * (len(head) + 1) + "|")
+    table = []
     for name, entry in report["methods"].items():
         phases, first = entry["phase_milliseconds"], entry["first_token_seconds"]
-        cells = [f"{phases[key]:.2f}" if key in phases else "" for key in (*PARTS, "round")]
+        cells = [name]
+        cells += [f"{phases[key]:.2f}" if key in phases else "" for key in (*PARTS, "round")]
         cells += [f"{entry['phases_to_round']:.2f}", f"{entry['compile_seconds']:.1f}"]
         cells += [f"{first['cold']:.2f}", f"{first['warm']:.4f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        table.append(cells)
     steps = report["autoregressive_step_milliseconds"]
     return [
-        *lines,
+        "",
+        "## Phases",
+        "",
+        *format_rows(head, table),
         "",
         f"autoregressive loop {steps['loop']:.2f} ms per token, plain decode step "
         f"{steps['plain']:.2f} ms: ratio {steps['loop_to_plain']:.2f}; floor {steps['floor']:.2f} "
@@ -137,22 +141,28 @@ def _phase_table(report: dict[str, Any]) -> list[str]:
 
 def format_card(report: dict[str, Any]) -> str:
     """Bytes, FLOPs and floors of all phases beside the measured times, as a Markdown table."""
-    device = report["roofline"]["device"]
-    lines = [
-        f"{device['name']}: {device['bytes_per_second'] / 1e9:.1f} GB/s, "
-        f"{device['flops_per_second'] / 1e9:.0f} GFLOP/s",
-        "",
-        "| method | phase | MB | GFLOP | floor ms | ms | floor / ms |",
-        "|---" * 7 + "|",
-    ]
+    device, table = report["roofline"]["device"], []
     for method, entry in report["methods"].items():
         for phase, cost in entry["costs"].items():
-            cells = [f"{cost['bytes'] / 1e6:.2f}", f"{cost['flops'] / 1e9:.3f}"]
+            cells = [method, phase, f"{cost['bytes'] / 1e6:.2f}", f"{cost['flops'] / 1e9:.3f}"]
             cells += [f"{cost['floor_milliseconds']:.3f}"]
             cells += [f"{entry['phase_milliseconds'][phase]:.3f}"]
-            cells += [f"{cost['floor_to_measured']:.0%}"]
-            lines.append(f"| {method} | {phase} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            table.append([*cells, f"{cost['floor_to_measured']:.0%}"])
+    head = ["method", "phase", "MB", "GFLOP", "floor ms", "ms", "floor / ms"]
+    return "\n".join(
+        [
+            f"{device['name']}: {device['bytes_per_second'] / 1e9:.1f} GB/s, "
+            f"{device['flops_per_second'] / 1e9:.0f} GFLOP/s",
+            "",
+            *format_rows(head, table),
+        ]
+    )
+
+
+def format_rows(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Formats a Markdown table; returns its lines."""
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
+    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
@@ -163,7 +173,11 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
 
 
 def write_report(
-    report: dict[str, Any], table: str, folder: Path, *, plot: Callable[[], None] | None = None
+    report: dict[str, Any],
+    table: str,
+    folder: Path,
+    *,
+    plot: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes report.json and report.md.
 
@@ -171,7 +185,7 @@ def write_report(
       report: numbers.
       table: the same as Markdown.
       folder: folder of the files.
-      plot: draws a picture; called where matplotlib is installed.
+      plot: draws pictures in that folder; called where matplotlib is installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -182,4 +196,19 @@ def write_report(
         return
     matplotlib.use("Agg")
     if plot is not None:
-        plot()
+        plot(folder)
+
+
+def show_report(
+    report: dict[str, Any],
+    table: str,
+    folder: Path | None,
+    *,
+    plot: Callable[[Path], None] | None = None,
+) -> None:
+    """Prints the table, and the report as one line of JSON; writes both where a folder is given."""
+    print(table)
+    if folder is not None:
+        write_report(report, table, folder, plot=plot)
+        print(f"report: {folder}")
+    print(json.dumps(report))

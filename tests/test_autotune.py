@@ -5,6 +5,8 @@ import logging
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from infer.autotune import (
     record_all,
 )
 from infer.bench import main
-from poss_jax import Engine, SamplingConfig, TreeConfig
+from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError
@@ -115,6 +117,24 @@ def test_the_fastest_predictions_are_tried() -> None:
     assert list(predicted) == [tree(2, 1, 3), tree(1, 1, 2), None]
     few = [tree(2, 1, 3), None, tree(2, 2, 4), tree(2, 2, 5), tree(3, 2, 4), tree(4, 2, 5)]
     assert choose_few(few) == [tree(2, 1, 3), tree(2, 2, 4), tree(3, 2, 4)]
+
+
+def test_what_was_timed_is_compared_with_the_first_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {None: iter([100.0, 1.0, 2.0, 3.0]), SMALL: iter([100.0, 0.5, 0.5, 6.0])}
+    texts = {None: [[1, 2, 3, 4], [5, 6]], SMALL: [[1, 2, 3, 4], [5, 7]]}
+    engine = SimpleNamespace(with_tree=lambda trees: trees[1])
+
+    def time_batches(tree: TreeConfig | None, *_: Any) -> tuple[list[Generation], float]:
+        accepted = [0] if tree is None else [1]
+        answers = [Generation([0], ids, None, accepted, accepted, "length") for ids in texts[tree]]
+        return answers, next(seconds[tree])
+
+    monkeypatch.setattr(autotune, "time_batches", time_batches)
+    plain, small = autotune.confirm(engine, [], 1, [None, SMALL], 3).values()
+    assert (plain["tokens_per_second"], plain["ratio"]) == (3, 1)
+    assert (small["tokens_per_second"], small["ratio"]) == (12, 2)  # ratios 2, 4 and 1/2
+    assert (plain["acceptance_length"], small["acceptance_length"]) == (1, 2)
+    assert (plain["different_outputs"], small["different_outputs"]) == (0, 1)
 
 
 # --------------------------------------------------------------------------------------------------

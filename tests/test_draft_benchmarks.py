@@ -25,7 +25,8 @@ def test_sizes_are_compared(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFi
     options = ["--draft", f"P={runs.model('poss2')}", "--prompts", prompts, "--output", str(output)]
     models = ["--target", runs.model("target"), "--config", config]
     draft_vocabulary.main([*models, *options, *numbers.split()])
-    table, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    *lines, _, last = capsys.readouterr().out.splitlines()
+    table = "\n".join(lines)
     report = json.loads(last)
     assert json.loads((output / "report.json").read_text()) == report
     assert (output / "report.md").read_text() == table + "\n"

@@ -239,6 +239,11 @@ class TreeConfig:
     total_tokens: AtLeastTwo = 60
 
     @property
+    def name(self) -> str:
+        """Names the tree as options and reports do: depth/top_k/total_tokens."""
+        return f"{self.depth}/{self.top_k}/{self.total_tokens}"
+
+    @property
     def num_candidates(self) -> int:
         """Number of nodes drafted before selection."""
         return self.top_k + (self.depth - 1) * self.top_k**2
