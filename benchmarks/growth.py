@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.options import add_numbers, make_parser, read_shape
 from benchmarks.random_pair import interleaved, random_engines, timed_rounds
 from infer.costs import Device, cost_card, describe_workload, floors
-from infer.phases import start
+from infer.phases import mark_done, start
 from infer.report import format_rows, show_report
 from infer.roofline import find_roofline
 from poss_jax.checkpoint.record import provenance
@@ -82,10 +82,7 @@ def time_point(
     config, request = _request(engine, point.batch, size)
     state = start(engine.weights, config, request)
     length = state.target_cache.length * 0 + point.context
-    state = state.replace(
-        target_cache=state.target_cache.replace(length=length),
-        output=state.output.replace(is_done=state.output.is_done | True),
-    )
+    state = mark_done(state).replace(target_cache=state.target_cache.replace(length=length))
     if state.draft is not None:
         cache = state.draft.cache.replace(length=length + 0)  # an array of its own
         state = state.replace(draft=state.draft.replace(cache=cache))

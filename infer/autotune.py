@@ -37,7 +37,7 @@ from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.steps import run_round, start
 
 from .measure import time_batches
-from .phases import draft_tree
+from .phases import draft_tree, mark_done
 from .report import format_rows
 
 DEPTH = 8
@@ -324,9 +324,7 @@ class _Bench:
     def __init__(self, engine: Engine, prompts: Sequence[PreparedPrompt], batch_size: int) -> None:
         self._weights = engine.weights
         self.config, self._request = engine.request(prompts, batch_size=batch_size)
-        state = self.start()
-        output = state.output.replace(is_done=state.output.is_done | True)
-        self._state = state.replace(output=output)
+        self._state = mark_done(self.start())
 
     def start(self) -> DecodeState:
         return start(self._weights, self.config, self._request)

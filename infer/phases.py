@@ -60,12 +60,12 @@ def state_after(
 ) -> tuple[DecodeConfig, Request, DecodeState]:
     """Runs a prompt and marks its sequence as done."""
     config, request = engine.request([prompt])
-    state = start(engine.weights, config, request)
-    return (
-        config,
-        request,
-        state.replace(output=state.output.replace(is_done=state.output.is_done | True)),
-    )
+    return config, request, mark_done(start(engine.weights, config, request))
+
+
+def mark_done(state: DecodeState) -> DecodeState:
+    """Marks all sequences as done: they are computed like others, but their caches do not grow."""
+    return state.replace(output=state.output.replace(is_done=state.output.is_done | True))
 
 
 def shallower(config: DecodeConfig) -> list[DecodeConfig]:
@@ -117,49 +117,34 @@ def measure_card(
       prompt: the prompt on whose state it is measured.
       device: rates of this device.
       num_calls: calls of every phase.
-    """
-    phases = measure_phases(engine, prompt, num_calls=num_calls)
-    return {
-        "phase_milliseconds": phases,
-        "phases_to_round": phases_to_round(phases),
-        "costs": describe_phases(engine, prompt, phases, device),
-    }
-
-
-def describe_phases(
-    engine: Engine, prompt: PreparedPrompt, milliseconds: dict[str, float], device: Device
-) -> dict[str, Any]:
-    """Puts floors beside measured phases.
-
-    Args:
-      engine: the engine that was measured.
-      prompt: the prompt whose state it was measured on.
-      milliseconds: what `measure_phases` returned.
-      device: rates of this device.
 
     Returns:
-      Per phase: bytes, FLOPs, floor in milliseconds, and floor / measured.
+      Milliseconds per phase, the sum of those of a round relative to it, and the cost of each:
+      bytes, FLOPs, floor in milliseconds, and floor / measured.
     """
-    config = engine.request([prompt])[0]
-    num_tokens = len(prompt.ids)
+    phases = measure_phases(engine, prompt, num_calls=num_calls)
+    config, num_tokens = engine.request([prompt])[0], len(prompt.ids)
     work = describe_workload(engine.weights, config, batch=1, context=num_tokens)
     card = cost_card(work, prompt_tokens=num_tokens)
     least = floors(card, device)
     return {
-        name: {
-            "bytes": cost.bytes,
-            "flops": cost.flops,
-            "floor_milliseconds": least[name],
-            "floor_to_measured": least[name] / milliseconds[name],
-        }
-        for name, cost in card.items()
+        "phase_milliseconds": phases,
+        "phases_to_round": phases_to_round(phases),
+        "costs": {
+            name: {
+                "bytes": cost.bytes,
+                "flops": cost.flops,
+                "floor_milliseconds": least[name],
+                "floor_to_measured": least[name] / phases[name],
+            }
+            for name, cost in card.items()
+        },
     }
 
 
 def phases_to_round(milliseconds: dict[str, float]) -> float:
     """Sum of the phases measured apart, relative to the round."""
-    parts = [milliseconds[name] for name in PARTS if name in milliseconds]
-    return sum(parts) / milliseconds["round"]
+    return sum(milliseconds.get(name, 0.0) for name in PARTS) / milliseconds["round"]
 
 
 def _split_levels(medians: dict[str, float], num_levels: int) -> dict[str, float]:

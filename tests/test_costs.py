@@ -209,9 +209,9 @@ def test_xla_counts_the_same(engine: Engine) -> None:
 
 def test_phases_are_timed(engine: Engine) -> None:
     prompt = engine.prepare([1, 2, 3], 8)
-    times = phases.measure_phases(engine, prompt, num_calls=2)
-    described = phases.describe_phases(engine, prompt, times, DEVICES["v5e"])
-    assert set(times) == set(described)
+    card = phases.measure_card(engine, prompt, DEVICES["v5e"], num_calls=2)
+    times = card["phase_milliseconds"]
+    assert set(times) == set(card["costs"])
     assert sum(times[f"draft/level{depth}"] for depth in range(3)) == pytest.approx(times["draft"])
     assert phases.phases_to_round({"verify": 2.0, "commit": 1.0, "round": 4.0}) == 0.75
 
