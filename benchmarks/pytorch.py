@@ -194,63 +194,85 @@ def measure_recorded(
     import torch
     import transformers
 
-    methods = sorted(path.name for path in folder.glob("draft/*"))
-    recordings = sorted(folder.glob("generate_*.json"))
-    if not (methods and recordings and (folder / "target").is_dir()):
-        raise UserError(f"{folder}: want target/, draft/ and generate_*.json of recorded models")
-    cases = json.loads(recordings[0].read_text())["cases"]
-    prompts = [case["prompt"] for case in cases]
+    methods, prompts = read_recorded(folder)
     loop = TorchLoop(
         transformers.AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
     )
     baseline, drafts = load_recorded(folder, methods)
-    engines = {(STEP, ""): baseline}
-    for tree in trees:
-        engines |= {(tree.name, name): drafts[name].with_tree(tree) for name in methods}
-    outputs: dict[str, list[list[int]]] = {}
-    accepted: dict[str, float] = {}
-
-    def timed(name: str, decode: Callable[[Sequence[int]], list[int]]) -> float:
-        started = time.perf_counter()
-        outputs[name] = [decode(prompt) for prompt in prompts]
-        return num_tokens * len(prompts) / (time.perf_counter() - started)
-
-    def run_ours(name: str, engine: Engine) -> float:
-        answers: list[Any] = []
-
-        def decode(prompt: Sequence[int]) -> list[int]:
-            answers.extend(engine.generate([prompt], max_new_tokens=num_tokens))
-            return answers[-1].output_ids
-
-        speed = timed(name, decode)
-        accepted[name] = mean_acceptance_length([one.accepted_per_round for one in answers])
-        return speed
-
-    runs: dict[str, Callable[[], float]] = {
-        LOOP: lambda: timed(LOOP, lambda prompt: loop.decode(prompt, num_tokens)),
-        GENERATE: lambda: timed(GENERATE, lambda prompt: loop.generate(prompt, num_tokens)),
-        **{
-            " ".join(key): partial(run_ours, " ".join(key), engine)
-            for key, engine in engines.items()
-        },
+    ours = {(STEP, ""): baseline} | {
+        (tree.name, name): drafts[name].with_tree(tree) for tree in trees for name in methods
+    }
+    race = Race(prompts, num_tokens)
+    runs = {
+        LOOP: partial(race.run, LOOP, loop.decode),
+        GENERATE: partial(race.run, GENERATE, loop.generate),
+        **{" ".join(key): partial(race.run_engine, " ".join(key), ours[key]) for key in ours},
     }
     speeds = interleaved(runs, repeats, "recorded models")
-    expected = outputs[LOOP]
-    rows = [
-        _recorded_row(tree, method, speeds)
-        | {
-            "acceptance_length": accepted[f"{tree} {method}"],
-            "equal_outputs": sum(map(list.__eq__, outputs[f"{tree} {method}"], expected)),
-        }
-        for tree, method in engines
-    ]
     return {
         "prompts": len(prompts),
         "new_tokens": num_tokens,
         "tokens_per_second": {name: float(np.median(speeds[name])) for name in (LOOP, GENERATE)},
-        "generate_equal_outputs": sum(map(list.__eq__, outputs[GENERATE], expected)),
-        "rows": rows,
+        "generate_equal_outputs": race.count_equal(GENERATE),
+        "rows": [
+            _recorded_row(tree, method, speeds)
+            | {
+                "acceptance_length": race.accepted[f"{tree} {method}"],
+                "equal_outputs": race.count_equal(f"{tree} {method}"),
+            }
+            for tree, method in ours
+        ],
     }
+
+
+def read_recorded(folder: Path) -> tuple[list[str], list[list[int]]]:
+    """Reads the names of the drafts in a folder of recorded models, and the prompts.
+
+    Raises:
+      UserError: the folder is none of recorded models.
+    """
+    methods = sorted(path.name for path in folder.glob("draft/*"))
+    recordings = sorted(folder.glob("generate_*.json"))
+    if not (methods and recordings and (folder / "target").is_dir()):
+        raise UserError(f"{folder}: want target/, draft/ and generate_*.json of recorded models")
+    return methods, [case["prompt"] for case in json.loads(recordings[0].read_text())["cases"]]
+
+
+class Race:
+    """Prompts that are decoded in several ways, by name.
+
+    Attributes:
+      accepted: acceptance length of every engine.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+        self._prompts, self._num_tokens = prompts, num_tokens
+        self._outputs: dict[str, list[list[int]]] = {}
+        self.accepted: dict[str, float] = {}
+
+    def run(self, name: str, decode: Callable[[Sequence[int], int], list[int]]) -> float:
+        """Decodes all prompts; returns tokens per second."""
+        started = time.perf_counter()
+        self._outputs[name] = [decode(prompt, self._num_tokens) for prompt in self._prompts]
+        seconds = time.perf_counter() - started
+        return self._num_tokens * len(self._prompts) / seconds
+
+    def run_engine(self, name: str, engine: Engine) -> float:
+        """Decodes all prompts with an engine; returns tokens per second."""
+        accepted: list[Sequence[int]] = []
+
+        def decode(prompt: Sequence[int], num_tokens: int) -> list[int]:
+            (answer,) = engine.generate([prompt], max_new_tokens=num_tokens)
+            accepted.append(answer.accepted_per_round)
+            return answer.output_ids
+
+        speed = self.run(name, decode)
+        self.accepted[name] = mean_acceptance_length(accepted)
+        return speed
+
+    def count_equal(self, name: str) -> int:
+        """Counts outputs that are the torch loop's."""
+        return sum(map(list.__eq__, self._outputs[name], self._outputs[LOOP]))
 
 
 def _recorded_row(tree: str, method: str, speeds: dict[str, list[float]]) -> dict[str, Any]:
@@ -335,36 +357,37 @@ def measure_random(
             runs[f"{tree.name} {size}"] = rounds
     milliseconds = interleaved(runs, repeats, "random pair")
     step = milliseconds.pop(LOOP)
-    rows = []
-    for name, ours in milliseconds.items():
-        tree, _, size = name.partition(" ")
-        row: dict[str, Any] = {
-            "tree": tree,
-            "draft_vocabulary": int(size or 0),
-            "milliseconds": float(np.median(ours)),
-            "to_torch": ratio(ours, step),
-            "original": {},
-        }
-        for record, known in MILLISECONDS.items():
-            if tree in known:
-                theirs = [original_milliseconds(one, record, tree) for one in step]
-                row["original"][record] = {
-                    "milliseconds": float(np.median(theirs)),
-                    "ratio": ratio(ours, theirs),
-                }
-        rows.append(row)
     engines = {STEP: baseline} | {tree.name: drafted.with_tree(tree) for tree in trees}
     roofline, prepared = measure_roofline(), baseline.prepare(prompt, num_steps)
     return {
         "prompt_tokens": prompt_tokens,
         "torch_milliseconds": float(np.median(step)),
-        "rows": rows,
+        "rows": [_random_row(name, ours, step) for name, ours in milliseconds.items()],
         "roofline": asdict(roofline),
         "methods": {
             name: measure_card(engine, prepared, roofline.device)
             for name, engine in engines.items()
         },
     }
+
+
+def _random_row(name: str, ours: list[float], step: list[float]) -> dict[str, Any]:
+    tree, _, size = name.partition(" ")
+    row: dict[str, Any] = {
+        "tree": tree,
+        "draft_vocabulary": int(size or 0),
+        "milliseconds": float(np.median(ours)),
+        "to_torch": ratio(ours, step),
+        "original": {},
+    }
+    for record, known in MILLISECONDS.items():
+        if tree in known:
+            theirs = [original_milliseconds(one, record, tree) for one in step]
+            row["original"][record] = {
+                "milliseconds": float(np.median(theirs)),
+                "ratio": ratio(ours, theirs),
+            }
+    return row
 
 
 def torch_shape(llama: LlamaConfig) -> "transformers.LlamaConfig":
