@@ -351,7 +351,7 @@ def format_study(report: dict[str, Any]) -> str:
             f"## {row['set']}, temperature {row['temperature']:g}, tree {row['tree']}, "
             f"{BUDGETS[row['budget']]}",
             "",
-            f"{row['questions']} questions: those whose answers do not loop, or all if every one does.",
+            f"{row['questions']} questions: those whose answers do not loop, or all if each does.",
             "",
         ]
         table = []
