@@ -9,13 +9,14 @@ report.json has it.
     JAX_PLATFORMS=cpu python -m benchmarks.aot --only "llama3-8b h100"
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from poss_jax.program.running import Parser, run_program
 
 ROOT = Path(__file__).parent.parent
 SHORT = ("step", "round")  # programs
@@ -92,7 +93,7 @@ def key_of(config: str, device: str, changes: list[str], program: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="rows that begin like this, such as 'llama3-8b h100'")
     parser.add_argument("--again", action="store_true", help="compile what is known, too")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "aot")
@@ -118,4 +119,4 @@ def write_table(known: dict[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -27,6 +27,7 @@ from safetensors.numpy import save_file
 from poss_jax.config.models import LlamaConfig
 from poss_jax.convert.names import slots_by_key
 from poss_jax.model.parameters import count_parameters, flatten_item, item_shapes
+from poss_jax.program.running import Parser, run_program
 
 GB = 10**9
 BYTES_PER_VALUE = 2
@@ -155,14 +156,14 @@ def measure(folder: Path, config: LlamaConfig, form: str) -> dict[str, dict[str,
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the weights")
     parser.add_argument("--format", choices=("safetensors", "bin"), default="safetensors")
     parser.add_argument("--folder", type=Path, help="where twice as much space is free")
     args = parser.parse_args()
     config = fit_layers(args.gigabytes)
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         results = measure(Path(folder), config, args.format)
     print("| step | seconds | peak RssAnon, GB | allowed, GB |\n|---|---|---|---|")
@@ -180,4 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

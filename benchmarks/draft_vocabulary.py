@@ -13,7 +13,7 @@ report.json, report.md and a plot.
 import argparse
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from infer.report import format_rows, show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
-from poss_jax.config.reading import UserError, config_to_dict, load_config
+from poss_jax.config.reading import UserError, change_config, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.data.draft_vocabulary import (
     DraftVocabulary,
@@ -239,7 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_timing(parser)
     args = parser.parse_args(arguments)
     config = bench_config(args, tree=args.tree, repeats=args.repeats)
-    counts = count_tokens(replace(load_config(TrainConfig, args.config), target=args.target))[0]
+    run = load_config(TrainConfig, args.config)
+    counts = count_tokens(change_config(run, origin=args.config, target=args.target))[0]
     report = measure(config, counts, args.sizes)
     show_report(
         report, format_table(report), args.output, plot=lambda folder: _plot(report["rows"], folder)

@@ -7,6 +7,7 @@ last line is one JSON object.
     python -m benchmarks.linear
 """
 
+import argparse
 import json
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 
 from poss_jax.model.linear import _few_rows_on_cpu, _plain
+from poss_jax.program.running import Parser, run_program
 
 WIDTHS, ROWS = (128, 512, 2048), (2, 4, 8, 16, 24, 32, 40, 48, 60, 64)
 MATRICES, CALLS, REPEATS = 8, 10, 5
@@ -62,6 +64,7 @@ def compare(width: int, num_rows: int) -> dict[str, float]:
 
 def main() -> None:
     """Prints the table."""
+    Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     results = [compare(width, num_rows) for width in WIDTHS for num_rows in ROWS]
     print("| width | rows | x @ w.T ms | (w @ x.T).T ms | ratio |\n|---|---|---|---|---|")
     for row in results:
@@ -70,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -9,7 +9,6 @@ is not measured again if report.json has it.
     TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m benchmarks.memory --only depth
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.task import DraftTask, describe_draft
 from poss_jax.model.families import find_family
+from poss_jax.program.running import Parser, run_program
 from train.memory import compile_memory, mesh_for, plan_draft_step
 
 ROOT = Path(__file__).parent.parent
@@ -110,7 +110,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=ROWS, help="one part")
     parser.add_argument("--again", action="store_true", help="measure what is known, too")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "memory")
@@ -135,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

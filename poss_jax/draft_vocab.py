@@ -58,7 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
       UserError: wrong arguments, or data or a draft that cannot be used.
     """
     parser = _parser(__doc__)
-    parser.add_argument("command", choices=list(_COMMANDS), help="Continue with COMMAND --help.")
+    parser.add_argument(
+        "command", choices=list(_COMMANDS), metavar="COMMAND",
+        help="count or apply; continue with COMMAND --help.",
+    )  # fmt: skip
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     _COMMANDS[args.command](args.arguments)

@@ -8,13 +8,15 @@ import pytest
 from programs import refusal
 
 from poss_jax import SamplingConfig, TreeConfig
-from poss_jax.config.decoding import BenchConfig, GenerateConfig
+from poss_jax.config.ahead import AheadConfig
+from poss_jax.config.decoding import BenchConfig, GenerateConfig, ServeConfig
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
 from poss_jax.config.training import RegenerateConfig, TrainConfig
 from poss_jax.engine.trees import read_trees
 from poss_jax.program.options import list_options, read_arguments
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 KINDS = [
     GenerateConfig,
     RegenerateConfig,
@@ -195,6 +197,23 @@ def test_trees_of_a_file(tmp_path: Path) -> None:
         4: TreeConfig(**default, total_tokens=8),
         16: None,
     }
+
+
+def test_what_devices_are_planned_with_is_not_the_tree_of_this_one() -> None:
+    model = ["--config", str(CONFIGS / "aot" / "llama3-8b.yaml")]
+    config, _ = read_arguments(AheadConfig, [*model, "--tree-depth", "8"], prog="test", doc=None)
+    assert config.tree == TreeConfig(depth=8, top_k=10, total_tokens=60)
+
+
+@pytest.mark.parametrize("given", [[], ["--top-k", "5"], ["sampling.top_p=0.9"]])
+def test_a_server_samples_unless_it_is_told_otherwise(given: list[str]) -> None:
+    def read_served(*arguments: str) -> ServeConfig:
+        return read_arguments(ServeConfig, list(arguments), prog="test", doc=None)[0]
+
+    assert read_served(*given).sampling.temperature == 1
+    assert read_served(*given, "--temperature", "0.5").sampling.temperature == 0.5
+    with pytest.raises(UserError, match="seed: want none, got 3; every request has its own"):
+        read_served(*given, "--seed", "3")
 
 
 def test_one_tree_for_all() -> None:

@@ -42,7 +42,7 @@ class AheadConfig:
     draft: str | None = None
     specialists: SpecialistsConfig | None = None
     draft_tokens: AtLeastTwo | None = None
-    tree: TreeConfig = Field(default_factory=TreeConfig)
+    tree: TreeConfig = TreeConfig()
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     batch_size: Count = 1
     context: Count = 512

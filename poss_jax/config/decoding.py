@@ -70,6 +70,23 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ServedSampling(SamplingConfig):
+    """What requests to a server have unless they say otherwise.
+
+    Attributes:
+      temperature: Divide the scores by this number; 0 is greedy, and then top_k, top_p and min_p
+        change nothing. The default is that of the OpenAI API.
+      seed: Every request has its own; only 0 is allowed.
+    """
+
+    temperature: Temperature = 1.0
+
+    def __post_init__(self) -> None:
+        if self.seed:
+            raise ValueError(f"seed: want none, got {self.seed}; every request has its own")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DecodingConfig:
     """Settings that all programs share which decode.
 
@@ -124,7 +141,8 @@ class AnswerConfig(DecodingConfig):
     def __post_init__(self) -> None:
         if self.trees is not None and self.tree is not None:
             raise ValueError("trees: want it alone, got a tree, too; leave out one of them")
-        if self.draft_vocabulary is not None and self.draft is None:
+        has_draft = self.draft is not None or self.target == BUNDLED
+        if self.draft_vocabulary is not None and not has_draft:
             raise ValueError("draft_vocabulary limits a draft; give draft, too")
 
 
@@ -195,7 +213,7 @@ class ServeConfig(AnswerConfig):
     port: Port = 8000
     batch_size: Count = 16
     slots: tuple[Count, ...] | None = None
-    sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(temperature=1.0))
+    sampling: ServedSampling = Field(default_factory=ServedSampling)
     cache_gib: Positive | None = None
     max_queue: Count = 256
     max_logprobs: CountOrZero = 20
@@ -225,8 +243,7 @@ class ComparisonConfig:
       data_dir: Folder of sets of questions.
       num_prompts: Number of prompts to use of a set; of a file, at most.
       prompt_tokens: Length of a prompt cut from modules, in tokens.
-      output: Folder to write the report to. It must be new or empty; that of an interrupted
-        benchmark of the same settings goes on.
+      output: Folder to write the report to; it must be new or empty.
     """
 
     drafts: dict[str, str] = Field(default_factory=dict)
@@ -254,6 +271,8 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
         is used.
       repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
       drift: Measure the drafts by depth, too, on the first set (docs/experiments.md).
+      output: Folder to write the report to. It must be new or empty; that of an interrupted
+        benchmark of the same settings goes on.
     """
 
     max_new_tokens: Count = 128

@@ -209,6 +209,9 @@ def _explain(kind: Any, errors: Sequence[Any]) -> str:
         case "value_error":
             message = str(error["ctx"]["error"])
             return f"{where}: {message}" if where else message
+        case "too_short":
+            least, got = (error["ctx"][key] for key in ("min_length", "actual_length"))
+            return f"{where}: want at least {least}, got {got}"
         case "dataclass_type":
             return f"{where}: want a mapping of keys, got {shorten(error['input'])}"
     return f"{where}: {error['msg']}, got {shorten(error['input'])}"

@@ -377,7 +377,8 @@ class RegenerateConfig(AnswerConfig):
         super().__post_init__()
         if self.data.is_code:
             raise ValueError(
-                f"data.source: want chats or questions, got {self.data.source}, which holds none"
+                f"data.source: want chats or questions (--source DATA), got {self.data.source}, "
+                "which holds none"
             )
         if self.server is not None:
             self._check_server(self.server)

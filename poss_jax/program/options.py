@@ -12,12 +12,13 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from poss_jax.bundled import bundled_model
 from poss_jax.config.decoding import BUNDLED, AnswerConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.config.paths import as_path, local_path
 from poss_jax.config.reading import (
     Key,
@@ -109,7 +110,7 @@ def read_arguments(
     values = read_values(args.config, args.overrides)
     given = {one: getattr(args, one.key) for one in options if getattr(args, one.key) is not None}
     for option, value in given.items():
-        _set(values, option, value)
+        _set(values, option, value, own_tree(kind) or default_tree())
     for option in options:
         if option.about.is_required and option.key not in values:
             raise UserError(
@@ -148,8 +149,14 @@ def make_parser(
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
     for option in options:
-        _add(parser, option)
+        _add(parser, option, own_tree(kind))
     return parser
+
+
+def own_tree(kind: Any) -> TreeConfig | None:
+    """The draft tree that settings have where none is given; None: the device's."""
+    defaults: dict[str, Any] = {one.name: one.default for one in fields(kind)}
+    return defaults.get("tree")
 
 
 def load_engine(config: AnswerConfig) -> Engine:
@@ -211,8 +218,11 @@ def check_writable(path: Path) -> None:
         raise UserError(f"output {path}: {place} is not a writable folder; choose another place")
 
 
-def _add(parser: argparse.ArgumentParser, option: Option) -> None:
-    """Adds one option; its text is checked when the config is built."""
+def _add(parser: argparse.ArgumentParser, option: Option, tree: TreeConfig | None) -> None:
+    """Adds one option, of settings with a tree of their own or the device's.
+
+    Its text is checked when the config is built.
+    """
     default, kind = option.about.default, _kind(option)
     text = option.about.help
     if kind is bool:
@@ -224,7 +234,7 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
         if kind in (dict, tuple):
             action["action"] = "append"
             text += " The option may be repeated."
-        elif option.key.startswith("tree."):
+        elif option.key.startswith("tree.") and tree is None:
             text += " (default: the device's)"
         elif default is not None:
             text += f" (default: {default})"
@@ -249,15 +259,15 @@ def _metavar(option: Option) -> str:
     return found
 
 
-def _set(values: dict[str, Any], option: Option, value: Any) -> None:
-    """Sets the key of an option in nested values; a tree begins as the device's default."""
+def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig) -> None:
+    """Sets the key of an option in nested values; a tree begins as the one that is given."""
     if _kind(option) is dict:
         value = read_pairs(option.flag, value, _metavar(option))
     *sections, name = option.key.split(".")
     for section in sections:
         inner = values.get(section)
         if not isinstance(inner, dict):
-            inner = asdict(default_tree()) if section == "tree" else {}
+            inner = asdict(tree) if section == "tree" else {}
         values[section] = inner
         values = inner
     values[name] = value

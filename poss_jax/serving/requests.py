@@ -6,7 +6,7 @@ since clients send many, and a line is logged once for each.
 
 import logging
 import secrets
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -351,7 +351,8 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
         given["logit_bias"] = body.logit_bias
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
     try:
-        return replace(defaults, **given, seed=seed)
+        values: dict[str, Any] = asdict(defaults) | given | {"seed": seed}
+        return SamplingConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]
         param = str(first["loc"][0]) if first["loc"] else None
