@@ -5,7 +5,6 @@ The layouts count differently: PosS's `accept_length` leaves the bonus token out
 """
 
 import json
-import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,7 +28,8 @@ def write_answer_files(answers: Sequence[Answer], folder: Path) -> None:
             name = f"{answer.key.method}-temperature-{cell.temperature:g}-seed-{cell.seed}"
             files[quote(cell.set, safe=""), quote(name, safe="")].append(answer)
     for layout, convert in (("eagle", as_eagle), ("spec-bench", as_spec_bench)):
-        shutil.rmtree(folder / layout, ignore_errors=True)
+        for earlier in (folder / layout).glob("*/model_answer/*.jsonl"):
+            earlier.unlink()
         for (name, model), few in files.items():
             path = folder / layout / name / "model_answer" / f"{model}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -66,19 +66,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if (args.topology is None) == (args.gpu is None):
         raise UserError("want either --topology SLICE or --gpu NAME; see --help")
+    name: str = args.gpu or args.topology
+    if args.gpu is None:
+        _check_topology(name)
+    has_draft = config.draft is not None or config.specialists is not None
+    if not has_draft and not {"prefill", "step"} & {*config.programs}:
+        raise UserError("programs: round and rounds want a draft; give draft, or specialists")
     if args.json is not None:
         check_writable(args.json)
     if args.dump is not None:
-        check_writable(args.dump)
+        check_writable(args.dump, is_folder=True)
         args.dump.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are part of the report
-    devices = gpu(args.gpu) if args.gpu else tpu_slice(args.topology)
-    report = compile_all(config, devices, args.gpu or args.topology, dump=args.dump)
+    devices = gpu(name) if args.gpu else tpu_slice(name)
+    report = compile_all(config, devices, name, dump=args.dump)
     report |= {"config": config_to_dict(config), "provenance": provenance()}
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n")
         print(f"report: {args.json}")
+
+
+def _check_topology(name: str) -> None:
+    known = [device for device in DEVICES if device.startswith("v")]
+    if name.partition(":")[0] not in known:
+        raise UserError(f"topology {name}: want one of {', '.join(known)}, as in v6e:1x1")
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:

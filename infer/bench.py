@@ -19,6 +19,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import provenance, read_record
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.decoding import BenchConfig
@@ -256,7 +258,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.output is not None:
         goes_on = (Path(config.output) / SETTINGS).is_file()
         check_output(Path(config.output), overwrite=args.overwrite or goes_on)
-    report, answers = bench(config, from_scratch=args.overwrite)
+    with nullcontext() if config.output is None else sole_writer(config.output):
+        _compare(config, from_scratch=args.overwrite)
+
+
+def _compare(config: BenchConfig, *, from_scratch: bool) -> None:
+    """Benchmarks all drafts, prints, writes."""
+    report, answers = bench(config, from_scratch=from_scratch)
     table = format_report(report)
     if "drift" in report:
         table += f"\n\n## By position\n\n{format_drift(report['drift'])}"

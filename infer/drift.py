@@ -12,6 +12,7 @@ line everything as one JSON object; --output keeps report.json, report.md and a 
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
+from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import ModelRecord, provenance
 from poss_jax.config.decoding import DriftConfig
 from poss_jax.config.models import DraftConfig
@@ -326,13 +328,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if config.output is not None:
         check_output(Path(config.output), overwrite=args.overwrite)
-    report = study(config)
-    show_report(
-        report,
-        format_report(report),
-        None if config.output is None else Path(config.output),
-        plot=lambda folder: plot_report(report, folder / "drift.svg"),
-    )
+    folder = None if config.output is None else Path(config.output)
+    with nullcontext() if folder is None else sole_writer(folder):
+        report = study(config)
+        show_report(
+            report,
+            format_report(report),
+            folder,
+            plot=lambda folder: plot_report(report, folder / "drift.svg"),
+        )
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:

@@ -166,10 +166,13 @@ def format_rows(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
-    """Refuses a folder that no report can be written to."""
-    if not (overwrite and folder.is_dir()):
+    """Refuses a folder that no report can be written to; only a report is overwritten."""
+    holds_report = any(
+        (folder / name).is_file() for name in ("report.json", "report.md", "bench.json")
+    )
+    if not (overwrite and holds_report):
         refuse_non_empty(folder)
-    check_writable(folder)
+    check_writable(folder, is_folder=True)
 
 
 def write_report(

@@ -182,7 +182,12 @@ def test_a_gpu_is_described_in_text():
         (["--gpu", "a100"], "gpu a100: want one of h100, h200"),
         (["--gpu", "h100", "target=here"], "want either a model folder (target) or a shape"),
         (["--gpu", "h100", "programs=[sample]"], "programs"),
-        (["--topology", "x9:1x1"], "cannot compile for x9:1x1"),
+        (["--topology", "x9:1x1"], "topology x9:1x1: want one of v5e, v5p, v6e, as in v6e:1x1"),
+        (
+            ["--gpu", "h100", "specialists=null", "programs=[round]"],
+            "round and rounds want a draft",
+        ),
+        (["--gpu", "h100", "--json", str(CONFIGS)], "is a folder; choose another place"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(words, message):

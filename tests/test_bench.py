@@ -35,7 +35,7 @@ from infer.measure import Decoder, load_decoders, play
 from infer.page import write_page
 from infer.phases import phases_to_round
 from infer.questions import first_prompts, read_hub, read_questions, read_sets
-from infer.report import format_card, format_report
+from infer.report import check_output, format_card, format_report
 from infer.roofline import Roofline
 from infer.summary import make_grid, show_example, summarise_group
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
@@ -187,6 +187,18 @@ def test_answer_files_are_those_of_the_last_report_and_have_names_of_their_own(
     assert len(list(tmp_path.glob("eagle/*/*/*.jsonl"))) == 2
     write_answer_files([same], tmp_path)
     assert len(list(tmp_path.glob("spec-bench/*/*/*.jsonl"))) == 1
+
+
+def test_only_files_of_a_report_are_overwritten(tmp_path: Path) -> None:
+    model = tmp_path / "eagle" / "model.json"
+    model.parent.mkdir()
+    model.write_text("{}")
+    write_answer_files([], tmp_path)
+    assert model.exists()
+    with pytest.raises(UserError, match="is not empty; name another folder"):
+        check_output(tmp_path, overwrite=True)
+    (tmp_path / "report.json").write_text("{}")
+    check_output(tmp_path, overwrite=True)
 
 
 def test_the_original_scripts_find_the_numbers_of_the_table(tmp_path: Path) -> None:

@@ -82,6 +82,11 @@ ASKED = {"role": "user", "content": "Hi"}
         ({"question": "Hm", "prompt": "Hi", "completion": "Hello."}, "pairs", HELLO),
         ({"instruction": "Hi", "input": "", "output": "Hello."}, "pairs", HELLO),
         ({"prompt": "Hi", "completion": "Hello."}, "pairs", HELLO),
+        (  # columns of a table whose records have several layouts
+            {"question": None, "answer": None, "prompt": "Hi", "completion": "Hello."},
+            "pairs",
+            HELLO,
+        ),
         (
             {"instruction": "Add.", "input": "1 2", "output": "3"},
             "pairs",

@@ -28,6 +28,7 @@ from infer.bench import main as bench
 from infer.generate import main as generate_main
 from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record, with_vocabulary
+from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig

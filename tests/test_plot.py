@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,17 @@ def test_plot_lies_in_the_first_run(
 
 
 @pytest.mark.skipif(not has_matplotlib, reason="needs matplotlib")
+def test_runs_of_one_name_and_an_image_without_an_ending(
+    draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "again" / Path(draft).name
+    shutil.copytree(draft, other)
+    main([draft, str(other), "--output", str(tmp_path / "drift")])
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"| {other} |") for line in table)
+    assert Path(json.loads(last)["plot"]).name == "drift.png" and (tmp_path / "drift.png").exists()
+
+
 def test_unknown_kind_of_image(draft: str, tmp_path: Path) -> None:
     assert "plot.xyz" in refusal(main, draft, "--output", str(tmp_path / "plot.xyz"))
 

@@ -331,6 +331,7 @@ def test_the_target_answers_a_data_set(
         ("hard.jsonl", "*.jsonl"),
         ("b.jsonl", "b.failed.jsonl"),
         ("b.jsonl", "**/b.made_from.json"),
+        ("new.jsonl", "*.jsonl"),
     ],
 )
 def test_what_is_read_is_not_overwritten(
@@ -343,7 +344,7 @@ def test_what_is_read_is_not_overwritten(
     before = contents(tmp_path)
     given = ["--source", str(tmp_path / source), "--output", str(tmp_path / output), *overwrite]
     message = refusal(main, "--target", "none", *given)
-    assert "which is written as" in message and message.endswith("name another output")
+    assert "which is written" in message and message.endswith("name another output")
     assert contents(tmp_path) == before
 
 

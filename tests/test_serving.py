@@ -18,6 +18,7 @@ from serving import MODEL, Served, serving, until
 
 from poss_jax import Engine, Generation, SamplingConfig
 from poss_jax.checkpoint.folder import load_target
+from poss_jax.config.decoding import ServedSampling
 from poss_jax.engine.prompts import prompt_seed
 from poss_jax.model.target import encode, stack_layers
 
@@ -47,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 @pytest.fixture(scope="module")
 def served(runs: Runs) -> Iterator[Served]:
     engine = Engine.load(runs.model("target"), runs.model("poss2"))
-    with serving(engine, sampling=SamplingConfig(), max_queue=300) as served:
+    with serving(engine, sampling=ServedSampling(temperature=0.0), max_queue=300) as served:
         assert served.get("/ready").status_code == 503
         until(lambda: served.service.is_ready, seconds=300)
         assert served.get("/ready").status_code == 200

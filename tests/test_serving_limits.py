@@ -18,7 +18,8 @@ from programs import Runs, tiny_runs
 from pydantic import ValidationError
 from serving import MODEL, Served, request_bytes, serving, until
 
-from poss_jax import Engine, SamplingConfig
+from poss_jax import Engine
+from poss_jax.config.decoding import ServedSampling
 from poss_jax.config.reading import UserError
 from poss_jax.serving.app import make_slots
 from poss_jax.serving.requests import ApiError, ChatRequest, CompletionRequest, read_completion
@@ -41,7 +42,8 @@ def served(runs: Runs) -> Iterator[Served]:
     """A server of one slot, with a key, little patience, and a short queue."""
     engine = Engine.load(runs.model("target"), runs.model("poss2"))
     small = {"batch_size": 1, "slots": (1,), "max_queue": 2, "max_body_mib": 0.25}
-    given = {"api_key": KEY, "patience": PATIENCE, "sampling": SamplingConfig(), "max_logprobs": 2}
+    given = {"api_key": KEY, "patience": PATIENCE, "max_logprobs": 2}
+    given |= {"sampling": ServedSampling(temperature=0.0)}
     with serving(engine, **given, **small) as served:
         until(lambda: served.service.is_ready, seconds=300)
         yield served

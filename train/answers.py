@@ -171,7 +171,7 @@ def answer_line(question: Question, dialogue: Dialogue, max_length: int = 0) -> 
 
 def answer_files(output: Path) -> tuple[Path, Path, Path]:
     """Names the output, what failed beside it, and how both were made."""
-    stem = output.stem
+    stem = output.stem if output.suffix == ".jsonl" else output.name
     return (
         output,
         output.with_name(f"{stem}.failed.jsonl"),

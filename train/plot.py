@@ -10,7 +10,7 @@ prints the table as Markdown and one JSON line at the end.
 import argparse
 import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,10 +202,13 @@ def main(arguments: list[str] | None = None) -> None:
     runs = [read_run(folder) for folder in args.runs]
     for folder, run in zip(args.runs, runs, strict=True):
         check_run(folder, run)
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=folder) for folder, run in zip(args.runs, runs, strict=True)]
     print(format_table(runs))
     output = None
     if not args.table:
         output = local_path(args.output or f"{args.runs[0]}/training.png", "output")
+        output = output if output.suffix else output.with_name(f"{output.name}.png")
         plot_runs(runs, output)
     print(json.dumps({"runs": len(runs), "plot": output and str(output)}))
 

@@ -16,6 +16,7 @@ is read from OPENAI_API_KEY.
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from poss_jax.checkpoint.locks import sole_writer
-from poss_jax.config.paths import as_path
+from poss_jax.config.paths import as_path, is_uri
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import DataConfig, RegenerateConfig
 from poss_jax.data.files import matching_files
@@ -168,6 +169,11 @@ def _settings(config: RegenerateConfig, batch_size: int) -> AnswerSettings:
 
 def _check_apart(source: str, output: Path) -> None:
     """Raises UserError where the output, or a file beside it, is what is to be read."""
+    for path in answer_files(output):
+        if not is_uri(source) and path.absolute().match(os.path.abspath(source)):
+            raise UserError(
+                f"source {source!r} would read {path}, which is written; name another output"
+            )
     for path in filter(Path.exists, answer_files(output)):
         for read in matching_files(source):
             if isinstance(read, Path) and path.samefile(read):

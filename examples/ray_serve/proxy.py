@@ -107,7 +107,7 @@ def read_object(content: bytes) -> dict[str, Any]:
     """JSON object of a body; empty if it is something else, which the server refuses."""
     try:
         body = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
 

@@ -176,6 +176,7 @@ def _read_user_turns(texts: list[Any]) -> list[Message] | Broken:
 def _read_turn(turn: Any, *, after: str | None) -> Message | Broken:
     """Reads a turn that follows one of the role `after`; only a system's may come out empty."""
     fields = turn if isinstance(turn, dict) else {}
+    fields = {key: value for key, value in fields.items() if value is not None}
     name = fields.get("role", fields.get("from"))
     role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     text = _join_parts(fields.get("content", fields.get("value")))
@@ -204,7 +205,9 @@ def _join_parts(content: Any) -> Any:
 
 
 def _pair_keys(record: dict[str, Any]) -> tuple[str, str] | None:
-    return next((pair for pair in _PAIRS if all(key in record for key in pair)), None)
+    """Finds the keys of question and answer; a table of several layouts has empty ones, too."""
+    found = [pair for pair in _PAIRS if all(key in record for key in pair)]
+    return min(found, key=lambda pair: any(record[key] is None for key in pair), default=None)
 
 
 def _read_pair(record: dict[str, Any]) -> Chat | Broken:
@@ -223,7 +226,7 @@ def _read_pair(record: dict[str, Any]) -> Chat | Broken:
 
 def _read_question(record: dict[str, Any]) -> Message | Broken:
     both = _pair_keys(record)  # a question may stand without an answer, to be asked
-    keys = [both[0]] if both else [key for key, _ in _PAIRS if key in record]
+    keys = [both[0]] if both else [key for key, _ in _PAIRS if record.get(key) is not None]
     question = record[keys[0]] if keys else None
     context = next((record[key] for key in _PAIR_CONTEXTS if record.get(key)), "")
     if not (isinstance(question, str) and isinstance(context, str)):

@@ -133,13 +133,14 @@ class FeatureCache:
                 file.write(np.array(sums, _CRC).data)
                 file.flush()
                 os.fsync(file.fileno())
+            partial.replace(path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise UserError(
                 f"{path} cannot be written: {error.strerror}; shards before it are kept, run the "
                 "same command again to go on"
             ) from error
-        partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Features [n T D] bfloat16 of some rows; no more than these is read.

@@ -210,10 +210,14 @@ def at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, *, is_folder: bool = False) -> None:
     """Raises UserError if no output can be made at a path, before any work is spent on it."""
     local_path(path, "output")
-    place = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.exists() and path.is_dir() != is_folder:
+        is_what = "a file" if is_folder else "a folder"
+        raise UserError(f"output {path} is {is_what}; choose another place")
+    places = [path.absolute()] * is_folder + [*path.absolute().parents]
+    place = next(place for place in places if place.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise UserError(f"output {path}: {place} is not a writable folder; choose another place")
 
