@@ -203,7 +203,9 @@ def main(arguments: list[str] | None = None) -> None:
     for folder, run in zip(args.runs, runs, strict=True):
         check_run(folder, run)
     if len({run.name for run in runs}) < len(runs):
-        runs = [replace(run, name=folder) for folder, run in zip(args.runs, runs, strict=True)]
+        places = [real_path(folder) for folder in args.runs]
+        names = [f"{place.parent.name}/{place.name}" for place in places]
+        runs = [replace(run, name=name) for name, run in zip(names, runs, strict=True)]
     print(format_table(runs))
     output = None
     if not args.table:
