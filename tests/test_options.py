@@ -14,6 +14,7 @@ from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
 from poss_jax.config.training import RegenerateConfig, TrainConfig
 from poss_jax.engine.trees import read_trees
+from poss_jax.program import options
 from poss_jax.program.options import list_options, read_arguments
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -214,6 +215,12 @@ def test_a_server_samples_unless_it_is_told_otherwise(given: list[str]) -> None:
     assert read_served(*given, "--temperature", "0.5").sampling.temperature == 0.5
     with pytest.raises(UserError, match="seed: want none, got 3; every request has its own"):
         read_served(*given, "--seed", "3")
+
+
+def test_options_do_not_ask_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a run join each other first."""
+    monkeypatch.setattr(options, "default_tree", lambda: pytest.fail("asked for devices"))
+    assert read(["--max-new-tokens", "7"]).max_new_tokens == 7
 
 
 def test_one_tree_for_all() -> None:

@@ -110,7 +110,7 @@ def read_arguments(
     values = read_values(args.config, args.overrides)
     given = {one: getattr(args, one.key) for one in options if getattr(args, one.key) is not None}
     for option, value in given.items():
-        _set(values, option, value, own_tree(kind) or default_tree())
+        _set(values, option, value, own_tree(kind))
     for option in options:
         if option.about.is_required and option.key not in values:
             raise UserError(
@@ -263,15 +263,15 @@ def _metavar(option: Option) -> str:
     return found
 
 
-def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig) -> None:
-    """Sets the key of an option in nested values; a tree begins as the one that is given."""
+def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig | None) -> None:
+    """Sets the key of an option in nested values; a tree begins as `tree`, None: the device's."""
     if _kind(option) is dict:
         value = read_pairs(option.flag, value, _metavar(option))
     *sections, name = option.key.split(".")
     for section in sections:
         inner = values.get(section)
         if not isinstance(inner, dict):
-            inner = asdict(tree) if section == "tree" else {}
+            inner = asdict(tree or default_tree()) if section == "tree" else {}
         values[section] = inner
         values = inner
     values[name] = value
