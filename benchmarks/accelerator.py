@@ -276,7 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report["training"][family] = row
         show(f"training {family}: {row['step_seconds']:.3f} s per step of {args.train_batch} x "
              f"{args.train_tokens} tokens, compiled in {row['compile_seconds']:.0f} s")  # fmt: skip
-    options = {key: str(value) for key, value in vars(args).items()}
+    given = vars(args) | {"trees": [tree.name for tree in args.trees]}
+    options = {key: str(value) for key, value in given.items()}
     report |= {"options": options, "provenance": provenance()}
     table = "\n".join(f"- {line}" for line in lines) + "\n\n" + format_card(report)
     show_report(report, table, args.output)

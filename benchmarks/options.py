@@ -29,7 +29,7 @@ def make_parser(doc: str | None) -> Parser:
 
 def _report_folder(text: str) -> Path:
     folder = Path(text)
-    check_output(folder, overwrite=(folder / "report.json").is_file())
+    check_output(folder, overwrite=True)
     return folder
 
 

@@ -71,7 +71,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ServedSampling(SamplingConfig):
-    """What requests to a server have unless they say otherwise.
+    """Sampling settings of a server's requests, unless they say otherwise.
 
     Attributes:
       temperature: Divide the scores by this number; 0 is greedy, and then top_k, top_p and min_p

@@ -110,7 +110,7 @@ def read_arguments(
     values = read_values(args.config, args.overrides)
     given = {one: getattr(args, one.key) for one in options if getattr(args, one.key) is not None}
     for option, value in given.items():
-        _set(values, option, value, own_tree(kind))
+        _set(values, option, value, _own_tree(kind))
     for option in options:
         if option.about.is_required and option.key not in values:
             raise UserError(
@@ -149,11 +149,11 @@ def make_parser(
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
     for option in options:
-        _add(parser, option, own_tree(kind))
+        _add(parser, option, _own_tree(kind))
     return parser
 
 
-def own_tree(kind: Any) -> TreeConfig | None:
+def _own_tree(kind: Any) -> TreeConfig | None:
     """The draft tree that settings have where none is given; None: the device's."""
     defaults: dict[str, Any] = {one.name: one.default for one in fields(kind)}
     return defaults.get("tree")
