@@ -256,7 +256,10 @@ def test_overrides_win_over_file_and_base(tmp_path):
         ("seed", "override 'seed': want section.key=value"),
         ("=3", "override '=3': want section.key=value"),
         ("seed=[1", "override 'seed=[1': want a YAML value after the ="),
-        ("optimizer.b3=1", "unknown key 'optimizer.b3'; did you mean 'optimizer.b"),
+        ("optimizer.b3=1", "override 'optimizer.b3=1': unknown key 'optimizer.b3'; did you mean"),
+        ("optimizer={b3: 1}", "override 'optimizer={b3: 1}': unknown key 'optimizer.b3'; did"),
+        ("optimizer={b1: x}", "override 'optimizer={b1: x}': b1: Input should be a valid number"),
+        ("stage=x", "override 'stage=x': Input should be "),
         ("seed.x=1", "seed: Input should be a valid integer"),
     ],
 )
@@ -485,8 +488,8 @@ def test_aliases_that_stand_for_more_than_was_written(tmp_path):
     [
         ("seed" * 3000 + "=1", "unknown key 'seedseed"),
         (".".join("a" * 5000) + "=1", "want section.key=value"),
-        ("output=2024-12-12", "output: Input should be a valid string, got datetime.date("),
-        ("optimizer.b1=true", "optimizer.b1: want a number, got True"),
+        ("output=2024-12-12", "Input should be a valid string, got datetime.date("),
+        ("optimizer.b1=true", "override 'optimizer.b1=true': want a number, got True"),
     ],
     ids=lambda text: text[:20],
 )

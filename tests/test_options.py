@@ -73,10 +73,17 @@ def test_options_win_over_overrides_and_overrides_over_the_file(tmp_path: Path) 
     [
         ("--temprature 1", "unknown option --temprature; did you mean --temperature?"),
         ("--temprature=1", "unknown option --temprature; did you mean --temperature?"),
-        ("sampling.temprature=1", "options: unknown key 'sampling.temprature'; did you mean 'samp"),
+        ("sampling.temprature=1", "temprature=1': unknown key 'sampling.temprature'; did you mean"),
         ("word", "override 'word': want section.key=value"),
         ("--config nowhere", "config nowhere: No such file"),
-        ("sampling.top_k=-1", "options: sampling.top_k: Input should be greater than or equal to"),
+        (
+            "sampling.top_k=-1",
+            "override 'sampling.top_k=-1': Input should be greater than or equal",
+        ),
+        (
+            "sampling.top_k=-1 --top-k=-2",
+            "--top-k: Input should be greater than or equal to 0, got '-2'",
+        ),
         ("--max-length 0", "--max-length: Input should be greater than 0, got '0'"),
         ("--prompts x", "want either a text (prompt) or a file of prompts (prompts)"),
     ],

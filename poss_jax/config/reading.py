@@ -75,7 +75,7 @@ def build_config(
       kind: the dataclass.
       values: nested mapping, as YAML gives it.
       origin: source of the values, for messages.
-      given_as: dotted key -> the option it was given as, for messages.
+      given_as: dotted key -> the option or override that gave it, for messages; the last wins.
 
     Raises:
       UserError: unknown key (with the nearest known name), missing key, or wrong value.
@@ -83,11 +83,11 @@ def build_config(
     try:
         return pydantic.TypeAdapter(kind).validate_python(dict(values))
     except pydantic.ValidationError as error:
-        message = _explain(kind, error.errors())
-        for key, option in (given_as or {}).items():
-            rest = message.removeprefix(key)
-            if rest != message and rest[0] in ":.":
-                raise UserError(f"{option}: {rest.lstrip(':.').lstrip()}") from error
+        where, message = _explain(kind, error.errors())
+        for key, option in reversed(dict(given_as or {}).items()):
+            if f"{where}.".startswith(f"{key}."):
+                message = message.removeprefix(key).lstrip(".: ")
+                raise UserError(f"{option}: {message}") from error
         raise UserError(f"{origin}: {message}") from error
 
 
@@ -100,7 +100,8 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
     Raises:
       UserError: missing or malformed file, malformed override, or what `build_config` refuses.
     """
-    return build_config(kind, read_values(path, overrides), origin=str(path))
+    values = read_values(path, overrides)
+    return build_config(kind, values, origin=str(path), given_as=name_overrides(overrides))
 
 
 def read_values(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -109,6 +110,11 @@ def read_values(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[
     for override in overrides:
         _merge(values, _read_override(override))
     return values
+
+
+def name_overrides(overrides: Sequence[str]) -> dict[str, str]:
+    """Names overrides by their dotted keys, as `build_config` takes them for messages."""
+    return {text.partition("=")[0]: _name_override(text) for text in overrides}
 
 
 def read_yaml(path: Path | epath.Path, derived: tuple[Path, ...] = ()) -> dict[Any, Any]:
@@ -170,7 +176,7 @@ def config_to_dict(config: Any) -> dict[str, Any]:
 def _read_override(override: str) -> dict[str, Any]:
     """Reads section.key=value into nested mappings."""
     key, equals, text = override.partition("=")
-    where, keys = f"override {cut(override)!r}", key.split(".")
+    where, keys = _name_override(override), key.split(".")
     if not equals or not key or len(keys) > _DEEPEST_KEY:
         raise UserError(f"{where}: want section.key=value")
     try:
@@ -181,6 +187,10 @@ def _read_override(override: str) -> dict[str, Any]:
             f"{error}"
         ) from error
     return _nest(keys, value)
+
+
+def _name_override(override: str) -> str:
+    return f"override {cut(override)!r}"
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,25 +206,27 @@ def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
     return {keys[0]: _nest(keys[1:], value) if len(keys) > 1 else value}
 
 
-def _explain(kind: Any, errors: Sequence[Any]) -> str:
+def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:
+    """Key that is wrong, and the message, which begins with the key or has it in quotes."""
     # A misspelt key is often a missing key as well; the misspelt one says more.
     error = min(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
     where = cut(".".join(str(part) for part in error["loc"]))
     match error["type"]:
         case "unexpected_keyword_argument":
             near = difflib.get_close_matches(where, list_keys(kind), n=1, cutoff=0.0)
-            return f"unknown key {where!r}; did you mean {near[0]!r}?"
+            return where, f"unknown key {where!r}; did you mean {near[0]!r}?"
         case "missing":
-            return f"missing key {where!r}"
+            return where, f"missing key {where!r}"
         case "value_error":
             message = str(error["ctx"]["error"])
-            return f"{where}: {message}" if where else message
+            message = f"{where}: {message}" if where else message
+            return message.partition(": ")[0], message  # of a whole config it may name a key, too
         case "too_short":
             least, got = (error["ctx"][key] for key in ("min_length", "actual_length"))
-            return f"{where}: want at least {least}, got {got}"
+            return where, f"{where}: want at least {least}, got {got}"
         case "dataclass_type":
-            return f"{where}: want a mapping of keys, got {shorten(error['input'])}"
-    return f"{where}: {error['msg']}, got {shorten(error['input'])}"
+            return where, f"{where}: want a mapping of keys, got {shorten(error['input'])}"
+    return where, f"{where}: {error['msg']}, got {shorten(error['input'])}"
 
 
 def _attribute_lines(kind: Any) -> dict[str, str]:

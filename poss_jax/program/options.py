@@ -25,6 +25,7 @@ from poss_jax.config.reading import (
     UserError,
     build_config,
     list_keys,
+    name_overrides,
     read_values,
     shorten,
 )
@@ -121,7 +122,7 @@ def read_arguments(
         kind,
         values,
         origin=args.config or "options",
-        given_as={option.key: option.flag for option in given},
+        given_as=name_overrides(args.overrides) | {option.key: option.flag for option in given},
     )
     _warn_of_idle(config, given)
     return config, args
