@@ -310,6 +310,15 @@ def test_a_length_without_room_for_an_answer_is_refused(runs: Runs, max_length: 
         Engine.load(runs.model("target"), max_length=max_length)
 
 
+def test_a_length_beyond_the_target_s_own_is_warned_of(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    most = Engine.load(runs.model("target")).max_length
+    assert not caplog.messages
+    assert Engine.load(runs.model("target"), max_length=most + 1).max_length == most + 1
+    assert f"max_length {most + 1} is more than the {most} tokens" in caplog.text
+
+
 # --------------------------------------------------------------------------------------------------
 # Trees and drafts
 

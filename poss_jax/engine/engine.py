@@ -9,6 +9,7 @@ for chunk in engine.stream("def fibonacci(", max_new_tokens=64):
 Without a draft the same calls decode autoregressively, and give the same text.
 """
 
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -60,6 +61,8 @@ from poss_jax.model.sharding import decoding_mesh, replicate
 from poss_jax.model.specialists import attach, fuse_draft
 from poss_jax.model.target import compute_dtype, fuse_target
 from poss_jax.shapes import Params
+
+_LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -538,6 +541,13 @@ def _check_length(max_length: int | None, most: int) -> int:
     """Returns the most tokens of prompt and answer together."""
     if max_length is not None and max_length < 2:
         raise UserError(f"max_length: want 2 or more, a prompt and an answer, got {max_length}")
+    if max_length is not None and max_length > most:
+        _LOG.warning(
+            "max_length %d is more than the %d tokens that the target was made for; what comes "
+            "after them may be nonsense",
+            max_length,
+            most,
+        )
     return most if max_length is None else max_length
 
 
