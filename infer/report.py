@@ -32,7 +32,7 @@ def format_report(report: dict[str, Any]) -> str:
     for group in report["groups"]:
         table = partial(_group_table, group, is_compared=is_compared)
         lines += ["", *_describe_group(group), *table("all")]
-        if group["looping_questions"]:
+        if 0 < len(group["looping_questions"]) < group["questions"]:
             lines += ["", "without those whose answers loop", "", *table("not_looping")]
         lines += _comparison_table(group)
     return "\n".join([*lines, "", *_memory_table(report), *_phase_table(report)])
