@@ -159,7 +159,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that are read or decoded."""
-        return sum(one is not None for one in self._active) + (self._reading is not None)
+        return self._num_texts() + (self._reading is not None)
 
     @property
     def num_slots(self) -> int:
@@ -264,6 +264,9 @@ class Scheduler:
         if self._reading is not None:
             yield self._reading[0]
 
+    def _num_texts(self) -> int:
+        return sum(one is not None for one in self._active)
+
     def _turn(self) -> None:
         """Reads parts of prompts, starts a round, and delivers the round before."""
         self._drop_cancelled()
@@ -290,20 +293,10 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         """Ends the requests that were cancelled or are overdue."""
         with self._changed:
-            overdue = [stream for stream in self._waiting if stream.is_overdue()]
-        for stream in overdue:
-            last = stream.answer.cancel()  # if it fails, the stream is still there to be told
-            with self._changed:
-                self._waiting.remove(stream)
-            self._end(stream, last)
-        if self._reading is not None and self._reading[0].is_overdue():
-            stream, last = self._reading[0], self._reading[0].answer.cancel()
-            self._reading = None
-            self._end(stream, last)
-        for slot, stream in enumerate(self._active):
-            if stream is not None and stream.is_overdue():
-                last = stream.answer.cancel()
-                self._active[slot] = None
+            streams = [*self._waiting, *self._streams()]
+        for stream in streams:
+            if stream.is_overdue():
+                last = stream.answer.cancel()  # if it fails, the stream is still there to be told
                 self._end(stream, last)
 
     def _num_parts(self) -> int:
@@ -311,7 +304,7 @@ class Scheduler:
 
         A part keeps those waiting that are decoded, a round those that could be.
         """
-        num_texts = sum(one is not None for one in self._active)
+        num_texts = self._num_texts()
         num_wanted = len(self._waiting) + (self._reading is not None)
         num_places = self.num_slots - num_texts
         return max(min(num_wanted, num_places) // max(num_texts, 1), 1)
@@ -339,7 +332,7 @@ class Scheduler:
 
     def _has_room(self) -> bool:
         """Makes room for one more text if there is any."""
-        num_texts = sum(one is not None for one in self._active)
+        num_texts = self._num_texts()
         if num_texts < self._slots.size:
             return True
         larger = [size for size in self._slots.sizes if size > self._slots.size]
@@ -358,8 +351,7 @@ class Scheduler:
 
     def _shrink(self) -> None:
         """Makes the batch smaller after some rounds in which it could have been."""
-        texts = sum(one is not None for one in self._active) + (self._reading is not None)
-        smaller = [size for size in self._slots.sizes if texts <= size < self._slots.size]
+        smaller = [s for s in self._slots.sizes if self.num_running <= s < self._slots.size]
         self._num_large = self._num_large + 1 if smaller and not self._waiting else 0
         if self._num_large > _PATIENCE:
             self._resize(smaller[-1])
@@ -409,12 +401,18 @@ class Scheduler:
         if chunk.answer is None:
             stream.put(chunk)
             return
-        if stream in self._active:
-            self._active[self._active.index(stream)] = None
         self._end(stream, chunk)
 
     def _end(self, stream: Stream, chunk: Chunk) -> None:
+        """Takes a request out of where it is, and gives it its last chunk."""
         assert chunk.answer is not None
+        with self._changed:
+            if stream in self._waiting:
+                self._waiting.remove(stream)
+            elif stream in self._active:
+                self._active[self._active.index(stream)] = None
+            else:
+                self._reading = None
         self.stats.finished[chunk.answer.stop_reason] += 1
         stream.put(chunk)
 
