@@ -71,7 +71,7 @@ def hold_together(config: TrainConfig) -> Iterator[None]:
       UserError: in every process, another run is at work there.
     """
     with ExitStack() as held:
-        ask_first(lambda: held.enter_context(sole_writer(config.output)) or "held")
+        ask_first(lambda: held.enter_context(sole_writer(config.output)))
         yield
 
 

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ from poss_jax.shapes import Params
 
 _MESSAGE_BYTES = 8192
 
+AnswerT = TypeVar("AnswerT")
+
 
 # --------------------------------------------------------------------------------------------------
 # Processes
@@ -48,8 +50,8 @@ def meet(name: str) -> None:
     multihost_utils.sync_global_devices(name)
 
 
-def ask_first(function: Callable[[], str]) -> str:
-    """Broadcasts what a function returns in process 0, or the error it raises."""
+def ask_first(function: Callable[[], AnswerT]) -> AnswerT:
+    """Broadcasts what a function returns in process 0, a JSON value, or the error it raises."""
     answer = np.zeros(_MESSAGE_BYTES, np.uint8)
     if is_first_process():
         try:

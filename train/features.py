@@ -79,7 +79,7 @@ def find_features(
 
 def is_complete(features: FeatureSource | None) -> bool:
     """Tells, alike in every process, whether all features are known without the target."""
-    return features is not None and _ask_whether(lambda: not features.missing)
+    return features is not None and ask_first(lambda: not features.missing)
 
 
 def load_layers(folder: str, record: ModelRecord, dtype: Any, mesh: Mesh) -> Params:
@@ -142,7 +142,7 @@ def fill_cache(
         ask_first(lambda: held.enter_context(_claim(cache)))
         for shard in range(cache.num_shards):
             chosen = cache.rows_of(shard)
-            if not _ask_whether(lambda n=shard: cache.has(n)):
+            if not ask_first(lambda n=shard: cache.has(n)):
                 _write(cache, shard, _encode_rows(rows, chosen, encode_batch, batch_size, mesh))
             progress.update(len(chosen))
         meet("features written")
@@ -170,7 +170,7 @@ def _encode_rows(
 
 
 @contextmanager
-def _claim(cache: FeatureCache) -> Iterator[str]:
+def _claim(cache: FeatureCache) -> Iterator[None]:
     """One run writes a cache; others wait, and find it written."""
 
     def say(holder: str) -> None:
@@ -186,11 +186,7 @@ def _claim(cache: FeatureCache) -> Iterator[str]:
                 f"features.cache {cache.folder} cannot be written: {error.strerror}; name "
                 "another folder"
             ) from error
-        yield "claimed"
-
-
-def _ask_whether(function: Callable[[], bool]) -> bool:
-    return ask_first(lambda: "yes" if function() else "no") == "yes"
+        yield
 
 
 def _hash_target(record: ModelRecord) -> str:

@@ -61,7 +61,7 @@ class RunFolder:
         self._checkpoints = self.path / "checkpoints"
         self._unwritten: list[str] = []  # lines of metrics.jsonl
         if not is_checked:
-            ask_first(self._leave_the_intact)  # before Orbax reads what it has to say of them
+            ask_first(self._set_damaged_aside)  # before Orbax reads what it has to say of them
             ask_first(self._remove_partial_model)
         policies = [
             checkpoint_managers.LatestN(config.keep_checkpoints),
@@ -138,7 +138,7 @@ class RunFolder:
         with self._saving():
             self._manager.wait_until_finished()
         if self.exported_step(export) != self.latest_step:
-            ask_first(self._leave_the_intact)  # it may be long since that was saved
+            ask_first(self._set_damaged_aside)  # it may be long since that was saved
             self._manager.reload()
         step = self.exported_step(export)
         return state if step == int(state.step) else self._read(step, state)
@@ -213,7 +213,7 @@ class RunFolder:
         for folder in map(Path, self._checkpoints.glob("*.orbax-checkpoint-tmp")):
             write_sums(folder, list_files(folder) - _WITHOUT_SUMS)
 
-    def _leave_the_intact(self) -> str:
+    def _set_damaged_aside(self) -> None:
         """Moves damaged checkpoints away; those written before there were checksums stay."""
         damaged = damaged_checkpoints(self.path)
         intact = _steps(self._checkpoints) - damaged.keys()
@@ -232,13 +232,11 @@ class RunFolder:
                 f"intact is {max(intact)}",
                 file=sys.stderr,
             )
-        return "left"
 
-    def _remove_partial_model(self) -> str:
+    def _remove_partial_model(self) -> None:
         """Removes what a killed process had uploaded of the model."""
         if not isinstance(self.model, Path) and not holds_model(self.path):
             self.model.rmtree(missing_ok=True)
-        return "removed"
 
     def _read(self, step: int, state: TrainState) -> TrainState:
         """Reads a state to where `state` lies, which is freed first."""
@@ -263,7 +261,7 @@ class RunFolder:
         else:
             path.write_text((read_text(path) if path.exists() else "") + text)
 
-    def _drop_metrics_after(self, step: int) -> str:
+    def _drop_metrics_after(self, step: int) -> None:
         """A resumed run writes again what it had logged beyond its checkpoint."""
         path = self.path / "metrics.jsonl"
         if path.exists():
@@ -272,7 +270,6 @@ class RunFolder:
                 tqdm.write(f"{path}: the last line is damaged, and cut off", file=sys.stderr)
             kept = [line for line in lines if json.loads(line)["step"] <= step]
             write_file(path, b"".join(kept).decode())
-        return "dropped"
 
     def _metrics_lines(self) -> list[bytes]:
         """Reads the lines of metrics.jsonl, without the last if that is damaged."""
@@ -311,7 +308,7 @@ def is_damaged(config: TrainConfig) -> bool:
     """Says which checkpoints of a complete run are damaged; its model does not need them."""
     run = absolute(config.output)
 
-    def say() -> str:
+    def say() -> bool:
         damaged = damaged_checkpoints(run)
         for step, reason in damaged.items():
             tqdm.write(
@@ -319,9 +316,9 @@ def is_damaged(config: TrainConfig) -> bool:
                 "model does not need it",
                 file=sys.stderr,
             )
-        return "yes" if damaged else ""
+        return bool(damaged)
 
-    return bool(ask_first(say))
+    return ask_first(say)
 
 
 def _steps(checkpoints: AnyPath) -> set[int]:
