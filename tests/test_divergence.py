@@ -28,6 +28,7 @@ def test_level_is_a_running_mean():
         ([0.01, 1.0], 5.0),  # a hundredfold, but a jump of less than 1
         ([2.0, 1e6, 1e9], None),
         ([1e6, 2.0, 1.0], 5.0),  # falls
+        ([0.0, 5.0, 0.0, 5.0], 2.0),  # batches with nothing to learn
     ],
 )
 def test_goes_on(losses, factor):

@@ -135,9 +135,11 @@ def test_a_file_of_other_tokens_is_refused(tmp_path: Path) -> None:
     tokens = np.pad(arrays["input_ids"], (0, 2))[None]
     source = FeatureFiles((str(path),), (1, 8, D), np.dtype(np.float32), tokens)
     np.testing.assert_array_equal(source.read(np.array([0]))[0, :6], arrays["hidden_state"])
-    write_bin(path, document(1, length=6))
-    with pytest.raises(UserError, match=r"data_0\.ckpt: its tokens are others now; put the file"):
-        source.read(np.array([0]))
+    shorter = {name: array[:4] for name, array in arrays.items()}
+    for other in (document(1, length=6), shorter):
+        write_bin(path, other)
+        with pytest.raises(UserError, match=r"data_0\.ckpt: its tokens are others now; put the"):
+            source.read(np.array([0]))
 
 
 def broken(folder: Path, kind: str) -> None:

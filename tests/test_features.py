@@ -1,6 +1,7 @@
 """Features from disk: the cache, what it refuses, and how it goes on; rows that come with them."""
 
 import errno
+import json
 import os
 import shutil
 from collections import namedtuple
@@ -153,6 +154,9 @@ def test_rows_are_read_as_written_in_any_order(tmp_path: Path) -> None:
     np.testing.assert_array_equal(cache.read(order), features[order])
     again = open_small(tmp_path / "cache")
     assert again.missing == [] and again == cache
+    manifest = tmp_path / "cache" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text())))  # in other words
+    again.start()
     sizes = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.npy"))
     assert cache.num_bytes(range(3)) == sizes
 
@@ -179,6 +183,7 @@ def test_a_cache_of_something_else_is_refused(
     [
         *("", "{}", "[1]", '{"made_from": 3}'),
         '{"made_from": {}, "shape": [7, 3, 4], "dtype": "bfloat16", "rows_per_shard": 0}',
+        '{"made_from": {}, "shape": [7, 3, 4], "dtype": "bfloat16", "rows_per_shard": Infinity}',
     ],
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, content: str) -> None:

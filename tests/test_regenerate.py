@@ -319,6 +319,10 @@ def test_the_target_answers_a_data_set(
     assert summary(capsys)["answered_before"] == 8
     assert (other / "out.jsonl").read_bytes() == out.read_bytes()
     assert "seed" in refusal(lambda given: run(runs, other, *given), *options[:-1], "4")
+    drafts = ["--draft", runs.model("poss2")]
+    run(runs, other, *options, *drafts)  # a draft changes no text, unless drafts are sampled
+    sampled = [*options, *drafts, "--drafting", "sampled"]
+    assert "draft" in refusal(lambda given: run(runs, other, *given), *sampled)
 
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])

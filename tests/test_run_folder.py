@@ -53,6 +53,34 @@ def test_new_run_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     assert "versions" in json.loads(written["provenance.json"])
 
 
+def test_a_run_at_a_link_lies_where_the_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "large" / "run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "large" / "run")
+    for overwrite in (False, True):
+        start(config_for(tmp_path / "link"), overwrite=overwrite)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "large" / "run" / "config.yaml").is_file()
+    assert [path.name for path in (tmp_path / "large").iterdir()] == ["run"]
+
+
+def test_a_run_that_was_moved_goes_on(tmp_path: Path) -> None:
+    start(config_for(tmp_path / "a"))
+    (tmp_path / "a").rename(tmp_path / "b")
+    with claim_folder(config_for(tmp_path / "b")) as place:
+        assert place == tmp_path / "b" and (place / "tokenizer").exists()
+
+
+def test_a_start_that_fails_leaves_the_config_as_it_was(tmp_path: Path) -> None:
+    start(config_for(tmp_path / "a"))
+    before = files(tmp_path)
+    changed = config_for(tmp_path / "a", log_every=7)
+    with pytest.raises(UserError, match="no memory"), claim_folder(changed):
+        raise UserError("no memory")
+    assert files(tmp_path) == before
+    start(changed)
+    assert "log_every: 7" in files(tmp_path)["a/config.yaml"]
+
+
 def test_failed_start_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no text"), claim_folder(config_for(tmp_path / "a")) as it:
         (it / "tokenizer").write_text("prepared")

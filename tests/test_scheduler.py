@@ -425,6 +425,41 @@ def test_a_panic_ends_the_thread_and_is_told(engine: Engine, monkeypatch: pytest
     scheduler.close()
 
 
+def test_other_weights_while_a_prompt_is_half_read(
+    engine: Engine, warm: Scheduler, monkeypatch: pytest.MonkeyPatch
+):
+    extend, updates = Slots.extend, []
+
+    def ask(slots: Slots, first: int, last: int) -> None:
+        extend(slots, first, last)
+        if first == 1:  # the second of four parts
+            updates.append(threading.Thread(target=warm.update_weights, args=[draw_target(seed=0)]))
+            updates[0].start()
+            while not warm._calls:
+                time.sleep(0.001)
+
+    monkeypatch.setattr(Slots, "extend", ask)
+    prompts = engine.prepare([1, 2, 3], 250), engine.prepare([5] * 250, 20)
+    streams = [warm.submit(prompt, timeout=60) for prompt in prompts]
+    for prompt, stream in zip(prompts, streams, strict=True):
+        expected = alone(engine.with_tree(TREES), prompt)
+        assert [*stream][-1].answer.output_ids == expected.output_ids
+    (update,) = updates
+    update.join(60)
+    assert not update.is_alive()
+
+
+def test_requests_that_are_submitted_together_are_taken_or_refused_together(
+    engine: Engine, cold: Scheduler
+):
+    many = [engine.prepare([i], 8) for i in range(1, 6)]
+    streams = cold.submit_all(many)  # more than may wait, but nobody waits
+    with pytest.raises(QueueFull):
+        cold.submit_all(many)
+    assert all([*stream][-1].answer.stop_reason == "length" for stream in streams)
+    assert cold.stats.finished == {"length": len(many)}
+
+
 def test_other_weights_after_what_runs_has_ended(engine: Engine, warm: Scheduler):
     expected, other = engine.with_tree(TREES), make_engine(seed=4)
     prompt = engine.prepare([1, 2, 3], 40)

@@ -21,6 +21,7 @@ from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.decoding import ServedSampling
 from poss_jax.engine.prompts import prompt_seed
 from poss_jax.model.target import encode, stack_layers
+from poss_jax.serving.guard import is_loopback
 
 N = 24
 PROMPTS = ["def area_7", "def area_1_1(width, heig"]
@@ -216,9 +217,21 @@ def test_stop_tokens(served: Served, client: openai.OpenAI) -> None:
 
 def test_echo(served: Served, client: openai.OpenAI) -> None:
     (answer,) = offline(served.engine, PROMPTS[:1])
-    expected = served.engine.tokenizer.decode(answer.prompt_ids) + (answer.text or "")
+    expected = PROMPTS[0] + (answer.text or "")
     for is_streamed in (False, True):
-        assert texts(complete(client, PROMPTS[0], echo=True, stream=is_streamed)) == [expected]
+        for prompt in (PROMPTS[0], answer.prompt_ids):
+            assert texts(complete(client, prompt, echo=True, stream=is_streamed)) == [expected]
+
+
+def assert_places(choice: Any, engine: Engine) -> None:
+    """Every whole token ends the text up to the place of the next; special ones are not shown."""
+    places = [*choice.logprobs.text_offset, len(choice.text)]
+    assert places[0] == 0 and places == sorted(places)
+    for token, first, last in zip(choice.logprobs.tokens, places, places[1:], strict=False):
+        if token in engine.tokenizer.all_special_tokens:
+            assert first == last
+        elif "\ufffd" not in token:
+            assert choice.text[first:last].endswith(token)
 
 
 def test_text_is_never_cut_within_a_character(served: Served, client: openai.OpenAI) -> None:
@@ -230,6 +243,8 @@ def test_text_is_never_cut_within_a_character(served: Served, client: openai.Ope
     events = list(complete(client, PROMPTS[0], stream=True, **options))
     assert len(events) > 1
     assert "".join(event.choices[0].text for event in events) == expected.text
+    choice = complete(client, PROMPTS[0], logprobs=0, **options).choices[0]
+    assert_places(choice, served.engine)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -323,7 +338,7 @@ def test_logprobs_of_a_completion(served: Served, client: openai.OpenAI, target:
     np.testing.assert_allclose(found.token_logprobs, chosen, atol=1e-4)
     names = [served.engine.tokenizer.decode([token]) for token in choice.token_ids]
     assert found.tokens == names
-    assert found.text_offset == np.cumsum([0, *map(len, names[:-1])]).tolist()
+    assert_places(choice, served.engine)
     assert all(
         max(top.values()) == pytest.approx(row.max(), abs=1e-4)
         for top, row in zip(found.top_logprobs, expected, strict=True)
@@ -414,6 +429,29 @@ def test_what_completions_are_refused(client: openai.OpenAI, param: str, options
     assert (caught.value.param or "").startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ('{"prompt": "x", }', "body: want JSON, got none at character 16: ", None),
+        ('{"prompt": [1, "a"]}', "prompt: want text, token ids, or a list of up to 128", "prompt"),
+        ('{"prompt": "x", "stop": 5}', "stop: want text or a list of texts", "stop"),
+        ('{"prompt": "x", "logit_bias": {"5": 101}}', "logit_bias.5: Input should", "logit_bias"),
+        ('{"prompt": "x", "logit_bias": {"05": 1}}', "logit_bias: want token ids as", "logit_bias"),
+        (
+            '{"prompt": "x", "temperature": 1e-25}',
+            "temperature: want no number clos",
+            "temperature",
+        ),
+        ("[]", "body: Input should be", None),
+    ],
+)
+def test_refusals_name_the_field(
+    served: Served, body: str, message: str, param: str | None
+) -> None:
+    error = served.post("/v1/completions", body.encode()).json()["error"]
+    assert (error["message"][: len(message)], error["param"]) == (message, param)
+
+
 def test_images_are_refused(client: openai.OpenAI) -> None:
     content = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]
     with pytest.raises(openai.BadRequestError, match="type text") as caught:
@@ -481,6 +519,22 @@ def test_foreign_names_are_refused(served: Served, path: str) -> None:
         assert answer.status_code == 403 and "localhost" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("address", "is_local"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.1.2", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),  # of a server that listens at ::
+        ("::1234", False),
+        ("10.0.0.1", False),
+        ("/run/server.sock", False),
+    ],
+)
+def test_addresses_that_only_this_machine_reaches(address: str, is_local: bool) -> None:
+    assert is_loopback(address) == is_local
+
+
 # --------------------------------------------------------------------------------------------------
 # The other endpoints
 
@@ -493,6 +547,8 @@ def test_endpoints_that_say_how_the_server_is(served: Served, client: openai.Ope
     found = served.post("/tokenize", {"prompt": PROMPTS[0]}).json()
     ids = served.engine.encode(PROMPTS[0])
     assert found == {"tokens": ids, "count": len(ids)}
+    too_long = "x " * 200  # to be answered, not to be counted
+    assert served.post("/tokenize", {"prompt": too_long}).json()["count"] > 256
     page = served.get("/")
     assert "default-src 'self'" in page.headers["content-security-policy"]
     assert page.headers["x-content-type-options"] == "nosniff"

@@ -181,9 +181,17 @@ def test_a_full_queue(served: Served) -> None:
         sock.close()
 
 
+@pytest.mark.usefixtures("slow")
 def test_either_all_choices_are_taken_or_none(served: Served) -> None:
-    response = post(served, LONG | {"n": 100})
-    assert response.status_code == 429
+    body = request_bytes("/v1/completions", LONG | {"stream": True}, AUTH)
+    socks = [served.connect(body)]
+    until(lambda: is_running(served))
+    socks.append(served.connect(body))
+    until(lambda: served.scheduler.num_waiting == 1)
+    assert post(served, LONG | {"n": 100}).status_code == 429
+    assert served.scheduler.num_waiting == 1
+    for sock in socks:
+        sock.close()
     soon(served)
 
 
@@ -338,14 +346,14 @@ def test_log_probabilities_may_be_off(served: Served) -> None:
 def test_a_continued_text_is_decoded_beside_the_event_loop(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loops, submit = [], served.scheduler.submit
+    loops, submit = [], served.scheduler.submit_all
 
     def watch(*args: Any, **options: Any) -> Any:
         with suppress(RuntimeError):  # there is none in this thread
             loops.append(asyncio.get_running_loop())
         return submit(*args, **options)
 
-    monkeypatch.setattr(served.scheduler, "submit", watch)
+    monkeypatch.setattr(served.scheduler, "submit_all", watch)
     body = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 4}
     assert post(served, body | {"continued_tokens": 3}).status_code == 200
     assert not loops

@@ -325,7 +325,7 @@ def test_overwrite_starts_anew(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
         (DRAFT, "target={eagle}", "eagle/model: want a target, got a draft"),
         (DRAFT, "target={text}", "text holds no model.json, so it is not a model folder"),
         (DRAFT, "init_draft={target}", "target/model: want a draft, got a target"),
-        (DRAFT, "init_draft={poss2}", "want 1 specialists, got a draft with 2"),
+        (DRAFT, "init_draft={poss2}", "specialists.positions_per_specialist: want 2 or more"),
         (DRAFT, "specialists.depth=32", "specialists.depth 32 does not fit rows of 32 tokens"),
         (DRAFT, "validation_depth=40", "validation_depth 40 does not fit rows of 32 tokens"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import (
@@ -20,6 +21,7 @@ from programs import (
     metrics,
     refusal,
     tiny_runs,
+    write_lines,
 )
 
 from poss_jax.checkpoint.folder import load_draft, load_target
@@ -133,7 +135,14 @@ def test_narrow_computation(runs: Runs, tmp_path: Path) -> None:
         (["specialists.fc_bias=true", "init_draft={poss2}"], "specialists.fc_bias: init_draft"),
         (["specialists.depth=2"], "depth 2 does not reach the last specialist of"),
         (["init_target=x"], "stage draft has no use for the key 'init_target'; leave it out"),
-        (["dtype=float16"], "dtype: Input should be 'float32' or 'bfloat16', got 'float16'"),
+        (
+            ["dtype=float16"],
+            "'float32' or 'bfloat16', got 'float16'",
+        ),
+        (
+            [f"objective.{name}_weight=0" for name in ("feature", "probability", "top_k")],
+            "want a weight above 0, got none",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
@@ -192,7 +201,32 @@ def test_a_run_does_not_go_on_with_another_target(runs: Runs, tmp_path: Path) ->
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics_before
 
 
-@pytest.mark.parametrize("key", ["features.cache", "data.source"])
+def test_a_run_does_not_go_on_from_another_draft(runs: Runs, tmp_path: Path) -> None:
+    start = Path(copy_model(runs.model("eagle"), tmp_path / "eagle"))
+    config = config_file(runs, tmp_path, POSS2, **FEW_STEPS, init_draft=str(start))
+    main(["--config", config])
+    changed = json.loads((start / "model.json").read_text())
+    changed["weights_sha256"] |= {"fc": "0" * 64}
+    (start / "model.json").write_text(json.dumps(changed))
+    shutil.rmtree(tmp_path / "run" / "model")
+    assert "init_draft: its file has become another" in refusal(main, "--config", config)
+
+
+def test_validations_say_if_no_answer_is_long_enough(
+    runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2))
+    stage = open_stage(config, tmp_path)
+    batch = put_batch(stage.validation_rows[:2], stage.mesh)
+    is_even = np.arange(batch.tokens.shape[1])[None] % 2 == 0
+    gaps = batch.replace(loss_mask=batch.loss_mask & is_even)
+    for given, is_said in ((batch, False), (gaps, True)):
+        caplog.clear()
+        stage.validate(stage.init_params(), [given])
+        assert ("tokens long, so that acceptance is not measured" in caplog.text) == is_said
+
+
+@pytest.mark.parametrize("key", ["features.cache", "data.source", "data.template"])
 def test_overwriting_spares_what_is_read(runs: Runs, tmp_path: Path, key: str) -> None:
     needed = tmp_path / "run" / "needed"
     needed.mkdir(parents=True)
@@ -205,6 +239,28 @@ def test_overwriting_spares_what_is_read(runs: Runs, tmp_path: Path, key: str) -
 
 # --------------------------------------------------------------------------------------------------
 # Targets that start from another
+
+
+def test_a_tied_target_has_no_head_of_its_own(runs: Runs, tmp_path: Path) -> None:
+    tied = TARGET["model"] | {"tie_embeddings": True}
+    config = load_config(TrainConfig, config_file(runs, tmp_path, TARGET, model=tied))
+    stage = open_stage(config, tmp_path / "stage")
+    params = stage.init_params()
+    assert "head" not in params
+    planned = stage.plan_step().state.params
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, planned)
+    main(["--config", config_file(runs, tmp_path, TARGET | FEW_STEPS, model=tied)])
+    continued = config_file(runs, tmp_path, TARGET, model=tied)
+    start = f"init_target={tmp_path}/run/model"
+    stage = open_stage(load_config(TrainConfig, continued, [start]), tmp_path / "continued")
+    assert "head" not in stage.init_params()
+
+
+def test_token_ids_train_no_tokenizer(runs: Runs, tmp_path: Path) -> None:
+    lines = [{"input_ids": [n % 50, 5, 7, 9], "loss_mask": [0, 1, 1, 1]} for n in range(200)]
+    data = {"source": write_lines(tmp_path / "ids.jsonl", *lines), "sequence_length": 8}
+    config = config_file(runs, tmp_path, TARGET, data=data)
+    assert "want text to train a tokenizer on, got token ids" in refusal(main, "--config", config)
 
 
 def test_a_target_continues_another_with_more_layers(runs: Runs, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ _FREE_KEYS = {
     "loggers",
     "mesh",
     "num_samples",
+    "output",
     "profile",
     "step",
 }
@@ -106,8 +107,8 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[An
     """
     path = absolute(config.output)
     if _continues(config, path, overwrite=overwrite):
-        _write_config(path, config)
         yield path
+        _write_config(path, config)
         return
     with _renamed(path) if isinstance(path, Path) else _copied(path) as partial:
         yield partial
@@ -121,6 +122,7 @@ def _renamed(path: Path) -> Iterator[Path]:
 
     Whoever is here holds the run's lock, so siblings that are found are those of killed processes.
     """
+    path = path.resolve()  # what a link names is replaced, not the link
     prefix = f".{path.name}.partial-"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +157,8 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
     for model in (config.target, config.init_target, config.init_draft):
         if model is not None and real_path(model).is_relative_to(real_path(path)):
             raise UserError(f"output {path} holds {model}, which is needed; name another folder")
-    inputs = config.features.cache, config.specialists.draft_vocabulary, config.data.source
+    inputs = config.features.cache, config.specialists.draft_vocabulary
+    inputs += config.data.source, config.data.template
     for file in inputs if overwrite else ():
         if file is not None and real_path(file).is_relative_to(real_path(path)):
             raise UserError(f"output {path} holds {file}, which --overwrite would remove; move it")

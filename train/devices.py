@@ -22,7 +22,7 @@ from poss_jax.checkpoint.folder import write_model
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import AnyPath
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, cut
 from poss_jax.data.rows import Rows
 from poss_jax.learn.state import TrainState
 from poss_jax.model.documents import TrainBatch
@@ -31,7 +31,8 @@ from poss_jax.model.sharding import place_batch, replicate
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Params
 
-_MESSAGE_BYTES = 8192
+_LONGEST_ERROR = 2000  # characters, of which JSON makes up to twelve bytes each
+_MESSAGE_BYTES = 32 * 1024
 
 AnswerT = TypeVar("AnswerT")
 
@@ -57,7 +58,7 @@ def ask_first(function: Callable[[], AnswerT]) -> AnswerT:
         try:
             said = {"value": function()}
         except UserError as error:
-            said = {"error": str(error)}
+            said = {"error": cut(str(error), _LONGEST_ERROR)}
         content = json.dumps(said).encode()
         answer[: len(content)] = np.frombuffer(content, np.uint8)
     answer = multihost_utils.broadcast_one_to_all(answer)

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_draft
-from poss_jax.checkpoint.record import ModelRecord, new_record
+from poss_jax.checkpoint.record import ModelRecord, new_record, read_record
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.paths import AnyPath, as_path
@@ -50,6 +51,8 @@ from .devices import (
 from .features import fill_cache, find_features, is_complete, load_layers, make_encode
 from .memory import PlannedStep, plan_draft_step
 from .preparation import prepare_rows, read_unquantised, run_dtype
+
+_LOG = logging.getLogger(__name__)
 
 
 class DraftStage:
@@ -98,7 +101,6 @@ class DraftStage:
         else:
             record = self._open_init_draft(self._run.init_draft, with_weights=with_weights)
             draft = record.draft
-            self._check_init_draft(record)
             self._vocabulary = record.draft_vocabulary or self._vocabulary
         family = family_of(draft)
         if family.is_trained_in_chains and self._run.objective.feature_weight:
@@ -122,6 +124,8 @@ class DraftStage:
         """Keeps what the run was begun with beside its rows, and refuses to go on with another."""
         ids = hashlib.sha256(json.dumps(self._vocabulary).encode()).hexdigest()
         now = {"target": self._record.fingerprint, "specialists.draft_vocabulary": ids}
+        if self._run.init_draft is not None:
+            now["init_draft"] = read_record(self._run.init_draft).fingerprint
         path = folder / "made_with.json"
         try:
             before = parse_json(path.read_bytes()) if path.is_file() else now
@@ -129,7 +133,7 @@ class DraftStage:
                 raise JsonError(f"a {type(before).__name__}")
         except JsonError as error:
             raise UserError(f"{path}: want a JSON object, got a damaged file; remove it") from error
-        if changed := [name for name, value in now.items() if before.get(name) != value]:
+        if changed := [name for name, value in now.items() if before.get(name, value) != value]:
             raise UserError(
                 f"{changed[0]}: its file has become another since this run began; put it back, or "
                 "start from scratch with --overwrite"
@@ -140,6 +144,12 @@ class DraftStage:
     def _check_init_draft(self, record: ModelRecord) -> None:
         """Refuses settings that the draft to start from decides otherwise."""
         wanted, draft = self._run.specialists, record.draft
+        if len(wanted.positions_per_specialist) < draft.num_specialists:
+            raise UserError(
+                f"specialists.positions_per_specialist: want {draft.num_specialists} or more, "
+                f"which init_draft {self._run.init_draft} has, got "
+                f"{len(wanted.positions_per_specialist)}"
+            )
         if wanted.num_frozen > draft.num_specialists:
             raise UserError(
                 f"specialists.num_frozen: want at most {draft.num_specialists}, which init_draft "
@@ -163,7 +173,7 @@ class DraftStage:
         """Reads the text, and looks for features of it."""
         config, target = self._run, self._record.llama
         load = functools.partial(load_documents, config.data, target.hidden_size)
-        prepared = prepare_rows(folder, config, self.tokenizer, target.vocab_size, load)
+        prepared = prepare_rows(folder, config, self.tokenizer, target, load)
         self._features = find_features(config, self._record, prepared, self._dtype, self.config)
         if self._features is not None:
             prepared = join_features(prepared, self._features)
@@ -177,9 +187,11 @@ class DraftStage:
             "target": self._record,
             "allow_target_mismatch": self._run.allow_target_mismatch,
         }
+        record = read_draft(folder, **fit)
+        self._check_init_draft(record)
         if not with_weights:
-            return read_draft(folder, **fit)
-        record, draft = load_draft(folder, jnp.float32, sharding=place_weights(self.mesh), **fit)
+            return record
+        _, draft = load_draft(folder, jnp.float32, sharding=place_weights(self.mesh), **fit)
         if wanted.kv == "shared" and not has_shared_keys_values(draft):
             raise UserError(
                 f"init_draft {folder}: want specialists with the same keys and values, got "
@@ -238,6 +250,12 @@ class DraftStage:
         """See `Stage`."""
         results = [self._validation(params, self._target, batch) for batch in batches]
         total, shown = add_up(results)
+        if not total.num_chains:
+            _LOG.warning(
+                "no held-out answer is %d tokens long, so that acceptance is not measured; lower "
+                "validation_depth",
+                len(total.accepted),
+            )
         return draft_metrics(total), shown
 
     def score(self, results: dict[str, Any]) -> float:

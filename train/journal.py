@@ -42,6 +42,8 @@ class LossWatch:
         """Takes in a step's metrics, or raises `Diverged`."""
         loss, level = metrics["loss"], self.level
         check_finite(step, {"loss": loss, **metrics})
+        if loss == 0:  # nothing in the batch is trained on
+            return
         if level is None:
             self.level = loss
             return
@@ -60,7 +62,7 @@ def check_finite(step: int, metrics: dict[str, Any]) -> None:
 class Journal:
     """Writes the metrics of a step down once the next step is under way.
 
-    The device so never waits for the host, and is one step ahead at most.
+    So the device never waits for the host, and is at most one step ahead.
     """
 
     def __init__(self, config: TrainConfig, folder: RunFolder, first_step: int) -> None:

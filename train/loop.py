@@ -17,6 +17,7 @@ from poss_jax.model.documents import TrainBatch
 
 from .devices import preemption_notice, put_batch
 from .journal import Diverged, Journal
+from .preparation import num_validation_rows
 from .run_folder import RunFolder
 from .stages import Stage
 
@@ -86,10 +87,9 @@ def _is_due(config: TrainConfig, step: int, every: int) -> bool:
 
 
 def validation_batches(config: TrainConfig, stage: Stage) -> Iterator[TrainBatch]:
-    """Yields the same held-out rows every time: as many as the config wants, in full batches."""
-    size, available = config.batch_size, len(stage.validation_rows)
-    num_batches = min(-(-config.validation_rows // size), available // size)
-    for start in range(0, num_batches * size, size):
+    """Yields the same held-out rows every time."""
+    size = config.batch_size
+    for start in range(0, num_validation_rows(config, len(stage.validation_rows)), size):
         yield put_batch(stage.validation_rows[start : start + size], stage.mesh)
 
 

@@ -24,7 +24,7 @@ from poss_jax.model.ahead import bytes_per_device, planned_memory, shapes_on, tp
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
 from poss_jax.model.sharding import make_mesh, place_batch, replicate
-from poss_jax.model.target import init_target, stack_layers
+from poss_jax.model.target import init_target, stack_layers, without_tied_head
 
 from .devices import OnMesh, make_step_on
 
@@ -88,7 +88,7 @@ def plan_target_step(
 
     def init() -> Any:
         params = init_target(llama, jax.random.key(0))
-        return params | {"layers": stack_layers(params["layers"])}
+        return without_tied_head(params, llama) | {"layers": stack_layers(params["layers"])}
 
     optimizer = make_optimizer(config.optimizer, 1)
     state = shapes_on(mesh, lambda: init_state(init(), optimizer))

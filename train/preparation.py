@@ -1,5 +1,6 @@
 """Data and dtype that both stages of training begin with."""
 
+import logging
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
@@ -9,6 +10,7 @@ from jax.sharding import Mesh
 
 from poss_jax.checkpoint.folder import read_target
 from poss_jax.checkpoint.record import ModelRecord
+from poss_jax.config.models import LlamaConfig
 from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
@@ -18,6 +20,7 @@ from poss_jax.data.sources import Documents
 from poss_jax.program.running import text_marks
 
 _SAMPLE_TOKENS = 300
+_LOG = logging.getLogger(__name__)
 
 
 def run_dtype(config: TrainConfig, mesh: Mesh) -> Any:
@@ -41,7 +44,7 @@ def prepare_rows(
     folder: AnyPath,
     config: TrainConfig,
     tokenizer: Any,
-    vocab_size: int,
+    llama: LlamaConfig,
     load: Callable[[], Documents] | None = None,
 ) -> Prepared:
     """Rows to train on and held-out rows, of which a batch must be full.
@@ -50,20 +53,37 @@ def prepare_rows(
       folder: folder of the run, where the rows are kept.
       config: the run.
       tokenizer: cuts texts into tokens.
-      vocab_size: tokens that the model knows.
+      llama: config of the target.
       load: reads the documents if the rows are not there yet.
 
     Raises:
       UserError: the data cannot be used, or there is too little of it.
     """
-    prepared = prepare(folder, config.data, tokenizer, vocab_size, load)
+    prepared = prepare(folder, config.data, tokenizer, llama.vocab_size, load)
     held_out, length = len(prepared.validation), config.data.sequence_length
+    if length > llama.max_position_embeddings:
+        _LOG.warning(
+            "data.sequence_length %d is more than the %d positions that the target is made for",
+            length,
+            llama.max_position_embeddings,
+        )
     if held_out < config.batch_size:
         raise UserError(
             f"held-out documents fill {held_out} rows of {length} tokens, a batch needs "
             f"{config.batch_size}; raise data.validation_fraction or give more documents"
         )
+    if not prepared.validation[: num_validation_rows(config, held_out)].loss_mask.any():
+        raise UserError(
+            "held-out rows: none of those that are validated with has a token to train on; raise "
+            "validation_rows or data.sequence_length"
+        )
     return prepared
+
+
+def num_validation_rows(config: TrainConfig, available: int) -> int:
+    """Held-out rows that a validation takes: as many as the config wants, in full batches."""
+    size = config.batch_size
+    return min(-(-config.validation_rows // size), available // size) * size
 
 
 def describe_data(report: dict[str, Any]) -> list[str]:

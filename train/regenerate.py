@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from poss_jax.checkpoint.locks import sole_writer
+from poss_jax.checkpoint.record import read_record
 from poss_jax.config.paths import as_path, is_uri
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import DataConfig, RegenerateConfig
@@ -142,8 +143,19 @@ def _load_target(config: RegenerateConfig) -> Answerer:
         "max_length": engine.max_length,
         "weights": engine.record.fingerprint,
         "chat_template": engine.tokenizer.chat_template,
+        **(_describe_drafts(config, engine) if config.drafting == "sampled" else {}),
     }
     return Answerer(made_from, engine.tokenizer, settings, window, answer)
+
+
+def _describe_drafts(config: RegenerateConfig, engine: Engine) -> dict[str, Any]:
+    """What decides the answers, too, where drafts are sampled."""
+    return {
+        "drafting": config.drafting,
+        "draft": config.draft and read_record(config.draft).fingerprint,
+        "draft_vocabulary": config.draft_vocabulary,
+        "trees": {str(size): tree and asdict(tree) for size, tree in engine.trees.items()},
+    }
 
 
 def _find_server(config: RegenerateConfig, url: str) -> Answerer:

@@ -15,7 +15,7 @@ from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.paths import AnyPath, as_path, uploaded
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
-from poss_jax.data.conversations import plain_texts
+from poss_jax.data.conversations import Tokens, plain_texts
 from poss_jax.data.sources import Documents, load_documents
 from poss_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from poss_jax.learn.pretraining import make_target_step
@@ -27,7 +27,12 @@ from poss_jax.learn.validation import (
 )
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.parameters import place_weights
-from poss_jax.model.target import init_target, insert_layers, stack_layers
+from poss_jax.model.target import (
+    init_target,
+    insert_layers,
+    stack_layers,
+    without_tied_head,
+)
 from poss_jax.shapes import Params
 
 from .devices import (
@@ -64,7 +69,7 @@ class TargetStage:
             self._write_tokenizer(place, load)
         meet("tokenizer written")
         self.tokenizer = load_tokenizer(place)
-        prepared = prepare_rows(folder, config, self.tokenizer, self.config.vocab_size, load)
+        prepared = prepare_rows(folder, config, self.tokenizer, self.config, load)
         self.rows, self.validation_rows = prepared.train, prepared.validation
         self.report = prepared.report
         self._dtype = run_dtype(config, mesh)
@@ -90,7 +95,13 @@ class TargetStage:
     def _write_tokenizer(self, folder: AnyPath, load: Callable[[], Documents]) -> None:
         """Copies the tokenizer of the target to start from, or trains one on the documents."""
         if self._run.init_target is None:
-            train_tokenizer(plain_texts(load().train), self.config.vocab_size, folder)
+            documents = load().train
+            if any(isinstance(document, Tokens) for document in documents):
+                raise UserError(
+                    f"data.source {self._run.data.source!r}: want text to train a tokenizer on, "
+                    "got token ids; give text or chats, or the init_target whose tokens these are"
+                )
+            train_tokenizer(plain_texts(documents), self.config.vocab_size, folder)
             return
         with uploaded(folder) as local:
             local.mkdir(parents=True, exist_ok=True)
@@ -108,7 +119,7 @@ class TargetStage:
 
         def stack(params: Params) -> Params:
             layers = insert_layers(params["layers"], self.config.num_layers)
-            return params | {"layers": stack_layers(layers)}
+            return without_tied_head(params, self.config) | {"layers": stack_layers(layers)}
 
         if self._run.init_target is None:
             return make_on(self.mesh, lambda key: stack(init_target(self.config, key)), self._key)

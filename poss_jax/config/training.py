@@ -115,6 +115,10 @@ class ObjectiveConfig:
     feature_noise: PositiveOrZero = 0.1
     zero_scores: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.feature_weight + self.probability_weight + self.top_k_weight:
+            raise ValueError("want a weight above 0, got none")
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class StepConfig:

@@ -101,10 +101,10 @@ class FeatureCache:
         Raises:
           UserError: it says something else by now.
         """
-        place, manifest = self.folder / _MANIFEST, json.dumps(self._manifest(), indent=2) + "\n"
+        place, manifest = self.folder / _MANIFEST, self._manifest()
         if not place.is_file():
-            write_file(place, manifest)
-        elif place.read_text(encoding="utf-8") != manifest:
+            write_file(place, json.dumps(manifest, indent=2) + "\n")
+        elif json.loads(place.read_text(encoding="utf-8")) != manifest:
             raise UserError(
                 f"features.cache {self.folder} was begun by another run meanwhile; run the same "
                 "command again"
@@ -210,7 +210,7 @@ def open_cache(
         rows_per_shard = int(manifest["rows_per_shard"])
         if rows_per_shard < 1:
             raise ValueError(f"rows_per_shard {rows_per_shard}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(
             f"{place}: want the manifest of a cache, got a damaged file ({one_line(error)}); "
             "remove the folder"

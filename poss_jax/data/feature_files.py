@@ -62,7 +62,7 @@ class FeatureFiles:
             if isinstance(found, Broken):
                 raise UserError(f"{path}: {found}; put the file back as it was")
             stored, ids = found["hidden_state"][:T], found["input_ids"][:T]
-            if not np.array_equal(ids, self.tokens[row, : len(ids)]):
+            if not np.array_equal(np.pad(ids, (0, T - len(ids))), self.tokens[row]):
                 raise UserError(f"{path}: its tokens are others now; put the file back as it was")
             place[: len(stored)] = stored
         return features

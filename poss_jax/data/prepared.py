@@ -244,15 +244,19 @@ def _write(path: AnyPath, prepared: Prepared, made_from: str) -> None:
 
 def _read(path: AnyPath, made_from: str) -> Prepared:
     try:
-        with path.open("rb") as file, np.load(file) as saved:
-            arrays = dict(saved)
+        with path.open("rb") as file:
+            if damaged := zipfile.ZipFile(file).testzip():  # np.load may not read to the checksums
+                raise ValueError(f"{damaged} has another checksum")
+            file.seek(0)
+            with np.load(file) as saved:
+                arrays = dict(saved)
         rows = {
             part: Rows(**{field.name: arrays[f"{part}/{field.name}"] for field in fields(Rows)})
             for part in _PARTS
         }
         report, saved_from = json.loads(str(arrays["report"])), str(arrays["made_from"])
         files = tuple(json.loads(str(arrays["files"])))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # of many kinds, where zipfile reads damaged headers
         raise UserError(
             f"{path}: want the rows of this run, got a damaged file ({one_line(error)}); remove it "
             "to make them again from the same source"

@@ -100,8 +100,8 @@ def _usable_documents(
     config: DataConfig, width: int | None, tally: Tally
 ) -> Iterator[tuple[str, Document]]:
     """Yields (what decides a document's side of the split, the document)."""
-    kind = None if config.format == "auto" else config.format
     has_features = config.source.endswith(SUFFIX)
+    kind = "tokens" if has_features else None if config.format == "auto" else config.format
     records = read_feature_files(config, width) if has_features else read_records(config)
     for where, record in tqdm(records, desc="read", unit="rec", delay=2):
         tally.records += 1

@@ -83,7 +83,7 @@ class Scheduler:
 
         Args:
           slots: where texts are decoded; nobody else may use them.
-          max_queue: most requests that wait.
+          max_queue: most requests that wait; of those submitted together, more may.
         """
         self.stats = Stats()
         self._slots, self._max_queue = slots, max_queue
@@ -113,10 +113,22 @@ class Scheduler:
         has_logprobs: bool = False,
         timeout: float = float("inf"),
     ) -> Stream:
-        """Puts a request into the queue.
+        """Puts a request into the queue; see `submit_all`."""
+        (stream,) = self.submit_all([prompt], stop=stop, has_logprobs=has_logprobs, timeout=timeout)
+        return stream
+
+    def submit_all(
+        self,
+        prompts: Sequence[PreparedPrompt],
+        *,
+        stop: Sequence[str] = (),
+        has_logprobs: bool = False,
+        timeout: float = float("inf"),
+    ) -> list[Stream]:
+        """Puts requests into the queue, all or none; an empty queue takes any number of them.
 
         Args:
-          prompt: made by `Engine.prepare`.
+          prompts: made by `Engine.prepare`.
           stop: strings that `Engine.check_stop` accepts.
           has_logprobs: whether chunks hold log-probabilities.
           timeout: seconds after which the answer ends where it is.
@@ -124,27 +136,28 @@ class Scheduler:
         Raises:
           UserError: too many biases or stop ids, or (`PromptTooLong`) prompt and answer are longer
             than `max_length`.
-          QueueFull: too many requests wait.
+          QueueFull: too many requests would wait.
           Closed: the scheduler drains or is closed, or its thread failed.
         """
-        check_room(prompt.sampling, self._slots.engine.stop_ids_of(prompt))
-        length = len(prompt.ids) + prompt.max_new_tokens
-        if length > self.max_length:
-            raise PromptTooLong(
-                f"prompt of {len(prompt.ids)} tokens and {prompt.max_new_tokens} new ones do not "
-                f"fit a length of {self.max_length}"
-            )
-        answer = self._slots.engine.live_answer(prompt, stop)
-        deadline = time.monotonic() + timeout
-        stream = Stream(prompt, answer, has_logprobs=has_logprobs, deadline=deadline)
+        engine, deadline = self._slots.engine, time.monotonic() + timeout
+        streams = []
+        for prompt in prompts:
+            check_room(prompt.sampling, engine.stop_ids_of(prompt))
+            if len(prompt.ids) + prompt.max_new_tokens > self.max_length:
+                raise PromptTooLong(
+                    f"prompt of {len(prompt.ids)} tokens and {prompt.max_new_tokens} new ones do "
+                    f"not fit a length of {self.max_length}"
+                )
+            answer = engine.live_answer(prompt, stop)
+            streams.append(Stream(prompt, answer, has_logprobs=has_logprobs, deadline=deadline))
         with self._changed:
             if self._is_draining or self._error is not None:
                 raise Closed("takes no more requests")
-            if len(self._waiting) >= self._max_queue:
-                raise QueueFull(f"{self._max_queue} requests are waiting")
-            self._waiting.append(stream)
+            if self._waiting and len(self._waiting) + len(streams) > self._max_queue:
+                raise QueueFull(f"{len(self._waiting)} requests are waiting")
+            self._waiting += streams
             self._changed.notify()
-        return stream
+        return streams
 
     @property
     def max_length(self) -> int:
@@ -278,9 +291,10 @@ class Scheduler:
             except UserError as error:
                 done.set_exception(error)
             return
-        if not self._calls:
-            for _ in range(self._num_parts()):
-                self._admit()
+        for _ in range(self._num_parts()):
+            if self._calls and self._reading is None:
+                break  # who waits gets what the call brings
+            self._admit()
         self._start_round()
         # One round is under way while the host is busy with the one before.
         while len(self._landing) > (1 if any(self._active) else 0):

@@ -102,6 +102,11 @@ def init_target(config: LlamaConfig, key: Array) -> Params:
     }
 
 
+def without_tied_head(params: Params, config: LlamaConfig) -> Params:
+    """Leaves out a head that is the embedding: it is trained there."""
+    return {name: x for name, x in params.items() if name != "head" or not config.tie_embeddings}
+
+
 def stack_layers(layers: list[Params]) -> Params:
     """Joins a list of equal layers (or specialists) into one tree with a leading axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)

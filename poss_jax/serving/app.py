@@ -10,7 +10,7 @@ same application runs under Ray Serve (examples/ray_serve) or any other ASGI ser
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,14 +37,17 @@ from poss_jax.serving.guard import PATIENCE, Guard
 from poss_jax.serving.metrics import Metrics
 from poss_jax.serving.replies import DONE, Reply, event
 from poss_jax.serving.requests import (
+    KINDS,
     ApiError,
     ChatRequest,
     CommonRequest,
     CompletionRequest,
     Job,
     TokenizeRequest,
+    explain,
     read_chat,
     read_completion,
+    read_text,
 )
 
 _LOG = logging.getLogger(__package__)
@@ -133,24 +136,17 @@ class Service:
         Raises:
           ApiError: the queue is full, or the server stops.
         """
-        streams: list[Stream] = []
         try:
-            for prompt in job.prompts:
-                streams.append(
-                    self.scheduler.submit(
-                        prompt,
-                        stop=job.stop,
-                        has_logprobs=job.num_logprobs is not None,
-                        timeout=self.config.timeout_seconds,
-                    )
-                )
+            return self.scheduler.submit_all(
+                job.prompts,
+                stop=job.stop,
+                has_logprobs=job.num_logprobs is not None,
+                timeout=self.config.timeout_seconds,
+            )
         except QueueFull as error:
-            _cancel(streams)
             raise ApiError(429, "too many requests wait; try again", retry_after=1) from error
         except Closed as error:
-            _cancel(streams)
             raise ApiError(503, "the server stops; try another one", retry_after=1) from error
-        return streams
 
     async def _submit_beside(self, job: Job) -> list[Stream]:
         """Submits; in a thread if tokens are continued, whose text is decoded first."""
@@ -283,10 +279,16 @@ def _add_errors(app: FastAPI) -> None:
 
     async def of_validation(request: Request, error: Any) -> Response:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, str | int))
-        param = where if where.isascii() and len(where) <= 100 else "body"
-        told = ApiError(400, f"{param or 'body'}: {first['msg']}", param=param or None)
-        return await of_api(request, told)
+        if first["type"] == "json_invalid":
+            where = f"at character {first['loc'][1]}: {first['ctx']['error']}"
+            return await of_api(request, ApiError(400, f"body: want JSON, got none {where}"))
+        _, *path = first["loc"]
+        field = path[0] if path else None
+        where, message = ".".join(map(str, path)), explain(first)
+        if len(path) > 1 and field in KINDS:
+            where, message = field, KINDS[field]
+        shown = where if where.isascii() and len(where) <= 100 else field
+        return await of_api(request, ApiError(400, f"{shown or 'body'}: {message}", param=field))
 
     async def of_http(request: Request, error: Any) -> Response:
         told = ApiError(error.status_code, str(error.detail))
@@ -349,29 +351,28 @@ def _add_api(app: FastAPI) -> None:
         about["max_model_len"] = service.scheduler.max_length
         return JSONResponse({"object": "list", "data": [about]})
 
+    async def answer(request: Request, body: Any, read: Callable[..., Job]) -> Response:
+        service = _service(request)
+        service.check_model(body)
+        job = await asyncio.to_thread(read, service.engine, service.limits, body)
+        return await service.answer(request, body, job)
+
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continues prompts."""
-        service = _service(request)
-        service.check_model(body)
-        job = await asyncio.to_thread(read_completion, service.engine, service.limits, body)
-        return await service.answer(request, body, job)
+        return await answer(request, body, read_completion)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Answers a chat."""
-        service = _service(request)
-        service.check_model(body)
-        job = await asyncio.to_thread(read_chat, service.engine, service.limits, body)
-        return await service.answer(request, body, job)
+        return await answer(request, body, read_chat)
 
     @app.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """Token ids of a text, as /v1/completions would read it."""
-        job = CompletionRequest(prompt=body.prompt, max_tokens=1)
         service = _service(request)
-        read = await asyncio.to_thread(read_completion, service.engine, service.limits, job)
-        return JSONResponse({"tokens": read.prompts[0].ids, "count": read.num_prompt_tokens})
+        ids = await asyncio.to_thread(read_text, service.engine, service.limits, body)
+        return JSONResponse({"tokens": ids, "count": len(ids)})
 
 
 def _service(request: Request) -> Service:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
 import re
@@ -131,9 +132,18 @@ def _refuse_name(scope: Message, name: str) -> ApiError | None:
     The page of a name that was made to point at 127.0.0.1 could read answers (DNS rebinding).
     """
     own, _ = scope.get("server") or ("", None)
-    if not own.startswith(("127.", "::1")) or _LOCAL_NAME.fullmatch(name):
+    if not is_loopback(own) or _LOCAL_NAME.fullmatch(name):
         return None
     return ApiError(403, "Host: want localhost or an address; with an API key any name will do")
+
+
+def is_loopback(address: str) -> bool:
+    """Tells whether only this machine can reach an address."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:  # a socket's path
+        return False
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
 class _Refused(HTTPException):

@@ -9,6 +9,7 @@ from typing import Any
 
 from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.text import TextStream
 from poss_jax.serving.requests import Job
 
 DONE = b"data: [DONE]\n\n"
@@ -45,7 +46,7 @@ class Reply:
         self._tokens: list[list[int]] = [[] for _ in job.prompts]
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in job.prompts]
         self._answers: list[Generation | None] = [None] * len(job.prompts)
-        self._offsets = [len(text) for text in job.echo]
+        self._places = [_Places(engine.tokenizer, text) for text in job.echo]
 
     def first_events(self) -> list[dict[str, Any]]:
         """Events that begin a stream: the role of a chat, the prompt of an echo, its token ids."""
@@ -130,7 +131,7 @@ class Reply:
             choice["text"] = text
         logprobs = None
         if self._job.num_logprobs is not None:
-            self._offsets[index] = len(self._job.echo[index])
+            self._places[index] = _Places(self._engine.tokenizer, self._job.echo[index])
             tokens = self._tokens[index]
             logprobs = self._format_logprobs(index, tokens, self._logprobs[index])
         choice |= {"logprobs": logprobs, "finish_reason": _finish_reason(answer)}
@@ -159,15 +160,11 @@ class Reply:
                 ],
                 "refusal": None,
             }
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(self._name(token))
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [one.chosen for _, one in pairs],
             "top_logprobs": [self._by_name(one.ids[:most], one.top[:most]) for _, one in pairs],
-            "text_offset": offsets,
+            "text_offset": list(map(self._places[index].take, tokens)),
         }
 
     def _by_name(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:
@@ -179,9 +176,8 @@ class Reply:
 
     def _of_token(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
-        is_whole = (
-            "\N{REPLACEMENT CHARACTER}" not in name
-        )  # else its bytes are not those of its name
+        # The bytes of a part of a character are not those of its name.
+        is_whole = "\N{REPLACEMENT CHARACTER}" not in name
         return {
             "token": name,
             "logprob": logprob,
@@ -191,6 +187,20 @@ class Reply:
     def _name(self, token: int) -> str:
         tokenizer = self._engine.tokenizer
         return str(token) if tokenizer is None else tokenizer.decode([token])
+
+
+class _Places:
+    """Places of tokens in a text; parts of a character have that of the character."""
+
+    def __init__(self, tokenizer: Any, before: str) -> None:
+        self._text = None if tokenizer is None else TextStream(tokenizer)
+        self._end = len(before)
+
+    def take(self, token: int) -> int:
+        """Takes in the next token; returns the place where its text begins."""
+        begin, pieces = self._end, self._text.push(token, depth=0) if self._text else []
+        self._end += sum(len(piece.text) for piece in pieces)
+        return begin
 
 
 def _finish_reason(answer: Generation) -> str:

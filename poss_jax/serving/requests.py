@@ -5,6 +5,7 @@ since clients send many, and a line is logged once for each.
 """
 
 import logging
+import re
 import secrets
 from dataclasses import asdict, replace
 from typing import Annotated, Any, NamedTuple
@@ -22,6 +23,7 @@ from poss_jax.engine.text import longest_token
 _LOG = logging.getLogger(__package__)
 _MOST_CHOICES = 128
 _LONGEST_STOP = 1000
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 Real = Annotated[float, Field(allow_inf_nan=False)]
 # A list of millions has one mistake, not millions, each with a report of its own.
@@ -29,9 +31,17 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
+KINDS = {
+    "prompt": f"want text, token ids, or a list of up to {_MOST_CHOICES} of either",
+    "stop": "want text or a list of texts",
+}
+
+
 def _few(biases: Any) -> Any:
     if isinstance(biases, dict) and len(biases) > MOST_BIASED:
         raise ValueError(f"want at most {MOST_BIASED}")
+    if isinstance(biases, dict) and not all(map(_TOKEN_ID.fullmatch, biases)):
+        raise ValueError("want token ids as keys, without spaces or leading zeros")
     return biases
 
 
@@ -202,7 +212,11 @@ def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest
         return job
     if engine.tokenizer is None:
         raise ApiError(400, "echo: this model has no tokenizer", param="echo")
-    return job._replace(echo=[engine.tokenizer.decode(prompt.ids) for prompt in job.prompts])
+    texts = [
+        one if isinstance(one, str) else engine.tokenizer.decode(one, skip_special_tokens=True)
+        for one in prompts
+    ]
+    return job._replace(echo=[text for text in texts for _ in range(body.n or 1)])
 
 
 def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
@@ -223,6 +237,16 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     limit = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs)
+
+
+def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> list[int]:
+    """Token ids of a text.
+
+    Raises:
+      ApiError: it is no text, or far longer than any that could be answered.
+    """
+    _check_text(body)
+    return _encode(engine, config, body.prompt)
 
 
 def _read_message(message: Message) -> dict[str, str]:
@@ -262,9 +286,9 @@ def _make_job(
     if any(len(string) > _LONGEST_STOP for string in stop):
         message = f"stop: want strings of at most {_LONGEST_STOP:,} characters"
         raise ApiError(400, message, param="stop")
-    sampling = _read_sampling(config.sampling, body)
+    sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
     num_continued = getattr(body, "continued_tokens", None) or 0
-    prepared, seeds = [], sampling.seed
+    prepared = []
     for index, prompt in enumerate(prompts):
         ids = _encode(engine, config, prompt)
         if num_continued >= len(ids) and num_continued:
@@ -272,13 +296,11 @@ def _make_job(
                 400, "continued_tokens: want fewer than the prompt has", param="continued_tokens"
             )
         for choice in range(body.n or 1):
-            seed = prompt_seed(seeds, index * (body.n or 1) + choice)
-            prepared.append(
-                _prepare(engine, config, body, ids, sampling, limit, seed, num_continued)
-            )
-    most = max(one.max_new_tokens for one in prepared)
+            seed = prompt_seed(sampling.seed, index * (body.n or 1) + choice)
+            one = _prepare(engine, config, ids, replace(sampling, seed=seed), limit)
+            prepared.append(one._replace(stop_ids=stop_ids, num_continued=num_continued))
     try:
-        engine.check_stop(stop, most + num_continued)
+        engine.check_stop(stop, config.max_length or engine.max_length)
     except UserError as error:
         raise ApiError(400, str(error), param="stop") from error
     per_prompt = prepared[:: body.n or 1]
@@ -309,12 +331,9 @@ def _num_characters(prompt: Any) -> int:
 def _prepare(
     engine: Engine,
     config: ServeConfig,
-    body: CommonRequest,
     ids: list[int],
     sampling: SamplingConfig,
     limit: int | None,
-    seed: int,
-    num_continued: int,
 ) -> PreparedPrompt:
     room = (config.max_length or engine.max_length) - len(ids)
     if room < 1 or (limit is not None and limit > room):
@@ -326,19 +345,20 @@ def _prepare(
             code="context_length_exceeded",
         )
     try:
-        own = replace(sampling, seed=seed)
-        prepared = engine.prepare(ids, limit or min(config.max_new_tokens, room), own)
+        return engine.prepare(ids, limit or min(config.max_new_tokens, room), sampling)
     except PromptTooLong as error:
         raise ApiError(400, str(error), code="context_length_exceeded") from error
     except UserError as error:
         raise ApiError(400, str(error), param="logit_bias") from error
-    more = body.stop_token_ids or []
-    own_ids = [] if body.ignore_eos else engine.stop_ids
-    if len(more) > (room := MOST_STOP_IDS - len(own_ids)):
+
+
+def _read_stop_ids(engine: Engine, body: CommonRequest) -> list[int]:
+    own, more = [] if body.ignore_eos else engine.stop_ids, body.stop_token_ids or []
+    if len(more) > (room := MOST_STOP_IDS - len(own)):
         raise ApiError(400, f"stop_token_ids: want at most {room}", param="stop_token_ids")
     if any(not 0 <= token < engine.target_config.vocab_size for token in more):
         raise ApiError(400, "stop_token_ids: want ids of the vocabulary", param="stop_token_ids")
-    return prepared._replace(stop_ids=[*own_ids, *more], num_continued=num_continued)
+    return [*own, *more]
 
 
 def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingConfig:
@@ -356,7 +376,12 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
     except ValidationError as error:
         first = error.errors()[0]
         param = str(first["loc"][0]) if first["loc"] else None
-        raise ApiError(400, f"{param}: {first['msg']}", param=param) from error
+        raise ApiError(400, f"{param}: {explain(first)}", param=param) from error
+
+
+def explain(error: Any) -> str:
+    """What is wrong with a field, by the words of one of pydantic's errors."""
+    return error["msg"].removeprefix("Value error, ")
 
 
 _seen: set[str] = set()
@@ -370,7 +395,7 @@ def _log_unknown(body: CommonRequest) -> None:
         _LOG.warning("the field %s of a request is not known; it is ignored", cut(ascii(name)))
 
 
-def _check_text(body: CommonRequest) -> None:
+def _check_text(body: BaseModel) -> None:
     """Refuses text that is not UTF-8 anywhere in a body, however deep.
 
     Raises:
