@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -111,10 +110,10 @@ def format_v1() -> Dump:
 
 def tiny_models(folder: Path) -> Dump:
     """Training by the program, and generations of what it trained."""
-    with programs.tiny_runs(SimpleNamespace(getbasetemp=lambda: folder)) as runs:
-        for name, values in DRAFTS.items():
-            config = programs.config_file(runs, folder / name, TEN_STEPS | values)
-            programs.train_main(["--config", config])
+    runs = programs.tiny_runs(folder)
+    for name, values in DRAFTS.items():
+        config = programs.config_file(runs, folder / name, TEN_STEPS | values)
+        programs.train_main(["--config", config])
     target = runs.root / "target" / "model"
     trained = {name: runs.root / name for name in ("target", "eagle", "poss2")}
     trained |= {name: folder / name / "run" for name in DRAFTS}

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
@@ -28,6 +29,9 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # until a test wants otherwi
 import jax
 import pytest
 
+if TYPE_CHECKING:
+    from programs import Runs
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -38,6 +42,15 @@ FIXTURES = Path(__file__).parent / "fixtures"
 def fixtures() -> Path:
     """Folder of the recorded models and numbers."""
     return FIXTURES
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
+    """Folders of the tiny models, which all workers share: nothing may write into them."""
+    from programs import tiny_runs  # not before pytest has hooked the type checks into poss_jax
+
+    base = tmp_path_factory.getbasetemp()
+    return tiny_runs(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,8 +66,8 @@ def device_rates() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def watched_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Watches the trees of all programs in modules that have `tiny_runs`."""
-    if not hasattr(request.module, "tiny_runs"):
+    """Watches the trees of all programs in modules that name `Runs`, as all that use them do."""
+    if not hasattr(request.module, "Runs"):
         yield
         return
     from watch import Watch  # not before pytest has hooked the type checks into poss_jax

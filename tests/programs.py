@@ -1,12 +1,9 @@
 """A tiny target and drafts, trained once per test run by the training program itself."""
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +64,16 @@ class Runs:
         return str(self.root / name / "model")
 
 
-@contextmanager
-def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """Trains the tiny models, or finds those that another test or worker trained."""
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    yield _train_all(base)
+def tiny_runs(base: Path) -> Runs:
+    """Trains the tiny models, or finds those that another worker trained."""
+    runs = Runs(base / "tiny")
+    with FileLock(base / "tiny.lock"):
+        if not runs.root.exists():
+            _write_text(runs.root / "text")
+            _train(runs, "target", TARGET)
+            _train(runs, "eagle", DRAFT | {"target": runs.model("target")})
+            _train(runs, "poss2", POSS2 | {"target": runs.model("target")})
+    return runs
 
 
 def write_config(folder: Path, values: dict[str, Any]) -> str:
@@ -144,18 +145,6 @@ def refusal(main: Callable[[list[str]], None], *arguments: str) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
-
-
-@cache
-def _train_all(base: Path) -> Runs:
-    runs = Runs(base / "tiny")
-    with FileLock(base / "tiny.lock"):
-        if not runs.root.exists():
-            _write_text(runs.root / "text")
-            _train(runs, "target", TARGET)
-            _train(runs, "eagle", DRAFT | {"target": runs.model("target")})
-            _train(runs, "poss2", POSS2 | {"target": runs.model("target")})
-    return runs
 
 
 def _train(runs: Runs, name: str, values: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import Runs, copy_model, generate, refusal, tiny_runs, write_lines
+from programs import Runs, copy_model, generate, refusal, write_lines
 
 from infer import autotune
 from infer import bench as program
@@ -38,12 +37,6 @@ SMALL = TreeConfig(depth=2, top_k=2, total_tokens=4)
 
 def tree(depth: int, top_k: int, total_tokens: int) -> TreeConfig:
     return TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 # --------------------------------------------------------------------------------------------------

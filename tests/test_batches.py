@@ -2,21 +2,14 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from programs import Runs, refusal, tiny_runs, write_lines
+from programs import Runs, refusal, write_lines
 
 from benchmarks import batches
 from poss_jax import TreeConfig
 from poss_jax.engine.trees import read_trees
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def test_the_fastest_trees_can_be_used(

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +19,6 @@ from programs import (
     copy_model,
     generate,
     refusal,
-    tiny_runs,
     write_config,
     write_lines,
 )
@@ -47,12 +45,6 @@ from poss_jax.engine.engine import Engine
 
 N = 12
 TREE = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()  # compiled by other tests, too
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ import importlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from convert_sources import run
 from golden import ROOT_E3
-from programs import Runs, tiny_runs, write_lines
+from programs import Runs, write_lines
 
 from poss_jax.config.models import TreeConfig
 from poss_jax.convert.plan import PUBLISHED
@@ -68,12 +68,6 @@ CHATS = [
 ]
 TREE = TreeConfig(depth=1, top_k=2, total_tokens=3)  # every position takes seconds to compile
 TREES = "1: {depth: 2, top_k: 1, total_tokens: 3}\n16: null"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from models import random_draft, random_target, random_tokens, tiny_llama
-from programs import POSS2, Runs, refusal, tiny_runs, write_config
+from programs import POSS2, Runs, refusal, write_config
 
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
@@ -107,12 +106,6 @@ def test_eight_devices_train_as_one(task, sizes):
 
 # --------------------------------------------------------------------------------------------------
 # Programs on several devices
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def config_for(runs: Runs, folder: Path, **changes: Any) -> str:

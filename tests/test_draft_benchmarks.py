@@ -2,19 +2,12 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from programs import POSS2, Runs, config_file, tiny_runs, write_lines
+from programs import POSS2, Runs, config_file, write_lines
 
 from benchmarks import draft_vocabulary
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Draft vocabularies: counted as training counts, read strictly, lossless in decoding."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from programs import (
     generate,
     refusal,
     summary,
-    tiny_runs,
     write_lines,
 )
 
@@ -48,12 +46,6 @@ from train.stages import open_stage
 
 LLAMA = tiny_llama()
 TREE = TreeConfig(depth=4, top_k=3, total_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import exact_pair, random_draft, tiny_llama
-from programs import Runs, copy_model, refusal, tiny_runs, write_lines
+from programs import Runs, copy_model, refusal, write_lines
 
 from infer import drift
 from infer.drift import count_rounds, describe_draft, follow, lay_out, main, predicted_rounds
@@ -30,12 +29,6 @@ from poss_jax.model.parameters import split_items
 from poss_jax.model.target import stack_layers
 
 R, N = 3, 14
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def answer(prompt: list[int], output: list[int], accepted: list[int], offered: list[int]) -> Any:

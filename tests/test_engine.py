@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from programs import Runs, copy_model, tiny_runs
+from programs import Runs, copy_model
 
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.folder import load_target
@@ -25,12 +24,6 @@ from poss_jax.engine.steps import decode_batch
 
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
 N = 24
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Features that other programs stored: what becomes of the files, and training on them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import stacked
-from programs import DRAFT, Runs, config_file, metrics, refusal, tiny_runs, write_lines
+from programs import DRAFT, Runs, config_file, metrics, refusal, write_lines
 from test_features import SHORT
 
 from poss_jax.checkpoint.folder import load_target
@@ -24,12 +23,6 @@ from train.stages import open_stage
 
 pytestmark = pytest.mark.torch
 D = 32
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def document(seed: int, *, length: int | None = None) -> dict[str, np.ndarray]:

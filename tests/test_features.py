@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
-from programs import DRAFT, POSS2, Runs, config_file, metrics, refusal, tiny_runs, weights
+from programs import DRAFT, POSS2, Runs, config_file, metrics, refusal, weights
 from self_killing import run_until
 
 from poss_jax.config.models import MeshConfig
@@ -32,12 +32,6 @@ from train.stages import open_stage
 SHAPE = (7, 3, 4)
 MADE_FROM = {"target": "a" * 64, "rows": "b" * 64, "computed in": "float32"}
 SHORT = ("num_tokens=384", "validate_every=3")
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def features_of(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from programs import (
     generate,
     refusal,
     summary,
-    tiny_runs,
     write_lines,
 )
 
@@ -42,12 +40,6 @@ KEYS = (
 )
 # Short, so that all conversations share the shapes of one compiled program.
 CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }} {{ m.content }};{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
 """The generation program's sampling: settings per line, by every way the same answers."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import NUM_NEW, Runs, generate, tiny_runs, write_lines
+from programs import NUM_NEW, Runs, generate, write_lines
 
 from poss_jax.engine.engine import Engine
 
@@ -19,12 +18,6 @@ OWN = [
     {"prompt": "def", "sampling": {"logit_bias": {"70": 1000}, "top_k": 3}},
 ]
 TREE = "{depth: 3, top_k: 2, total_tokens: 6}"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def sample(runs: Runs, folder: Path, *options: str, draft: bool = True) -> list[Any]:

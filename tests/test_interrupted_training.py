@@ -7,14 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from programs import POSS2, STEPS, Runs, config_file, metrics, refusal, tiny_runs, weights
+from programs import POSS2, STEPS, Runs, config_file, metrics, refusal, weights
 from self_killing import ROOT
 
 from poss_jax.checkpoint.folder import load_target, write_model
@@ -24,12 +23,6 @@ from poss_jax.data.rows import rows_at
 from poss_jax.model.parameters import split_items
 from train.main import main
 from train.stages import open_stage
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def environment() -> dict[str, str]:

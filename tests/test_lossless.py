@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from programs import Runs, tiny_runs, write_lines
+from programs import Runs, write_lines
 from test_distribution import raw_bonus
 
 from infer import bench, lossless
@@ -18,12 +18,6 @@ from poss_jax.decode import speculate
 from poss_jax.engine.answers import Generation
 
 NO_NOISE = np.zeros(4, np.float32)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def scores(*values: float, kept=(0, 1, 2, 3)) -> Scores:

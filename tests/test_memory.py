@@ -1,7 +1,6 @@
 """What is said of a step's memory: counted exactly, planned by a compiler, refused in one line."""
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from models import random_draft, stacked, tiny_llama
-from programs import POSS2, Runs, refusal, tiny_runs, write_config
+from programs import POSS2, Runs, refusal, write_config
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, build_config
@@ -82,12 +81,6 @@ def test_a_step_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 def test_a_tpu_slice_is_compiled_for_without_a_tpu():
     assert compile_memory(plan(run(data=1, fsdp=2, tensor=2), "v5p:2x2x1"))["temporaries"] > 0
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def config_file(runs: Runs, folder: Path) -> str:

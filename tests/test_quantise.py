@@ -29,7 +29,6 @@ from programs import (
     generate,
     refusal,
     summary,
-    tiny_runs,
     write_lines,
 )
 
@@ -64,12 +63,6 @@ MESH = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 TREE = TreeConfig(depth=2, top_k=3, total_tokens=7)
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
 SAMPLED = SamplingConfig(temperature=0.8, top_p=0.9, seed=3)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 @pytest.fixture(scope="module")

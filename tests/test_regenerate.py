@@ -1,13 +1,12 @@
 """Targets that answer the questions of a data set: dialogues, what fails, going on, the program."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Runs, refusal, summary, tiny_runs, write_lines
+from programs import Runs, refusal, summary, write_lines
 
 from poss_jax import Generation, SamplingConfig, UserError
 from poss_jax.config.training import DataConfig
@@ -19,12 +18,6 @@ from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from train import regenerate
 from train.answers import AnswerFiles, AnswerSettings, Question, answer_window
 from train.regenerate import main
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def users(*turns: str) -> list[dict[str, str]]:

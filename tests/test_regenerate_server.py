@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chat_server import ChatServer, Reply, echo, said, serve
-from programs import refusal, summary, tiny_runs, write_lines
+from programs import Runs, refusal, summary, write_lines
 
 from poss_jax.engine.prompts import prompt_seed
 from train import server as module
@@ -345,11 +345,10 @@ def test_no_server_and_no_key(
 
 
 def test_the_target_s_tokenizer_finds_special_tokens(
-    chat: ChatServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    chat: ChatServer, runs: Runs, tmp_path: Path
 ) -> None:
     records = [{"prompt": "say </s>"}, {"prompt": "hello"}]
     assert len(run(chat, tmp_path / "any", records=records)) == 2
-    with tiny_runs(tmp_path_factory) as runs:
-        target = ["--target", runs.model("target")]
-        assert len(run(chat, tmp_path / "checked", *target, records=records)) == 1
+    target = ["--target", runs.model("target")]
+    assert len(run(chat, tmp_path / "checked", *target, records=records)) == 1
     assert failed(tmp_path / "checked")[0]["reason"] == "a special token is spelled out"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Runs, refusal, tiny_runs
+from programs import Runs, refusal
 from self_killing import ROOT
 from serving import until
 
@@ -25,12 +25,6 @@ from poss_jax.engine.scheduler import Scheduler
 
 SMALL = ["--batch-size", "1", "--max-logprobs", "0"]
 LONG = {"prompt": "def area_7", "max_tokens": 230, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 class Process:

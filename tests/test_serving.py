@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
-from programs import Runs, tiny_runs
+from programs import Runs
 from serving import MODEL, Served, serving, until
 
 from poss_jax import Engine, Generation, SamplingConfig
@@ -38,12 +38,6 @@ SETTINGS = [
     {"repetition_penalty": 1.3},
     {"logit_bias": {"5": 1.5, "60": -100.0}, "temperature": 1.0, "seed": 5},
 ]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import openai
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from programs import Runs, tiny_runs
+from programs import Runs
 from pydantic import ValidationError
 from serving import MODEL, Served, request_bytes, serving, until
 
@@ -29,12 +29,6 @@ PATIENCE = 1.5
 ENDLESS = {"ignore_eos": True}
 LONG = {"model": MODEL, "prompt": "def area_7", "max_tokens": 200} | ENDLESS
 AUTH = f"authorization: Bearer {KEY}"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 @pytest.fixture(scope="module")

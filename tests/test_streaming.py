@@ -2,12 +2,11 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Runs, copy_model, refusal, tiny_runs, write_lines
+from programs import Runs, copy_model, refusal, write_lines
 
 from infer.generate import Screen, main
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
@@ -17,12 +16,6 @@ N = 24
 TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
 PROMPTS = ["def area_7", "def area_1_1(width, heig", "中"]
 SAMPLED = SamplingConfig(temperature=1.2, top_p=0.95, logit_bias={299: 1}, seed=5)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 @pytest.fixture(scope="module")

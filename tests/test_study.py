@@ -2,12 +2,11 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from programs import DRAFT, Runs, config_file, generate, tiny_runs, write_config, write_lines
+from programs import DRAFT, Runs, config_file, generate, write_config, write_lines
 
 from benchmarks import study
 from infer.journal import Answer, Cell, Key, Turn
@@ -17,12 +16,6 @@ from poss_jax.config.reading import UserError
 from train.main import main as train_main
 
 VARIANTS = {"one layer": {}, "two": {"specialists": {"positions_per_specialist": [1, 1]}}}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 @pytest.fixture

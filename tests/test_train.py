@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from programs import (
     metrics,
     refusal,
     summary,
-    tiny_runs,
     weights,
 )
 
@@ -38,12 +37,6 @@ from train import loop
 from train.main import main
 from train.run_folder import RunFolder
 from train.stages import open_stage
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from programs import (
     generate,
     metrics,
     refusal,
-    tiny_runs,
     weights,
     write_lines,
 )
@@ -39,12 +37,6 @@ E3 = {
     "objective": {**OBJECTIVE, "feature_noise": 0.0, "depth_weights": [1.0, 0.9, 0.81]},
     "specialists": {"family": "eagle3", "positions_per_specialist": [1, 2], "depth": 3},
 }
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from programs import (
     copy_model,
     metrics,
     refusal,
-    tiny_runs,
     write_lines,
 )
 
@@ -36,12 +35,6 @@ from train.main import main
 from train.stages import open_stage
 
 FEW_STEPS = {"num_tokens": 3 * 64, "validate_every": 3}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 def train(runs: Runs, folder: Path, **changes: Any) -> list[dict[str, Any]]:

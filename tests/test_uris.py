@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from programs import (
     metrics,
     refusal,
     summary,
-    tiny_runs,
     weights,
     write_config,
     write_lines,
@@ -51,12 +49,6 @@ from train.main import main
 @cache
 def installed(folder: Path) -> object_store.Objects:
     return object_store.install(folder)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with tiny_runs(tmp_path_factory) as runs:
-        yield runs
 
 
 @pytest.fixture(scope="module")
