@@ -4,13 +4,14 @@ It is put in place of the draft's own choice of children: with probability 0.7 p
 plants the token the target will choose among the children of every node, as a certain one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from models import random_draft, random_target
 from watch import Watch
 
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
@@ -103,6 +104,8 @@ class Shape:
     """A compiled speculative program with the oracle, compared with autoregressive decoding.
 
     Attributes:
+      llama: shape of the target.
+      draft: shape of the draft.
       tree: size of the draft tree.
       is_sampled: whether requests have sampling settings.
       vocabulary: target ids that the draft may propose.
@@ -119,7 +122,8 @@ class Shape:
         is_sampled: bool,
         vocabulary: Sequence[int] | None = None,
     ):
-        self.llama, self.batch, self.tree, self.is_sampled = llama, batch, tree, is_sampled
+        self.llama, self.draft, self.tree = llama, draft, tree
+        self.batch, self.is_sampled = batch, is_sampled
         self.vocabulary = np.asarray(
             range(llama.vocab_size) if vocabulary is None else vocabulary, np.int32
         )
@@ -145,6 +149,22 @@ class Shape:
         state = self._with_oracle(weights, request, jnp.asarray(future), planted)
         self._compare(request, expected, _fetch(state.output))
         self._watch.check()
+
+    def check_pairs(
+        self, cases: int = 20, *, seed: int = 0, change: Callable[[Params], Params] = lambda x: x
+    ) -> None:
+        """Checks so many drafts, five per target, of which every acceptance length must occur.
+
+        Args:
+          cases: how many drafts.
+          seed: seed of the models and of the requests.
+          change: what is done to a drawn target.
+        """
+        rng = np.random.default_rng(seed)
+        for case in range(cases):
+            target = change(random_target(self.llama, seed=1000 * seed + case // 5))
+            self.check(target, random_draft(self.draft, seed=case), rng)
+        assert self.lengths_seen == set(range(self.tree.max_accepted + 1))
 
     def _draft_ids(self, tokens: np.ndarray) -> np.ndarray:
         """The draft's own ids of target ids; -1 for those it cannot propose."""

@@ -5,12 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import METHODS, METHODS_E3, Golden, load_golden
 from models import random_draft, random_target, tiny_llama
-from oracle import Shape
+from oracle import Shape, greedy_request
 from programs import (
     DRAFT,
     TARGET,
@@ -40,8 +41,11 @@ from poss_jax.data.draft_vocabulary import (
     write_draft_vocabulary,
 )
 from poss_jax.data.rows import Rows
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.draft_vocab import main
 from poss_jax.engine.engine import Engine
+from poss_jax.model.specialists import attach
 from train.stages import open_stage
 
 LLAMA = tiny_llama()
@@ -245,11 +249,7 @@ def check_shape(*spans: int, is_sampled: bool, vocabulary: np.ndarray, shift: in
         shape._draft_ids = lambda tokens, of=shape._draft_ids: np.where(
             of(tokens) < 0, -1, (of(tokens) + shift) % len(vocabulary)
         )
-    rng = np.random.default_rng(0)
-    for case in range(20):
-        target = random_target(LLAMA, seed=case // 5)
-        shape.check(target, random_draft(config, seed=case), rng)
-    assert shape.lengths_seen == set(range(TREE.max_accepted + 1))
+    shape.check_pairs()
 
 
 SUBSET = np.flatnonzero(np.arange(LLAMA.vocab_size) % 6 != 2)  # 51 of 61
@@ -259,6 +259,28 @@ SUBSET = np.flatnonzero(np.arange(LLAMA.vocab_size) % 6 != 2)  # 51 of 61
 @pytest.mark.parametrize("spans", [(1,), (1, 2)], ids=["eagle", "poss"])
 def test_speculative_equals_autoregressive(spans: tuple[int, ...], is_sampled: bool) -> None:
     check_shape(*spans, is_sampled=is_sampled, vocabulary=SUBSET)
+
+
+OWN_HEAD = DraftConfig(
+    layer=replace(LLAMA, num_layers=1), family="eagle3", kv="shared", aux_layers=(0, 1), head_size=6
+)
+
+
+@pytest.mark.parametrize("config", [DraftConfig(layer=LLAMA), OWN_HEAD], ids=["eagle", "eagle3"])
+def test_target_ids_are_proposed(config: DraftConfig) -> None:
+    target, params = random_target(LLAMA), random_draft(config)
+    vocabulary = [3, 7, 11, 13, 20, 41]
+    weights = Weights(target, attach(params, target, jnp.asarray(vocabulary, jnp.int32)))
+    assert (weights.draft["head"] is params.get("head")) == (config is OWN_HEAD)
+    decode = DecodeConfig(LLAMA, config, TreeConfig(depth=3, top_k=4, total_tokens=20), 64)
+
+    @jax.jit
+    def draft(weights: Weights, request: Request) -> Any:
+        state = speculate.start(weights, decode, request)
+        return speculate.draft_tree(weights, decode, request, state, None)
+
+    drafted = draft(weights, greedy_request([5, 6, 7, 8], limit=20))
+    assert set(np.array(drafted.tokens[0, 1:]).tolist()) <= set(vocabulary)
 
 
 def test_ids_off_by_one_are_noticed() -> None:
