@@ -5,8 +5,6 @@ import importlib.util
 import io
 import json
 import random
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -875,19 +873,3 @@ def test_overwrite_lets_a_report_be_replaced(tmp_path: Path) -> None:
     arguments = ["--target", "nowhere", "--output", str(tmp_path), "--overwrite"]
     assert refusal(main, *arguments).startswith("model folder nowhere does not exist")
     assert (tmp_path / "report.md").read_text() == "earlier"
-
-
-def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["-h"])
-    assert caught.value.code == 0
-    assert "    python -m infer.bench --config configs/demo/bench.yaml" in capsys.readouterr().out
-
-
-def test_as_a_command_bad_input_is_one_line_and_code_2() -> None:
-    command = [sys.executable, "-m", "infer.bench", "--target", "nowhere"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        "error: model folder nowhere does not exist; give a folder written by poss_jax\n"
-    )

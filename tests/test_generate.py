@@ -458,20 +458,3 @@ generate.cli()
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (130, "error: interrupted\n")
-
-
-def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["-h"])
-    assert caught.value.code == 0
-    printed = capsys.readouterr().out
-    assert '        --prompt "def read_lines(path):" --max-new-tokens 64\n' in printed
-
-
-def test_as_a_command_bad_input_is_one_line_and_code_2() -> None:
-    command = [sys.executable, "-m", "infer.generate", "--target", "nowhere", "--prompt", "x"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        "error: model folder nowhere does not exist; give a folder written by poss_jax\n"
-    )

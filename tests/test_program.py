@@ -2,14 +2,17 @@
 
 import errno
 import fnmatch
+import importlib
 import os
 import pwd
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -63,23 +66,26 @@ def test_bad_input_and_interruption_are_one_line_and_a_code(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert exit_code(error, monkeypatch) == code
+    assert exit_code(lambda: fail_with(error), monkeypatch) == code
     out, err = capsys.readouterr()
     assert out == "" and fnmatch.fnmatchcase(err, line) and err.count("\n") == bool(line)
     assert len(list(tmp_path.iterdir())) == (code == 70)
 
 
-def exit_code(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Ends a program with an error, without ending the tests."""
-
+def fail_with(error: BaseException) -> None:
     def fail() -> None:
         raise error
 
+    run_program(fail)
+
+
+def exit_code(program: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Lets a program end without ending the tests."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "as it is")
     monkeypatch.setattr("atexit.register", lambda *args: None)  # which would end the tests,
     monkeypatch.setattr("poss_jax.program.running._leave", sys.exit)  # as this would
     with pytest.raises(SystemExit) as caught:
-        run_program(fail)
+        program()
     return caught.value.code  # type: ignore[return-value]
 
 
@@ -88,7 +94,7 @@ def test_a_traceback_is_kept_with_what_a_report_needs(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["infer.generate", "--prompt", "caf\udce9"])
-    exit_code(ZeroDivisionError("by zero"), monkeypatch)
+    exit_code(lambda: fail_with(ZeroDivisionError("by zero")), monkeypatch)
     (path,) = tmp_path.iterdir()
     assert f"; the traceback is in {path}; " in capsys.readouterr().err
     text = path.read_text()
@@ -101,13 +107,65 @@ def test_a_traceback_that_cannot_be_kept_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    assert exit_code(ZeroDivisionError("by zero"), monkeypatch) == 70
+    assert exit_code(lambda: fail_with(ZeroDivisionError("by zero")), monkeypatch) == 70
     err = capsys.readouterr().err
     assert "Traceback (most recent call last):" in err
     assert err.splitlines()[-1] == (
         "error: unexpected: ZeroDivisionError: by zero; the traceback is above, since it could not "
         "be written to a file; please report it"
     )
+
+
+NOWHERE = "error: model folder nowhere does not exist; give a folder written by poss_jax\n"
+NO_FILE = "error: config nowhere.yaml: No such file or directory; give the path of a YAML file\n"
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # by other tests
+@pytest.mark.parametrize(
+    ("program", "arguments", "error"),
+    [
+        ("infer.generate", ["--target", "nowhere", "--prompt", "x"], NOWHERE),
+        ("infer.bench", ["--target", "nowhere"], NOWHERE),
+        ("infer.serve", ["--target", "nowhere", "--port", "0"], NOWHERE),
+        ("train.main", ["--config", "nowhere.yaml"], NO_FILE),
+    ],
+)
+def test_bad_input_of_a_program(
+    program: str,
+    arguments: list[str],
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    monkeypatch.setattr("signal.signal", lambda *args: None)
+    assert exit_code(lambda: runpy.run_module(program, run_name="__main__"), monkeypatch) == 2
+    assert capsys.readouterr() == ("", error)
+
+
+def test_as_a_command_bad_input_is_one_line_and_code_2() -> None:
+    command = [sys.executable, "-m", "infer.bench", "--target", "nowhere"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", NOWHERE)
+
+
+@pytest.mark.parametrize(
+    ("program", "lines"),
+    [
+        ("infer.generate", ['        --prompt "def read_lines(path):" --max-new-tokens 64\n']),
+        ("infer.bench", ["    python -m infer.bench --config configs/demo/bench.yaml"]),
+        ("infer.serve", ["--max-queue", "POSS_API_KEY"]),
+        ("train.main", ["    python -m train.main --config configs/demo/"]),
+    ],
+)
+def test_help_shows_the_examples(
+    program: str, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(program).main(["--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in lines)
 
 
 PIPED = """

@@ -212,21 +212,6 @@ def test_it_ends_when_decoding_fails(
     assert "decoding failed" in caplog.text and "no room for a program" in caplog.text
 
 
-def test_exit_code_of_wrong_input() -> None:
-    command = [sys.executable, "-m", "infer.serve", "--port", "0", "--target", "/nowhere"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--max-queue" in shown and "POSS_API_KEY" in shown
-
-
 @pytest.mark.skipif(
     len(getattr(os, "sched_getaffinity", lambda pid: ())(0)) < 2, reason="needs Linux and two cores"
 )

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -366,19 +365,3 @@ def test_changed_config_is_refused_and_touches_nothing(runs: Runs) -> None:
 )
 def test_bad_arguments(arguments: list[str], error: str) -> None:
     assert error in refusal(main, *arguments)
-
-
-def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["-h"])
-    assert caught.value.code == 0
-    assert "    python -m train.main --config configs/demo/" in capsys.readouterr().out
-
-
-def test_as_a_command_bad_input_is_one_line_and_code_2() -> None:
-    command = [sys.executable, "-m", "train.main", "--config", "nowhere.yaml"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        "error: config nowhere.yaml: No such file or directory; give the path of a YAML file\n"
-    )
