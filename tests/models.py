@@ -1,6 +1,6 @@
 """Tiny models with random weights: no scale is 1 and no bias 0, so that none can be left out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -8,11 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from poss_jax.checkpoint.record import TargetIdentity, new_record
 from poss_jax.config.models import DraftConfig, LlamaConfig
+from poss_jax.engine.engine import Engine
 from poss_jax.learn.recursion import DraftInputs, first_version, predict, take_specialist, unroll
 from poss_jax.model.families import init_draft
 from poss_jax.model.target import init_target, stack_layers
 from poss_jax.shapes import Array, Params
+
+IDENTITY = TargetIdentity(name="tiny", embedding_sha256="e", head_sha256="h")
 
 
 def tiny_llama(**changes: Any) -> LlamaConfig:
@@ -114,6 +118,31 @@ def unstacked(params: Params) -> Params:
     count = len(jax.tree.leaves(params[name])[0])
     take = [jax.tree.map(lambda leaf, i=i: leaf[i], params[name]) for i in range(count)]
     return params | {name: take}
+
+
+def make_engine(
+    llama: LlamaConfig,
+    target: Params,
+    config: DraftConfig | None = None,
+    draft: Params | None = None,
+    *,
+    vocabulary: Sequence[int] | None = None,
+    **options: Any,
+) -> Engine:
+    """An engine without a tokenizer; of a draft that is to be drawn, its shape is enough."""
+    engine = Engine(new_record(llama, IDENTITY, tokenizer_from=None), target, **options)
+    if config is None:
+        return engine
+    record = new_record(config, IDENTITY, tokenizer_from=None, draft_vocabulary=vocabulary)
+    return engine.with_draft(record, random_draft(config) if draft is None else draft)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Compares trees of arrays: their structure, types and every bit."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def random_tokens(config: LlamaConfig, *shape: int, seed: int = 2) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from models import assert_same
 
 from poss_jax.checkpoint.folder import describe_item, load_draft, load_target, write_model
 from poss_jax.checkpoint.record import (
@@ -82,13 +83,6 @@ def saved(tmp_path_factory) -> Path:
     save(folder / "target", TARGET, random_params(TARGET))
     save(folder / "draft", DRAFT, random_params(DRAFT))
     return folder
-
-
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def paths(shapes) -> dict[str, tuple[int, ...]]:

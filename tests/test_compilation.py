@@ -4,9 +4,8 @@ import time
 
 import jax
 import pytest
-from models import random_draft, random_target, tiny_llama
+from models import make_engine, random_target, tiny_llama
 
-from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
@@ -17,13 +16,8 @@ from poss_jax.engine.engine import Engine
 def engine() -> Engine:
     llama = tiny_llama(max_position_embeddings=512)
     config = DraftConfig(layer=llama, positions_per_specialist=(1, 2))
-    target = random_target(llama)
-    weights = target["embed"]["weight"], target["head"]["weight"]
-    identity = target_identity("tiny", None, *weights)
     tree = TreeConfig(depth=3, top_k=2, total_tokens=8)
-    engine = Engine(new_record(llama, identity, tokenizer_from=None), target, tree=tree)
-    draft = new_record(config, identity, tokenizer_from=None)
-    return engine.with_draft(draft, random_draft(config))
+    return make_engine(llama, random_target(llama), config, tree=tree)
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from models import random_draft, random_target, tiny_llama
+from models import make_engine, random_target, tiny_llama
 
 from infer import costs, phases, roofline
 from infer.costs import DEVICES, Cost, Device, Workload, cost_card
-from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode.state import DecodeConfig
 from poss_jax.engine.engine import Engine
@@ -154,11 +153,8 @@ def engine() -> Engine:
         vocab_size=512, hidden_size=128, intermediate_size=512, num_heads=4, head_dim=16
     )
     config = DraftConfig(layer=llama, positions_per_specialist=(2, 2))
-    target, draft = random_target(llama), random_draft(config)
-    identity = target_identity("tiny", None, *map(np.asarray, (target["embed"]["weight"],) * 2))
     tree = TreeConfig(depth=3, top_k=8, total_tokens=24)
-    engine = Engine(new_record(llama, identity, tokenizer_from=None), target, tree=tree)
-    return engine.with_draft(new_record(config, identity, tokenizer_from=None), draft)
+    return make_engine(llama, random_target(llama), config, tree=tree)
 
 
 def test_xla_counts_the_same(engine: Engine) -> None:

@@ -14,10 +14,9 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import random_draft, random_target, tiny_llama
+from models import make_engine, random_target, tiny_llama
 
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
-from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.decode.ranking import top_k
 from poss_jax.engine.device import least_bytes
@@ -44,24 +43,20 @@ EIGHT = MeshConfig(data=1, tensor=8)
 N = 12
 
 
-def make_engine(
+def random_engine(
     draft: DraftConfig, mesh: MeshConfig | None, *, kind: Any = None, vocabulary: Any = None
 ) -> Engine:
     """An engine with random weights; the target's layers are as the draft's."""
     llama = replace(draft.layer, num_layers=LLAMA.num_layers)
     target = random_target(llama)
-    identity = target_identity("tiny", None, target["embed"]["weight"], target["head"]["weight"])
     if kind is not None:
         target = quantise_target(target, kind)
-    record = new_record(llama, identity, tokenizer_from=None)
-    engine = Engine(record, target, tree=TREE, mesh=mesh)
-    record = new_record(draft, identity, tokenizer_from=None, draft_vocabulary=vocabulary)
-    return engine.with_draft(record, random_draft(draft))
+    return make_engine(llama, target, draft, vocabulary=vocabulary, tree=TREE, mesh=mesh)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return make_engine(POSS, EIGHT)
+    return random_engine(POSS, EIGHT)
 
 
 def moved(text: str) -> Iterator[tuple[str, int]]:
@@ -78,7 +73,7 @@ def moved(text: str) -> Iterator[tuple[str, int]]:
 
 
 def test_a_stream_on_eight_devices_is_that_of_one(engine: Engine) -> None:
-    plain = make_engine(POSS, None)
+    plain = random_engine(POSS, None)
     assert plain.mesh is None
     for one in (engine, plain):
         *_, last = one.stream(PROMPTS[0], max_new_tokens=N)
@@ -95,7 +90,7 @@ def test_a_mixed_batch_of_three_on_two_groups_of_four_is_that_of_one_device() ->
     call = {"max_new_tokens": N, "batch_size": 3, "sampling": MIXED}
     vocabulary = tuple(range(0, 256, 2))
     draft = {"kind": "int8", "vocabulary": vocabulary}
-    groups, one = (make_engine(E3, mesh, **draft) for mesh in (MeshConfig(tensor=4), None))
+    groups, one = (random_engine(E3, mesh, **draft) for mesh in (MeshConfig(tensor=4), None))
     answers = groups.generate(prompts, **call)
     assert answers == one.generate(prompts, **call)
     rounds = [len(answer.accepted_per_round) for answer in answers]
@@ -113,7 +108,7 @@ def test_a_mixed_batch_of_three_on_two_groups_of_four_is_that_of_one_device() ->
 def test_sampled_drafts_on_two_groups_of_four_write_the_texts_of_one_device() -> None:
     call = {"max_new_tokens": N, "batch_size": 3, "sampling": MIXED}
     answers = [
-        make_engine(POSS, mesh).with_tree(TREE, drafting="sampled").generate(PROMPTS, **call)
+        random_engine(POSS, mesh).with_tree(TREE, drafting="sampled").generate(PROMPTS, **call)
         for mesh in (MeshConfig(tensor=4), None)
     ]
     assert answers[0] == answers[1]
@@ -144,7 +139,7 @@ def test_weights_and_caches_are_held_in_parts(engine: Engine) -> None:
     for cache in (state.target_cache, state.draft.cache):
         assert cache.k[0].sharding.shard_shape(cache.k[0].shape) == (1, 1, config.rows, 8)
         assert cache.v[0].sharding.spec == P(None, "tensor")
-    one = make_engine(POSS, None)
+    one = random_engine(POSS, None)
     sizes = [
         least_bytes(e.weights, e.request([e.prepare([1], N)])[0], batch_size=1)
         for e in (engine, one)
@@ -153,7 +148,7 @@ def test_weights_and_caches_are_held_in_parts(engine: Engine) -> None:
 
 
 def test_a_quantised_weight_is_cut_with_its_scale() -> None:
-    weights = make_engine(POSS, EIGHT, kind="int8").weights.target["layers"][0]
+    weights = random_engine(POSS, EIGHT, kind="int8").weights.target["layers"][0]
     both, o = weights["mlp"]["gate_up"]["weight"], weights["attention"]["o"]["weight"]
     assert both.values.sharding.spec == P(None, "tensor", None)
     assert both.scale.sharding.spec == P(None, "tensor")

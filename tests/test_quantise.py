@@ -19,7 +19,15 @@ from convert_sources import (
     write_source,
 )
 from jax.sharding import PartitionSpec as P
-from models import random_draft, random_target, random_tokens, stacked, tiny_llama
+from models import (
+    assert_same,
+    make_engine,
+    random_draft,
+    random_target,
+    random_tokens,
+    stacked,
+    tiny_llama,
+)
 from oracle import Shape
 from programs import (
     DRAFT,
@@ -37,7 +45,7 @@ from infer.generate import main as generate_main
 from infer.measure import load_decoders
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.folder import check_quantisation, load_target, read_target, verify_model
-from poss_jax.checkpoint.record import new_record, read_record, target_identity
+from poss_jax.checkpoint.record import read_record
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.convert.__main__ import main as convert_main
@@ -84,13 +92,6 @@ def dequantised(params: Any) -> Any:
     """The float32 target that a quantised one stands for."""
     is_leaf = lambda leaf: isinstance(leaf, Quantised)  # noqa: E731
     return jax.tree.map(lambda x: dequantise(x) if is_leaf(x) else x, params, is_leaf=is_leaf)
-
-
-def assert_same(got: Any, want: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def test_no_weight_becomes_wider_than_the_activations(kind):
     shapes = {leaf.shape for leaf in jax.tree.leaves((target, draft)) if leaf.ndim == 2}
     shapes |= {shape[::-1] for shape in shapes}
     target = target if kind is None else quantise_target(target, kind)
-    engine = engine_of(target, llama, draft, config)
+    engine = make_engine(llama, target, config, draft, tree=TREE)
     sampling = [SAMPLED, SamplingConfig()]
     prompts = [engine.prepare([3, 4, 5], 8, one) for one in sampling]
     decode_config, request = engine.request(prompts, batch_size=2)
@@ -244,13 +245,6 @@ def test_no_weight_becomes_wider_than_the_activations(kind):
     found = [(before, after) for shape, before, after in converted(program) if shape in shapes]
     assert {after for _, after in found} <= {jnp.dtype("bfloat16")}
     assert bool(found) == (kind is not None)
-
-
-def engine_of(target: Any, llama: Any, draft: Any, config: DraftConfig) -> Engine:
-    identity = target_identity("tiny", None, np.zeros(1), np.zeros(1))
-    record = new_record(llama, identity, tokenizer_from=None)
-    engine = Engine(record, target, tree=TREE)
-    return engine.with_draft(new_record(config, identity, tokenizer_from=None), draft)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -292,7 +286,7 @@ def test_eagle3_drafts_read_the_layers_of_a_quantised_target():
     config = DraftConfig(layer=layer, family="eagle3", aux_layers=(0, 1, 2), kv="shared")
     target = quantise_target(random_target(llama), "int8")
     tree = TreeConfig(depth=2, top_k=2, total_tokens=5)
-    engine = engine_of(target, llama, random_draft(config), config).with_tree(tree)
+    engine = make_engine(llama, target, config, tree=tree)
     alone = engine.with_tree({1: None})
     want, got = (one.generate([[3, 4, 5]], max_new_tokens=16) for one in (alone, engine))
     assert got[0].output_ids == want[0].output_ids

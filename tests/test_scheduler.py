@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import certain_pair, tiny_llama
+from models import certain_pair, make_engine, tiny_llama
 
-from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
@@ -44,21 +43,18 @@ LLAMA = tiny_llama(max_position_embeddings=400)
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
 
 
-def draw_target(seed: int) -> Params:
-    return certain_pair(LLAMA, DRAFT, sharpness=1.5, disorder=0.3, seed=seed)[0]
+def draw_pair(seed: int) -> tuple[Params, Params]:
+    return certain_pair(LLAMA, DRAFT, sharpness=1.5, disorder=0.3, seed=seed)
 
 
-def make_engine(seed: int = 0) -> Engine:
-    target, draft = certain_pair(LLAMA, DRAFT, sharpness=1.5, disorder=0.3, seed=seed)
-    weights = target["embed"]["weight"], target["head"]["weight"]
-    identity = target_identity("tiny", None, *weights)
-    engine = Engine(new_record(LLAMA, identity, tokenizer_from=None), target, tree=TREES)
-    return engine.with_draft(new_record(DRAFT, identity, tokenizer_from=None), draft)
+def draw_engine(seed: int = 0) -> Engine:
+    target, draft = draw_pair(seed)
+    return make_engine(LLAMA, target, DRAFT, draft, tree=TREES)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return make_engine()
+    return draw_engine()
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +220,7 @@ def test_logprobs_are_those_of_a_forward(engine: Engine, warm: Scheduler):
     ids = prompt.ids + answer.output_ids
     config = engine.target_config
     # The engine's own weights are fused; a fresh target has the same values as matrices.
-    target = draw_target(seed=0)
+    target = draw_pair(seed=0)[0]
     target = target | {"layers": stack_layers(target["layers"])}
     features = encode(target, config, jnp.asarray([ids]))
     logits = features[0, len(prompt.ids) - 1 : -1] @ target["head"]["weight"].T
@@ -461,11 +457,11 @@ def test_requests_that_are_submitted_together_are_taken_or_refused_together(
 
 
 def test_other_weights_after_what_runs_has_ended(engine: Engine, warm: Scheduler):
-    expected, other = engine.with_tree(TREES), make_engine(seed=4)
+    expected, other = engine.with_tree(TREES), draw_engine(seed=4)
     prompt = engine.prepare([1, 2, 3], 40)
     before = warm.submit(prompt)
     first = next(iter(before)).output_ids
-    warm.update_weights(draw_target(seed=4))
+    warm.update_weights(draw_pair(seed=4)[0])
     compiled = warm.stats.compilations  # fusing layers took some
     try:
         after = warm.submit(prompt)
@@ -476,5 +472,5 @@ def test_other_weights_after_what_runs_has_ended(engine: Engine, warm: Scheduler
         with pytest.raises(UserError):
             warm.update_weights({})
     finally:
-        warm.update_weights(draw_target(seed=0))
+        warm.update_weights(draw_pair(seed=0)[0])
     assert [*warm.submit(prompt)][-1].answer.output_ids == alone(expected, prompt).output_ids

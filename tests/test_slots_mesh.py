@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_mesh import E3, EIGHT, POSS, SAMPLED, TREE, make_engine
+from test_mesh import E3, EIGHT, POSS, SAMPLED, TREE, random_engine
 
 from infer import serve
 from poss_jax import Engine, SamplingConfig, UserError
@@ -64,8 +64,8 @@ def test_eight_devices_serve_the_texts_of_one_and_compile_nothing(
     draft: DraftConfig, vocabulary: Any
 ) -> None:
     """Two key heads do not divide among eight devices."""
-    engine = make_engine(draft, EIGHT, vocabulary=vocabulary)
-    alone = make_engine(draft, None, vocabulary=vocabulary)
+    engine = random_engine(draft, EIGHT, vocabulary=vocabulary)
+    alone = random_engine(draft, None, vocabulary=vocabulary)
     scheduler = Scheduler(Slots(engine, sizes=(1, 4), max_length=128))
     try:
         scheduler.warm_up()
@@ -77,13 +77,13 @@ def test_eight_devices_serve_the_texts_of_one_and_compile_nothing(
 
 
 def test_slots_are_made_in_parts() -> None:
-    slots = Slots(make_engine(POSS, EIGHT), sizes=(2,), max_length=128)
+    slots = Slots(random_engine(POSS, EIGHT), sizes=(2,), max_length=128)
     cache = slots._state.target_cache.k[0]
     assert cache.sharding.shard_shape(cache.shape) == (2, 1, cache.shape[2], 8)
 
 
 def test_groups_that_split_the_batch_are_refused() -> None:
-    engine = make_engine(POSS, MeshConfig(data=2, tensor=4))
+    engine = random_engine(POSS, MeshConfig(data=2, tensor=4))
     with pytest.raises(UserError, match=r"^mesh\.data 2: a server takes one group of devices; .*$"):
         Slots(engine, sizes=(1,))
 
@@ -126,7 +126,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 def test_a_follower_holds_the_texts_of_the_leader(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(POSS, None)
+    engine = random_engine(POSS, None)
     ours, theirs = (Slots(engine, sizes=(1, 4), max_length=128) for _ in range(2))
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
@@ -147,7 +147,7 @@ def test_a_follower_holds_the_texts_of_the_leader(
 def test_followers_are_dismissed_when_the_scheduler_fails(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = Slots(make_engine(POSS, None), sizes=(1,), max_length=128)
+    slots = Slots(random_engine(POSS, None), sizes=(1,), max_length=128)
     monkeypatch.setattr(slots, "begin", lambda prompt: 1 / 0)
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)

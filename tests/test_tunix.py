@@ -11,10 +11,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from models import random_draft, random_target, stacked, tiny_llama
+from models import make_engine, random_draft, random_target, stacked, tiny_llama
 
 from poss_jax import Engine, TreeConfig, UserError
-from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.model.target import encode
 
@@ -35,7 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of tunix
 
 LLAMA = tiny_llama(vocab_size=64, max_position_embeddings=128)
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
-IDENTITY = target_identity("tiny", None, jnp.ones(1), jnp.ones(1))
 PROMPTS = ["hello", "wor", "a longer prompt", "hello", "x"]
 CONFIG = RolloutConfig(max_tokens_to_generate=16, max_prompt_length=8, temperature=1.0)
 PAD, BOS, EOS = 0, 1, 2
@@ -91,19 +89,15 @@ def make_policy(seed: int = 0, **changes: Any) -> llama3.Llama3:
     return model
 
 
-def make_engine(*, draft_seed: int | None = 1, mesh: MeshConfig | None = None) -> Engine:
-    record = new_record(LLAMA, IDENTITY, tokenizer_from=None)
+def loaded_engine(*, draft_seed: int | None = 1, mesh: MeshConfig | None = None) -> Engine:
     target = jax.device_put(random_target(LLAMA), jax.devices()[0])  # as a loaded one lies
     tree = TreeConfig(depth=3, top_k=2, total_tokens=8)
-    engine = Engine(record, target, tree=tree, mesh=mesh)
-    if draft_seed is None:
-        return engine
-    draft = random_draft(DRAFT, draft_seed)
-    return engine.with_draft(new_record(DRAFT, IDENTITY, tokenizer_from=None), draft)
+    drafted = () if draft_seed is None else (DRAFT, random_draft(DRAFT, draft_seed))
+    return make_engine(LLAMA, target, *drafted, tree=tree, mesh=mesh)
 
 
 def make_rollout(policy: llama3.Llama3, **options: Any) -> PossRollout:
-    tokenizer, engine = TokenizerAdapter(Letters()), make_engine(**options)
+    tokenizer, engine = TokenizerAdapter(Letters()), loaded_engine(**options)
     return PossRollout(policy, tokenizer, engine=engine, batch_size=2, mesh=None)
 
 
@@ -180,7 +174,7 @@ def test_adapters_and_other_shapes_are_refused():
 
 
 def test_a_learner_of_tunix_trains_with_it():
-    engine = make_engine()
+    engine = loaded_engine()
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     training = rl_cluster.RLTrainingConfig(
         actor_optimizer=optax.sgd(0.5),

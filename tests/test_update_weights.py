@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from models import random_draft, random_target, tiny_llama
+from models import make_engine, random_target, tiny_llama
 
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
-from poss_jax.checkpoint.record import new_record, target_identity
-from poss_jax.config.models import DraftConfig, LlamaConfig, MeshConfig
+from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.model.quantise import quantise_target
 from poss_jax.shapes import Params
 
@@ -21,17 +20,6 @@ EAGLE3 = DraftConfig(layer=LLAMA, family="eagle3", aux_layers=(0, 1), kv="shared
 TREE = TreeConfig(depth=3, top_k=2, total_tokens=8)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 SAMPLING = [SamplingConfig(temperature=1, seed=3), SamplingConfig()]
-IDENTITY = target_identity("tiny", None, jnp.ones(1), jnp.ones(1))
-
-
-def make_engine(target: Params, llama: LlamaConfig = LLAMA, *, mesh: Any = None) -> Engine:
-    record = new_record(llama, IDENTITY, tokenizer_from=None)
-    return Engine(record, target, tree=TREE, mesh=mesh)
-
-
-def with_draft(engine: Engine, draft: DraftConfig, vocabulary: Any = None) -> Engine:
-    record = new_record(draft, IDENTITY, tokenizer_from=None, draft_vocabulary=vocabulary)
-    return engine.with_draft(record, random_draft(draft))
 
 
 def answers(engine: Engine) -> list[Any]:
@@ -66,8 +54,8 @@ def test_an_updated_engine_is_one_that_was_made_of_the_new_weights(draft, vocabu
     llama = replace(LLAMA, tie_embeddings=tied)
 
     def make(seed: int) -> Engine:
-        engine = make_engine(random_target(llama, seed), llama)
-        return engine if draft is None else with_draft(engine, draft, vocabulary)
+        target = random_target(llama, seed)
+        return make_engine(llama, target, draft, vocabulary=vocabulary, tree=TREE)
 
     engine, wanted = make(seed=0), make(seed=7)
     old = answers(engine)
@@ -82,7 +70,7 @@ def assert_equal(a: jax.Array, b: jax.Array) -> None:
 
 
 def test_an_update_compiles_nothing(compilations):
-    engine = with_draft(make_engine(random_target(LLAMA)), EAGLE)
+    engine = make_engine(LLAMA, random_target(LLAMA), EAGLE, tree=TREE)
     answers(engine)
     new = random_target(LLAMA, seed=7)
     compilations.clear()
@@ -92,7 +80,7 @@ def test_an_update_compiles_nothing(compilations):
 
 
 def test_an_update_with_arrays_bound_to_a_device_compiles_no_round(compilations):
-    engine = with_draft(make_engine(random_target(LLAMA)), EAGLE)
+    engine = make_engine(LLAMA, random_target(LLAMA), EAGLE, tree=TREE)
     answers(engine)
     engine.update_weights(jax.device_put(random_target(LLAMA, seed=7), jax.devices()[0]))
     compilations.clear()
@@ -103,7 +91,8 @@ def test_an_update_with_arrays_bound_to_a_device_compiles_no_round(compilations)
 @pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, tensor=4)])
 def test_an_update_goes_to_the_devices_of_the_old_weights(compilations, mesh):
     first, last = jax.devices()[0], jax.devices()[-1]
-    engine = with_draft(make_engine(jax.device_put(random_target(LLAMA), first), mesh=mesh), EAGLE)
+    target = jax.device_put(random_target(LLAMA), first)
+    engine = make_engine(LLAMA, target, EAGLE, tree=TREE, mesh=mesh)
     old = answers(engine)
     places = [leaf.sharding for leaf in jax.tree.leaves(engine.weights)]
     engine.update_weights(jax.device_put(random_target(LLAMA, seed=7), last))
@@ -115,7 +104,7 @@ def test_an_update_goes_to_the_devices_of_the_old_weights(compilations, mesh):
 
 def test_an_engine_of_the_same_target_and_a_running_stream_keep_it():
     target = random_target(LLAMA)
-    engine = with_draft(make_engine(target), EAGLE)
+    engine = make_engine(LLAMA, target, EAGLE, tree=TREE)
     other = engine.with_tree(TREE)
     wanted = answers(engine)[0]
     stream = engine.stream(PROMPTS[0], max_new_tokens=12, sampling=SAMPLING[0])
@@ -150,7 +139,7 @@ def narrower(params: Params) -> Params:
     ],
 )
 def test_other_parameters_are_refused_and_change_nothing(change, message):
-    engine = make_engine(random_target(LLAMA))
+    engine = make_engine(LLAMA, random_target(LLAMA), tree=TREE)
     weights = engine.weights
     with pytest.raises(UserError, match=message) as refused:
         engine.update_weights(change(random_target(LLAMA, seed=7)))
@@ -159,6 +148,6 @@ def test_other_parameters_are_refused_and_change_nothing(change, message):
 
 
 def test_a_quantised_target_is_refused():
-    engine = make_engine(quantise_target(random_target(LLAMA), "int8"))
+    engine = make_engine(LLAMA, quantise_target(random_target(LLAMA), "int8"))
     with pytest.raises(UserError, match="want a target that is not quantised; load it without"):
         engine.update_weights(random_target(LLAMA))
