@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import (
-    Runs,
-    copy_model,
-    generate,
-    refusal,
-    write_config,
-    write_lines,
-)
+from programs import Runs, copy_model, generate, refusal, write_config, write_lines
 
 from infer import bench as program
 from infer import page as page_module

@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from poss_jax.model import cache as caches
-from poss_jax.model.cache import (
-    KVCache,
-    Rows,
-    attend_cached,
-    commit_rows,
-    take_rows,
-    write_rows,
-)
+from poss_jax.model.cache import KVCache, Rows, attend_cached, commit_rows, take_rows, write_rows
 from poss_jax.model.layers import attend
 
 

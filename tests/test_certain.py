@@ -15,14 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from models import (
-    certain_pair,
-    random_draft,
-    random_target,
-    stacked,
-    tiny_llama,
-    unstacked,
-)
+from models import certain_pair, random_draft, random_target, stacked, tiny_llama, unstacked
 from toy import check_round, draw_world
 from watch import Watch
 

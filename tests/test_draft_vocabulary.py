@@ -12,16 +12,7 @@ import pytest
 from golden import METHODS, METHODS_E3, Golden, load_golden
 from models import random_draft, random_target, tiny_llama
 from oracle import Shape, greedy_request
-from programs import (
-    DRAFT,
-    TARGET,
-    Runs,
-    config_file,
-    generate,
-    refusal,
-    summary,
-    write_lines,
-)
+from programs import DRAFT, TARGET, Runs, config_file, generate, refusal, summary, write_lines
 
 from infer.bench import main as bench
 from infer.generate import main as generate_main

@@ -7,14 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convert_sources import (
-    convert_tiny,
-    draft_tensors,
-    draw,
-    run,
-    target_tensors,
-    write_source,
-)
+from convert_sources import convert_tiny, draft_tensors, draw, run, target_tensors, write_source
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 from test_config_json import LLAMA, TARGETS

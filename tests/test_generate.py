@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import (
-    NUM_NEW,
-    Runs,
-    copy_model,
-    generate,
-    refusal,
-    summary,
-    write_lines,
-)
+from programs import NUM_NEW, Runs, copy_model, generate, refusal, summary, write_lines
 
 from infer.generate import main
 from poss_jax.checkpoint.record import read_record

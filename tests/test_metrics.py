@@ -2,10 +2,7 @@
 
 import pytest
 
-from poss_jax.decode.metrics import (
-    distinct_ngram_share,
-    mean_acceptance_length,
-)
+from poss_jax.decode.metrics import distinct_ngram_share, mean_acceptance_length
 
 
 def test_acceptance_lengths():

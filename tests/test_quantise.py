@@ -10,14 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convert_sources import (
-    PHI3,
-    draft_tensors,
-    fuse,
-    run,
-    target_tensors,
-    write_source,
-)
+from convert_sources import PHI3, draft_tensors, fuse, run, target_tensors, write_source
 from jax.sharding import PartitionSpec as P
 from models import (
     assert_same,
@@ -29,16 +22,7 @@ from models import (
     tiny_llama,
 )
 from oracle import Shape
-from programs import (
-    DRAFT,
-    Runs,
-    config_file,
-    copy_model,
-    generate,
-    refusal,
-    summary,
-    write_lines,
-)
+from programs import DRAFT, Runs, config_file, copy_model, generate, refusal, summary, write_lines
 
 from benchmarks import quantised as quantised_benchmark
 from infer.generate import main as generate_main

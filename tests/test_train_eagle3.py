@@ -10,16 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
-from programs import (
-    DRAFT,
-    Runs,
-    config_file,
-    generate,
-    metrics,
-    refusal,
-    weights,
-    write_lines,
-)
+from programs import DRAFT, Runs, config_file, generate, metrics, refusal, weights, write_lines
 
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.models import DraftConfig
