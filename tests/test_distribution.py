@@ -158,6 +158,6 @@ def raw_bonus(request, state, tree, logits, noise, *, original):
 def test_a_planted_bias_is_found(name, function, mistake, monkeypatch):
     original = getattr(speculate, function)
     monkeypatch.setattr(speculate, function, partial(mistake, original=original))
-    texts = sample(name)
-    assert (texts != expected())[:BATCH].any()
+    texts = sample(name, 60_000)  # where a bias is found, more would show it all the more
+    assert (texts[:BATCH] != expected()[:BATCH]).any()
     assert find_bias(texts) == ["chi-square", "total variation"]
