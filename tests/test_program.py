@@ -139,6 +139,7 @@ def test_bad_input_of_a_program(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program, *arguments])
     monkeypatch.setattr("signal.signal", lambda *args: None)
+    monkeypatch.setattr("logging.Logger.setLevel", lambda *args: None)  # would outlast the test
     assert exit_code(lambda: runpy.run_module(program, run_name="__main__"), monkeypatch) == 2
     assert capsys.readouterr() == ("", error)
 
