@@ -18,7 +18,7 @@ from golden import ROOT_E3
 from programs import Runs, write_lines
 
 from poss_jax.config.models import TreeConfig
-from poss_jax.convert.plan import PUBLISHED
+from poss_jax.convert.published import PUBLISHED
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]

@@ -8,6 +8,7 @@ eagle3.py      EAGLE-3: its signs and its reader
 hf.py          config.json of Hugging Face and of the original code -> our configs
 rope.py        its rope settings, read and written
 names.py       PyTorch key <-> our item and path
+published.py   drafts on the Hub, and the positions of a draft's specialists
 plan.py        what a conversion writes: targets, drafts, and PosS starts from trained drafts
 export.py      a model folder as a PyTorch checkpoint
 layouts.py     the layouts that drafts are written in

@@ -29,7 +29,8 @@ from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.convert.export import FORMS, plan_export, write_export
 from poss_jax.convert.inspection import inspect
-from poss_jax.convert.plan import Conversion, Row, plan_draft, plan_specialists, plan_target
+from poss_jax.convert.plan import Conversion, plan_draft, plan_specialists, plan_target
+from poss_jax.convert.reading import Row
 from poss_jax.model.parameters import count_parameters
 from poss_jax.model.quantise import KINDS
 from poss_jax.program.running import Parser, run_program

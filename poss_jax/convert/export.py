@@ -25,7 +25,7 @@ from poss_jax.convert.config_json import target_config_json
 from poss_jax.convert.eagle3_layouts import EAGLE3_LAYOUTS
 from poss_jax.convert.layouts import EAGLE_LAYOUTS, Layout, Outgoing
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, fused_name
-from poss_jax.convert.plan import Row
+from poss_jax.convert.reading import Row
 from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
 
 LAYOUTS = (*EAGLE_LAYOUTS, *EAGLE3_LAYOUTS)

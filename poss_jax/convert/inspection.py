@@ -13,8 +13,8 @@ from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.convert.formats import read_checkpoint
-from poss_jax.convert.plan import PUBLISHED, Row, find_published, place_specialists
-from poss_jax.convert.reading import Reading
+from poss_jax.convert.published import PUBLISHED, find_published, place_specialists
+from poss_jax.convert.reading import Reading, Row, list_counts
 from poss_jax.convert.signs import model_names
 from poss_jax.convert.source import Source, cut_tensors, open_source
 from poss_jax.model.parameters import flatten_item
@@ -131,9 +131,8 @@ def _describe_draft(found: Inspection, reading: Reading, config: DraftConfig) ->
     found.assumed = reading.assumed
     try:
         placed = place_specialists(reading)
-        assert isinstance(placed.config, DraftConfig)
-        found.method, found.assumed = placed.config.method, placed.assumed
-        found.add("holds", _show_draft(placed.config))
+        found.method, found.assumed = placed.draft.method, placed.assumed
+        found.add("holds", _show_draft(placed.draft))
     except UserError as error:
         found.needs = str(error)
         found.add("holds", f"a PosS draft of {config.num_specialists} specialists")
@@ -211,13 +210,13 @@ def _describe_record(found: Inspection, record: ModelRecord) -> None:
 
 
 def _show_draft(config: DraftConfig) -> str:
-    spans = ",".join(map(str, config.positions_per_specialist))
     number = config.num_specialists
     what = "1 specialist" if number == 1 else f"{number} specialists"
     article = "an" if config.method[0] in "aeiou" else "a"
     return (
-        f"{article} {config.method} draft of {what}, positions per specialist {spans}, trained "
-        f"depth {config.trained_depth}, fc {'with' if config.fc_bias else 'without'} bias"
+        f"{article} {config.method} draft of {what}, positions per specialist "
+        f"{list_counts(config.positions_per_specialist)}, trained depth {config.trained_depth}, "
+        f"fc {'with' if config.fc_bias else 'without'} bias"
         + "".join(f", {field} {value}" for field, value in config.other_norms.items())
     )
 

@@ -1,12 +1,10 @@
 """A conversion that is checked and ready: the model to write, and the stream of its items."""
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -21,15 +19,15 @@ from poss_jax.checkpoint.record import (
     target_identity,
 )
 from poss_jax.checkpoint.sums import hash_values
-from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
+from poss_jax.config.models import DraftConfig, Quantisation
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, change_config
 from poss_jax.convert.eagle3 import UNPLACED
 from poss_jax.convert.formats import read_checkpoint
-from poss_jax.convert.hf import DraftMetadata
 from poss_jax.convert.names import HEAD, source_key
-from poss_jax.convert.reading import Reading
-from poss_jax.convert.source import LazyTensor, Source, cut_tensors, open_source
+from poss_jax.convert.published import place_specialists
+from poss_jax.convert.reading import Reading, Row, list_counts
+from poss_jax.convert.source import LazyTensor, cut_tensors, open_source
 from poss_jax.model.families.eagle3 import default_aux_layers
 from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.model.quantise import is_quantisable, quantise_items
@@ -45,22 +43,6 @@ _WORDS = {"embed": "embedding", "head": "head"}
 _CHUNK = 1 << 22
 
 _LOG = logging.getLogger(__name__)
-
-
-class Row(NamedTuple):
-    """One line of the table that a conversion prints.
-
-    Attributes:
-      key: name in the source.
-      path: our path, or the reason why the tensor is not stored.
-      shape: shape in the source and in our format alike.
-      dtype: type that is stored; that of the source for what is not stored.
-    """
-
-    key: str
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -111,8 +93,7 @@ def plan_target(
       UserError: anything in the source that is unknown or does not fit its config.
     """
     reading = read_checkpoint(open_source(source, revision), "target")
-    config, opened, tensors = reading.config, reading.source, reading.source.tensors
-    assert isinstance(config, LlamaConfig)
+    config, opened, tensors = reading.llama, reading.source, reading.source.tensors
     embedding = tensors[_EMBED].read()
     head = embedding if config.tie_embeddings else tensors[HEAD].read()
     if config.tie_embeddings and HEAD in tensors and (embedding != tensors[HEAD].read()).any():
@@ -152,12 +133,9 @@ def plan_draft(
     target_record = read_record(target)
     reading = read_checkpoint(open_source(source, revision), "draft")
     reading = place_specialists(reading, positions_per_specialist, trained_depth)
-    config = reading.config
-    assert isinstance(config, DraftConfig)
-    check_fit(f"draft {reading.source.folder}", config.layer, target_record)
+    check_fit(f"draft {reading.source.folder}", reading.draft.layer, target_record)
     reading = _place_aux_layers(reading, target_record.llama.num_layers)
-    config = reading.config
-    assert isinstance(config, DraftConfig)
+    config = reading.draft
     dropped = {**reading.dropped, **_compare_copies(reading, target, target_record)}
     vocabulary = reading.read_vocabulary()
     if vocabulary is None and reading.metadata:
@@ -234,17 +212,17 @@ def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
     Raises:
       UserError: the target has no such layers.
     """
-    assert isinstance(reading.config, DraftConfig)
-    layers, assumed = reading.config.aux_layers, reading.assumed
+    layers, assumed = reading.draft.aux_layers, reading.assumed
     if layers == UNPLACED:
         layers = default_aux_layers(num_layers)
-        assumed = (*assumed, f"inputs of the target's layers {_list(layers)}, as EAGLE-3 has them")
+        listed = list_counts(layers)
+        assumed = (*assumed, f"inputs of the target's layers {listed}, as EAGLE-3 has them")
     if layers and (max(layers) >= num_layers or sorted({*layers}) != list(layers)):
         raise UserError(
             f"{reading.source.folder}: want inputs of different layers of the target, in order, "
-            f"got {_list(layers)} of {num_layers}; give the target it was trained for"
+            f"got {list_counts(layers)} of {num_layers}; give the target it was trained for"
         )
-    return replace(reading, config=replace(reading.config, aux_layers=layers), assumed=assumed)
+    return replace(reading, config=replace(reading.draft, aux_layers=layers), assumed=assumed)
 
 
 def _compare_copies(reading: Reading, target: AnyPath, record: ModelRecord) -> dict[str, str]:
@@ -331,143 +309,3 @@ def _rounds_to(wide: np.ndarray, narrow: np.ndarray) -> bool:
     parts = ((wide[i : i + _CHUNK], narrow[i : i + _CHUNK]) for i in starts)
     with np.errstate(over="ignore"):
         return all(np.array_equal(a.astype(b.dtype), b) for a, b in parts)
-
-
-# --------------------------------------------------------------------------------------------------
-# Positions of a draft's specialists, which only our own exports state
-
-
-class Published(NamedTuple):
-    """A draft on the Hub.
-
-    Attributes:
-      target: Hub id of the target it was trained for.
-      positions_per_specialist: see `DraftConfig`.
-      trained_depth: see `DraftConfig`.
-    """
-
-    target: str
-    positions_per_specialist: tuple[int, ...] = (1,)
-    trained_depth: int = 1
-
-
-_LLAMA3 = "meta-llama/Meta-Llama-3-8B-Instruct"
-_LLAMA31 = "meta-llama/Llama-3.1-8B-Instruct"
-_LLAMA2 = "meta-llama/Llama-2-13b-chat-hf"
-
-PUBLISHED = {
-    "HINT-lab/PosS1-Llama3-8B-Instruct": Published(_LLAMA3, (1,) * 7, 7),
-    "HINT-lab/PosS2-Llama3-8B-Instruct": Published(_LLAMA3, (2,) * 4, 8),
-    "HINT-lab/PosS3-Llama3-8B-Instruct": Published(_LLAMA3, (3,) * 4, 12),
-    "HINT-lab/PosS1-Llama2-13B-Chat": Published(_LLAMA2, (1,) * 6, 6),
-    "HINT-lab/PosS2-Llama2-13B-Chat": Published(_LLAMA2, (2,) * 3, 6),
-    "HINT-lab/PosS3-Llama2-13B-Chat": Published(_LLAMA2, (3,) * 2, 6),
-    "HINT-lab/HASS-Llama3-8B-Instruct-Reproduce": Published(_LLAMA3, trained_depth=3),
-    "HArmonizedSS/HASS-LLaMA2-Chat-13B": Published(_LLAMA2, trained_depth=3),
-    "HINT-lab/EAGLE-Llama3-8B-Instruct-Reproduce": Published(_LLAMA3),
-    "HINT-lab/PosS3-E3-Llama3.1-8B-Instruct": Published(_LLAMA31, (3, 3, 2), 8),
-    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Published(_LLAMA31, trained_depth=7),
-    "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": Published(
-        "meta-llama/Llama-3.3-70B-Instruct", trained_depth=7
-    ),
-    "yuhuili/EAGLE3-Vicuna1.3-13B": Published("lmsys/vicuna-13b-v1.3", trained_depth=7),
-    "yuhuili/EAGLE-LLaMA3-Instruct-8B": Published(_LLAMA3),
-    "yuhuili/EAGLE-LLaMA3-Instruct-70B": Published("meta-llama/Meta-Llama-3-70B-Instruct"),
-    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": Published(_LLAMA31),
-    "yuhuili/EAGLE-llama2-chat-7B": Published("meta-llama/Llama-2-7b-chat-hf"),
-    "yuhuili/EAGLE-llama2-chat-13B": Published(_LLAMA2),
-    "yuhuili/EAGLE-llama2-chat-70B": Published("meta-llama/Llama-2-70b-chat-hf"),
-    "yuhuili/EAGLE-Vicuna-7B-v1.3": Published("lmsys/vicuna-7b-v1.3"),
-    "yuhuili/EAGLE-Vicuna-13B-v1.3": Published("lmsys/vicuna-13b-v1.3"),
-    "yuhuili/EAGLE-Vicuna-33B-v1.3": Published("lmsys/vicuna-33b-v1.3"),
-}
-
-# Name that huggingface_hub gives the folder of a repository in its cache.
-_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
-
-
-def find_published(source: Source) -> tuple[str, str] | None:
-    """Finds a published draft by its Hub id, its folder in the Hub's cache, or its folder's name.
-
-    Returns:
-      Hub id (a key of `PUBLISHED`), and what told it; None for anything else.
-    """
-    if source.revision and source.name in PUBLISHED:
-        return source.name, "its id on the Hub"
-    for part in source.folder.absolute().parts:
-        match = _CACHED.fullmatch(part)
-        if match and f"{match[1]}/{match[2]}" in PUBLISHED:
-            return f"{match[1]}/{match[2]}", "its folder in the Hub's cache"
-    for hub_id in PUBLISHED:
-        if Path(hub_id).name == source.name and not source.revision:
-            return hub_id, f"its folder's name {source.name}"
-    return None
-
-
-def place_specialists(
-    reading: Reading,
-    positions_per_specialist: tuple[int, ...] | None = None,
-    trained_depth: int | None = None,
-) -> Reading:
-    """Gives a draft's config its positions per specialist and trained depth.
-
-    Args:
-      reading: a draft as it was read.
-      positions_per_specialist: what the user says; None takes what an export of ours says, what is
-        known of a published draft, or 1 for a single specialist.
-      trained_depth: what the user says; None takes what is known, or the sum of the spans.
-
-    Raises:
-      UserError: the positions are not known, or are those of another number of specialists.
-    """
-    assert isinstance(reading.config, DraftConfig)
-    number, assumed = reading.config.num_specialists, list(reading.assumed)
-    known, because = _known(reading)
-    alone = (1,) if number == 1 else None
-    spans = positions_per_specialist or (known.positions_per_specialist if known else alone)
-    if spans is None or len(spans) != number:
-        got = " and does not say which positions each drafts"
-        if spans is not None:
-            got = f", got {len(spans)} positions per specialist"
-        raise UserError(
-            f"{reading.source.folder} has {number} specialists{got}; give {number} counts, such as "
-            f"--positions-per-specialist {_list((3,) * number)}"
-        )
-    if known and spans != known.positions_per_specialist:
-        assumed.append(f"{_list(spans)} positions per specialist as asked, although {because}")
-        known = None
-    elif isinstance(known, Published):
-        assumed.append(f"{_list(spans)} positions per specialist, because {because}")
-    if trained_depth is None:
-        if known:
-            trained_depth, why = known.trained_depth, because
-        elif number == 1:
-            trained_depth, why = 1, "a single layer does not say; give --trained-depth (HASS: 3)"
-        else:
-            trained_depth, why = sum(spans), "the positions per specialist add up to it"
-        if not isinstance(known, DraftMetadata):
-            assumed.append(f"trained depth {trained_depth}, because {why}")
-    config = change_config(
-        reading.config,
-        origin=str(reading.source.folder),
-        positions_per_specialist=spans,
-        trained_depth=trained_depth,
-    )
-    return replace(reading, config=config, assumed=tuple(assumed))
-
-
-def _known(reading: Reading) -> tuple[DraftMetadata | Published | None, str]:
-    """Finds what is known without asking the user, and says how."""
-    if reading.metadata is not None:
-        known, says = reading.metadata, "config.json says"
-    elif (found := find_published(reading.source)) is not None:
-        hub_id, told_by = found
-        known, says = PUBLISHED[hub_id], f"{told_by} is that of {hub_id}, published with"
-    else:
-        return None, ""
-    spans = _list(known.positions_per_specialist)
-    return known, f"{says} {spans}, trained depth {known.trained_depth}"
-
-
-def _list(counts: tuple[int, ...]) -> str:
-    return ",".join(map(str, counts))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError
@@ -20,7 +21,7 @@ class Reading:
     Attributes:
       source: files it was read from.
       config: shape of the model; in that of a draft every specialist has one position for now,
-        see `plan.place_specialists`.
+        see `place_specialists`.
       slots: place in our format, by key.
       dropped: reason why a key is known and not stored, by key.
       copies: item of the target that a key of a draft must equal, by key.
@@ -37,6 +38,34 @@ class Reading:
     assumed: tuple[str, ...] = ()
     metadata: DraftMetadata | None = None
     read_vocabulary: Callable[[], tuple[int, ...] | None] = lambda: None
+
+    @property
+    def llama(self) -> LlamaConfig:
+        """The config of a target."""
+        assert isinstance(self.config, LlamaConfig)
+        return self.config
+
+    @property
+    def draft(self) -> DraftConfig:
+        """The config of a draft."""
+        assert isinstance(self.config, DraftConfig)
+        return self.config
+
+
+class Row(NamedTuple):
+    """One line of the table of what goes where.
+
+    Attributes:
+      key: name in the source.
+      path: our path, or the reason why the tensor is not stored.
+      shape: shape in the source and in our format alike.
+      dtype: type that is stored; that of the source for what is not stored.
+    """
+
+    key: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def check_keys(
@@ -63,3 +92,8 @@ def check_keys(
             f"{origin}: the weights do not fit what config.json describes: {listed}{more}; "
             "give the model's own files"
         )
+
+
+def list_counts(counts: tuple[int, ...]) -> str:
+    """Lists numbers as options take them, such as 3,3."""
+    return ",".join(map(str, counts))
