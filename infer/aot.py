@@ -18,9 +18,8 @@ from typing import Any
 
 import jax
 
-from poss_jax.checkpoint.record import provenance
 from poss_jax.config.ahead import AheadConfig
-from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.reading import UserError
 from poss_jax.model.ahead import gpu, tpu_slice
 from poss_jax.model.sharding import make_mesh
 from poss_jax.program.options import check_writable, read_arguments
@@ -29,6 +28,7 @@ from poss_jax.program.running import run_program
 from .aot_programs import compile_program, plan
 from .aot_report import format_report, measure
 from .costs import DEVICES
+from .report import with_provenance
 
 
 def compile_all(
@@ -79,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.dump.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are part of the report
     devices = gpu(name) if args.gpu else tpu_slice(name)
-    report = compile_all(config, devices, name, dump=args.dump)
-    report |= {"config": config_to_dict(config), "provenance": provenance()}
+    report = with_provenance(compile_all(config, devices, name, dump=args.dump), config)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n")

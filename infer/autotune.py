@@ -38,7 +38,6 @@ from poss_jax.engine.steps import run_round, start
 
 from .measure import time_batches
 from .phases import draft_tree, mark_done
-from .report import format_rows
 
 DEPTH = 8
 _TOP_KS = {"cpu": (1, 2, 3, 4, 6)}
@@ -447,22 +446,3 @@ def confirm(
         }
         for tree in trees
     }
-
-
-def format_tuning(report: dict[str, Any]) -> str:
-    """The report as a Markdown table, the best tree of every batch size in bold."""
-    head = ["draft", "batch size", "tree", "predicted tokens/s", "tokens/s", "ratio to no draft"]
-    head += ["predicted acceptance length", "acceptance length"]
-    table = []
-    for name, sizes in report["drafts"].items():
-        for size, entry in sizes.items():
-            fastest = max(entry["methods"].values(), key=lambda row: row["ratio"])
-            for tree, row in entry["methods"].items():
-                expected = row["predicted"]
-                speed, length = ("", "") if expected is None else expected.values()
-                bold = "**" if row is fastest else ""
-                cells = [name, size, f"{bold}{tree}{bold}"]
-                cells += [f"{speed:.0f}" if expected else "", f"{row['tokens_per_second']:.0f}"]
-                cells += [f"{row['ratio']:.2f}", f"{length:.2f}" if expected else ""]
-                table.append([*cells, f"{row['acceptance_length']:.2f}"])
-    return "\n".join(format_rows(head, table))

@@ -16,8 +16,6 @@ the same command goes on after an interruption, and the report (report.html, .md
 import argparse
 import hashlib
 import json
-import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -30,20 +28,14 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import provenance, read_record
-from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.decoding import BenchConfig
-from poss_jax.config.models import TreeConfig
-from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.engine.device import default_tree
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
-from poss_jax.program.options import at_least, check_writable, read_arguments
+from poss_jax.program.options import at_least, read_arguments
 from poss_jax.program.running import run_program
 
 from .answer_files import write_answer_files
-from .autotune import format_tuning, tree_name, tune
 from .drift import study
 from .drift_report import format_report as format_drift
 from .journal import SETTINGS, Answer, Cell, Journal, Key, make_turn
@@ -59,9 +51,10 @@ from .measure import (
 from .page import write_page
 from .phases import measure_card
 from .questions import Question, first_prompts, make_dialogues, read_questions, read_sets
-from .report import check_output, format_card, format_report, write_report
+from .report import check_output, format_card, format_report, with_provenance, write_report
 from .roofline import device_name, find_roofline, measure_roofline
 from .summary import make_grid, show_example, summarise_group
+from .tuning import autotune, places_of_trees
 
 
 def bench(
@@ -108,7 +101,7 @@ def bench(
         "groups": list(_summarise(config, decoders, dialogues, journal)),
         **_describe_methods(decoders, first_prompts(next(iter(dialogues.values())))[0], journal),
     }
-    report |= by_depth | {"config": config_to_dict(config), "provenance": provenance()}
+    report = with_provenance(report | by_depth, config)
     return report, [journal.answers[key] for key in keys]
 
 
@@ -252,8 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _show_roofline(config)
         return
     if args.autotune:
-        places = _places_of_trees(config, args.trees_file, overwrite=args.overwrite)
-        _autotune(config, args.batch_sizes or [1], args.try_vocabulary, places)
+        places = places_of_trees(config, args.trees_file, overwrite=args.overwrite)
+        autotune(config, args.batch_sizes or [1], args.try_vocabulary, places)
         return
     if config.output is not None:
         goes_on = (Path(config.output) / SETTINGS).is_file()
@@ -286,7 +279,7 @@ def _check_lossless(config: BenchConfig) -> None:
     prompts = first_prompts(read_questions(config, decoders[0].engine))
     report = check_lossless(decoders, prompts)
     print(format_check(report))
-    print(json.dumps(report | {"config": config_to_dict(config), "provenance": provenance()}))
+    print(json.dumps(with_provenance(report, config)))
     if report["failures"]:
         raise SystemExit(1)
 
@@ -299,102 +292,7 @@ def _show_roofline(config: BenchConfig) -> None:
     methods = {one.name: measure_card(one.engine, prompt, roofline.device) for one in decoders}
     report = {"prompt_tokens": len(prompt.ids), "roofline": asdict(roofline), "methods": methods}
     print(format_card(report))
-    print(json.dumps(report | {"config": config_to_dict(config), "provenance": provenance()}))
-
-
-def _autotune(
-    config: BenchConfig,
-    batch_sizes: Sequence[int],
-    vocabularies: Sequence[str],
-    places: dict[str, AnyPath],
-) -> None:
-    """Prints what was predicted and measured, and writes what every draft is fastest with."""
-    # With a tree of its own the engine does not look for what was tuned before.
-    baseline, *decoders = load_decoders(replace(config, tree=config.tree or default_tree()))
-    allowed = {"allow_target_mismatch": config.allow_target_mismatch}
-    tried = {
-        one.name: {config.draft_vocabulary: one.engine}
-        | {
-            file: baseline.engine.load_draft(config.drafts[one.name], vocabulary=file, **allowed)
-            for file in vocabularies
-        }
-        for one in decoders
-    }
-    prompts = first_prompts(read_questions(config, baseline.engine))
-    if max(batch_sizes) > len(prompts):
-        raise UserError(
-            f"--batch-sizes: want at most the number of prompts, {len(prompts)}, got "
-            f"{max(batch_sizes)}; raise num_prompts"
-        )
-    report: dict[str, Any] = {"drafts": {}, "files": {}}
-    for name, engines in tried.items():
-        tuned = {
-            file: tune(engine, prompts, batch_sizes, repeats=config.repeats)
-            for file, engine in engines.items()
-        }
-        best = max(tuned, key=lambda file: _gain(tuned[file]))
-        _write_tuned(places[name], config.drafts[name], tuned[best], best, config)
-        for file, entry in tuned.items():
-            label = name if file == config.draft_vocabulary else f"{name}, {file}"
-            report["drafts"][label] = entry
-        report["files"][name] = str(places[name])
-    print(format_tuning(report))
-    print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
-    print(json.dumps(report | {"config": config_to_dict(config), "provenance": provenance()}))
-
-
-def _gain(tuned: dict[int, dict[str, Any]]) -> float:
-    """Speed of the best trees relative to no draft, averaged over batch sizes."""
-    ratios = [max(row["ratio"] for row in one["methods"].values()) for one in tuned.values()]
-    return math.prod(ratios) ** (1 / len(ratios))
-
-
-def _places_of_trees(
-    config: BenchConfig, file: Path | None, *, overwrite: bool
-) -> dict[str, AnyPath]:
-    """Files that tuned trees are written to, by draft; refused before any work is spent."""
-    if not config.drafts:
-        raise UserError("--autotune: want at least one draft; give --draft NAME=DIR")
-    if file is not None and len(config.drafts) > 1:
-        raise UserError("--trees-file: want one draft, got several; tune them one by one")
-    for made in () if file is None or overwrite else (file, vocabulary_file(file)):
-        if made.exists():
-            raise UserError(f"--trees-file: {made} exists; name another file or give --overwrite")
-    if file is not None:
-        check_writable(file)
-        return dict.fromkeys(config.drafts, file)
-    for folder in config.drafts.values():
-        if Path(folder).is_dir() and not os.access(folder, os.W_OK):
-            raise UserError(f"draft {folder} may not be written to; give --trees-file FILE")
-    return {name: tuned_file(folder) for name, folder in config.drafts.items()}
-
-
-def _write_tuned(
-    path: AnyPath,
-    draft: str,
-    tuned: dict[int, dict[str, Any]],
-    vocabulary: str | None,
-    config: BenchConfig,
-) -> None:
-    record = read_record(draft)
-    about = {
-        "target": record.target.name,
-        "sampling": config_to_dict(config.sampling),
-        "draft_vocabulary": vocabulary,
-        "quantise": config.quantise,
-        "prompts": config.prompts,
-    }
-    trees = {size: entry["best"] and TreeConfig(**entry["best"]) for size, entry in tuned.items()}
-    comments = {
-        size: "{tokens_per_second:.0f} tokens/s, {ratio:.2f} x no draft".format(
-            **entry["methods"][tree_name(trees[size])]
-        )
-        for size, entry in tuned.items()
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if vocabulary is not None:
-        write_file(vocabulary_file(path), read_text(as_path(vocabulary)))
-    write_tuned(path, trees, record, about=about, comments=comments)
+    print(json.dumps(with_provenance(report, config)))
 
 
 def _batch_sizes(text: str) -> list[int]:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import config_to_dict
@@ -163,6 +164,11 @@ def format_rows(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]
     """Formats a Markdown table; returns its lines."""
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
     return [lines[0], "|---" * len(head) + "|", *lines[1:]]
+
+
+def with_provenance(report: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Adds a program's settings and the process that ran it."""
+    return report | {"config": config_to_dict(config), "provenance": provenance()}
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:

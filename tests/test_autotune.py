@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from programs import Runs, copy_model, generate, refusal, write_lines
 
-from infer import autotune
-from infer import bench as program
+from infer import autotune, tuning
 from infer.autotune import (
     Costs,
     Recording,
@@ -235,7 +234,7 @@ def test_the_fastest_vocabulary_is_kept_beside_the_trees(
         row |= {"predicted": None, "acceptance_length": 1.0}
         return {1: {"best": asdict(SMALL), "methods": {autotune.tree_name(SMALL): row}}}
 
-    monkeypatch.setattr(program, "tune", tune)
+    monkeypatch.setattr(tuning, "tune", tune)
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     file = tmp_path / "few.json"
     write_draft_vocabulary(file, DraftVocabulary(vocab_size=300, tokens=(4, 5, 6)))
