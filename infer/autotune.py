@@ -39,13 +39,14 @@ from poss_jax.engine.steps import run_round, start
 from .measure import time_batches
 from .phases import draft_tree, mark_done
 
-DEPTH = 8
+_DEPTH = 8
 _TOP_KS = {"cpu": (1, 2, 3, 4, 6)}
 _OTHER_TOP_KS = (1, 2, 3, 4, 6, 8, 10, 16)
 _NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 60, 64, 80, 96, 128)
 _MEASURED_NODES = (2, 4, 8, 16, 32, 64, 128)
 _RECORDED_TOGETHER = 8
 _CALLS = 15
+_CONFIRMED = 3
 _MISSING = np.iinfo(np.int32).max
 
 Ranks = np.ndarray
@@ -107,8 +108,6 @@ def tune(
     batch_sizes: Sequence[int],
     *,
     repeats: int,
-    depth: int = DEPTH,
-    top_ks: Sequence[int] | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Finds the fastest tree of every batch size.
 
@@ -117,21 +116,19 @@ def tune(
       prompts: prompts to measure on; they should be like those to come.
       batch_sizes: numbers of prompts decoded together.
       repeats: interleaved passes over all prompts that confirm a prediction.
-      depth: greatest depth that is looked at.
-      top_ks: numbers of children that are looked at; None: those of this kind of device.
 
     Returns:
       Per batch size: the `best` tree, and in `methods`, by name, what was predicted and measured.
     """
     size = engine.weights.draft["head"]["weight"].shape[0]
-    wanted = top_ks or _TOP_KS.get(jax.default_backend(), _OTHER_TOP_KS)
+    wanted = _TOP_KS.get(jax.default_backend(), _OTHER_TOP_KS)
     top_ks = sorted({min(top_k, size) for top_k in wanted})
-    recordings = record_all(engine, prompts, depth, top_ks)
+    recordings = record_all(engine, prompts, _DEPTH, top_ks)
     default = engine.with_tree(default_tree()).trees[1]
     report = {}
     for batch_size in batch_sizes:
-        costs = measure_costs(engine, prompts[:batch_size], batch_size, depth, top_ks)
-        predicted = predict_all(recordings, costs, batch_size, depth)
+        costs = measure_costs(engine, prompts[:batch_size], batch_size, _DEPTH, top_ks)
+        predicted = predict_all(recordings, costs, batch_size, _DEPTH)
         # A default that asks for more than was recorded is run without a prediction.
         chosen = list(dict.fromkeys([None, default, *choose_few(predicted)]))
         rows = confirm(engine, prompts, batch_size, chosen, repeats)
@@ -406,11 +403,11 @@ def predict(
     return Prediction(sum(lengths) / seconds, mean_acceptance_length(accepted))
 
 
-def choose_few(predicted: Iterable[TreeConfig | None], count: int = 3) -> list[TreeConfig]:
+def choose_few(predicted: Iterable[TreeConfig | None]) -> list[TreeConfig]:
     """The first trees, of each depth and top_k only one: neighbours are as good as equal."""
     few: dict[tuple[int, int], TreeConfig] = {}
     for tree in predicted:
-        if tree is not None and len(few) < count:
+        if tree is not None and len(few) < _CONFIRMED:
             few.setdefault((tree.depth, tree.top_k), tree)
     return list(few.values())
 

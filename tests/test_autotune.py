@@ -205,7 +205,7 @@ def test_trees_are_tuned_and_used(
     monkeypatch.setattr(autotune, "_CALLS", 1)
     monkeypatch.setattr(autotune, "_TOP_KS", {"cpu": (1, 2)})
     monkeypatch.setattr(autotune, "_MEASURED_NODES", (2, 4))
-    monkeypatch.setattr(autotune.tune, "__kwdefaults__", {"depth": 2, "top_ks": None})
+    monkeypatch.setattr(autotune, "_DEPTH", 2)
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     prompts = write_lines(tmp_path / "prompts", *({"prompt": text} for text in PROMPTS[:2]))
     models = ["--target", runs.model("target"), "--draft", f"P={draft}", "--prompts", prompts]
