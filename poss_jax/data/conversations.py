@@ -66,7 +66,7 @@ _ASSISTANT_FIRST = Broken("begins with the assistant")
 
 def detect_format(record: dict[str, Any]) -> str | None:
     """Names the format of a record by its keys; None if it is of none."""
-    if any(isinstance(record.get(key), list) for key in _CHAT_KEYS):
+    if _turns(record) is not None:
         return "chat"
     if "input_ids" in record:
         return "tokens"
@@ -97,7 +97,7 @@ def read_questions(record: dict[str, Any]) -> list[Message] | Broken:
 
     Beside chats and pairs it knows `turns` (a list of texts) and questions that stand alone.
     """
-    turns = next((record[key] for key in _CHAT_KEYS if isinstance(record.get(key), list)), None)
+    turns = _turns(record)
     if turns is None and isinstance(record.get("turns"), list):
         return _read_user_turns(record["turns"])
     if turns is None:
@@ -134,8 +134,13 @@ def plain_texts(documents: Sequence[Document]) -> list[str]:
     return texts
 
 
+def _turns(record: dict[str, Any]) -> list[Any] | None:
+    """Turns of a chat, as they stand; None for any other record."""
+    return next((record[key] for key in _CHAT_KEYS if isinstance(record.get(key), list)), None)
+
+
 def _read_chat(record: dict[str, Any]) -> tuple[Chat | Broken, str]:
-    turns = next((record[key] for key in _CHAT_KEYS if isinstance(record.get(key), list)), None)
+    turns = _turns(record)
     if not turns:
         return Broken("no list of messages" if turns is None else "empty conversation"), ""
     messages, oddity = _read_turns(turns)
