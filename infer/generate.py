@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint.whole import write_file
+from poss_jax.checkpoint.whole import write_output
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict
@@ -45,7 +45,7 @@ from poss_jax.engine.dialogue import (
 )
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import check_writable, load_engine, read_arguments
+from poss_jax.program.options import check_new_file, load_engine, read_arguments
 from poss_jax.program.running import run_program, text_marks
 
 _LOG = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, _ = read_arguments(GenerateConfig, arguments, prog="infer.generate", doc=__doc__)
     output = None if config.output is None else Path(config.output)
     if output is not None:
-        _check_output(output)
+        check_new_file(output)
     records = [] if config.prompt is None else [{"prompt": config.prompt}]
     if config.prompts is not None:
         records = read_prompts(as_path(config.prompts))
@@ -193,7 +193,7 @@ def _kept_answers(
                 answer_line(records[i], dialogues[i], turn, given[i, turn])
                 for i, turn in sorted(given)
             ]
-            _write_lines(path, lines)
+            write_output(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _summarise(answers: Sequence[Generation]) -> dict[str, Any]:
@@ -211,21 +211,6 @@ def _load_engine(config: GenerateConfig) -> Engine:
     if config.stream and engine.tokenizer is None:
         raise UserError("--stream shows text, but this target has no tokenizer; leave it out")
     return engine
-
-
-def _check_output(path: Path) -> None:
-    if path.exists():
-        raise UserError(f"output {path} exists; name another file or remove it")
-    check_writable(path)
-
-
-def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Writes all lines or nothing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
-    except OSError as error:
-        raise UserError(f"output {path}: {error.strerror}; choose another place") from error
 
 
 def cli() -> None:

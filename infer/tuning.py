@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from poss_jax.checkpoint.record import read_record
-from poss_jax.checkpoint.whole import write_file
+from poss_jax.checkpoint.whole import write_output
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.paths import AnyPath, as_path, read_text
@@ -113,9 +113,8 @@ def _write_tuned(
         )
         for size, entry in tuned.items()
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     if vocabulary is not None:
-        write_file(vocabulary_file(path), read_text(as_path(vocabulary)))
+        write_output(vocabulary_file(path), read_text(as_path(vocabulary)), name="vocabulary")
     write_tuned(path, trees, record, about=about, comments=comments)
 
 

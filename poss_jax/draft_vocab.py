@@ -41,7 +41,7 @@ from poss_jax.data.draft_vocabulary import (
 from poss_jax.data.prepared import make_prepared
 from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
-from poss_jax.program.options import at_least, check_writable
+from poss_jax.program.options import at_least, check_new_file
 from poss_jax.program.running import Parser, run_program
 
 _SMALLEST_SHOWN = 16
@@ -142,9 +142,7 @@ def _check_output(args: argparse.Namespace) -> None:
     """Refuses an output before anything is read."""
     if args.size is None and args.coverage is None:
         raise UserError("--output wants a draft vocabulary; give --size or --coverage, too")
-    if args.output.exists():
-        raise UserError(f"output {args.output} exists; name another file or remove it")
-    check_writable(args.output)
+    check_new_file(args.output)
 
 
 def _size(counts: np.ndarray, args: argparse.Namespace) -> int | None:

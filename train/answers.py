@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import DataConfig
@@ -230,9 +231,7 @@ class AnswerFiles:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         for path in (self.output, self.failed):
             path.write_bytes(b"")
-        partial = self._about.with_name(f".{self._about.name}.partial")
-        partial.write_text(json.dumps(made_from, indent=2) + "\n")
-        partial.replace(self._about)
+        write_file(self._about, json.dumps(made_from, indent=2) + "\n")
 
     def _check(self, made_from: dict[str, Any]) -> None:
         try:

@@ -84,6 +84,24 @@ def write_file(path: AnyPath, text: str) -> None:
         raise
 
 
+def write_output(path: AnyPath, text: str, *, name: str = "output") -> None:
+    """Writes a text file that a user asked for, and its folder.
+
+    Args:
+      path: file to write or to replace.
+      text: its contents.
+      name: what the file is, for the message.
+
+    Raises:
+      UserError: it cannot be written, and is left as it was.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text)
+    except OSError as error:
+        raise UserError(f"{name} {path}: {error.strerror}; choose another place") from error
+
+
 def _remove_abandoned(parent: Path, prefix: str) -> None:
     """Removes what killed processes left of earlier tries; those that live hold their lock."""
     for path in parent.glob(f"{glob.escape(prefix)}*"):

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from poss_jax.checkpoint.whole import write_file
+from poss_jax.checkpoint.whole import write_output
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.numbers import AtLeastTwo, CountOrZero, Probability
 from poss_jax.config.paths import AnyPath, as_path
@@ -99,11 +99,7 @@ def write_draft_vocabulary(path: Path, vocabulary: DraftVocabulary) -> None:
     Raises:
       UserError: it cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, _format(vocabulary))
-    except OSError as error:
-        raise UserError(f"output {path}: {error.strerror}; choose another place") from error
+    write_output(path, _format(vocabulary))
 
 
 def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:

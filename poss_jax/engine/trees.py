@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from poss_jax.checkpoint.record import ModelRecord
-from poss_jax.checkpoint.whole import write_file
+from poss_jax.checkpoint.whole import write_output
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, build_config, read_yaml, shorten
@@ -144,10 +144,7 @@ def write_tuned(
     lines.append(f"{_TUNED}: {json.dumps(_identity(record) | dict(about))}")  # JSON is YAML, too
     for size, tree in sorted(trees.items()):
         lines.append(f"{size}: {json.dumps(tree and asdict(tree))}  # {comments[size]}")
-    try:
-        write_file(path, "".join(line + "\n" for line in lines))
-    except OSError as error:
-        raise UserError(f"trees {path}: {error.strerror}; choose another place") from error
+    write_output(path, "".join(line + "\n" for line in lines), name="trees")
 
 
 def _identity(record: ModelRecord) -> dict[str, str]:

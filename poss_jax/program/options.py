@@ -223,6 +223,13 @@ def check_writable(path: Path, *, is_folder: bool = False) -> None:
         raise UserError(f"output {path}: {place} is not a writable folder; choose another place")
 
 
+def check_new_file(path: Path) -> None:
+    """Raises UserError if an output file exists already, or cannot be made."""
+    if path.exists():
+        raise UserError(f"output {path} exists; name another file or remove it")
+    check_writable(path)
+
+
 def _add(parser: argparse.ArgumentParser, option: Option, tree: TreeConfig | None) -> None:
     """Adds one option, of settings with a tree of their own or the device's.
 
