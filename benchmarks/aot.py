@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from poss_jax.program.running import Parser, run_program
+from poss_jax.program.tables import format_rows
 
 ROOT = Path(__file__).parent.parent
 SHORT = ("step", "round")  # programs
@@ -60,8 +61,8 @@ def measure(config: str, device: str, changes: list[str], program: str) -> dict[
     return report
 
 
-def line(name: str, program: str, report: dict[str, Any]) -> str:
-    """A row of the table."""
+def cells_of(name: str, program: str, report: dict[str, Any]) -> list[Any]:
+    """Cells of a row of the table."""
     found, config = report["programs"][program], report["config"]
     time, floor = found.get("estimated_ms"), found["floor_ms"]
     memory = found["memory"]
@@ -73,19 +74,18 @@ def line(name: str, program: str, report: dict[str, Any]) -> str:
     cells += [f"{memory['available'] / 2**30:.0f}", f"{found['moved_bytes'] / 1e9:.2f}"]
     cells += [f"{found['floor_bytes'] / 1e9:.2f}", "-" if time is None else f"{time:.2f}"]
     cells += [f"{floor:.2f}", "-" if time is None else f"{time / floor:.2f}", found["kernels"]]
-    cells += [f"{found[key]['bytes'] / 1e6:.1f}" for key in ("relayouts", "collectives")]
-    return f"| {' | '.join(map(str, cells))} |"
+    return cells + [f"{found[key]['bytes'] / 1e6:.1f}" for key in ("relayouts", "collectives")]
 
 
 def table(known: dict[str, Any]) -> str:
     """All rows as Markdown."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    rows = []
     for config, device, changes, programs in ROWS:
         for program in programs:
             report = known.get(key_of(config, device, changes, program))
             if report is not None:
-                lines.append(line(config, program, report))
-    return "\n".join(lines)
+                rows.append(cells_of(config, program, report))
+    return "\n".join(format_rows(COLUMNS, rows))
 
 
 def key_of(config: str, device: str, changes: list[str], program: str) -> str:

@@ -20,13 +20,14 @@ from benchmarks.options import add_questions, add_trees, bench_config, make_pars
 from infer.autotune import confirm, tree_name
 from infer.measure import load_decoders
 from infer.questions import first_prompts, read_questions
-from infer.report import format_rows, show_report
+from infer.report import show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.program.options import at_least
 from poss_jax.program.running import run_program
+from poss_jax.program.tables import format_rows
 
 TREES = ("2/1/3", "4/1/5", "3/2/6", "4/2/8", "4/4/16", "6/10/60")
 BATCH_SIZES = (1, 2, 4, 8, 16)

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.options import TREE, make_parser, read_tree
 from infer.costs import DEVICES, Workload, cost_card, floors
-from infer.report import format_rows, show_report
+from infer.report import show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
@@ -28,6 +28,7 @@ from poss_jax.config.reading import load_config
 from poss_jax.model.parameters import count_parameters
 from poss_jax.program.options import at_least
 from poss_jax.program.running import run_program
+from poss_jax.program.tables import format_rows
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "aot"
 TARGETS = {"8B": "llama3-8b", "13B": "llama2-13b", "70B": "llama3-70b"}

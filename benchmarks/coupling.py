@@ -21,7 +21,7 @@ from tqdm import tqdm
 from benchmarks.options import add_questions, add_trees, bench_config, make_parser
 from infer.measure import count_memory, load_decoders, time_batches
 from infer.questions import first_prompts, read_questions
-from infer.report import format_rows, show_report
+from infer.report import show_report
 from infer.statistics import estimate_mean
 from infer.summary import LOOPING_BELOW
 from poss_jax.checkpoint.record import provenance
@@ -34,6 +34,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import at_least
 from poss_jax.program.running import run_program
+from poss_jax.program.tables import format_rows
 
 SETTINGS = {
     "T = 0": {"temperature": 0.0},

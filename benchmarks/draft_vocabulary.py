@@ -24,7 +24,7 @@ from benchmarks.options import TREE, add_questions, bench_config, make_parser, r
 from infer.measure import Decoder, load_decoders, time_batches
 from infer.phases import measure_phases
 from infer.questions import first_prompts, read_questions
-from infer.report import format_rows, show_report
+from infer.report import show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
@@ -44,6 +44,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import at_least
 from poss_jax.program.running import run_program
+from poss_jax.program.tables import format_rows
 
 SIZES = (64, 128, 256, 512)
 PHASE_REPEATS = 5

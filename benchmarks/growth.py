@@ -22,7 +22,7 @@ from benchmarks.options import add_numbers, make_parser, read_shape
 from benchmarks.random_pair import interleaved, random_engines, timed_rounds
 from infer.costs import Device, cost_card, describe_workload, floors
 from infer.phases import mark_done, start
-from infer.report import format_rows, show_report
+from infer.report import show_report
 from infer.roofline import find_roofline
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, TreeConfig
@@ -31,6 +31,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import at_least
 from poss_jax.program.running import run_program
+from poss_jax.program.tables import format_rows
 
 _PROMPT = 8
 

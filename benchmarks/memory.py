@@ -23,6 +23,7 @@ from poss_jax.config.training import TrainConfig
 from poss_jax.learn.task import DraftTask, describe_draft
 from poss_jax.model.families import find_family
 from poss_jax.program.running import Parser, run_program
+from poss_jax.program.tables import format_rows
 from train.memory import compile_memory, mesh_for, plan_draft_step
 
 ROOT = Path(__file__).parent.parent
@@ -99,14 +100,14 @@ def task_of(config: TrainConfig, target: LlamaConfig) -> DraftTask:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, in GiB per chip."""
-    head = "| recipe | slice | mesh | depth | T | batch | kept | temporary | total |"
-    lines = [head, "|---" * 9 + "|"]
-    for row in rows:
-        sizes = (row[name] / GIB for name in ("arguments", "temporaries", "total"))
-        cells = [row[n] for n in ("recipe", "slice", "mesh", "depth", "sequence_length")]
-        cells += [row["batch_size"], *(f"{size:.2f}" for size in sizes)]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+    head = ["recipe", "slice", "mesh", "depth", "T", "batch", "kept", "temporary", "total"]
+    names = ("recipe", "slice", "mesh", "depth", "sequence_length", "batch_size")
+    sizes = ("arguments", "temporaries", "total")
+    cells = [
+        [*(row[name] for name in names), *(f"{row[size] / GIB:.2f}" for size in sizes)]
+        for row in rows
+    ]
+    return "\n".join(format_rows(head, cells))
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.options import make_parser
-from infer.report import format_rows, show_report
+from infer.report import show_report
 from poss_jax.bundled import bundled_model
 from poss_jax.checkpoint.folder import read_target, write_model
 from poss_jax.checkpoint.record import new_record, provenance, target_identity
@@ -61,6 +61,7 @@ from poss_jax.model.parameters import split_items
 from poss_jax.model.target import init_target
 from poss_jax.program.options import at_least
 from poss_jax.program.running import run_program
+from poss_jax.program.tables import format_rows
 
 PROMPTS = ("def read_lines(path):\n", "class Node:\n    def __init__", "import os\n", "for i in ")
 NUM_CASES = 64

@@ -32,7 +32,7 @@ from pydantic.dataclasses import dataclass
 
 from infer.bench import bench
 from infer.journal import Answer, Cell
-from infer.report import format_rows, show_report
+from infer.report import show_report
 from infer.statistics import compare, estimate_mean, format_estimate
 from infer.summary import make_grid
 from poss_jax.checkpoint.folder import load_draft, write_model
@@ -44,6 +44,7 @@ from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.parameters import split_items
 from poss_jax.program.running import Parser, run_program
+from poss_jax.program.tables import format_rows
 from train.claims import changed_settings, claim_folder, saved_config
 
 BUDGETS = {"steps": "equal optimizer steps", "time": "equal training time"}

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from .report import format_rows
+from poss_jax.program.tables import format_rows
+
 from .statistics import format_estimate
 
 _COLUMNS = {

@@ -27,9 +27,9 @@ from poss_jax.engine.answers import Generation
 from poss_jax.engine.device import default_tree, tree_for
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.program.tables import format_rows
 
 from .measure import Decoder
-from .report import format_rows
 
 TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)  # low: certain tokens, ties
 FILTERS = ({}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1})

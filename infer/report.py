@@ -1,7 +1,7 @@
 """The report of a benchmark: tables to read, and the files of a report folder."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from poss_jax.checkpoint.whole import refuse_non_empty
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import config_to_dict
 from poss_jax.program.options import check_writable
+from poss_jax.program.tables import format_rows
 
 from .phases import PARTS
 from .statistics import format_estimate
@@ -158,12 +159,6 @@ def format_card(report: dict[str, Any]) -> str:
             *format_rows(head, table),
         ]
     )
-
-
-def format_rows(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Formats a Markdown table; returns its lines."""
-    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
-    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
 
 
 def with_provenance(report: dict[str, Any], config: Any) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.device import default_tree
 from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
 from poss_jax.program.options import check_writable
+from poss_jax.program.tables import format_rows
 
 from .autotune import tree_name, tune
 from .measure import load_decoders
 from .questions import first_prompts, read_questions
-from .report import format_rows, with_provenance
+from .report import with_provenance
 
 
 def autotune(

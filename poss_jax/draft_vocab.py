@@ -43,6 +43,7 @@ from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.program.options import at_least, check_new_file
 from poss_jax.program.running import Parser, run_program
+from poss_jax.program.tables import format_rows
 
 _SMALLEST_SHOWN = 16
 _PARTS = ("training", "held out")
@@ -164,13 +165,12 @@ def _format_counts(
         f"{config.data.source}: {trained.sum():,} tokens are trained on, {num_seen:,} of "
         f"{vocab_size:,} different ones occur",
         "",
-        f"| size | {' | '.join(f'coverage, {part}' for part in _PARTS)} |",
-        "|---" * (len(_PARTS) + 1) + "|",
     ]
+    table = []
     for shown in sorted(sizes):
         tokens = choose_tokens(trained, shown)
-        shares = " | ".join(f"{coverage_of(part, tokens):.2%}" for part in counts)
-        lines.append(f"| {shown} | {shares} |")
+        table.append([shown, *(f"{coverage_of(part, tokens):.2%}" for part in counts)])
+    lines += format_rows(["size", *(f"coverage, {part}" for part in _PARTS)], table)
     if size is not None and size > num_seen:
         lines += ["", f"{size - num_seen:,} of the {size:,} tokens never occur: the lowest ids"]
     return lines

@@ -14,6 +14,7 @@ from poss_jax.data.rows import Rows, batch_at, rows_at
 from poss_jax.learn.state import TrainState
 from poss_jax.learn.validation import Predictions
 from poss_jax.model.documents import TrainBatch
+from poss_jax.program.tables import format_rows
 
 from .devices import preemption_notice, put_batch
 from .journal import Diverged, Journal
@@ -158,7 +159,7 @@ def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
     head = ["text before", *(f"depth {d}" for d in range(depth))]
     lines = ["Held-out text, and what is predicted to follow: `right` or ~~`wrong`~~ `wanted`."]
     for index in range(min(num_samples, len(shown.wanted))):
-        lines += ["", f"## Row {index}", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        table = []
         for place in _places(shown.is_trained[index], depth):
             before = _text_before(stage.validation_rows[index : index + 1], place + stage.lookahead)
             cells = [_quoted(stage.tokenizer, before)]
@@ -168,7 +169,8 @@ def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
                 cells.append(
                     cell if got == wanted else f"~~{_quoted(stage.tokenizer, [got])}~~ {cell}"
                 )
-            lines.append(f"| {' | '.join(cells)} |")
+            table.append(cells)
+        lines += ["", f"## Row {index}", "", *format_rows(head, table)]
     return "\n".join(lines) + "\n"
 
 

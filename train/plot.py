@@ -18,6 +18,7 @@ from poss_jax.config.paths import as_path, local_path, read_text, real_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.yaml_text import parse_yaml
 from poss_jax.program.running import Parser, run_program
+from poss_jax.program.tables import format_rows
 
 _BY_DEPTH = {
     "validation_loss": "loss",
@@ -102,20 +103,18 @@ def _no_metrics(folder: str) -> UserError:
 
 def format_table(runs: list[RunMetrics]) -> str:
     """The best validation of every run as Markdown, drafts depth by depth."""
-    drafts = [run for run in runs if run.specialists]
-    lines = ["| run | step | validation loss | simulated acceptance length |", "|---|---|---|---|"]
+    table, by_depth = [], []
     for run in runs:
         length = run.best.get("simulated_acceptance_length")
         cells = [f"{_mean(run.best['validation_loss']):.3f}", f"{length:.3f}" if length else ""]
-        lines.append(f"| {run.name} | {run.best['step']} | {' | '.join(cells)} |")
-    if drafts:
-        names = ["run", "depth", "specialist", *_BY_DEPTH.values()]
-        lines += ["", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    for run in drafts:
+        table.append([run.name, run.best["step"], *cells])
+        known = [run.best.get(key) for key in _BY_DEPTH]  # not every family has a feature loss
         for depth, specialist in enumerate(run.specialists):
-            known = [run.best.get(key) for key in _BY_DEPTH]  # not every family has a feature loss
             cells = ["" if values is None else f"{values[depth]:.3f}" for values in known]
-            lines.append(f"| {run.name} | {depth} | {specialist} | {' | '.join(cells)} |")
+            by_depth.append([run.name, depth, specialist, *cells])
+    lines = format_rows(["run", "step", "validation loss", "simulated acceptance length"], table)
+    if by_depth:
+        lines += ["", *format_rows(["run", "depth", "specialist", *_BY_DEPTH.values()], by_depth)]
     return "\n".join(lines)
 
 
