@@ -77,7 +77,7 @@ def _on_all_devices(config: ServeConfig) -> ServeConfig:
 
 
 def cli() -> None:
-    """Runs the console script `poss-serve`."""
+    """Entry point of `poss-serve`."""
     run_program(main)
 
 

@@ -15,7 +15,6 @@ draft with such a vocabulary. The last line printed is one JSON object.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -246,9 +245,8 @@ def _apply_parser() -> argparse.ArgumentParser:
 
 
 def _parser(description: str | None) -> Parser:
-    started_as = Path(sys.argv[0]).name
     return Parser(
-        prog=started_as if started_as.startswith("poss-") else "python -m poss_jax.draft_vocab",
+        module="poss_jax.draft_vocab",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -240,7 +240,7 @@ def test_help(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main([*command, "--help"])
     assert exit_info.value.code == 0
-    assert "poss-convert" in capsys.readouterr().out
+    assert "python -m poss_jax.convert" in capsys.readouterr().out
 
 
 def as_a_process(source, output):

@@ -185,7 +185,7 @@ def _mean(loss: float | list[float]) -> float:
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, reads the runs, prints and draws."""
     parser = Parser(
-        prog="train.plot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        module="train.plot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
     parser.add_argument(

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def cli() -> None:
-    """Runs `poss-convert`."""
+    """Entry point of `poss-convert`."""
     run_program(main)
 
 
@@ -264,7 +264,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="poss-convert",
+        module="poss_jax.convert",
         description=(
             "Convert PyTorch checkpoints into poss_jax model folders. Every key of the source is "
             "checked; anything unknown, missing or of another shape stops the conversion, and "

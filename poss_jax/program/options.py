@@ -9,7 +9,6 @@ import argparse
 import logging
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
@@ -138,9 +137,8 @@ def make_parser(
         for key, about in list_keys(kind).items()
         if not about.is_section and key not in others
     ]
-    started_as = Path(sys.argv[0]).name
     parser = Parser(
-        prog=started_as if started_as.startswith("poss-") else f"python -m {prog}",
+        module=prog,
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(["further keys:", *lines]) if lines else None,

@@ -42,7 +42,19 @@ _LOG = logging.getLogger(__name__)
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong arguments like any other bad input, in one line."""
+    """Reports wrong arguments like any other bad input, in one line.
+
+    Args:
+      module: name of the program's module; its usage names what it was started as.
+      settings: those of argparse.
+    """
+
+    def __init__(self, *, module: str | None = None, **settings: Any) -> None:
+        if module is not None:
+            started_as = Path(sys.argv[0]).name
+            is_script = started_as.startswith("poss-")
+            settings["prog"] = started_as if is_script else f"python -m {module}"
+        super().__init__(**settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses arguments that are not UTF-8: no prompt, config or report can hold them."""
