@@ -193,7 +193,7 @@ def test_variants_come_back(
         ("eagle3", {"aux_layers": (1, 3, 7)}, r"no place for aux_layers \[1, 3, 7\]"),
         ("eagle3", {"layer": {"qkv_bias": True}}, "no place for qkv_bias"),
         ("eagle3", {"layer": {"rope": RopeConfig(type="llama3")}}, "no place for rope llama3"),
-        ("eagle3", {"layer": {"head_dim": 16}}, "no place for 4 heads of 16 for 128"),
+        ("eagle3", {"layer": {"head_dim": 16}}, "no place for 4 heads of 16 for a width of 128"),
         ("specforge", {"fc_norm": "whole"}, "no place for fc_norm whole"),
         ("specforge", {"aux_layers": (0, 1, 2)}, "no place for aux_layers 0, the output of no"),
         ("sglang", {"output_norm": "fed_back"}, "no place for output_norm fed_back"),

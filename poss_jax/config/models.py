@@ -132,6 +132,12 @@ class LlamaConfig:
                 f"long_factor, got {counts[0]} and {counts[1]}"
             )
 
+    @property
+    def extras(self) -> list[str]:
+        """Fields of the biases and norms that its layers have and those of Llama have not."""
+        fields = ("qkv_bias", "o_bias", "qk_norm", "mlp_bias")
+        return [field for field in fields if getattr(self, field)]
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DraftConfig:

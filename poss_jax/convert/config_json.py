@@ -49,8 +49,7 @@ def _family(config: LlamaConfig) -> str:
 
 def _check_phi3(config: LlamaConfig) -> str:
     """Names the family of fused projections, which has no biases and few types of rope."""
-    fields = ("qkv_bias", "o_bias", "qk_norm", "mlp_bias")
-    wrong = [field for field in fields if getattr(config, field)]
+    wrong = config.extras
     if config.rope.type not in ("default", "longrope"):
         wrong.append(f"rope type {config.rope.type}")
     if wrong:

@@ -7,7 +7,7 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.config_json import layer_json, target_config_json
 from poss_jax.convert.eagle3 import AUX_KEY
-from poss_jax.convert.layouts import Layout, Outgoing
+from poss_jax.convert.layouts import Layout, Outgoing, other_widths
 from poss_jax.model.families.eagle3 import default_aux_layers
 
 # Number of tokens to draft that a file of speculators suggests where the trained depth is unknown.
@@ -16,16 +16,14 @@ _USUAL_TOKENS = 3
 
 def _describe_official(draft: Outgoing) -> dict[str, Any]:
     layer = draft.config.layer
-    wrong = [*_other_norms(draft), *_other_layers(draft), *_other_aux_layers(draft)]
+    wrong = [*_other_norms(draft), *layer.extras, *_other_aux_layers(draft)]
     if layer.rope.type == "llama3":
         wrong.append("rope llama3")
-    if layer.num_heads * layer.head_dim != layer.hidden_size:
-        wrong.append(f"{layer.num_heads} heads of {layer.head_dim} for {layer.hidden_size}")
-    return _describe(draft, wrong)
+    return _describe(draft, wrong + other_widths(layer))
 
 
 def _describe_poss(draft: Outgoing) -> dict[str, Any]:
-    wrong = [*_other_norms(draft), *_other_layers(draft), *_other_aux_layers(draft)]
+    wrong = [*_other_norms(draft), *draft.config.layer.extras, *_other_aux_layers(draft)]
     # As many as there are specialists, which the authors' vLLM needs.
     return _describe(draft, wrong) | {"num_hidden_layers": draft.config.num_specialists}
 
@@ -34,7 +32,7 @@ def _describe_specforge(draft: Outgoing) -> dict[str, Any]:
     config = draft.config
     wrong = [
         *_other_norms(draft, ("fc_norm", "each"), ("output_norm", None)),
-        *_other_layers(draft),
+        *draft.config.layer.extras,
         *_other_counts(draft),
     ]
     if 0 in config.aux_layers:
@@ -122,11 +120,6 @@ def _other_counts(draft: Outgoing) -> list[str]:
     """Names the layers of the target that a draft reads, if they are not three."""
     layers = draft.config.aux_layers
     return [] if len(layers) == 3 else [f"aux_layers {list(layers)}"]
-
-
-def _other_layers(draft: Outgoing) -> list[str]:
-    fields = ("qkv_bias", "o_bias", "qk_norm", "mlp_bias")
-    return [field for field in fields if getattr(draft.config.layer, field)]
 
 
 def _other_aux_layers(draft: Outgoing) -> list[str]:

@@ -222,14 +222,11 @@ def _show_draft(config: DraftConfig) -> str:
 
 
 def _describe_layers(found: Inspection, config: LlamaConfig) -> None:
-    extras = [
-        name for name in ("qkv_bias", "o_bias", "qk_norm", "mlp_bias") if getattr(config, name)
-    ]
     found.add(
         "layers",
         f"width {config.hidden_size}, mlp {config.intermediate_size}, {config.num_heads} heads of "
         f"{config.head_dim}, {config.num_kv_heads} for keys and values"
-        + "".join(f", {name}" for name in extras),
+        + "".join(f", {name}" for name in config.extras),
     )
     rope = config.rope
     scaled = f", factor {rope.factor:g}" if rope.type != "default" else ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from poss_jax.checkpoint.record import ModelRecord
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.convert.config_json import layer_json
 from poss_jax.convert.hf import METADATA, DraftMetadata
@@ -73,6 +73,13 @@ class Layout:
         return _LAYER.sub(lambda match: f"{self.layer.format(match[1])}.", name)
 
 
+def other_widths(layer: LlamaConfig) -> list[str]:
+    """Names the width of all heads together, if it is not that of the layer."""
+    if layer.num_heads * layer.head_dim == layer.hidden_size:
+        return []
+    return [f"{layer.num_heads} heads of {layer.head_dim} for a width of {layer.hidden_size}"]
+
+
 def _describe_eagle(draft: Outgoing) -> dict[str, Any]:
     """Describes a draft to the original code, and to our own converter.
 
@@ -80,11 +87,7 @@ def _describe_eagle(draft: Outgoing) -> dict[str, Any]:
       UserError: the original code has no such layers.
     """
     config, layer = draft.config, draft.config.layer
-    wrong = [field for field in ("o_bias", "qk_norm", "mlp_bias") if getattr(layer, field)]
-    if layer.num_heads * layer.head_dim != layer.hidden_size:
-        wrong.append(
-            f"{layer.num_heads} heads of {layer.head_dim} for a width of {layer.hidden_size}"
-        )
+    wrong = [field for field in layer.extras if field != "qkv_bias"] + other_widths(layer)
     if wrong:
         raise UserError(
             f"{draft.origin}: the original code has no draft layers with {', '.join(wrong)}; such "
