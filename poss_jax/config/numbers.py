@@ -30,6 +30,7 @@ _NUMBER = BeforeValidator(_refuse_bool)
 _REAL = _no_smaller_than(1e-30)
 
 # Whole numbers become int32 on the device, seeds uint32.
+INT32_MAX = 2**31 - 1
 Count = Annotated[int, Field(gt=0, lt=2**31), _NUMBER]
 AtLeastTwo = Annotated[int, Field(gt=1, lt=2**31), _NUMBER]
 NumLayers = Annotated[int, Field(gt=0, le=10_000), _NUMBER]

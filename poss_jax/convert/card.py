@@ -1,13 +1,11 @@
 """The model card of an exported draft."""
 
 import json
-import re
 
 import poss_jax
 from poss_jax.config.models import DraftConfig
 from poss_jax.convert.layouts import Layout, Outgoing
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+from poss_jax.convert.source import HUB_ID
 
 
 def model_card(draft: Outgoing, layout: Layout, specialist: int | None) -> str:
@@ -23,7 +21,7 @@ def model_card(draft: Outgoing, layout: Layout, specialist: int | None) -> str:
     chosen = [] if specialist is None else ["", f"It is specialist {specialist} of a PosS draft."]
     lines = [
         "---",
-        *([f"base_model: {json.dumps(name)}"] if _HUB_ID.fullmatch(name) else []),
+        *([f"base_model: {json.dumps(name)}"] if HUB_ID.fullmatch(name) else []),
         "tags: [speculative-decoding]",
         "---",
         "",

@@ -28,7 +28,7 @@ from poss_jax.convert.names import plain_name, split_rows
 _SMALL_PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", SUMS_FILE)
 _PATTERNS = (*_SMALL_PATTERNS, "model*.safetensors")
 _BIN_PATTERN = "pytorch_model*.bin"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
 
@@ -149,7 +149,7 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
         return Source(folder.resolve().name, None, folder, weights)
     if folder.is_file():
         raise UserError(f"source {source} is a file; give the folder it is in, with config.json")
-    if not _HUB_ID.fullmatch(source) or source.startswith("."):
+    if not HUB_ID.fullmatch(source) or source.startswith("."):
         raise UserError(f"source {source} does not exist; give a folder or a Hub id (owner/name)")
     snapshot = _fetch_snapshot(source, revision, _PATTERNS if weights else _SMALL_PATTERNS)
     if weights:

@@ -17,13 +17,13 @@ import jax
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.whole import write_output
 from poss_jax.config.models import TreeConfig
+from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, build_config, read_yaml, shorten
 from poss_jax.engine.device import Trees, default_tree
 
 _LOG = logging.getLogger(__package__)
 _TUNED = "tuned"
-_MOST = 2**31 - 1  # numbers become int32 on the device
 
 
 class Tuned(NamedTuple):
@@ -49,7 +49,7 @@ def read_trees(path: AnyPath) -> Trees:
         where = f"{path}: {str(size)[:40]}"
         if size == _TUNED:
             continue
-        if type(size) is not int or not 1 <= size <= _MOST:
+        if type(size) is not int or not 1 <= size <= INT32_MAX:
             raise UserError(f"{where}: want a batch size, a whole number from 1 on")
         if not isinstance(values, dict | None):
             raise UserError(

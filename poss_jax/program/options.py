@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from poss_jax.bundled import bundled_model
 from poss_jax.config.decoding import BUNDLED, AnswerConfig
 from poss_jax.config.models import TreeConfig
+from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.paths import as_path, local_path
 from poss_jax.config.reading import (
     Key,
@@ -38,7 +39,6 @@ _LOG = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT")
 
 _INDENT = 6 * " "
-_MOST = 2**31 - 1  # numbers become int32 on the device
 _NAMES = {"drafts": "draft", "datasets": "dataset", "keeps_unfinished": "keep-unfinished"}
 _METAVARS = {
     **dict.fromkeys(["target", "draft", "init_target", "init_draft"], "DIR"),
@@ -201,7 +201,7 @@ def at_least(least: int) -> Callable[[str], int]:
     """Makes the type of an option that is a whole number with a lower bound."""
 
     def parse(text: str) -> int:
-        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= _MOST:
+        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= INT32_MAX:
             got = shorten(text)
             raise argparse.ArgumentTypeError(f"want a number, at least {least}, got {got}")
         return int(text)
