@@ -809,7 +809,7 @@ def test_prompts_of_modules_are_cut_to_length(runs: Runs, source: str) -> None:
         ("--target nowhere", "model folder nowhere does not exist"),
         ("--config nowhere.yaml", "config nowhere.yaml: No such file"),
         ("", "want --target DIR, or the key target in the file that --config names; see --help"),
-        ("--target {target} repeat=2", "options: unknown key 'repeat'; did you mean 'repeats'?"),
+        ("--target {target} repeat=2", "unknown key 'repeat'; did you mean 'repeats'?"),
         ("--target {target} --draft {eagle}", "want NAME=DIR"),
         ("--target {target} --draft A={eagle} --draft A={poss2}", "A is named already"),
         ("--target {target} --draft autoregressive={eagle}", "is the baseline's name"),

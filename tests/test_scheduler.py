@@ -429,7 +429,9 @@ def test_other_weights_while_a_prompt_is_half_read(
     def ask(slots: Slots, first: int, last: int) -> None:
         extend(slots, first, last)
         if first == 1:  # the second of four parts
-            updates.append(threading.Thread(target=warm.update_weights, args=[draw_target(seed=0)]))
+            updates.append(
+                threading.Thread(target=warm.update_weights, args=[draw_pair(seed=0)[0]])
+            )
             updates[0].start()
             while not warm._calls:
                 time.sleep(0.001)
