@@ -16,6 +16,7 @@ the same command goes on after an interruption, and the report (report.html, .md
 import argparse
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -55,6 +56,9 @@ from .report import check_output, format_card, format_report, with_provenance, w
 from .roofline import device_name, find_roofline, measure_roofline
 from .summary import make_grid, show_example, summarise_group
 from .tuning import autotune, places_of_trees
+
+_LOG = logging.getLogger(__name__)
+_ACTIONS = "check_lossless", "roofline", "autotune"  # instead of a comparison
 
 
 def bench(
@@ -238,6 +242,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "--check-lossless and --autotune want texts that no draft changes; those of "
             "drafting=sampled are the target's in distribution only; choose coupled or argmax"
         )
+    action = next((one for one in _ACTIONS if getattr(args, one)), None)
+    if action is not None and args.output is not None:
+        flag = action.replace("_", "-")
+        _LOG.warning("--%s prints its report; nothing is written to --output", flag)
     if args.check_lossless:
         _check_lossless(config)
         return

@@ -88,15 +88,13 @@ class Screen:
 def answer_dialogues(
     engine: Engine, dialogues: Sequence[Dialogue], config: GenerateConfig, screen: Screen
 ) -> Iterator[tuple[int, int, Generation]]:
-    """Answers every turn of every dialogue, once all of them are checked.
+    """Answers every turn of every dialogue.
 
     A conversation that its own answers make too long ends early, and the log says so.
 
     Yields:
       Index of the dialogue, index of the turn, and the answer.
     """
-    check_dialogues(engine, dialogues)
-    engine.check_stop(config.stop, config.max_new_tokens)
 
     def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
         if config.stream:
@@ -152,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         records = read_prompts(as_path(config.prompts))
     dialogues = read_dialogues(records, config.sampling, config.max_new_tokens)
     engine = _load_engine(config)
+    check_dialogues(engine, dialogues)
+    engine.check_stop(config.stop, config.max_new_tokens)
     started, interruption = time.monotonic(), None
     for length in tqdm(config.precompile, desc="compile", disable=len(config.precompile) < 2):
         engine.precompile([length], batch_size=config.batch_size)

@@ -133,13 +133,16 @@ def test_safetensors_win_over_bin(tmp_path, tiny):
     assert read_record(tmp_path / "out").target.same_weights(read_record(tiny / "target").target)
 
 
-@pytest.mark.parametrize("head", ["absent", "equal", "other"])
+@pytest.mark.parametrize("head", ["absent", "equal", "rounded", "other"])
 def test_tied_head(tmp_path, head):
     tensors = target_tensors()
     if head == "absent":
         del tensors["lm_head.weight"]
     elif head == "equal":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    elif head == "rounded":
+        tensors["model.embed_tokens.weight"][0, 0] = np.nan
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].astype(jnp.bfloat16)
     folder = write_source(tmp_path / "source", tensors, tie_word_embeddings=True)
     if head == "other":
         with pytest.raises(UserError, match="ties the embeddings"):

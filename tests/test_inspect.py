@@ -177,7 +177,7 @@ def test_verify_finds_damage(tmp_path, tiny):
     record.write_text(record.read_text().replace('"num_layers"', ' "num_layers"'))
     with pytest.raises(UserError, match="SHA256SUMS says"):
         inspect(str(tmp_path / "target"), verify=True)
-    with pytest.raises(UserError, match="is not a model folder"):
+    with pytest.raises(UserError, match="--verify: want a model folder"):
         inspect(str(tiny / "source"), verify=True)
 
 

@@ -16,7 +16,7 @@ from poss_jax.data.sources import load_documents
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from train import regenerate
-from train.answers import AnswerFiles, AnswerSettings, Question, answer_window
+from train.answers import AnswerFiles, AnswerSettings, Question, answer_window, list_questions
 from train.regenerate import main
 
 
@@ -355,6 +355,12 @@ def test_bad_arguments(runs: Runs, tmp_path: Path) -> None:
     assert "want chats or questions, got none in 1 records" in refused("--source", nothing)
     assert "temperature" in refused("--temperature", "-1")
     assert {path.name for path in tmp_path.iterdir()} == {"asked.jsonl", "nothing.jsonl"}
+
+
+def test_records_that_ask_nothing_do_not_count_as_documents(tmp_path: Path) -> None:
+    records = {"text": "a"}, {"prompt": "b"}, {"text": "c"}, {"prompt": "d"}, {"prompt": "e"}
+    data = DataConfig(source=write_lines(tmp_path / "some.jsonl", *records), max_documents=2)
+    assert [question.index for question in list_questions(data, None)] == [0, 1, 2, 3]
 
 
 def test_a_template_and_a_system_prompt(

@@ -200,7 +200,10 @@ def test_wrong_stop_token(tmp_path, text):
     folder = write_source(tmp_path / "source", target_tensors(), eos_token_id="HERE")
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"HERE"', text))
-    refused(tmp_path, r"config\.json: eos_token_ids")
+    refused(tmp_path, r"/config\.json: eos_token_id: ")
+    path.write_text(path.read_text().replace(text, "2"))
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {text}}}')
+    refused(tmp_path, r"/generation_config\.json: eos_token_id: ")
 
 
 # --------------------------------------------------------------------------------------------------

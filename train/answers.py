@@ -83,9 +83,10 @@ def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
       UserError: nothing to read.
     """
     special = re.compile("(?!)") if tokenizer is None else special_pattern(tokenizer)
-    questions = []
+    questions: list[Question] = []
+    num_usable = 0
     for index, (where, record) in enumerate(tqdm(read_records(config), desc="read", delay=2)):
-        if index == config.max_documents:
+        if num_usable == config.max_documents:
             break
         messages = record if isinstance(record, Broken) else read_questions(record)
         if isinstance(messages, list):
@@ -96,6 +97,7 @@ def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
         ids = record if isinstance(record, dict) else {}
         ids = {key: ids[key] for key in _ID_KEYS if key in ids}
         questions.append(Question(index, where, ids, messages))
+        num_usable += isinstance(messages, list)
     if all(isinstance(question.messages, Broken) for question in questions):
         first = f"; first {questions[0].where}: {questions[0].messages}" if questions else ""
         raise UserError(

@@ -123,7 +123,19 @@ def parse_llama_config(
             "eos_token_ids": _stop_ids(generation) or _stop_ids(values),
         },
         origin=origin,
+        given_as=_names_of_keys(origin, has_generation=bool(_stop_ids(generation))),
     )
+
+
+def _names_of_keys(origin: str, *, has_generation: bool) -> dict[str, str]:
+    """Names the fields of a target as its files do."""
+    names = CONFIG_KEYS | {"eos_token_ids": "eos_token_id", "rope.theta": "rope_theta"}
+    names |= {"tie_embeddings": "tie_word_embeddings"}
+    given_as = {field: f"{origin}: {key}" for field, key in names.items()}
+    if has_generation:
+        file = f"{origin.removesuffix('config.json')}generation_config.json"
+        given_as["eos_token_ids"] = f"{file}: eos_token_id"
+    return given_as
 
 
 def _differences(values: Mapping[str, Any]) -> dict[str, Any]:

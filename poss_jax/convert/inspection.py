@@ -79,8 +79,8 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
         return _inspect_model(as_path(source), verify=verify)
     if verify:
         raise UserError(
-            f"{source} is not a model folder; leave out --verify, which compares the checksums of "
-            "model folders"
+            f"--verify: want a model folder, whose checksums are compared, got {source}; name one, "
+            "or leave out --verify"
         )
     opened = open_source(source, revision, weights=False)
     found = Inspection(source)

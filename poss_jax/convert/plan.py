@@ -96,7 +96,8 @@ def plan_target(
     config, opened, tensors = reading.llama, reading.source, reading.source.tensors
     embedding = tensors[_EMBED].read()
     head = embedding if config.tie_embeddings else tensors[HEAD].read()
-    if config.tie_embeddings and HEAD in tensors and (embedding != tensors[HEAD].read()).any():
+    is_twice = config.tie_embeddings and HEAD in tensors
+    if is_twice and not same_up_to_rounding(embedding, tensors[HEAD].read()):
         raise UserError(
             f"{opened.folder}: config.json ties the embeddings, got another {HEAD}; "
             "set tie_word_embeddings to what the model was trained with"
@@ -308,4 +309,4 @@ def _rounds_to(wide: np.ndarray, narrow: np.ndarray) -> bool:
     starts = range(0, wide.size, _CHUNK)
     parts = ((wide[i : i + _CHUNK], narrow[i : i + _CHUNK]) for i in starts)
     with np.errstate(over="ignore"):
-        return all(np.array_equal(a.astype(b.dtype), b) for a, b in parts)
+        return all(np.array_equal(a.astype(b.dtype), b, equal_nan=True) for a, b in parts)
