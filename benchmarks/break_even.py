@@ -105,7 +105,7 @@ def _describe(
     row = 2 * draft.layer.num_kv_heads * draft.layer.head_dim * BYTES
     return {
         "draft_gigabytes": count_parameters(draft) * BYTES / 1e9,
-        "cache_bytes_per_token": draft.num_streams * row,
+        "cache_bytes_per_token": draft.num_streams(draft.trained_depth) * row,
         "draft_milliseconds": times["draft"],
         "round_milliseconds": times["round"],
     }

@@ -190,7 +190,7 @@ def measure_recorded(
     """Times all drafts of a folder of recorded models beside the torch loop.
 
     Raises:
-      UserError: the folder is none of recorded models.
+      UserError: the folder holds no recorded models.
     """
     import torch
     import transformers
@@ -230,7 +230,7 @@ def read_recorded(folder: Path) -> tuple[list[str], list[list[int]]]:
     """Reads the names of the drafts in a folder of recorded models, and the prompts.
 
     Raises:
-      UserError: the folder is none of recorded models.
+      UserError: the folder holds no recorded models.
     """
     methods = sorted(path.name for path in folder.glob("draft/*"))
     recordings = sorted(folder.glob("generate_*.json"))

@@ -15,15 +15,15 @@ from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.engine.device import ACCELERATOR_CHUNK, rows_for
+from poss_jax.engine.device import ACCELERATOR_CHUNK, with_rows
 from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
 from poss_jax.engine.steps import run_round, run_rounds, start
 from poss_jax.learn.task import describe_draft
-from poss_jax.model.ahead import bytes_per_device, shapes_on
+from poss_jax.model.ahead import shapes_on
 from poss_jax.model.cache import block_rows
 from poss_jax.model.families import init_draft
 from poss_jax.model.quantise import quantise_target
-from poss_jax.model.sharding import decoding_mesh, partition_state, replicate
+from poss_jax.model.sharding import bytes_per_device, decoding_mesh, partition_state, replicate
 from poss_jax.model.specialists import attach, fuse_draft
 from poss_jax.model.target import fuse_target, init_target
 
@@ -108,8 +108,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
     decode = DecodeConfig(target, draft, config.tree, rows=0, chunk=ACCELERATOR_CHUNK)
     decode = decode._replace(mesh=decoding_mesh(mesh))
     length = config.context + config.max_new_tokens
-    rows = rows_for(decode, length, max_length=target.max_position_embeddings)
-    decode = decode._replace(rows=rows)
+    decode = with_rows(decode, length, max_length=target.max_position_embeddings)
     work = costs.Workload(
         target=target,
         draft=draft,

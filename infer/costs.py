@@ -241,7 +241,7 @@ def _commit_pairs(work: Workload, rows: int) -> Cost:
     if work.draft is None:
         return Cost()
     draft, layer = work.draft, work.draft.layer
-    streams = len({draft.stream_at(depth) for depth in range(work.tree.depth)})
+    streams = draft.num_streams(work.tree.depth)
     key_value = _key_value_weights(layer, _input_width(draft))
     return add_costs(
         [

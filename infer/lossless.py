@@ -208,7 +208,7 @@ def examine(
 
 
 def _rounding(ones: Sequence[Scores], others: Sequence[Scores]) -> float:
-    """By how much the difference of two scores differs at most between two forwards."""
+    """Largest change of the difference of two scores between two forwards."""
     shifts = [one.plain - other.plain for one, other in zip(ones, others, strict=True)]
     return float(max(shift.max() - shift.min() for shift in shifts))
 

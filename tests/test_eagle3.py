@@ -155,7 +155,7 @@ def test_layouts(old: str, new: str, target: Path, tmp_path: Path) -> None:
 def test_more_specialists_read_the_same_stream(tmp_path: Path) -> None:
     golden = load_golden(tmp_path, METHODS_E3[-1])
     record = plan_specialists(golden.draft_folder, (3, 3, 1, 1)).record
-    assert (record.kv, record.draft.num_streams) == ("shared", 1)
+    assert (record.kv, record.draft.num_streams(8)) == ("shared", 1)
     assert record.draft_vocabulary == golden.draft_record.draft_vocabulary
 
 

@@ -176,7 +176,7 @@ def test_drafting_on_a_chain_is_the_training_forward(trained):
                 return jnp.full((1, 1, top_k), next_token, jnp.int32), jnp.zeros((1, 1, top_k))
 
             told = draft | {"vocabulary": jnp.arange(golden.llama.vocab_size, dtype=jnp.int32)}
-            size = {"num_layers": config.num_streams, "size": 64}
+            size = {"num_layers": config.num_streams(config.trained_depth), "size": 64}
             length = jnp.full(1, len(tokens), jnp.int32)
             cache = init_cache(config.layer, **size, rope_length=length, dtype=jnp.float32)
             next_tokens = jnp.asarray(tokens[None, 1 : num_pairs + 1], jnp.int32)

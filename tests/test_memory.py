@@ -16,9 +16,10 @@ from poss_jax.config.reading import UserError, build_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.task import DraftTask
+from poss_jax.model.sharding import bytes_per_device
 from train.devices import make_on
 from train.main import main
-from train.memory import bytes_per_device, check_memory, compile_memory, mesh_for, plan_draft_step
+from train.memory import check_memory, compile_memory, mesh_for, plan_draft_step
 
 LLAMA = tiny_llama(vocab_size=64)
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=3)

@@ -144,7 +144,7 @@ class RunFolder:
         return state if step == int(state.step) else self._read(step, state)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Appends one line to metrics.jsonl; the first process holds the pen."""
+        """Appends one line to metrics.jsonl; in process 0 alone."""
         if not is_first_process():
             return
         self._unwritten.append(json.dumps(metrics) + "\n")
@@ -163,7 +163,7 @@ class RunFolder:
         return {}
 
     def write_sample(self, name: str, text: str) -> AnyPath:
-        """Writes a text that people may want to look at; the first process holds the pen."""
+        """Writes a text that people may want to look at; in process 0 alone."""
         path = self.path / "samples" / name
         if is_first_process():
             path.parent.mkdir(exist_ok=True)

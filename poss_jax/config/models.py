@@ -192,11 +192,6 @@ class DraftConfig:
         return len(self.positions_per_specialist)
 
     @property
-    def num_streams(self) -> int:
-        """Caches of keys and values: one, where all specialists share them."""
-        return 1 if self.kv == "shared" else self.num_specialists
-
-    @property
     def other_norms(self) -> dict[str, Any]:
         """Fields of norms that are not as EAGLE-3 has them, and their values."""
         usual = {"norm_before_residual": False, "fc_norm": None, "output_norm": "head"}
@@ -228,6 +223,10 @@ class DraftConfig:
     def stream_at(self, depth: int) -> int:
         """Index of the cache that drafting position `depth` reads and writes."""
         return 0 if self.kv == "shared" else self.specialist_at(depth)
+
+    def num_streams(self, depth: int) -> int:
+        """Caches of keys and values that drafting so many positions reads."""
+        return max(map(self.stream_at, range(depth))) + 1
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from etils import epath
 
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, one_line
 
 AnyPath = Path | epath.Path
 """A path of this machine, or a URI; both are used alike."""
@@ -77,10 +77,9 @@ def _reach(uri: str) -> epath.Path:
     except KeyError as error:
         raise UserError(f"{uri}: want a local path, or a URI of gs://, s3:// or az://") from error
     except Exception as error:  # of many kinds: the store's client's, the network's
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{uri}: its store cannot be reached ({reason}); for gs:// install gcsfs (pip install "
-            "'poss-jax[gcs]'), and check credentials and bucket"
+            f"{uri}: its store cannot be reached ({one_line(error)}); for gs:// install gcsfs (pip "
+            "install 'poss-jax[gcs]'), and check credentials and bucket"
         ) from error
     return path
 

@@ -168,6 +168,12 @@ def cut(text: str, most: int = 100) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def one_line(error: object) -> str:
+    """Fits what an error says into a message: one line, without control characters."""
+    line = " ".join(str(error).split())[:200]
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
+
+
 def config_to_dict(config: Any) -> dict[str, Any]:
     """Turns a config dataclass into JSON-compatible nested dicts and lists."""
     return json.loads(pydantic.TypeAdapter(type(config)).dump_json(config))

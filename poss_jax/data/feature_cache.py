@@ -21,8 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from poss_jax.checkpoint.whole import write_file
-from poss_jax.config.reading import UserError
-from poss_jax.data.files import one_line
+from poss_jax.config.reading import UserError, one_line
 
 LOCK = ".lock"
 

@@ -64,9 +64,3 @@ def json_lines(path: AnyPath) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(record, dict):
             raise UserError(f"{where}: want a JSON object, got {type(record).__name__}")
         yield where, record
-
-
-def one_line(error: object) -> str:
-    """Fits what an error says into a message: one line, without control characters."""
-    line = " ".join(str(error).split())[:200]
-    return "".join(letter if letter.isprintable() else "?" for letter in line)

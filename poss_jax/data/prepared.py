@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from poss_jax.config.paths import AnyPath, as_path, is_uri, move_file, read_text
-from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.reading import UserError, config_to_dict, one_line
 from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, content_key
 from poss_jax.data.encoding import encode_documents
-from poss_jax.data.files import one_line
 from poss_jax.data.records import Broken
 from poss_jax.data.rows import Rows, make_rows
 from poss_jax.data.sources import Documents, Tally, load_documents

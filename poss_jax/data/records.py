@@ -11,9 +11,9 @@ from typing import Any
 
 from poss_jax.config.json_reading import JsonError, check_text, parse_json
 from poss_jax.config.paths import AnyPath, file_size, read_text
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, one_line
 from poss_jax.config.training import DataConfig
-from poss_jax.data.files import existing_files, matching_files, one_line
+from poss_jax.data.files import existing_files, matching_files
 
 LONGEST_RECORD = 1 << 26  # bytes; a longer record is not a conversation
 LARGEST_LIST = 1 << 30  # bytes; reading takes several times as much memory

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from poss_jax.data.files import one_line
+from poss_jax.config.reading import one_line
 
 SECONDS = 2.0  # of processor time, for one text
 MEMORY_BYTES = 1 << 30

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from poss_jax.config.paths import as_path, read_text
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, one_line
 from poss_jax.data.conversations import Message
-from poss_jax.data.files import one_line
 from poss_jax.data.records import Broken
 from poss_jax.data.rendering import RenderError, render_chats
 from poss_jax.data.tokenizer import special_pattern

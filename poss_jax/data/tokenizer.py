@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from poss_jax.checkpoint.record import TOKENIZER_FILES
 from poss_jax.config.paths import AnyPath, local_files, uploaded
-from poss_jax.config.reading import UserError
-from poss_jax.data.files import one_line
+from poss_jax.config.reading import UserError, one_line
 
 if TYPE_CHECKING:
     import transformers

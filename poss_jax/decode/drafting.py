@@ -132,11 +132,6 @@ def draft(
     return join_levels(levels)
 
 
-def num_streams(config: DraftConfig, depth: int) -> int:
-    """Streams of keys and values that drafting so many positions reads."""
-    return max(config.stream_at(position) for position in range(depth)) + 1
-
-
 def top_children(
     logits: Float[Array, "B rows Vd"], level: Level, top_k: int
 ) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:

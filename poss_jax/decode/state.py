@@ -6,7 +6,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from poss_jax.config.models import DraftConfig, Drafting, LlamaConfig, TreeConfig
-from poss_jax.decode.drafting import ChildrenFn, num_streams
+from poss_jax.decode.drafting import ChildrenFn
 from poss_jax.decode.sampling import Sampling
 from poss_jax.model.cache import KVCache
 from poss_jax.shapes import Array, Params
@@ -55,7 +55,7 @@ class DecodeConfig(NamedTuple):
     @property
     def num_streams(self) -> int:
         """Streams of keys and values that a tree of this depth reads."""
-        return num_streams(self.draft, self.tree.depth) if self.draft else 0
+        return self.draft.num_streams(self.tree.depth) if self.draft else 0
 
     @property
     def margin(self) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from jax.sharding import Mesh
 from poss_jax.config.models import ACCELERATOR_TREE, CPU_TREE, LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Weights
-from poss_jax.model.sharding import dividing_axes
+from poss_jax.model.sharding import bytes_per_device, dividing_axes
 from poss_jax.model.target import compute_dtype
 
 Trees = Mapping[int, TreeConfig | None]
@@ -55,10 +54,9 @@ def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
     fitted = dataclasses.replace(fitted, total_tokens=fitted.num_nodes)
     if fitted != tree:
         _LOG.warning(
-            "tree %d/%d/%d (depth/top_k/total_tokens) asks for more than can be drafted; using "
-            "%d/%d/%d",
-            *dataclasses.astuple(tree),
-            *dataclasses.astuple(fitted),
+            "tree %s (depth/top_k/total_tokens) asks for more than can be drafted; using %s",
+            tree.name,
+            fitted.name,
         )
     if fitted.num_candidates >= 2**31:
         raise UserError(
@@ -87,18 +85,19 @@ def prefill_rest() -> int:
     return CPU_REST if jax.default_backend() == "cpu" else ACCELERATOR_REST
 
 
-def rows_for(config: DecodeConfig, length: int, *, max_length: int) -> int:
-    """Rows of room for texts: a power of two, or `max_length` if that is less, and the margin.
+def with_rows(config: DecodeConfig, length: int, *, max_length: int) -> DecodeConfig:
+    """Makes room for texts: a power of two, or `max_length` if that is less, and the margin.
 
     So a handful of programs serve all lengths.
 
     Args:
-      config: static settings of decoding; its own `rows` are not looked at.
+      config: static settings of decoding; its own `rows` are replaced.
       length: most tokens of prompt and answer together.
       max_length: longest text that will ever be asked for.
     """
     rows = max(_LEAST_ROWS, config.chunk, 1 << (length - 1).bit_length())
-    return min(rows, _round_up(max_length, config.chunk)) + _round_up(config.margin, 128)
+    rows = min(rows, _round_up(max_length, config.chunk)) + _round_up(config.margin, 128)
+    return config._replace(rows=rows)
 
 
 def _round_up(number: int, step: int) -> int:
@@ -145,7 +144,7 @@ def check_memory(weights: Weights, config: DecodeConfig, *, batch_size: int) -> 
 def least_bytes(weights: Weights, config: DecodeConfig, *, batch_size: int) -> int:
     """Counts the bytes a device holds: weights, caches, the output, the logits of a round."""
     size = compute_dtype(weights.target).itemsize
-    arrays = {id(leaf): _bytes_per_device(leaf) for leaf in jax.tree.leaves(weights)}  # once each
+    arrays = {id(leaf): bytes_per_device(leaf) for leaf in jax.tree.leaves(weights)}  # once each
     num_nodes = config.tree.num_nodes if config.draft else 1
     each = 16 * config.rows + cache_bytes(weights, config)
     each += size * num_nodes * _part(config.target.vocab_size, config.mesh)
@@ -161,10 +160,6 @@ def cache_bytes(weights: Weights, config: DecodeConfig) -> int:
     if config.draft is not None:
         per_row += config.num_streams * _pair(config.draft.layer, config.mesh)
     return compute_dtype(weights.target).itemsize * config.rows * per_row
-
-
-def _bytes_per_device(leaf: jax.Array) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def _pair(config: LlamaConfig, mesh: Mesh | None) -> int:

@@ -39,8 +39,8 @@ from poss_jax.engine.device import (
     default_tree,
     fit_tree,
     prefill_chunk,
-    rows_for,
     tree_for,
+    with_rows,
 )
 from poss_jax.engine.prompts import (
     PreparedPrompt,
@@ -445,7 +445,7 @@ class Engine:
             jax.block_until_ready(run_step(self.weights, config, ended, state))
 
     def decode_config(self, length: int, batch_size: int = 1) -> DecodeConfig:
-        """Static settings of a call; rooms are rounded up (`rows_for`), to share programs.
+        """Static settings of a call; rooms are rounded up (`with_rows`), to share programs.
 
         Args:
           length: most tokens of prompt and answer together.
@@ -461,7 +461,7 @@ class Engine:
             drafting=self.drafting,
             mesh=self.mesh,
         )
-        return config._replace(rows=rows_for(config, length, max_length=self.max_length))
+        return with_rows(config, length, max_length=self.max_length)
 
     def request(
         self, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1

@@ -28,8 +28,8 @@ from poss_jax.engine.device import (
     check_memory,
     prefill_chunk,
     prefill_rest,
-    rows_for,
     tree_for,
+    with_rows,
 )
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import HostRequest, PreparedPrompt, lay_out, make_request
@@ -143,8 +143,7 @@ class Slots:
             mesh=engine.mesh,
             num_logprobs=self.max_logprobs,
         )
-        rows = rows_for(config, self.max_length, max_length=self.max_length)
-        return config._replace(rows=rows)
+        return with_rows(config, self.max_length, max_length=self.max_length)
 
     def _lay_out(self, prompt: PreparedPrompt) -> HostRequest:
         """Lays a request into arrays, whose shapes are the same for all."""
@@ -330,7 +329,7 @@ def _move(
     return request, state.replace(output=output)
 
 
-# What is made of nothing lies where the weights are only if the program keeps those.
+# Arrays that a program creates are placed as its arguments are, so unused weights stay arguments.
 _allocate = jax.jit(on_mesh(_make_empty), static_argnums=1, keep_unused=True)
 _begin = jax.jit(on_mesh(_begin_prefill), static_argnums=1, keep_unused=True)
 _extend = jax.jit(on_mesh(_run_chunks), static_argnums=1, donate_argnums=3)

@@ -111,11 +111,11 @@ def _run_step(
     is_text: Bool[Array, " B"],
     num_rounds: Int[Array, " B"],
 ) -> tuple[DecodeState, Landing]:
-    # Where a text has ended and the host does not know yet, it may soon have another for the place.
+    # If a text has ended and the host does not know it yet, another may soon take its slot.
     is_news = highest_of_groups((state.output.is_done & is_text).any())
     most = jnp.where(is_news, 1, num_rounds[0])
     is_done = state.output.is_done | ~is_text
-    # A sequence without a text shall not make attention go over more rows. None is too few for it.
+    # Attention reads as many blocks as the longest sequence has: an empty slot counts as one row.
     short = jnp.where(is_done, 1, config.rows)
 
     def shortened(cache: KVCache) -> KVCache:

@@ -21,7 +21,7 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.learn.losses import DraftLosses, describe_targets, draft_losses
-from poss_jax.learn.recursion import DraftInputs, add_gradients, take_specialist
+from poss_jax.learn.recursion import DraftInputs, add_gradients, shared_params, take_specialist
 from poss_jax.learn.state import cast
 from poss_jax.learn.task import DraftData, DraftTask, own_head
 from poss_jax.model.blockwise import NOTHING, Attended, attend_documents, group_heads, ungroup_heads
@@ -175,8 +175,8 @@ def chain_gradients(
     _, before = lax.scan(look, None, tuple(leaf[:first] for leaf in steps))
     carry, after = lax.scan(go_back, carry, tuple(leaf[first:] for leaf in steps), reverse=True)
     losses = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), before, after)
-    shared = {name: leaves for name, leaves in draft.items() if name != "specialists"}
-    _, pull = jax.vjp(lambda shared: _outside_of_steps(shared, head, task, data), shared)
+    outside = partial(_outside_of_steps, head=head, task=task, data=data)
+    _, pull = jax.vjp(outside, shared_params(draft))
     (of_shared,) = pull((carry.state, carry.expected))
     within = {name: carry.parameters[name] for name in of_shared}
     return carry.parameters | jax.tree.map(jnp.add, of_shared, within), losses

@@ -13,9 +13,9 @@ from poss_jax.config.models import LlamaConfig
 from poss_jax.config.training import StepConfig
 from poss_jax.learn.losses import language_model_loss
 from poss_jax.learn.state import TrainState, cast, update_state
-from poss_jax.model.documents import TrainBatch, count, cut_batch, is_last_in
+from poss_jax.model.documents import TrainBatch, count, cut_batch, trained_rows
 from poss_jax.model.target import encode
-from poss_jax.shapes import Array, Bool, Float, Params
+from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
 def make_target_step(
@@ -31,7 +31,7 @@ def make_target_step(
 
     @partial(jax.jit, donate_argnums=0)
     def run(state: TrainState, batch: TrainBatch):
-        num_trained = jnp.maximum(count(labels_trained(batch)), 1.0)
+        num_trained = jnp.maximum(count(labels_of(batch)[1]), 1.0)
 
         def of_part(total: tuple[Params, Array], part: TrainBatch):
             loss, gradients = jax.value_and_grad(
@@ -51,14 +51,19 @@ def target_loss(
     params: Params, batch: TrainBatch, config: LlamaConfig, step: StepConfig
 ) -> Float[Array, ""]:
     """Sum of next-token cross-entropies in nats, over tokens that are trained."""
+    head, features = encode_for_head(params, batch, config, step)
+    return language_model_loss(head, features, *labels_of(batch), chunk=step.vocabulary_chunk)
+
+
+def encode_for_head(
+    params: Params, batch: TrainBatch, config: LlamaConfig, step: StepConfig
+) -> tuple[Float[Array, "V D"], Float[Array, "B T D"]]:
+    """The head, which may be the embedding, and the features that it reads."""
     features = encode(params, config, batch.tokens, batch.documents, block=step.attention_block)
-    head = params["embed" if config.tie_embeddings else "head"]["weight"]
-    labels = jnp.roll(batch.tokens, -1, axis=1)
-    is_trained, chunk = labels_trained(batch), step.vocabulary_chunk
-    return language_model_loss(head, features, labels, is_trained, chunk=chunk)
+    return params["embed" if config.tie_embeddings else "head"]["weight"], features
 
 
-def labels_trained(batch: TrainBatch) -> Bool[Array, "B T"]:
-    """Marks rows whose next token is trained on and of the same document."""
-    next_mask = jnp.roll(batch.loss_mask, -1, axis=1)
-    return next_mask & ~is_last_in(batch.documents) & (batch.documents > 0)
+def labels_of(batch: TrainBatch) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
+    """Next token of every row, and whether it is trained on and of the same document."""
+    following = batch.replace(loss_mask=jnp.roll(batch.loss_mask, -1, axis=1))
+    return jnp.roll(batch.tokens, -1, axis=1), trained_rows(following)

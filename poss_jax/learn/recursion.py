@@ -117,10 +117,14 @@ def unroll(
     return versions, carry, outputs
 
 
+def shared_params(draft: Params) -> Params:
+    """Parameters that all specialists share."""
+    return {name: leaves for name, leaves in draft.items() if name != "specialists"}
+
+
 def take_specialist(draft: Params, index: Int[Array, ""]) -> tuple[Params, Params]:
     """Splits a draft (specialists stacked) into what specialists share, and one specialist."""
-    shared = {name: leaves for name, leaves in draft.items() if name != "specialists"}
-    return shared, jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
+    return shared_params(draft), jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
 
 
 def add_gradients(

@@ -21,12 +21,13 @@ from poss_jax.learn.recursion import (
     add_gradients,
     first_version,
     predict,
+    shared_params,
     take_specialist,
     unroll,
 )
 from poss_jax.learn.state import TrainState, cast, update_state
 from poss_jax.learn.task import DraftData, DraftTask, own_head, prepare_draft_data
-from poss_jax.model.documents import TrainBatch, count, cut_batch, is_last_in
+from poss_jax.model.documents import TrainBatch, count, cut_batch, trained_rows
 from poss_jax.model.families import family_of
 from poss_jax.model.sharding import gather_head
 from poss_jax.model.specialists import share_keys_values
@@ -124,7 +125,7 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
     """Returns the jitted `(state, target, batch, key) -> (state, metrics)`.
 
     The metrics: `loss`, the mean over depths; `loss_per_depth` [R]; `gradient_norm`, of all
-    gradients together, so not a number where any is none. The state is donated; the target runs
+    gradients together, so NaN if any is NaN. The state is donated; the target runs
     frozen inside the same program. A batch is cut into `task.step.accumulation_steps` parts, one
     after the other.
     """
@@ -135,7 +136,7 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
         target = target | {"head": {"weight": head}}
         key = jax.random.fold_in(key, state.step)
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(batch.tokens)))
-        is_trained = batch.loss_mask & ~is_last_in(batch.documents) & (batch.documents > 0)
+        is_trained = trained_rows(batch)
         averages_all = task.objective.average_over == "all"
         num_trained = count(jnp.ones_like(is_trained) if averages_all else is_trained)
 
@@ -169,6 +170,5 @@ def _is_trained(task: DraftTask, draft: Params) -> Params:
     def mask(leaf: Array) -> Array:
         return of_specialist.reshape(-1, *[1] * (leaf.ndim - 1))
 
-    shared = {name: leaves for name, leaves in draft.items() if name != "specialists"}
-    is_trained = jax.tree.map(lambda _: float(not task.num_frozen), shared)
+    is_trained = jax.tree.map(lambda _: float(not task.num_frozen), shared_params(draft))
     return is_trained | {"specialists": jax.tree.map(mask, draft["specialists"])}

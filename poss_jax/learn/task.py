@@ -14,7 +14,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig, SpecialistsConfig, StepConfig
 from poss_jax.learn.losses import TargetRows, describe_targets
 from poss_jax.learn.recursion import DraftInputs
-from poss_jax.model.documents import TrainBatch, count, is_last_in, lengths_in
+from poss_jax.model.documents import TrainBatch, count, is_last_in, lengths_in, trained_rows
 from poss_jax.model.families import find_family
 from poss_jax.model.sharding import gather_head, split_batch
 from poss_jax.model.target import compute_dtype, embed, encode
@@ -144,7 +144,7 @@ def prepare_draft_data(
         draw = partial(jax.random.uniform, shape=features.shape[1:], minval=-1.0, maxval=1.0)
         noisy = features + (width * jax.vmap(draw)(noise_keys)).astype(features.dtype)
     head, is_last = target["head"]["weight"], is_last_in(batch.documents)
-    loss_mask = batch.loss_mask & ~is_last & (batch.documents > 0)
+    loss_mask = trained_rows(batch)
     return DraftData(
         inputs=DraftInputs(
             features=noisy,

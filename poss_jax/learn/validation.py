@@ -14,13 +14,13 @@ from poss_jax.config.models import LlamaConfig
 from poss_jax.config.training import StepConfig
 from poss_jax.learn.chains import has_prediction, place_predictions, unroll_chains
 from poss_jax.learn.losses import draft_losses, language_model_loss, most_likely_tokens
-from poss_jax.learn.pretraining import labels_trained
+from poss_jax.learn.pretraining import encode_for_head, labels_of
 from poss_jax.learn.recursion import Depth, first_version, predict, take_specialist, unroll
 from poss_jax.learn.state import cast
 from poss_jax.learn.task import DraftData, DraftTask, own_head, prepare_draft_data
 from poss_jax.model.documents import TrainBatch, count
 from poss_jax.model.families import family_of
-from poss_jax.model.target import compute_dtype, encode
+from poss_jax.model.target import compute_dtype
 from poss_jax.shapes import Array, Bool, Float, Params
 
 
@@ -160,9 +160,8 @@ def make_target_validation(config: LlamaConfig, step: StepConfig, dtype: Any) ->
 
     def validate(params: Params, batch: TrainBatch):
         params, chunk = cast(params, dtype), step.vocabulary_chunk
-        features = encode(params, config, batch.tokens, batch.documents, block=step.attention_block)
-        head = params["embed" if config.tie_embeddings else "head"]["weight"]
-        wanted, is_trained = jnp.roll(batch.tokens, -1, axis=1), labels_trained(batch)
+        head, features = encode_for_head(params, batch, config, step)
+        wanted, is_trained = labels_of(batch)
         loss = language_model_loss(head, features, wanted, is_trained, chunk=chunk)
         tokens = most_likely_tokens(head, features, chunk)
         return TargetSums(count(is_trained), loss), Predictions(tokens[None], wanted, is_trained)

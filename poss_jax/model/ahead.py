@@ -5,7 +5,6 @@ description of the device; nothing is run, so no driver is needed.
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, one_line
 from poss_jax.model.parameters import place_tree
 
 _SM90: dict[str, Any] = {
@@ -77,7 +76,7 @@ def tpu_slice(name: str) -> list[Any]:
         return list(topology.devices)
     except Exception as error:  # libtpu is missing, or refuses the name
         raise UserError(
-            f"cannot compile for {name}: {' '.join(str(error).split())[:200]}; want a TPU slice "
+            f"cannot compile for {name}: {one_line(error)}; want a TPU slice "
             "such as v5p:2x2x1, and libtpu installed (pip install libtpu)"
         ) from error
 
@@ -104,7 +103,7 @@ def gpu(name: str) -> list[Any]:
         )
     except Exception as error:  # the wheels are missing
         raise UserError(
-            f"cannot compile for {name}: {' '.join(str(error).split())[:200]}; want JAX with CUDA "
+            f"cannot compile for {name}: {one_line(error)}; want JAX with CUDA "
             'installed (pip install "jax[cuda13]")'
         ) from error
     return list(topology.devices)
@@ -137,14 +136,6 @@ def shapes_on(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any
         return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=where)
 
     return jax.tree.map(place, shapes, place_tree(shapes, mesh))
-
-
-def bytes_per_device(tree: Any) -> int:
-    """Bytes that a device holds of a tree of placed shapes."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def planned_memory(compiled: jax.stages.Compiled) -> dict[str, int]:

@@ -100,7 +100,7 @@ def _attend_blocks(
         return mean / safe[..., None], highest + jnp.log(safe)
 
     mean, log_sum = lax.map(of_rows, _row_blocks(block, (q, 3), (documents, 1)))
-    return _joined(mean, 3), _joined(log_sum, 3)
+    return _joined(mean), _joined(log_sum)
 
 
 def _attend_forward(block: int, *args: Array):
@@ -137,7 +137,7 @@ def _attend_backward(block: int, residuals: tuple, gradients: tuple[Array, Array
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     blocks = _row_blocks(block, (q, 3), (documents, 1), (log_sum, 3), (grad_mean, 3), (had, 3))
     (grad_k, grad_v), grad_q = lax.scan(of_rows, zeros, blocks)
-    grad_q = _joined(grad_q, 3).astype(q.dtype)
+    grad_q = _joined(grad_q).astype(q.dtype)
     return grad_q, grad_k.astype(k.dtype), grad_v.astype(v.dtype), None, None
 
 
@@ -198,7 +198,7 @@ def _row_blocks(block: int, *arrays: tuple[Array, int]) -> tuple[Array, ...]:
     return jnp.arange(len(parts[0])), *parts
 
 
-def _joined(blocks: Array, axis: int) -> Array:
-    """The reverse of `_row_blocks`."""
-    x = jnp.moveaxis(blocks, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+def _joined(blocks: Array) -> Array:
+    """The reverse of `_row_blocks`: [blocks B K G T ...] -> [B K G T ...]."""
+    x = jnp.moveaxis(blocks, 0, 3)
+    return x.reshape(*x.shape[:3], -1, *x.shape[5:])

@@ -48,6 +48,11 @@ def is_last_in(documents: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return positions_in(documents[:, ::-1])[:, ::-1] == 0
 
 
+def trained_rows(batch: TrainBatch) -> Bool[Array, "B T"]:
+    """Marks rows that are trained on and predict a token of their own document."""
+    return batch.loss_mask & ~is_last_in(batch.documents) & (batch.documents > 0)
+
+
 def cut_batch(tree: Any, num_parts: int) -> Any:
     """Cuts [B ...] arrays into [parts B/parts ...].
 

@@ -16,6 +16,7 @@ batch by itself; within a group weights and caches are cut by `tensor`, and the 
 sums over the devices.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,3 +148,11 @@ def split_batch(x: Array, axis: int = 0) -> Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return lax.with_sharding_constraint(x, PartitionSpec(*(None,) * axis, BATCH))
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that a device holds of a tree of placed arrays, or of their shapes."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
