@@ -182,7 +182,7 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
 
 
 def _names_in(path: AnyPath) -> list[str]:
-    """Files of a folder, but for the lock of this very process."""
+    """Files of a folder, without the lock of this process."""
     return [entry.name for entry in path.iterdir() if entry.name != ".lock"]
 
 

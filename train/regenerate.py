@@ -149,7 +149,7 @@ def _load_target(config: RegenerateConfig) -> Answerer:
 
 
 def _describe_drafts(config: RegenerateConfig, engine: Engine) -> dict[str, Any]:
-    """What decides the answers, too, where drafts are sampled."""
+    """Describes the drafts, which decide the answers where they are sampled."""
     return {
         "drafting": config.drafting,
         "draft": config.draft and read_record(config.draft).fingerprint,

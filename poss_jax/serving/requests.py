@@ -243,7 +243,7 @@ def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> lis
     """Token ids of a text.
 
     Raises:
-      ApiError: it is no text, or far longer than any that could be answered.
+      ApiError: half a character, or far more text than could be answered.
     """
     _check_text(body)
     return _encode(engine, config, body.prompt)
@@ -380,7 +380,7 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
 
 
 def explain(error: Any) -> str:
-    """What is wrong with a field, by the words of one of pydantic's errors."""
+    """Says what is wrong with a field, as pydantic does."""
     return error["msg"].removeprefix("Value error, ")
 
 
