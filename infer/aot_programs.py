@@ -204,10 +204,7 @@ def _attach(own: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
     """Shapes of a draft with what it borrows; the rows of the head that it reads are its own."""
     ids = None if num_tokens is None else jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
     attached = jax.eval_shape(attach, own, target, ids)
-    vocabulary = attached.pop("vocabulary")
-    placed = shapes_on(mesh, lambda: attached)
-    whole = jax.tree.map(lambda leaf: _placed(leaf, replicate(mesh)), vocabulary)
-    return placed | {"vocabulary": whole}
+    return shapes_on(mesh, lambda: attached)
 
 
 def _make_target(config: LlamaConfig, dtype: Any, kind: Quantisation | None) -> Any:

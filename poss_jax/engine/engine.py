@@ -57,7 +57,7 @@ from poss_jax.engine.text import check_stop
 from poss_jax.engine.trees import find_tuned
 from poss_jax.model.parameters import check_params, place_params, place_weights
 from poss_jax.model.quantise import Quantised
-from poss_jax.model.sharding import decoding_mesh, replicate
+from poss_jax.model.sharding import decoding_mesh
 from poss_jax.model.specialists import attach, fuse_draft
 from poss_jax.model.target import compute_dtype, fuse_target
 from poss_jax.shapes import Params
@@ -226,10 +226,8 @@ class Engine:
         other.draft_config = record.draft
         vocabulary = record.draft_vocabulary
         ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
-        if ids is not None and self.mesh:
-            ids = jax.device_put(ids, replicate(self.mesh))
-        own = _place_on(self.mesh, fuse_draft(params, record.draft))
-        other._own_draft = own | {"vocabulary": ids}
+        own = fuse_draft(params, record.draft) | {"vocabulary": ids}
+        other._own_draft = _place_on(self.mesh, own)
         other.weights = other._lend(self.weights.target)
         other.trees = _fit_trees(self.trees, other.weights.draft)
         return other
@@ -284,11 +282,8 @@ class Engine:
         """Joins a target and this engine's draft, which uses its embedding and head."""
         if not self._own_draft:
             return Weights(target, {})
-        own = dict(self._own_draft)
-        vocabulary = own.pop("vocabulary")
-        draft = attach(own, target, vocabulary)
-        del draft["vocabulary"]
-        return Weights(target, _place_on(self.mesh, draft) | {"vocabulary": vocabulary})
+        draft = attach(self._own_draft, target, self._own_draft["vocabulary"])
+        return Weights(target, _place_on(self.mesh, draft))
 
     # ----------------------------------------------------------------------------------------------
     # From prompts to answers

@@ -157,7 +157,7 @@ def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     Raises:
       ValueError: no table has the path.
     """
-    if not shape:
+    if not shape or path == "vocabulary":  # token ids, which every device reads
         return PartitionSpec()
     weight = weight_path(path)
     axes = _find_axes([_FUSED.get(key, key) for key in weight.split("/") if not key.isdigit()])
