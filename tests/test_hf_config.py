@@ -94,7 +94,7 @@ def test_rope_spellings(values, want):
         ({"rope_scaling": {"type": {"a": 1}}}, r"rope type: want one of .*, got {'a': 1}; other"),
         ({"rope_scaling": {"type": "linear", "factor": [2]}}, r"rope.factor: Input .*, got \[2\]"),
         ({"rope_theta": True}, "rope.theta: want a number, got True"),
-        ({"rope_theta": 1e39}, "rope.theta: Input should be less than or equal to"),
+        ({"rope_theta": 1e39}, "rope_theta: Input should be less than or equal to"),
         (
             {"rope_scaling": {"type": "llama3"} | LLAMA3 | {"high_freq_factor": 1}},
             "want low_freq_factor below high_freq_factor",
@@ -121,11 +121,11 @@ def test_rope_spellings(values, want):
         ),
         (LONG | {"rope_scaling": LONGROPE | {"short_factor": [0, 1]}}, "short_factor.0: Input"),
         ({"max_position_embeddings": True}, "max_position_embeddings: want a count, got True"),
-        ({"num_hidden_layers": True}, "num_layers: want a number, got True"),
+        ({"num_hidden_layers": True}, "num_hidden_layers: want a number, got True"),
         ({"vocab_size": 2**31}, "vocab_size: Input should be less than 2147483648"),
         ({"hidden_act": "x" * 9000}, "hidden_act: want 'silu', got 'xxxxxxxxxxxx...xxxx"),
         ({"model_type": "x" * 9000}, "model_type: want one of .*, got 'xxxxxxxxxxxx...xxxx"),
-        ({"eos_token_id": {"a": 1}}, "eos_token_ids.0: Input should be a valid integer"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id: 0: Input should be a valid integer"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "unknown full_attention",
