@@ -174,7 +174,7 @@ def test_equal_time_wants_measured_times() -> None:
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        ({"specialists": {"depth": "deep"}}, "specialists.depth"),
+        ({"specialists": {"depth": "deep"}}, "depth: Input should be a valid integer"),
         ({"mesh": {"data": 3}}, "training of wrong seed 0 failed"),
     ],
 )

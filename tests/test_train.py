@@ -306,7 +306,7 @@ def test_overwrite_starts_anew(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
     ("values", "override", "error"),
     [
         (TARGET, "optimizer.learning_rat=1", "unknown key 'optimizer.learning_rat'; did you mean "),
-        (TARGET, "batch_size=0", "batch_size: Input should be greater than 0, got 0"),
+        (TARGET, "batch_size=0", "batch_size=0': Input should be greater than 0, got 0"),
         (TARGET, "batch_size", "override 'batch_size': want section.key=value"),
         (TARGET, "model=null", "stage target needs the key 'model'"),
         (TARGET, "model.vocab_size=100", "vocab_size wants at least 259"),
