@@ -14,11 +14,11 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
-from poss_jax.config.ahead import AheadConfig
+from poss_jax.config.ahead import AheadConfig, Program
 from poss_jax.config.reading import UserError
 from poss_jax.model.ahead import gpu, tpu_slice
 from poss_jax.model.sharding import make_mesh
@@ -48,9 +48,8 @@ def compile_all(
     planned = plan(config, make_mesh(config.mesh, devices))
     device = DEVICES[name.partition(":")[0]]
     programs = {}
-    for wanted in config.programs:
-        if planned.decode.draft is None and wanted in ("round", "rounds"):
-            continue
+    own = ("prefill", "step") if planned.decode.draft is None else get_args(Program)
+    for wanted in config.programs or own:
         compiled = compile_program(wanted, planned)
         if dump is not None:
             (dump / f"{wanted}.txt").write_text(compiled.text)
@@ -69,9 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name: str = args.gpu or args.topology
     if args.gpu is None:
         _check_topology(name)
-    has_draft = config.draft is not None or config.specialists is not None
-    if not has_draft and not {"prefill", "step"} & {*config.programs}:
-        raise UserError("programs: round and rounds want a draft; give draft, or specialists")
     if args.json is not None:
         check_writable(args.json)
     if args.dump is not None:

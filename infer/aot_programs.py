@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.engine.device import ACCELERATOR_CHUNK, with_rows
+from poss_jax.engine.device import ACCELERATOR_CHUNK, fit_tree, with_rows
 from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
 from poss_jax.engine.steps import run_round, run_rounds, start
 from poss_jax.learn.task import describe_draft
@@ -66,14 +67,19 @@ class Plan(NamedTuple):
         return bytes_per_device(shared)
 
     def floor(self, name: str) -> costs.Cost:
-        """Least bytes and operations of a program, per device (a loop's: one round)."""
+        """Least bytes and operations of a program, per device (a loop's: one round).
+
+        A group of devices along `data` reads all weights for its part of the batch.
+        """
+        groups = self.mesh.shape["data"]
+        work = replace(self.work, batch=-(-self.work.batch // groups))
         if name == "prefill":
-            cost = costs.prefill(self.work, self.work.context)
+            cost = costs.prefill(work, work.context)
         elif name == "step":
-            cost = costs.decode(self.work)
+            cost = costs.decode(work)
         else:
-            cost = costs.cost_card(self.work, prompt_tokens=1)["round"]
-        parts = self.mesh.size
+            cost = costs.cost_card(work, prompt_tokens=1)["round"]
+        parts = self.mesh.size // groups
         return costs.Cost(cost.bytes / parts, cost.flops / parts)
 
 
@@ -97,26 +103,28 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
     Raises:
       UserError: a folder is missing or broken, or the models do not fit.
     """
-    target, draft, num_tokens = _describe_models(config)
-    dtype = jnp.dtype(config.dtype)
-    weights = Weights(shapes_on(mesh, lambda: _make_target(target, dtype, config.quantise)), {})
+    record = _target_record(config)
+    target, draft, num_tokens = _describe_models(config, record)
+    kind, dtype = config.quantise or record.quantised, jnp.dtype(config.dtype)
+    weights = Weights(shapes_on(mesh, lambda: _make_target(target, dtype, kind)), {})
     if draft is not None:
         own = shapes_on(
             mesh, lambda: fuse_draft(init_draft(draft, jax.random.key(0)), draft), dtype
         )
         weights = weights._replace(draft=_attach(own, weights.target, num_tokens, mesh))
-    decode = DecodeConfig(target, draft, config.tree, rows=0, chunk=ACCELERATOR_CHUNK)
+    tree = fit_tree(config.tree, num_tokens or target.vocab_size)
+    decode = DecodeConfig(target, draft, tree, rows=0, chunk=ACCELERATOR_CHUNK)
     decode = decode._replace(mesh=decoding_mesh(mesh))
     length = config.context + config.max_new_tokens
     decode = with_rows(decode, length, max_length=target.max_position_embeddings)
     work = costs.Workload(
         target=target,
         draft=draft,
-        tree=config.tree,
+        tree=tree,
         batch=config.batch_size,
         context=config.context,
         draft_vocabulary=num_tokens,
-        target_bytes=1 if config.quantise else dtype.itemsize,
+        target_bytes=1 if kind else dtype.itemsize,
         draft_bytes=dtype.itemsize,
         cache_bytes=dtype.itemsize,
     )
@@ -169,9 +177,15 @@ def weight_shapes(plan: Plan) -> list[tuple[int, ...]]:
     return sorted(shape for shape in shapes if len(shape) > 1)
 
 
-def _describe_models(config: AheadConfig) -> tuple[LlamaConfig, DraftConfig | None, int | None]:
+def _describe_models(
+    config: AheadConfig, record: ModelRecord
+) -> tuple[LlamaConfig, DraftConfig | None, int | None]:
     """Target, draft, and the size of a draft vocabulary (None: all tokens)."""
-    record = _target_record(config)
+    if record.quantised is not None and config.quantise not in (None, record.quantised):
+        raise UserError(
+            f"quantise {config.quantise}: the target is quantised to {record.quantised}; leave it "
+            "out, or give the target that it was made from"
+        )
     target, num_tokens = record.llama, config.draft_tokens
     if num_tokens is not None and num_tokens > target.vocab_size:
         raise UserError(
@@ -180,6 +194,11 @@ def _describe_models(config: AheadConfig) -> tuple[LlamaConfig, DraftConfig | No
         )
     if config.draft is not None:
         record = read_draft(config.draft, target=record, allow_target_mismatch=True)
+        if num_tokens is not None and record.draft.head_size is not None:
+            raise UserError(
+                f"draft_tokens: draft {config.draft} has a head of its own, with "
+                f"{record.draft.head_size} tokens; leave it out"
+            )
         if record.draft_vocabulary is not None and num_tokens is None:
             num_tokens = len(record.draft_vocabulary)
         return target, record.draft, num_tokens

@@ -135,7 +135,8 @@ def measure_card(
                 "bytes": cost.bytes,
                 "flops": cost.flops,
                 "floor_milliseconds": least[name],
-                "floor_to_measured": least[name] / phases[name],
+                # A level is a difference of measurements, which may be lost in their noise.
+                "floor_to_measured": least[name] / phases[name] if phases[name] > 0 else None,
             }
             for name, cost in card.items()
         },

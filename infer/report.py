@@ -149,7 +149,8 @@ def format_card(report: dict[str, Any]) -> str:
             cells = [method, phase, f"{cost['bytes'] / 1e6:.2f}", f"{cost['flops'] / 1e9:.3f}"]
             cells += [f"{cost['floor_milliseconds']:.3f}"]
             cells += [f"{entry['phase_milliseconds'][phase]:.3f}"]
-            table.append([*cells, f"{cost['floor_to_measured']:.0%}"])
+            share = cost["floor_to_measured"]
+            table.append([*cells, "" if share is None else f"{share:.0%}"])
     head = ["method", "phase", "MB", "GFLOP", "floor ms", "ms", "floor / ms"]
     return "\n".join(
         [

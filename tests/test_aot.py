@@ -9,10 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import jaxtyping
 import pytest
 from models import tiny_llama
-from programs import refusal
+from programs import copy_model, refusal
 
 from infer import hlo
 from infer import hlo_findings as findings
@@ -21,7 +22,7 @@ from infer.aot_programs import Plan, cache_shapes, compile_program, plan, weight
 from infer.aot_report import find_main_loop
 from poss_jax.bundled import bundled_model
 from poss_jax.config.ahead import AheadConfig
-from poss_jax.config.models import TreeConfig
+from poss_jax.config.models import MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import SpecialistsConfig
 from poss_jax.model.ahead import GPUS, describe_gpu, tpu_slice
@@ -174,6 +175,32 @@ def test_a_gpu_is_described_in_text():
         assert text.count("{") == text.count("}")
 
 
+def test_a_folder_says_how_it_is_quantised_and_what_it_can_propose(tmp_path):
+    target = copy_model(bundled_model("target"), tmp_path / "target", quantised="int8")
+    mesh = make_mesh(settings().mesh, jax.devices()[:1])
+    models = {"model": None, "specialists": None, "target": target}
+    planned = plan(settings(**models), mesh)
+    assert planned.work.target_bytes == 1
+    assert planned.weights.target["head"]["weight"].values.dtype == jnp.int8
+    with pytest.raises(UserError, match="quantise fp8: the target is quantised to int8"):
+        plan(settings(**models, quantise="fp8"), mesh)
+    own_head = {"draft": str(bundled_model("eagle3")), "draft_tokens": 9}
+    with pytest.raises(UserError, match=r"draft_tokens: draft .* has a head of its own"):
+        plan(settings(**models | own_head), mesh)
+
+
+def test_a_tree_is_as_wide_as_the_draft_vocabulary():
+    planned = plan(settings(draft_tokens=3), make_mesh(settings().mesh, jax.devices()[:1]))
+    assert planned.decode.tree.top_k == planned.work.tree.top_k == 3
+
+
+def test_groups_of_devices_each_read_all_weights():
+    devices, whole = jax.devices()[:2], settings(batch_size=4)
+    groups = settings(batch_size=4, mesh=MeshConfig(data=2, tensor=1))
+    one, two = (plan(some, make_mesh(some.mesh, devices)).floor("step") for some in (groups, whole))
+    assert one.bytes > 1.5 * two.bytes
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -185,7 +212,15 @@ def test_a_gpu_is_described_in_text():
         (["--topology", "x9:1x1"], "topology x9:1x1: want one of v5e, v5p, v6e, as in v6e:1x1"),
         (
             ["--gpu", "h100", "specialists=null", "programs=[round]"],
-            "round and rounds want a draft",
+            "round and rounds want draft, or specialists",
+        ),
+        (
+            ["--gpu", "h100", "specialists=null", "programs=[step,round]"],
+            "round and rounds want draft, or specialists",
+        ),
+        (
+            ["--gpu", "h100", "specialists=null", "draft_tokens=9"],
+            "draft_tokens=9': wants draft, or specialists",
         ),
         (["--gpu", "h100", "--json", str(CONFIGS)], "is a folder; choose another place"),
     ],

@@ -10,7 +10,8 @@ from poss_jax.config.models import STRICT, LlamaConfig, MeshConfig, Quantisation
 from poss_jax.config.numbers import AtLeastTwo, Count
 from poss_jax.config.training import SpecialistsConfig
 
-Programs = tuple[Literal["prefill", "step", "round", "rounds"], ...]
+Program = Literal["prefill", "step", "round", "rounds"]
+Programs = tuple[Program, ...]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -34,7 +35,8 @@ class AheadConfig:
       quantise: Type that the target's matrices are rounded to; null keeps their dtype.
       mesh: Grid of devices; by default all of them split the width of every layer.
       programs: Programs to compile: prefill, step (one token, autoregressively), round (one, called
-        from the host), rounds (all of them, in a loop on the device).
+        from the host), rounds (all of them, in a loop on the device); null takes all, without a
+        draft the first two.
     """
 
     target: str | None = None
@@ -50,10 +52,15 @@ class AheadConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     quantise: Quantisation | None = None
     mesh: MeshConfig = Field(default_factory=lambda: MeshConfig(data=1, tensor=-1))
-    programs: Programs = ("prefill", "step", "round", "rounds")
+    programs: Programs | None = None
 
     def __post_init__(self) -> None:
         if (self.target is None) == (self.model is None):
             raise ValueError("want either a model folder (target) or a shape (model)")
         if self.draft is not None and self.specialists is not None:
             raise ValueError("want either a model folder (draft) or a description (specialists)")
+        if self.draft is None and self.specialists is None:
+            if {"round", "rounds"} & {*(self.programs or ())}:
+                raise ValueError("programs: round and rounds want draft, or specialists")
+            if self.draft_tokens is not None:
+                raise ValueError("draft_tokens: wants draft, or specialists")
