@@ -101,7 +101,8 @@ def _usable_documents(
 ) -> Iterator[tuple[str, Document]]:
     """Yields (what decides a document's side of the split, the document)."""
     has_features = config.source.endswith(SUFFIX)
-    kind = "tokens" if has_features else None if config.format == "auto" else config.format
+    wanted = "tokens" if has_features else config.format
+    kind = None if wanted == "auto" else wanted
     records = read_feature_files(config, width) if has_features else read_records(config)
     for where, record in tqdm(records, desc="read", unit="rec", delay=2):
         tally.records += 1

@@ -421,10 +421,10 @@ class Scheduler:
         """Takes a request out of where it is, and gives it its last chunk."""
         assert chunk.answer is not None
         with self._changed:
-            if stream in self._waiting:
-                self._waiting.remove(stream)
-            elif stream in self._active:
+            if stream in self._active:
                 self._active[self._active.index(stream)] = None
+            elif stream in self._waiting:
+                self._waiting.remove(stream)
             else:
                 self._reading = None
         self.stats.finished[chunk.answer.stop_reason] += 1

@@ -44,7 +44,7 @@ class Reply:
             "system_fingerprint": engine.fingerprint,
         }
         self._tokens: list[list[int]] = [[] for _ in job.prompts]
-        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in job.prompts]
+        self._logprobs: list[list[dict[str, Any]]] = [[] for _ in job.prompts]
         self._answers: list[Generation | None] = [None] * len(job.prompts)
         self._places = [_Places(engine.tokenizer, text) for text in job.echo]
 
@@ -69,7 +69,7 @@ class Reply:
         logprobs = None
         if self._job.num_logprobs is not None and chunk.output_ids:
             logprobs = self._format_logprobs(index, chunk.output_ids, chunk.logprobs)
-            self._logprobs[index] += chunk.logprobs
+            self._logprobs[index].append(logprobs)
         self._answers[index] = answer = chunk.answer
         is_shown = chunk.text or answer or logprobs or self._options["token_ids"]
         if not is_shown:
@@ -131,9 +131,7 @@ class Reply:
             choice["text"] = text
         logprobs = None
         if self._job.num_logprobs is not None:
-            self._places[index] = _Places(self._engine.tokenizer, self._job.echo[index])
-            tokens = self._tokens[index]
-            logprobs = self._format_logprobs(index, tokens, self._logprobs[index])
+            logprobs = _join(self._format_logprobs(index, (), ()), *self._logprobs[index])
         choice |= {"logprobs": logprobs, "finish_reason": _finish_reason(answer)}
         if self._options["token_ids"]:
             choice["token_ids"] = self._tokens[index]
@@ -187,6 +185,14 @@ class Reply:
     def _name(self, token: int) -> str:
         tokenizer = self._engine.tokenizer
         return str(token) if tokenizer is None else tokenizer.decode([token])
+
+
+def _join(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Joins the lists of log-probabilities of one choice."""
+    return {
+        name: None if first is None else [one for part in parts for one in part[name]]
+        for name, first in parts[0].items()
+    }
 
 
 class _Places:
