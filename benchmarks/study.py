@@ -33,7 +33,7 @@ from pydantic.dataclasses import dataclass
 from infer.bench import bench
 from infer.journal import Answer, Cell
 from infer.report import show_report
-from infer.statistics import compare, estimate_mean, format_estimate
+from infer.statistics import compare, compare_seeds, estimate_mean, format_estimate
 from infer.summary import make_grid
 from poss_jax.checkpoint.folder import load_draft, write_model
 from poss_jax.checkpoint.record import new_record, provenance, read_record
@@ -47,6 +47,7 @@ from poss_jax.program.running import Parser, run_program
 from poss_jax.program.tables import format_rows
 from train.claims import changed_settings, claim_folder, saved_config
 
+TESTS = "p", "p over seeds"
 BUDGETS = {"steps": "equal optimizer steps", "time": "equal training time"}
 
 
@@ -339,13 +340,14 @@ def format_study(report: dict[str, Any]) -> str:
     lines = [
         f"Training seeds {report['seeds']}, or the first of them; acceptance lengths are averaged "
         "over seeds, per question; in brackets 95 % intervals over questions; difference from "
-        f"{report['baseline']} with the same seeds, and p of the paired permutation test, not "
-        "corrected for the number of comparisons.",
+        f"{report['baseline']} with the same seeds; p of the paired permutation test over "
+        "questions, at least 0.0002, and of Welch's t-test over training seeds; neither is corrected "
+        "for the number of comparisons.",
     ]
     for row in report["rows"]:
         deepest = max(len(one["positionwise_acceptance"]) for one in row["variants"].values())
         head = ["variant", "seeds", "acceptance length", "seeds apart"]
-        head += ["difference", "p", "round ms"]
+        head += ["difference", *TESTS, "round ms"]
         head += [f"pos {depth}" for depth in range(1, deepest + 1)]
         lines += [
             "",
@@ -364,7 +366,7 @@ def format_study(report: dict[str, Any]) -> str:
                 format_estimate(one["acceptance_length"], digits=3),
                 f"{max(of_seeds) - min(of_seeds):.3f}" if len(of_seeds) > 1 else "",
                 format_estimate(one["difference"], digits=3),
-                f"{one['p_value']:.4f}",
+                *format_tests(row, one, variant, report["baseline"]),
                 f"{row['round_milliseconds'][variant]:.2f}",
                 *(f"{share:.1%}" for share in one["positionwise_acceptance"]),
             ]
@@ -372,10 +374,19 @@ def format_study(report: dict[str, Any]) -> str:
         lines += format_rows(head, table)
         pairs = []
         for one in row["pairs"]:
-            numbers = format_estimate(one["difference"], digits=3), f"{one['p_value']:.4f}"
-            pairs.append((" less ".join(one["pair"]), *numbers))
-        lines += ["", *format_rows(["pair", "difference", "p"], pairs)] if pairs else []
+            difference = format_estimate(one["difference"], digits=3)
+            tests = format_tests(row, one, *one["pair"])
+            pairs.append((" less ".join(one["pair"]), difference, *tests))
+        lines += ["", *format_rows(["pair", "difference", *TESTS], pairs)] if pairs else []
     return "\n".join(lines)
+
+
+def format_tests(
+    row: dict[str, Any], compared: dict[str, Any], variant: str, other: str
+) -> tuple[str, str]:
+    """The p-values of two variants, over questions and over training seeds."""
+    seeds = compare_seeds(*(row["variants"][name]["of_seeds"] for name in (variant, other)))
+    return f"{compared['p_value']:.4f}", "" if seeds is None else f"{seeds:.2g}"
 
 
 def format_drift(report: dict[str, Any]) -> str:

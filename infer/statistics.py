@@ -6,7 +6,7 @@ test exchanges the two drafts on whole questions.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,20 @@ def compare(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
             rng=np.random.default_rng(0),
         ).pvalue
     return {"difference": estimate_mean(pairs[1] - pairs[0]), "p_value": float(p_value)}
+
+
+def compare_seeds(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Compares two ways of training by the results of their training seeds (Welch's t-test).
+
+    Returns:
+      The two-sided p-value: how likely other seeds of two equal ways differ as much; None where
+      one of them has a single seed.
+    """
+    from scipy.stats import ttest_ind
+
+    if min(len(first), len(second)) < 2:
+        return None
+    return float(ttest_ind(first, second, equal_var=False).pvalue)
 
 
 def format_estimate(number: dict[str, Any], *, digits: int = 2) -> str:

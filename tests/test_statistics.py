@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from infer.statistics import compare, estimate, estimate_mean, format_estimate, share
+from infer.statistics import compare, compare_seeds, estimate, estimate_mean, format_estimate, share
 
 
 def test_share_of_totals_rather_than_mean_of_shares():
@@ -41,6 +41,12 @@ def test_one_question_has_no_interval():
     assert estimate_mean(np.array([3.0])) == {"value": 3.0, "low": None, "high": None}
     assert estimate(share, np.array([1.0]), np.array([0.0]))["value"] is None
     assert compare(np.array([1.0]), np.array([2.0]))["p_value"] == 1
+
+
+def test_training_seeds_are_compared_by_their_spread():
+    """Means 1 apart, variances 1 of three each: t = -1.22, 4 degrees of freedom."""
+    assert compare_seeds([1.0, 2.0, 3.0], [2.0, 3.0, 4.0]) == pytest.approx(0.2879, abs=1e-4)
+    assert compare_seeds([1.0], [2.0, 3.0]) is None
 
 
 def test_permutation_by_hand():
