@@ -341,8 +341,8 @@ def format_study(report: dict[str, Any]) -> str:
         f"Training seeds {report['seeds']}, or the first of them; acceptance lengths are averaged "
         "over seeds, per question; in brackets 95 % intervals over questions; difference from "
         f"{report['baseline']} with the same seeds; p of the paired permutation test over "
-        "questions, at least 0.0002, and of Welch's t-test over training seeds; neither is corrected "
-        "for the number of comparisons.",
+        "questions, at least 0.0002, and of Welch's t-test over training seeds, not corrected for "
+        "the number of comparisons.",
     ]
     for row in report["rows"]:
         deepest = max(len(one["positionwise_acceptance"]) for one in row["variants"].values())
