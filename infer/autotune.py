@@ -267,10 +267,7 @@ def _finish_round(
 ) -> DecodeState:
     """All of a round that comes after drafting."""
     noise = speculate.round_noise(config, request, state)
-    out = speculate.verify_tree(weights, config, state, tree)
-    chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
-    acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
-    return speculate.commit(weights, config, request, state, out, acceptance)
+    return speculate.finish_round(weights, config, request, state, tree, noise)
 
 
 def measure_costs(

@@ -134,6 +134,18 @@ def run_round(
     """Drafts, verifies, accepts and commits once; the text of a sequence that is done stays."""
     noise = round_noise(config, request, state)
     tree = draft_tree(weights, config, request, state, noise)
+    return finish_round(weights, config, request, state, tree, noise)
+
+
+def finish_round(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    tree: Tree,
+    noise: Float[Array, "B positions V"] | None,
+) -> DecodeState:
+    """All of a round that comes after drafting."""
     out = verify_tree(weights, config, state, tree)
     with jax.named_scope("accept"):
         chosen = choose_tokens(request, state, tree, out.logits, noise)
