@@ -16,6 +16,7 @@ from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.device import default_tree
 from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
+from poss_jax.model.sharding import decoding_mesh
 from poss_jax.program.options import check_writable
 from poss_jax.program.tables import format_rows
 
@@ -89,7 +90,8 @@ def places_of_trees(
     for folder in config.drafts.values():
         if Path(folder).is_dir() and not os.access(folder, os.W_OK):
             raise UserError(f"draft {folder} may not be written to; give --trees-file FILE")
-    return {name: tuned_file(folder) for name, folder in config.drafts.items()}
+    mesh = decoding_mesh(config.mesh)
+    return {name: tuned_file(folder, mesh) for name, folder in config.drafts.items()}
 
 
 def _write_tuned(
@@ -116,7 +118,8 @@ def _write_tuned(
     }
     if vocabulary is not None:
         write_output(vocabulary_file(path), read_text(as_path(vocabulary)), name="vocabulary")
-    write_tuned(path, trees, record, about=about, comments=comments)
+    mesh = decoding_mesh(config.mesh)
+    write_tuned(path, trees, record, about=about, comments=comments, mesh=mesh)
 
 
 def _format_tuning(report: dict[str, Any]) -> str:

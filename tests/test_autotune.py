@@ -24,11 +24,13 @@ from infer.autotune import (
 from infer.bench import main
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.models import CPU_TREE
+from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.config.reading import UserError
 from poss_jax.data.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.engine import trees as tree_files
 from poss_jax.engine.trees import find_tuned, read_trees, tuned_file, write_tuned
+from poss_jax.model.sharding import decoding_mesh
 
 PROMPTS = ["def area_7", "class", "return x"]
 SMALL = TreeConfig(depth=2, top_k=2, total_tokens=4)
@@ -173,6 +175,24 @@ def test_trees_tuned_for_others_are_left_alone(
     tuned_file(draft).write_text("1: null\n")
     with pytest.raises(UserError, match="want the section tuned"):
         find_tuned(draft, record)
+
+
+def test_trees_tuned_on_a_mesh_are_those_of_the_mesh_alone(
+    runs: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = copy_model(runs.model("poss2"), tmp_path / "draft")
+    record, mesh = read_record(draft), decoding_mesh(MeshConfig(data=2, tensor=4))
+    write_tuned(tuned_file(draft), {1: CPU_TREE}, record, about={}, comments={1: ""})
+    path = tuned_file(draft, mesh)
+    assert path.name == "trees.cpu-data-2-tensor-4.yaml"
+    write_tuned(path, {1: SMALL}, record, about={}, comments={1: ""}, mesh=mesh)
+    config = BenchConfig(target="t", drafts={"P": str(draft)}, mesh=MeshConfig(data=2, tensor=4))
+    assert tuning.places_of_trees(config, None, overwrite=False) == {"P": path}
+    assert find_tuned(draft, record) == ({1: CPU_TREE}, None)
+    assert find_tuned(draft, record, mesh) == ({1: SMALL}, None)
+    path.replace(tuned_file(draft))
+    assert find_tuned(draft, record) is None
+    assert "was tuned for another device ('cpu data=2 tensor=4', here cpu)" in caplog.text
 
 
 def test_a_file_that_cannot_be_written_is_left_as_it_was(

@@ -203,7 +203,7 @@ class Engine:
             allow_target_mismatch=allow_target_mismatch,
             sharding=_sharding_on(self.mesh),
         )
-        tuned = None if self._has_own_trees else find_tuned(draft, record)
+        tuned = None if self._has_own_trees else find_tuned(draft, record, self.mesh)
         if vocabulary is None and tuned is not None:
             vocabulary = tuned.draft_vocabulary
         if vocabulary is not None:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.whole import write_output
@@ -64,9 +65,9 @@ def read_trees(path: AnyPath) -> Trees:
     return trees
 
 
-def tuned_file(draft: str | AnyPath) -> AnyPath:
-    """Place of the trees that were tuned for a draft on this kind of device."""
-    slug = re.sub("[^a-z0-9]+", "-", _device_kind().lower()).strip("-")
+def tuned_file(draft: str | AnyPath, mesh: Mesh | None = None) -> AnyPath:
+    """Place of the trees that were tuned for a draft on this kind of device, or on a mesh of it."""
+    slug = re.sub("[^a-z0-9]+", "-", _devices(mesh).lower()).strip("-")
     return as_path(draft) / f"trees.{slug}.yaml"
 
 
@@ -75,20 +76,21 @@ def vocabulary_file(trees: AnyPath) -> AnyPath:
     return trees.with_suffix(".vocabulary.json")
 
 
-def find_tuned(draft: str | AnyPath, record: ModelRecord) -> Tuned | None:
+def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = None) -> Tuned | None:
     """Reads what was tuned for a draft on this kind of device; None: nothing was.
 
-    A file that was made for other weights or another kind of device is left alone, and a line says
-    so.
+    A file that was made for other weights, another kind of device or another mesh is left alone,
+    and a line says so.
 
     Args:
       draft: model folder of the draft.
       record: record of the draft.
+      mesh: devices that decode; None: one.
 
     Raises:
       UserError: the file is broken.
     """
-    path = tuned_file(draft)
+    path = tuned_file(draft, mesh)
     if not path.is_file():
         others = sorted(as_path(draft).glob("trees.*.yaml"))
         if others:
@@ -96,13 +98,13 @@ def find_tuned(draft: str | AnyPath, record: ModelRecord) -> Tuned | None:
                 "%s was tuned on another kind of device than this one, %s; using the default tree "
                 "(infer.bench --autotune tunes it here)",
                 others[0],
-                _device_kind(),
+                _devices(mesh),
             )
         return None
     trees, tuned = read_trees(path), read_yaml(path).get(_TUNED)
     if not isinstance(tuned, dict):
         raise UserError(f"{path}: want the section {_TUNED}; give the file with --trees instead")
-    for key, here in _identity(record).items():
+    for key, here in _identity(record, mesh).items():
         if tuned.get(key) != here:
             _LOG.warning(
                 "%s was tuned for another %s (%s, here %s); using the default tree",
@@ -127,6 +129,7 @@ def write_tuned(
     *,
     about: Mapping[str, Any],
     comments: Mapping[int, str],
+    mesh: Mesh | None = None,
 ) -> None:
     """Writes trees so that `read_trees` and `find_tuned` read them; the file is whole or as it was.
 
@@ -136,20 +139,28 @@ def write_tuned(
       record: record of the draft.
       about: how they were tuned, JSON-compatible.
       comments: a line for the reader per batch size.
+      mesh: devices that they were tuned on; None: one.
 
     Raises:
       UserError: it cannot be written.
     """
     lines = ["# Batch size -> draft tree; null decodes without the draft. Made by infer.bench."]
-    lines.append(f"{_TUNED}: {json.dumps(_identity(record) | dict(about))}")  # JSON is YAML, too
+    tuned = _identity(record, mesh) | dict(about)
+    lines.append(f"{_TUNED}: {json.dumps(tuned)}")  # JSON is YAML, too
     for size, tree in sorted(trees.items()):
         lines.append(f"{size}: {json.dumps(tree and asdict(tree))}  # {comments[size]}")
     write_output(path, "".join(line + "\n" for line in lines), name="trees")
 
 
-def _identity(record: ModelRecord) -> dict[str, str]:
-    """The kind of device and the draft that trees are tuned for."""
-    return {"device": _device_kind(), "draft": record.fingerprint}
+def _identity(record: ModelRecord, mesh: Mesh | None) -> dict[str, str]:
+    """The devices and the draft that trees are tuned for."""
+    return {"device": _devices(mesh), "draft": record.fingerprint}
+
+
+def _devices(mesh: Mesh | None) -> str:
+    """The kind of device, and the grid of several."""
+    sizes = () if mesh is None else [f"{axis}={mesh.shape[axis]}" for axis in ("data", "tensor")]
+    return " ".join([_device_kind(), *sizes])
 
 
 def _device_kind() -> str:
