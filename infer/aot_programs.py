@@ -79,8 +79,7 @@ class Plan(NamedTuple):
             cost = costs.decode(work)
         else:
             cost = costs.cost_card(work, prompt_tokens=1)["round"]
-        parts = self.mesh.size // groups
-        return costs.Cost(cost.bytes / parts, cost.flops / parts)
+        return cost / costs.num_parts(self.mesh)
 
 
 class Compiled(NamedTuple):

@@ -34,7 +34,7 @@ from poss_jax.decode.verify import accept
 from poss_jax.engine.device import default_tree
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.steps import run_round, start
+from poss_jax.engine.steps import on_mesh, run_round, start
 
 from .measure import time_batches
 from .phases import draft_tree, mark_done
@@ -197,6 +197,7 @@ def record(
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=3)
+@on_mesh
 def _record_step(
     weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
 ) -> tuple[DecodeState, Candidates]:
@@ -262,6 +263,7 @@ def count_accepted(ranks: Ranks, length: int, tree: TreeConfig) -> list[int]:
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=3)
+@on_mesh
 def _finish_round(
     weights: Weights, config: DecodeConfig, request: Request, state: DecodeState, tree: Tree
 ) -> DecodeState:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import jax
+from jax.sharding import Mesh
 
 from poss_jax.config.models import ACCELERATOR_TREE, DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode.state import DecodeConfig, Weights
@@ -61,6 +62,9 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+    def __truediv__(self, parts: int) -> "Cost":
+        return Cost(self.bytes / parts, self.flops / parts)
 
     def milliseconds(self, device: Device) -> float:
         """The floor: the longer of moving the bytes and computing the FLOPs."""
@@ -149,6 +153,11 @@ def floors(card: dict[str, Cost], device: Device) -> dict[str, float]:
     least |= {"draft": sum(levels)} if levels else {}
     parts = [least[name] for name in ("draft", "verify", "accept", "commit") if name in least]
     return least | {"round": sum(parts)}
+
+
+def num_parts(mesh: Mesh | None) -> int:
+    """Devices that share the work of a group; each group along `data` has sequences of its own."""
+    return 1 if mesh is None else mesh.shape["tensor"]
 
 
 def add_costs(costs: Iterable[Cost]) -> Cost:

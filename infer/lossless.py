@@ -27,6 +27,7 @@ from poss_jax.engine.answers import Generation
 from poss_jax.engine.device import default_tree, tree_for
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.steps import on_mesh
 from poss_jax.program.tables import format_rows
 
 from .measure import Decoder
@@ -233,6 +234,7 @@ def _replay(engine: Engine, batch: Sequence[PreparedPrompt], row: int, last: int
 
 
 @partial(jax.jit, static_argnums=1)
+@on_mesh
 def _start(weights: Weights, config: DecodeConfig, request: Request) -> tuple[DecodeState, Scores]:
     logits = speculate.prefill(weights, config, request).logits[:, None]
     text = speculate.prompt_text(request)
@@ -242,6 +244,7 @@ def _start(weights: Weights, config: DecodeConfig, request: Request) -> tuple[De
 
 
 @partial(jax.jit, static_argnums=1)
+@on_mesh
 def _run_round(
     weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
 ) -> tuple[DecodeState, Scores]:

@@ -15,16 +15,17 @@ from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
 from poss_jax.decode.ranking import choose
-from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue, answer_all
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.steps import decode_batch, run_rounds, start
+from poss_jax.engine.steps import decode_batch, on_mesh, run_rounds, start
 from poss_jax.model import target
+from poss_jax.model.sharding import highest_of_groups
 from poss_jax.model.target import compute_dtype
 
-from .costs import Device, decode, describe_workload
+from .costs import Device, decode, describe_workload, num_parts
 
 AUTOREGRESSIVE = "autoregressive"
 _STEP_CALLS = 20
@@ -208,18 +209,14 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt, device: Device) -> dic
     num_steps = max(prompt.max_new_tokens, 32) - 1  # so that there are steps
     config, request = engine.request([PreparedPrompt(prompt.ids, num_steps + 1)])
     request = request.replace(stop_ids=jnp.full_like(request.stop_ids, -1))
-    state = jax.jit(speculate.start, static_argnums=1)(engine.weights, config, request)
-    loop = jax.jit(speculate.run_rounds, static_argnums=1)
-    programs = (
-        lambda: _plain_steps(engine.weights, config, num_steps, state),
-        lambda: loop(engine.weights, config, request, state),
-    )
+    arrays = request, start(engine.weights, config, request)
+    programs = [partial(run, engine.weights, config, *arrays) for run in (_plain_steps, _loop)]
     seconds = np.array([[_seconds(run) for run in programs] for _ in range(_STEP_CALLS + 1)])[1:]
     plain, whole = 1000 * np.median(seconds, axis=0) / num_steps
     ratio = np.median(seconds[:, 1] / seconds[:, 0])
     context = len(prompt.ids) + num_steps // 2
     work = describe_workload(engine.weights, config, batch=1, context=context)
-    floor = decode(work).milliseconds(device)
+    floor = (decode(work) / num_parts(config.mesh)).milliseconds(device)
     return {
         "plain": float(plain),
         "loop": float(whole),
@@ -229,17 +226,21 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt, device: Device) -> dic
     }
 
 
-@partial(jax.jit, static_argnums=(1, 2))
+@partial(jax.jit, static_argnums=1)
+@on_mesh
 def _plain_steps(
-    weights: Weights, config: DecodeConfig, num_steps: int, state: DecodeState
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
 ) -> jax.Array:
-    def step(carry: tuple[Any, Any], _: None) -> tuple[Any, None]:
+    def step(_: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         cache, token = carry
         logits, cache = target.decode(weights.target, config.target, cache, token)
-        return (cache, choose(logits)), None
+        return cache, choose(logits)
 
-    (_, token), _ = jax.lax.scan(step, (state.target_cache, state.root), length=num_steps)
-    return token
+    num_steps = highest_of_groups(request.limits.max()) - 1
+    return jax.lax.fori_loop(0, num_steps, step, (state.target_cache, state.root))[1]
+
+
+_loop = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1)  # donates nothing
 
 
 def _seconds(function: Callable[[], Any]) -> float:

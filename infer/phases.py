@@ -22,9 +22,9 @@ from poss_jax.decode.tree import Tree, root_tree
 from poss_jax.decode.verify import Acceptance
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.steps import run_round, start
+from poss_jax.engine.steps import on_mesh, run_round, start
 
-from .costs import Device, cost_card, describe_workload, floors
+from .costs import Device, cost_card, describe_workload, floors, num_parts
 
 PARTS = ("draft", "verify", "accept", "commit")
 """Phases whose sum is compared with the round."""
@@ -32,11 +32,12 @@ PARTS = ("draft", "verify", "accept", "commit")
 _CALLS = 20
 _Result = TypeVar("_Result")
 
-verify_tree = jax.jit(speculate.verify_tree, static_argnums=1)
-commit = jax.jit(speculate.commit, static_argnums=1, donate_argnums=3)
+verify_tree = jax.jit(on_mesh(speculate.verify_tree, is_state=False), static_argnums=1)
+commit = jax.jit(on_mesh(speculate.commit), static_argnums=1, donate_argnums=3)
 
 
 @partial(jax.jit, static_argnums=1)
+@on_mesh
 def draft_tree(
     weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
 ) -> Tree:
@@ -45,11 +46,18 @@ def draft_tree(
     return speculate.draft_tree(weights, config, request, state, noise)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=1)
+@on_mesh
 def accept(
-    config: DecodeConfig, request: Request, state: DecodeState, tree: Tree, logits: jax.Array
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    tree: Tree,
+    logits: jax.Array,
 ) -> Acceptance:
     """Third phase of a round: the target's choices, and the path that agrees with them."""
+    del weights
     noise = speculate.round_noise(config, request, state)
     chosen = speculate.choose_tokens(request, state, tree, logits, noise)
     return verify.accept(tree, chosen, max_accepted=config.max_accepted)
@@ -95,7 +103,7 @@ def measure_phases(
             run = partial(draft_tree, weights, shallow, request, state)
             tree = _time(now, f"draft/level{depth}", run)
         out = _time(now, "verify", partial(verify_tree, weights, config, state, tree))
-        run = partial(accept, config, request, state, tree, out.logits)
+        run = partial(accept, weights, config, request, state, tree, out.logits)
         acceptance = _time(now, "accept", run)
         run = partial(commit, weights, config, request, state, out, acceptance)
         state = _time(now, "commit", run)
@@ -120,12 +128,13 @@ def measure_card(
 
     Returns:
       Milliseconds per phase, the sum of those of a round relative to it, and the cost of each:
-      bytes, FLOPs, floor in milliseconds, and floor / measured.
+      bytes and FLOPs per device, floor in milliseconds, and floor / measured.
     """
     phases = measure_phases(engine, prompt, num_calls=num_calls)
     config, num_tokens = engine.request([prompt])[0], len(prompt.ids)
     work = describe_workload(engine.weights, config, batch=1, context=num_tokens)
-    card = cost_card(work, prompt_tokens=num_tokens)
+    parts = num_parts(config.mesh)
+    card = {name: cost / parts for name, cost in cost_card(work, prompt_tokens=num_tokens).items()}
     least = floors(card, device)
     return {
         "phase_milliseconds": phases,

@@ -169,7 +169,7 @@ def test_xla_counts_the_same(engine: Engine) -> None:
     shallow = phases.shallower(config)
     tree = phases.draft_tree(weights, shallow[-1], request, state)
     out = phases.verify_tree(weights, config, state, tree)
-    acceptance = phases.accept(config, request, state, tree, out.logits)
+    acceptance = phases.accept(weights, config, request, state, tree, out.logits)
 
     def flops(program: Any, *arguments: Any) -> float:
         place = next(i for i, one in enumerate(arguments) if isinstance(one, DecodeConfig))
@@ -188,7 +188,7 @@ def test_xla_counts_the_same(engine: Engine) -> None:
     found |= {
         "draft": deeper[-1],
         "verify": flops(phases.verify_tree, weights, config, state, tree),
-        "accept": flops(phases.accept, config, request, state, tree, out.logits),
+        "accept": flops(phases.accept, weights, config, request, state, tree, out.logits),
         "commit": flops(phases.commit, weights, config, request, state, out, acceptance),
         "round": flops(phases.run_round, weights, config, request, state),
         "prefill": flops(phases.start, weights, config, request),

@@ -16,9 +16,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import make_engine, random_target, tiny_llama
 
+from infer import autotune, lossless, measure, phases
+from infer.costs import DEVICES
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.decode.ranking import top_k
+from poss_jax.decode.tree import root_tree
 from poss_jax.engine.device import least_bytes
 from poss_jax.engine.steps import run_live, run_round, start
 from poss_jax.model.quantise import quantise_target
@@ -181,6 +184,53 @@ def test_loaded_weights_are_those_of_one_device(fixtures: Path, num_kv_heads: in
     assert sum(not leaf.sharding.is_fully_replicated for leaf in cut) > 10
     for a, b in zip(cut, whole, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is measured
+
+
+def test_measured_programs_run_on_the_mesh(engine: Engine) -> None:
+    config, request = engine.request([engine.prepare(PROMPTS[0], N)])
+    state = start(engine.weights, config, request)
+    tree = root_tree(state.root)
+    out = phases.verify_tree(engine.weights, config, state, tree)
+    assert out.logits.sharding.spec == P(None, None, "tensor")  # nobody gathers them
+    programs = {
+        phases.draft_tree: (request, state),
+        phases.verify_tree: (state, tree),
+        phases.accept: (request, state, tree, out.logits),
+        lossless._start: (request,),
+        lossless._run_round: (request, state),
+        autotune._record_step: (request, state),
+        autotune._finish_round: (request, state, tree),
+        measure._plain_steps: (request, state),
+        measure._loop: (request, state),
+    }
+    for program, arrays in programs.items():
+        assert "shard_map" in str(program.trace(engine.weights, config, *arrays).jaxpr)
+
+
+def test_floors_are_those_of_a_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "prefill", "draft/level0", "draft/level1", "draft", "verify", "accept", "commit"
+    milliseconds = dict.fromkeys((*names, "round"), 1.0)
+    monkeypatch.setattr(phases, "measure_phases", lambda *_, **__: milliseconds)
+    monkeypatch.setattr(measure, "_seconds", lambda run: 1.0)
+    device, whole = DEVICES["v5e"], random_engine(POSS, None)
+    groups = random_engine(POSS, MeshConfig(data=2, tensor=4))
+    for one, num_parts in ((engine, 8), (groups, 4)):
+        cards = [
+            phases.measure_card(each, each.prepare(PROMPTS[1], N), device)["costs"]
+            for each in (whole, one)
+        ]
+        for name, cost in cards[0].items():
+            for key in ("bytes", "flops", "floor_milliseconds"):
+                assert cards[1][name][key] == pytest.approx(cost[key] / num_parts)
+    floors = [
+        measure.measure_steps(each, each.prepare(PROMPTS[1], N), device)["floor"]
+        for each in (whole, engine)
+    ]
+    assert floors[1] == pytest.approx(floors[0] / 8)
 
 
 # --------------------------------------------------------------------------------------------------

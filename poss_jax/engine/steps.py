@@ -33,12 +33,14 @@ _STEP_SECONDS = 0.02  # time that a step may take
 StateT = TypeVar("StateT")
 
 
-def on_mesh(function: Callable[..., StateT]) -> Callable[..., StateT]:
+def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callable[..., StateT]:
     """Cuts a step of decoding along the axes of `DecodeConfig.mesh`, if there is one.
 
     Args:
       function: (weights, config, request, *state) -> state; a `Request` or what one is made of. All
         arrays but weights are [B ...].
+      is_state: cut the result as all states are; False leaves it to the compiler, which does not
+        gather the scores of a tree.
     """
 
     @wraps(function)
@@ -48,7 +50,8 @@ def on_mesh(function: Callable[..., StateT]) -> Callable[..., StateT]:
             return function(weights, config, request, *state)
 
         def run_group(weights: Weights, request: Any, *state: Any) -> Any:
-            return _hold_cut(function(weights, config, request, *state), mesh)
+            result = function(weights, config, request, *state)
+            return _hold_cut(result, mesh) if is_state else result
 
         cut, whole = PartitionSpec("data"), PartitionSpec()
         group = jax.shard_map(
