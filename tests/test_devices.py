@@ -104,6 +104,27 @@ def test_eight_devices_train_as_one(task, sizes):
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 
 
+class Watched(np.ndarray):
+    """An array that notes which parts of it are read."""
+
+    seen: list[Any]
+
+    def __getitem__(self, index: Any) -> Any:
+        self.seen.append(index)
+        return np.asarray(self)[index]
+
+
+def test_a_part_that_several_devices_hold_is_read_once():
+    rows = rows_of(0)
+    tokens = rows.tokens.view(Watched)
+    tokens.seen = []
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    batch = put_batch(replace(rows, tokens=tokens), mesh)
+    assert len(tokens.seen) == 4
+    np.testing.assert_array_equal(batch.tokens, rows.tokens)
+    assert batch.tokens.sharding.shard_shape(batch.tokens.shape) == (2, 12)
+
+
 # --------------------------------------------------------------------------------------------------
 # Programs on several devices
 

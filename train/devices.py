@@ -76,8 +76,16 @@ def put_batch(rows: Rows, mesh: Mesh) -> TrainBatch:
     """Places a batch; every process gives the part that its own devices hold."""
     place = place_batch(mesh)
 
-    def put(array: Any) -> jax.Array:  # features are read from disk here
-        return jax.make_array_from_callback(array.shape, place, array.__getitem__)
+    def put(array: Any) -> jax.Array:
+        parts: dict[Any, Any] = {}  # features are read from disk here: once, for all that hold them
+
+        def read(index: Any) -> Any:
+            bounds = tuple((one.start, one.stop) for one in index)
+            if bounds not in parts:
+                parts[bounds] = array[index]
+            return parts[bounds]
+
+        return jax.make_array_from_callback(array.shape, place, read)
 
     return TrainBatch(**{name: put(array) for name, array in vars(rows).items()})
 
