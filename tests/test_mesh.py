@@ -22,6 +22,7 @@ from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.decode.ranking import top_k
 from poss_jax.decode.tree import root_tree
+from poss_jax.engine import device
 from poss_jax.engine.device import least_bytes
 from poss_jax.engine.steps import run_live, run_round, start
 from poss_jax.model.quantise import quantise_target
@@ -150,6 +151,15 @@ def test_weights_and_caches_are_held_in_parts(engine: Engine) -> None:
     assert sizes[0] < sizes[1] / 6
 
 
+def test_memory_of_whole_caches_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_memory", lambda: 1)
+    error = "; every device holds the caches whole, since mesh.tensor 4 does not divide 2 key heads"
+    for draft, end in ((E3, error), (POSS, "shorten the prompts")):
+        one = random_engine(draft, MeshConfig(tensor=4))
+        with pytest.raises(UserError, match=f"{end}$"):
+            one.request([one.prepare(PROMPTS[0], N)])
+
+
 def test_a_quantised_weight_is_cut_with_its_scale() -> None:
     weights = random_engine(POSS, EIGHT, kind="int8").weights.target["layers"][0]
     both, o = weights["mlp"]["gate_up"]["weight"], weights["attention"]["o"]["weight"]
@@ -216,18 +226,18 @@ def test_floors_are_those_of_a_device(engine: Engine, monkeypatch: pytest.Monkey
     milliseconds = dict.fromkeys((*names, "round"), 1.0)
     monkeypatch.setattr(phases, "measure_phases", lambda *_, **__: milliseconds)
     monkeypatch.setattr(measure, "_seconds", lambda run: 1.0)
-    device, whole = DEVICES["v5e"], random_engine(POSS, None)
+    rates, whole = DEVICES["v5e"], random_engine(POSS, None)
     groups = random_engine(POSS, MeshConfig(data=2, tensor=4))
     for one, num_parts in ((engine, 8), (groups, 4)):
         cards = [
-            phases.measure_card(each, each.prepare(PROMPTS[1], N), device)["costs"]
+            phases.measure_card(each, each.prepare(PROMPTS[1], N), rates)["costs"]
             for each in (whole, one)
         ]
         for name, cost in cards[0].items():
             for key in ("bytes", "flops", "floor_milliseconds"):
                 assert cards[1][name][key] == pytest.approx(cost[key] / num_parts)
     floors = [
-        measure.measure_steps(each, each.prepare(PROMPTS[1], N), device)["floor"]
+        measure.measure_steps(each, each.prepare(PROMPTS[1], N), rates)["floor"]
         for each in (whole, engine)
     ]
     assert floors[1] == pytest.approx(floors[0] / 8)

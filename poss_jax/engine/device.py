@@ -137,8 +137,19 @@ def check_memory(weights: Weights, config: DecodeConfig, *, batch_size: int) -> 
         raise UserError(
             f"batch_size {batch_size} and room for {config.rows} tokens of prompt and answer need "
             f"at least {_gib(needed)}, the device has {_gib(available)}; lower batch_size, "
-            "max_new_tokens or the tree, or shorten the prompts"
+            f"max_new_tokens or the tree, or shorten the prompts{_why_whole(config)}"
         )
+
+
+def _why_whole(config: DecodeConfig) -> str:
+    """Says, where it is so, that the devices of a mesh hold the same caches."""
+    heads, mesh = config.target.num_kv_heads, config.mesh
+    if mesh is None or heads % mesh.shape["tensor"] == 0:
+        return ""
+    return (
+        f"; every device holds the caches whole, since mesh.tensor {mesh.shape['tensor']} does not "
+        f"divide {heads} key heads"
+    )
 
 
 def least_bytes(weights: Weights, config: DecodeConfig, *, batch_size: int) -> int:
