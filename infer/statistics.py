@@ -84,7 +84,8 @@ def compare_seeds(first: Sequence[float], second: Sequence[float]) -> float | No
 
     if min(len(first), len(second)) < 2:
         return None
-    return float(ttest_ind(first, second, equal_var=False).pvalue)
+    found: Any = ttest_ind(first, second, equal_var=False)
+    return float(found.pvalue)
 
 
 def format_estimate(number: dict[str, Any], *, digits: int = 2) -> str:

@@ -12,6 +12,7 @@ import pytest
 from convert_sources import convert_tiny, damages, draft_tensors, run, write_source
 from models import random_target, tiny_llama
 
+from poss_jax.checkpoint import folder as folder_module
 from poss_jax.checkpoint import sums
 from poss_jax.checkpoint.folder import load_item, load_target, verify_model, write_model
 from poss_jax.checkpoint.record import new_record, read_record, target_identity
@@ -87,6 +88,20 @@ def test_intact_folder(model):
     assert record.weights_sha256 is not None
     assert record.weights_sha256["embed"] == hash_item(embed)
     assert list(record.weights_sha256) == ["embed", "layers/0", "layers/1", "norm", "head"]
+
+
+def test_too_little_memory_is_not_damage(model, monkeypatch):
+    class Full:
+        def restore(self, *_, **__):
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 16 bytes")
+
+        def metadata(self, path):
+            return checkpointer.metadata(path)
+
+    checkpointer = folder_module._checkpointer()
+    monkeypatch.setattr(folder_module, "_checkpointer", Full)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        load_item(model, read_record(model), "embed")
 
 
 def test_files_are_those_sha256sum_would_list(model):

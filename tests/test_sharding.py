@@ -18,7 +18,13 @@ from poss_jax.model.parameters import (
     place_tree,
     place_weights,
 )
-from poss_jax.model.sharding import check_batch_size, make_mesh, place_batch, split_batch
+from poss_jax.model.sharding import (
+    check_batch_size,
+    check_processes,
+    make_mesh,
+    place_batch,
+    split_batch,
+)
 
 EVERY_BIAS = tiny_llama(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
 MESH = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
@@ -144,3 +150,10 @@ def test_batch_is_split_in_a_mesh_only():
         out = double(x)
     assert out.sharding.spec == P(None, ("data", "fsdp"))
     assert place_batch(MESH).shard_shape((4, 5)) == (1, 5)
+
+
+def test_every_process_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_processes(MESH)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match=r"devices of all 2 processes, got .* of 1; set one of its"):
+        check_processes(MESH)

@@ -4,8 +4,11 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +32,7 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.families import FAMILIES
+from train import loop
 from train.devices import put_batch
 from train.loop import validation_batches
 from train.main import main
@@ -162,6 +166,26 @@ def test_validation_has_the_same_rows_in_batches_of_any_size(
     np.testing.assert_array_equal(rows, stage.validation_rows.tokens[:validated])
 
 
+def test_validation_takes_no_more_rows_at_once_than_a_step(runs: Runs, tmp_path: Path) -> None:
+    values = TARGET | {"batch_size": 4, "validation_rows": 4, "step": {"accumulation_steps": 2}}
+    config = load_config(TrainConfig, config_file(runs, tmp_path, values))
+    stage = open_stage(config, tmp_path / "stage")
+    assert [len(batch.tokens) for batch in validation_batches(config, stage)] == [2, 2]
+
+
+def test_a_resumed_run_asks_for_preemption_by_the_steps_of_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    for name in ("Journal", "Profiler", "put_batch", "batch_at", "_check_in"):
+        monkeypatch.setattr(loop, name, MagicMock())
+    monkeypatch.setattr(loop, "preemption_notice", lambda: nullcontext(asked.append))
+    config = MagicMock(num_steps=8, checkpoint_every=100, validate_every=100)
+    state = SimpleNamespace(step=5)
+    loop.run_steps(config, MagicMock(), MagicMock(), lambda state, batch: (state, {}), state)
+    assert asked == [1, 2, 3]
+
+
 def test_validation_stops_where_the_held_out_rows_end(runs: Runs, tmp_path: Path) -> None:
     values = TARGET | {"batch_size": 4, "validation_rows": 10**6}
     config = load_config(TrainConfig, config_file(runs, tmp_path, values))
@@ -210,12 +234,12 @@ def test_validations_say_if_no_answer_is_long_enough(
 ) -> None:
     config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2))
     stage = open_stage(config, tmp_path)
-    batch = put_batch(stage.validation_rows[:2], stage.mesh)
+    params, batch = stage.init_params(), put_batch(stage.validation_rows[:2], stage.mesh)
     is_even = np.arange(batch.tokens.shape[1])[None] % 2 == 0
     gaps = batch.replace(loss_mask=batch.loss_mask & is_even)
     for given, is_said in ((batch, False), (gaps, True)):
         caplog.clear()
-        stage.validate(stage.init_params(), [given])
+        stage.validate(params, [given])
         assert ("tokens long, so that acceptance is not measured" in caplog.text) == is_said
 
 

@@ -190,8 +190,10 @@ def _whole_items(
 def preemption_notice() -> Iterator[Callable[[int], bool]]:
     """Gives a function to call after every step: whether the run is to save and stop there.
 
-    Once SIGTERM was noticed, another one, or Ctrl-C, ends the process at once. Of several
-    processes any may be told; JAX then finds a step that all of them have still ahead.
+    It takes the number of steps since the start of the process, from 1: of several processes any
+    may be told, and JAX then finds a step that all of them have still ahead, which is the first if
+    they are told before it. Once SIGTERM was noticed, another one, or Ctrl-C, ends the process at
+    once.
     """
     if jax.distributed.is_initialized():
         yield _all_processes_stop

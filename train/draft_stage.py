@@ -208,13 +208,18 @@ class DraftStage:
                 self._target, self._run, self._record, self.mesh, aux_layers=aux_layers
             )
             parts = self.rows, self.validation_rows
-            fill_cache(self._features, parts, encode_batch, self._run.batch_size, self.mesh)
+            num_rows = self._run.batch_size // self._run.step.accumulation_steps
+            fill_cache(self._features, parts, encode_batch, num_rows, self.mesh)
             del self._target["layers"]
 
     def plan_step(self) -> PlannedStep:
         """See `Stage`."""
         return plan_draft_step(
-            self._task, self._run, self._dtype, self.mesh, has_features=is_complete(self._features)
+            self._task,
+            self._run,
+            self._dtype,
+            self.mesh,
+            has_features=self._features is not None,  # those not there yet are made before
         )
 
     def init_params(self) -> Params:
@@ -231,9 +236,10 @@ class DraftStage:
                 draft["head"] = {"weight": (head if ids is None else head[ids]).astype(jnp.float32)}
             return share_keys_values(draft, lambda leaf: leaf[:1]) if is_tied else draft
 
-        if self._init_draft is None:
+        if self._run.init_draft is None:
             return make_on(self.mesh, init, self._key, self._target["head"]["weight"])
-        return make_on(self.mesh, stack, self._init_draft)
+        draft, self._init_draft = self._init_draft, None  # its memory is free for the steps
+        return make_on(self.mesh, stack, draft)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
         """See `Stage`."""

@@ -53,7 +53,7 @@ def run_steps(
                 state, metrics = step_fn(state, put_batch(rows, stage.mesh))
                 profiler.after(step, metrics)
                 journal.record(step, metrics)
-                is_stopping = is_told_to_stop(step)
+                is_stopping = is_told_to_stop(step - first_step)
                 if is_stopping or _is_due(config, step, config.checkpoint_every):
                     _check_in(config, folder, stage, journal, step, state)
                 if is_stopping:
@@ -89,7 +89,7 @@ def _is_due(config: TrainConfig, step: int, every: int) -> bool:
 
 def validation_batches(config: TrainConfig, stage: Stage) -> Iterator[TrainBatch]:
     """Yields the same held-out rows every time."""
-    size = config.batch_size
+    size = config.batch_size // config.step.accumulation_steps
     for start in range(0, num_validation_rows(config, len(stage.validation_rows)), size):
         yield put_batch(stage.validation_rows[start : start + size], stage.mesh)
 

@@ -35,7 +35,7 @@ from poss_jax.config.paths import (
     is_uri,
     read_text,
 )
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, is_out_of_memory
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import TrainState
 
@@ -43,6 +43,17 @@ from .devices import ask_first, is_first_process
 
 # Of a checkpoint; written last, and not needed to read it.
 _WITHOUT_SUMS = {"_CHECKPOINT_METADATA", "commit_success.txt"}
+
+
+# The other processes wait so long while the first also reads what it wrote for its checksums.
+_SAVE_SECONDS = 6 * 3600
+
+
+class _Manager(ocp.CheckpointManager):
+    """Saves what it is told to, and leaves it to the loop to ask for preemption (`run_steps`)."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
 
 
 class RunFolder:
@@ -72,11 +83,12 @@ class RunFolder:
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             cleanup_tmp_directories=True,  # what a killed process had begun to save
             async_options=ocp.AsyncOptions(
-                post_finalization_callback=None if is_uri(self.path) else self._write_sums
+                timeout_secs=_SAVE_SECONDS,
+                post_finalization_callback=None if is_uri(self.path) else self._write_sums,
             ),
         )
         with self._reading("the checkpoints"):
-            self._manager = ocp.CheckpointManager(self._checkpoints, options=options)
+            self._manager = _Manager(self._checkpoints, options=options)
 
     @property
     def model(self) -> AnyPath:
@@ -202,6 +214,8 @@ class RunFolder:
         try:
             yield
         except Exception as error:  # of many kinds
+            if is_out_of_memory(error):
+                raise
             reason = " ".join(str(error).partition(". See full")[0].split())[:200]
             raise UserError(
                 f"{what} of {self.path} cannot be read ({reason}); where one is damaged, move it "

@@ -15,7 +15,7 @@ from poss_jax.learn.validation import (
     Predictions,
 )
 from poss_jax.model.documents import TrainBatch
-from poss_jax.model.sharding import check_batch_size
+from poss_jax.model.sharding import check_batch_size, check_processes
 from poss_jax.shapes import Array, Params
 
 from .draft_stage import DraftStage
@@ -90,5 +90,7 @@ def open_stage(config: TrainConfig, folder: AnyPath, *, plan_for: str | None = N
     """
     kind = {"target": TargetStage, "draft": DraftStage}[config.stage]
     mesh = mesh_for(config, plan_for or "here")
+    if plan_for is None:
+        check_processes(mesh)
     check_batch_size(config.batch_size // config.step.accumulation_steps, mesh)
     return kind(config, folder, mesh, with_weights=plan_for is None)

@@ -26,7 +26,7 @@ from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config.json_reading import check_own_file
 from poss_jax.config.models import DraftConfig, Quantisation
 from poss_jax.config.paths import AnyPath, as_path, is_uri, local_files, real_path
-from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.reading import UserError, config_to_dict, is_out_of_memory
 from poss_jax.model.parameters import flatten_item, join_items
 from poss_jax.model.quantise import KINDS, pack, quantise_items, unpack, weight_path
 from poss_jax.shapes import Params
@@ -414,6 +414,8 @@ def _explained(path: AnyPath) -> Iterator[None]:
         with _quiet():
             yield
     except Exception as error:  # Orbax raises just that when data cannot be read
+        if is_out_of_memory(error):
+            raise
         reason = " ".join(str(error).partition(". See full")[0].split())[:200]
         raise UserError(f"{path} is damaged ({reason}); convert the model again") from error
 

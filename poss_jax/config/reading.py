@@ -28,6 +28,11 @@ class UserError(Exception):
     """Bad input: programs print its one line (wanted, got, what to do) and exit with code 2."""
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Tells whether an error says that memory, a device's or the machine's, was too small."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
 class Key(NamedTuple):
     """One key of a config.
 

@@ -97,6 +97,16 @@ def partition_state(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> Partitio
     return PartitionSpec("data")
 
 
+def check_processes(mesh: Mesh) -> None:
+    """Raises UserError unless every process has a device of the mesh."""
+    taking_part = {device.process_index for device in mesh.devices.flat}
+    if len(taking_part) < jax.process_count():
+        raise UserError(
+            f"mesh: want devices of all {jax.process_count()} processes, got {mesh.size} of "
+            f"{jax.device_count()}, of {len(taking_part)}; set one of its sizes to -1"
+        )
+
+
 def check_batch_size(batch_size: int, mesh: Mesh) -> None:
     """Raises UserError unless every device gets equally many rows of a batch."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]

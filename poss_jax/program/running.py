@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import jax
 
 import poss_jax
-from poss_jax.config.reading import UserError, cut, shorten
+from poss_jax.config.reading import UserError, cut, is_out_of_memory, shorten
 from poss_jax.config.yaml_text import lone_surrogates
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
@@ -120,10 +120,11 @@ def _explain(error: Exception) -> tuple[str, int]:
     """Message for the user, and the exit code."""
     if isinstance(error, UserError):
         return str(error), BAD_INPUT
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+    if is_out_of_memory(error):
         return (
             f"out of memory: {_first_line(error)}; lower the batch size, the lengths or the tree, "
-            "in training data.sequence_length, batch_size or what a step holds (step.*)"
+            "in training data.sequence_length, batch_size or what a step holds (step.*), or spread "
+            "the model over more devices (mesh.*)"
         ), BAD_INPUT
     if isinstance(error, OSError):  # such as a path that may not be looked at
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
