@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -394,7 +394,9 @@ def format_drift(report: dict[str, Any]) -> str:
     lines = []
     for budget, variants in report["drift"].items():
         variants = {variant: cosines for variant, cosines in variants.items() if cosines}
-        depths = range(1, 1 + max(map(len, variants.values()), default=0))
+        if not variants:  # drafts that predict no feature of the target
+            continue
+        depths = range(1, 1 + max(map(len, variants.values())))
         lines += [
             "",
             f"## Cosine of drafted and true features by depth, {BUDGETS[budget]}",
@@ -427,6 +429,8 @@ def plot(report: dict[str, Any], folder: Path) -> None:
             ("drift", _draw_drift),
             ("convergence", _draw_convergence),
         ):
+            if name == "drift" and not any(chain(*map(dict.values, report["drift"].values()))):
+                continue
             figure = draw(pyplot, report, styles)
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
             pyplot.close(figure)
