@@ -36,11 +36,10 @@ from poss_jax.model.target import (
 from poss_jax.shapes import Params
 
 from .devices import (
+    ask_first,
     compile_on,
-    is_first_process,
     make_on,
     make_step_on,
-    meet,
     write_together,
 )
 from .memory import PlannedStep, plan_target_step
@@ -63,11 +62,15 @@ class TargetStage:
         self.mesh = mesh
         self._check_init_target()
         place = folder / _TOKENIZER
-        # A dry run has a folder per process.
-        writes = is_first_process() or not with_weights
-        if writes and not (place / "tokenizer.json").is_file():
-            self._write_tokenizer(place, load)
-        meet("tokenizer written")
+
+        def make_tokenizer() -> None:
+            if not (place / "tokenizer.json").is_file():
+                self._write_tokenizer(place, load)
+
+        if with_weights:
+            ask_first(make_tokenizer)
+        else:  # a dry run has a folder per process
+            make_tokenizer()
         self.tokenizer = load_tokenizer(place)
         prepared = prepare_rows(folder, config, self.tokenizer, self.config, load)
         self.rows, self.validation_rows = prepared.train, prepared.validation
