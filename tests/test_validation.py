@@ -135,7 +135,8 @@ def test_batches_count_by_their_trained_rows(target, draft):
     want, got = draft_metrics(add_up([whole])[0]), draft_metrics(total)
     assert got.keys() == want.keys()
     for name, value in got.items():
-        np.testing.assert_allclose(value, want[name], rtol=1e-6, err_msg=name)
+        # A cosine near 0 is a sum of terms of either sign, up to 1.
+        np.testing.assert_allclose(value, want[name], rtol=1e-6, atol=1e-7, err_msg=name)
     halves = [
         draft_metrics(add_up([validate(draft, target, part(rows))])[0])
         for rows in (slice(2), slice(2, 4))
