@@ -29,7 +29,8 @@ from poss_jax.model.parameters import place_tree
 from poss_jax.model.sharding import make_mesh
 from poss_jax.model.target import stack_layers
 from poss_jax.program.processes import expects_processes, start_processes
-from train.devices import make_on, make_step_on, put_batch, stack_on
+from train import devices
+from train.devices import ask_first, make_on, make_step_on, put_batch, stack_on
 from train.main import main
 
 LLAMA = tiny_llama(vocab_size=64)
@@ -102,6 +103,18 @@ def test_eight_devices_train_as_one(task, sizes):
     np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
     for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(alone[1]), strict=True):
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+
+
+def test_an_error_of_the_first_process_reaches_the_others(monkeypatch):
+    sent = []
+    monkeypatch.setattr(devices.multihost_utils, "broadcast_one_to_all", sent.append)
+    monkeypatch.setattr(devices, "is_first_process", lambda: True)
+    with pytest.raises(ZeroDivisionError):
+        ask_first(lambda: 1 // 0)
+    monkeypatch.setattr(devices, "is_first_process", lambda: False)
+    monkeypatch.setattr(devices.multihost_utils, "broadcast_one_to_all", lambda _: sent[0])
+    with pytest.raises(UserError, match="process 0 failed; its own output says why"):
+        ask_first(lambda: 1)
 
 
 class Watched(np.ndarray):

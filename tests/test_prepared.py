@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -109,54 +108,6 @@ def test_rows_are_made_once(
         (tmp_path / "data.npz").write_bytes(damaged)
         with pytest.raises(UserError, match="got a damaged file"):
             prepare(tmp_path, tokenizer, CHATS)
-
-
-def test_processes_after_the_first_read_its_rows(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def prepare_first(_: np.ndarray) -> np.ndarray:
-        with monkeypatch.context() as alone:
-            alone.setattr("jax.process_count", lambda: 1)
-            firsts.append(prepare(tmp_path, tokenizer, CHATS))
-        monkeypatch.setattr("poss_jax.data.prepared.load_documents", None)
-        return np.True_
-
-    firsts: list[Prepared] = []
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    monkeypatch.setattr("jax.process_index", lambda: 1)
-    monkeypatch.setattr(preparing.multihost_utils, "broadcast_one_to_all", prepare_first)
-    rows = prepare(tmp_path, tokenizer, CHATS).train
-    for name, array in vars(firsts[0].train).items():
-        np.testing.assert_array_equal(getattr(rows, name), array)
-
-
-def test_a_dry_run_prepares_in_every_process(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    monkeypatch.setattr("jax.process_index", lambda: 1)
-    first_made = {"broadcast_one_to_all": lambda _: np.True_}  # in another folder
-    monkeypatch.setattr(preparing, "multihost_utils", SimpleNamespace(**first_made))
-    assert len(prepare(tmp_path, tokenizer, CHATS).train)
-
-
-@pytest.mark.parametrize("process", [0, 1])
-def test_an_error_of_the_first_process_reaches_the_others(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: int
-) -> None:
-    said: list[bool] = []
-
-    def broadcast(value: np.ndarray) -> np.ndarray:
-        said.append(bool(value))
-        return np.False_
-
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    monkeypatch.setattr("jax.process_index", lambda: process)
-    monkeypatch.setattr(preparing.multihost_utils, "broadcast_one_to_all", broadcast)
-    error = ("want at least one training", "process 0 could not prepare the data")[process]
-    with pytest.raises(UserError, match=error):
-        prepare(tmp_path, tokenizer, [])
-    assert said == [False]
 
 
 def test_every_flipped_bit_of_the_rows_is_noticed(tokenizer: Any, tmp_path: Path) -> None:

@@ -32,10 +32,11 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.families import FAMILIES
-from train import loop
+from train import loop, preparation
 from train.devices import put_batch
 from train.loop import validation_batches
 from train.main import main
+from train.preparation import prepare_rows
 from train.stages import open_stage
 
 FEW_STEPS = {"num_tokens": 3 * 64, "validate_every": 3}
@@ -171,6 +172,19 @@ def test_validation_takes_no_more_rows_at_once_than_a_step(runs: Runs, tmp_path:
     config = load_config(TrainConfig, config_file(runs, tmp_path, values))
     stage = open_stage(config, tmp_path / "stage")
     assert [len(batch.tokens) for batch in validation_batches(config, stage)] == [2, 2]
+
+
+def test_processes_after_the_first_read_its_rows(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(TrainConfig, config_file(runs, tmp_path, TARGET))
+    stage = open_stage(config, tmp_path / "first")
+    monkeypatch.setattr(
+        preparation, "ask_first", lambda _: shutil.copytree(tmp_path / "first", tmp_path / "shared")
+    )
+    load = MagicMock(side_effect=AssertionError("read the data"))
+    rows = prepare_rows(tmp_path / "shared", config, stage.tokenizer, stage.config, load).train
+    np.testing.assert_array_equal(rows.tokens, stage.rows.tokens)
 
 
 def test_a_resumed_run_asks_for_preemption_by_the_steps_of_its_process(

@@ -52,16 +52,20 @@ def meet(name: str) -> None:
 
 
 def ask_first(function: Callable[[], AnswerT]) -> AnswerT:
-    """Broadcasts what a function returns in process 0, a JSON value, or the error it raises."""
-    answer = np.zeros(_MESSAGE_BYTES, np.uint8)
+    """Broadcasts what a function returns in process 0, a JSON value, or that it raises an error."""
+    answer, unexpected = np.zeros(_MESSAGE_BYTES, np.uint8), None
     if is_first_process():
         try:
             said = {"value": function()}
         except UserError as error:
             said = {"error": cut(str(error), _LONGEST_ERROR)}
+        except Exception as error:  # the others wait, whatever it is
+            said, unexpected = {"error": "process 0 failed; its own output says why"}, error
         content = json.dumps(said).encode()
         answer[: len(content)] = np.frombuffer(content, np.uint8)
     answer = multihost_utils.broadcast_one_to_all(answer)
+    if unexpected is not None:
+        raise unexpected
     said = json.loads(answer.tobytes().rstrip(b"\0"))
     if "error" in said:
         raise UserError(said["error"])

@@ -19,6 +19,8 @@ from poss_jax.data.rows import Rows
 from poss_jax.data.sources import Documents
 from poss_jax.program.running import text_marks
 
+from .devices import ask_first
+
 _SAMPLE_TOKENS = 300
 _LOG = logging.getLogger(__name__)
 
@@ -49,6 +51,9 @@ def prepare_rows(
 ) -> Prepared:
     """Rows to train on and held-out rows, of which a batch must be full.
 
+    Process 0 makes them, and the others read its file. In a dry run, where each has a folder of its
+    own, each makes them.
+
     Args:
       folder: folder of the run, where the rows are kept.
       config: the run.
@@ -59,7 +64,13 @@ def prepare_rows(
     Raises:
       UserError: the data cannot be used, or there is too little of it.
     """
-    prepared = prepare(folder, config.data, tokenizer, llama.vocab_size, load)
+
+    def make() -> Prepared:
+        return prepare(folder, config.data, tokenizer, llama.vocab_size, load)
+
+    made: list[Prepared] = []
+    ask_first(lambda: made.append(make()))
+    prepared = made[0] if made else make()
     held_out, length = len(prepared.validation), config.data.sequence_length
     if length > llama.max_position_embeddings:
         _LOG.warning(

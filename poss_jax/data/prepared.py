@@ -11,9 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from poss_jax.config.paths import AnyPath, as_path, is_uri, move_file, read_text
 from poss_jax.config.reading import UserError, config_to_dict, one_line
@@ -57,9 +55,6 @@ def prepare(
 ) -> Prepared:
     """Makes the rows of a run, or reads those that it made before.
 
-    Of several processes the first makes them, and the others read its file. In a dry run, where
-    each has a folder of its own, each makes them.
-
     Args:
       folder: folder of the run.
       config: the data.
@@ -70,35 +65,16 @@ def prepare(
     Raises:
       UserError: what `load_documents` refuses; a chat template that cannot be used; token ids
         outside the vocabulary; a loss mask of nothing or of everything; a folder that was prepared
-        otherwise; a failure of the first process.
+        otherwise.
     """
     path = folder / _FILE
     made_from = _fingerprint(config, tokenizer, vocab_size)
-
-    def read_or_make() -> Prepared:
-        if path.exists():
-            return _read(path, made_from)
-        documents = load() if load else load_documents(config)
-        prepared = make_prepared(documents, config, tokenizer, vocab_size)
-        _write(path, prepared, made_from)
-        return prepared
-
-    return _after_first(read_or_make)
-
-
-def _after_first(read_or_make: Callable[[], Prepared]) -> Prepared:
-    """Calls a function in process 0, and in the others once it has returned there."""
-    if jax.process_count() == 1:
-        return read_or_make()
-    prepared = None
-    try:
-        if jax.process_index() == 0:
-            prepared = read_or_make()
-    finally:  # the others wait, also for an error
-        is_made = multihost_utils.broadcast_one_to_all(np.asarray(prepared is not None))
-    if not is_made:
-        raise UserError("process 0 could not prepare the data; its own output says why")
-    return prepared or read_or_make()
+    if path.exists():
+        return _read(path, made_from)
+    documents = load() if load else load_documents(config)
+    prepared = make_prepared(documents, config, tokenizer, vocab_size)
+    _write(path, prepared, made_from)
+    return prepared
 
 
 def make_prepared(
