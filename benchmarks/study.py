@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -389,13 +389,19 @@ def format_tests(
     return f"{compared['p_value']:.4f}", "" if seeds is None else f"{seeds:.2g}"
 
 
+def known_drift(report: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Drift by budget and variant, without drafts that predict no feature of the target."""
+    known = {
+        budget: {variant: cosines for variant, cosines in variants.items() if cosines}
+        for budget, variants in report["drift"].items()
+    }
+    return {budget: variants for budget, variants in known.items() if variants}
+
+
 def format_drift(report: dict[str, Any]) -> str:
     """Writes the cosine of drafted and true features by depth in Markdown."""
     lines = []
-    for budget, variants in report["drift"].items():
-        variants = {variant: cosines for variant, cosines in variants.items() if cosines}
-        if not variants:  # drafts that predict no feature of the target
-            continue
+    for budget, variants in known_drift(report).items():
         depths = range(1, 1 + max(map(len, variants.values())))
         lines += [
             "",
@@ -429,7 +435,7 @@ def plot(report: dict[str, Any], folder: Path) -> None:
             ("drift", _draw_drift),
             ("convergence", _draw_convergence),
         ):
-            if name == "drift" and not any(chain(*map(dict.values, report["drift"].values()))):
+            if name == "drift" and not known_drift(report):
                 continue
             figure = draw(pyplot, report, styles)
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
@@ -449,10 +455,8 @@ def _draw_positions(pyplot: Any, report: dict[str, Any], styles: dict[str, Any])
 
 def _draw_drift(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
     panels = {
-        BUDGETS[budget]: [
-            (name, list(enumerate(cosines, 1))) for name, cosines in variants.items() if cosines
-        ]
-        for budget, variants in report["drift"].items()
+        BUDGETS[budget]: [(name, list(enumerate(cosines, 1))) for name, cosines in variants.items()]
+        for budget, variants in known_drift(report).items()
     }
     return _draw_panels(pyplot, panels, styles, "depth", "cosine of drafted and true features")
 
