@@ -116,6 +116,18 @@ def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
     assert not (tmp_path / "other").exists()
 
 
+def test_a_cache_to_be_written_is_planned_and_filled_as_memory_allows(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = DRAFT | {"batch_size": 2, "step": {"accumulation_steps": 2}}
+    stage = open_stage(load_config(TrainConfig, cached(runs, tmp_path, values)), tmp_path)
+    assert "layers" not in stage.plan_step().others[0]
+    rows_at_once = []
+    monkeypatch.setattr("train.draft_stage.fill_cache", lambda *args: rows_at_once.append(args[3]))
+    stage.write_features()
+    assert rows_at_once == [1]
+
+
 def test_a_disk_that_is_too_small_is_refused_and_nothing_is_written(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
