@@ -44,7 +44,6 @@ from .devices import ask_first, is_first_process
 # Of a checkpoint; written last, and not needed to read it.
 _WITHOUT_SUMS = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
-
 # The other processes wait so long while the first also reads what it wrote for its checksums.
 _SAVE_SECONDS = 6 * 3600
 
