@@ -51,7 +51,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
 }
 SMALLER = {  # program -> arguments that are added
     "train.main": "data.sequence_length=32 data.template=null batch_size=1 num_epochs=null "
-    "num_tokens=64 mesh.data=1 specialists.positions_per_specialist=[1,1] specialists.depth=2",
+    "num_tokens=64 mesh.data=1 mesh.fsdp=1 specialists.positions_per_specialist=[1,1] specialists.depth=2",
     "infer.generate": "--max-new-tokens 6",
     "infer.bench": "--max-new-tokens 6 --num-prompts 2 --repeats 1",
     "infer.drift": "--max-new-tokens 6 --num-prompts 2 --depth 3",
@@ -62,6 +62,7 @@ INSTEAD = {  # words of a command -> what stands for them
     "draft --source DIR_OR_HUB_ID": "draft --source yuhuili/EAGLE-llama2-chat-7B",
     "data.source=regenerated.jsonl": "data.source=sharegpt.json",  # short answers are left out
     "--size 32000": "--size 100",
+    "train.plot runs/llama3-8b-instruct/poss3": "train.plot runs/poss3",
 }
 CHATS = [
     {"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": f"def f_{n}"}]}
@@ -103,11 +104,10 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
     link(tmp_path / "my" / "poss", published / "drafts" / "2")
     link(tmp_path / "my" / "eagle3", ROOT_E3 / "draft" / "eagle3_full")
     link(tmp_path / "my" / "poss3-e3", ROOT_E3 / "draft" / "poss3_e3")
-    link(tmp_path / "models" / "llama3.1", published / "llama3.1")
-    for name in ("models/target", "models/llama3", "models/llama3-8b", "TARGET"):
+    link(tmp_path / "models" / "llama3.1-8b", published / "llama3.1")
+    for name in ("models/target", "models/llama3-8b", "TARGET"):
         link(tmp_path / name, Path(runs.model("target")))
-    for name in ("models/eagle", "models/eagle-llama3-8b"):
-        link(tmp_path / name, Path(runs.model("eagle")))
+    link(tmp_path / "models/eagle-llama3-8b", Path(runs.model("eagle")))
     for name in ("models/poss1", "models/poss2", "models/poss3", "models/draft", "DRAFT"):
         link(tmp_path / name, published / "models" / "4")
     for name in ("eagle", "poss3"):

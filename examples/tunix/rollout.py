@@ -1,6 +1,6 @@
 """Rollouts of tunix that poss_jax decodes: a draft proposes, the policy decides.
 
-engine = poss_jax.Engine.load("models/llama3", draft="models/poss3")
+engine = poss_jax.Engine.load("models/llama3-8b", draft="models/poss3")
 ClusterConfig(rollout_engine=functools.partial(PossRollout, engine=engine), ...)
 """
 

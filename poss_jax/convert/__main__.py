@@ -5,11 +5,11 @@ assumed, a table (source key -> our path, shape and type), and as its last line 
 
     python -m poss_jax.convert inspect HINT-lab/PosS3-Llama3-8B-Instruct
     python -m poss_jax.convert target --source meta-llama/Meta-Llama-3-8B-Instruct \
-        --output models/llama3
+        --output models/llama3-8b
     python -m poss_jax.convert target --source DIR_OR_HUB_ID --output DIR --quantise int8
     python -m poss_jax.convert draft --source HINT-lab/PosS3-Llama3-8B-Instruct \
-        --target models/llama3 --output models/poss3
-    python -m poss_jax.convert export --model models/poss3 --target models/llama3 \
+        --target models/llama3-8b --output models/poss3
+    python -m poss_jax.convert export --model models/poss3 --target models/llama3-8b \
         --output exported/poss3
 """
 
