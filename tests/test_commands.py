@@ -51,7 +51,8 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
 }
 SMALLER = {  # program -> arguments that are added
     "train.main": "data.sequence_length=32 data.template=null batch_size=1 num_epochs=null "
-    "num_tokens=64 mesh.data=1 mesh.fsdp=1 specialists.positions_per_specialist=[1,1] specialists.depth=2",
+    "num_tokens=64 mesh.data=1 mesh.fsdp=1 specialists.positions_per_specialist=[1,1] "
+    "specialists.depth=2",
     "infer.generate": "--max-new-tokens 6",
     "infer.bench": "--max-new-tokens 6 --num-prompts 2 --repeats 1",
     "infer.drift": "--max-new-tokens 6 --num-prompts 2 --depth 3",
@@ -62,6 +63,7 @@ INSTEAD = {  # words of a command -> what stands for them
     "draft --source DIR_OR_HUB_ID": "draft --source yuhuili/EAGLE-llama2-chat-7B",
     "data.source=regenerated.jsonl": "data.source=sharegpt.json",  # short answers are left out
     "--size 32000": "--size 100",
+    " --template llama3": "",  # wants tokens that the tiny tokenizer does not have
     "train.plot runs/llama3-8b-instruct/poss3": "train.plot runs/poss3",
 }
 CHATS = [
