@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from models import make_engine, random_target, tiny_llama
 
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, MeshConfig
+from poss_jax.model.parameters import place_params
 from poss_jax.model.quantise import quantise_target
 from poss_jax.shapes import Params
 
@@ -115,6 +117,20 @@ def test_an_engine_of_the_same_target_and_a_running_stream_keep_it():
     engine.update_weights(target)
     assert len(target["layers"]) == LLAMA.num_layers  # the caller's own list
     assert answers(engine)[0] == wanted
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(data=2, tensor=4)])
+def test_a_trainer_may_donate_what_it_gave(mesh):
+    engine = make_engine(LLAMA, random_target(LLAMA), EAGLE, tree=TREE, mesh=mesh)
+    new = random_target(LLAMA, seed=7)
+    if engine.mesh is not None:
+        new = place_params(new, engine.mesh)
+    engine.update_weights(new)
+    wanted = answers(engine)
+    step = jax.jit(partial(jax.tree.map, lambda leaf: leaf + 1), donate_argnums=0)
+    jax.block_until_ready(step(new))
+    assert new["embed"]["weight"].is_deleted()
+    assert answers(engine) == wanted
 
 
 def wider(params: Params) -> Params:

@@ -99,7 +99,8 @@ class Engine:
 
         Args:
           record: record of the target.
-          params: parameters of the target.
+          params: parameters of the target. The engine keeps some of these arrays: do not donate
+            them to a function.
           tokenizer: the target's tokenizer; None accepts token ids only.
           tree: as in `load`.
           max_length: as in `load`.
@@ -210,9 +211,8 @@ class Engine:
             tokens = read_draft_vocabulary(vocabulary, self.target_config.vocab_size)
             record = with_vocabulary(record, tokens.tolist(), origin=str(draft))
         other = self.with_draft(record, params)
-        if not self._has_own_trees:
-            trees = tuned.trees if tuned is not None else default_tree()
-            other.trees = _fit_trees(trees, other.weights.draft)
+        if tuned is not None:
+            other.trees = _fit_trees(tuned.trees, other.weights.draft)
         return other
 
     def with_draft(self, record: ModelRecord, params: Params) -> "Engine":
@@ -229,11 +229,12 @@ class Engine:
         own = fuse_draft(params, record.draft) | {"vocabulary": ids}
         other._own_draft = _place_on(self.mesh, own)
         other.weights = other._lend(self.weights.target)
-        other.trees = _fit_trees(self.trees, other.weights.draft)
+        trees = self.trees if self._has_own_trees else default_tree()
+        other.trees = _fit_trees(trees, other.weights.draft)
         return other
 
     def with_tree(self, tree: TreeConfig | Trees, *, drafting: Drafting | None = None) -> "Engine":
-        """Returns an engine of the same models with another tree, or way to draft, or both."""
+        """Returns an engine of the same models with another tree; None keeps the way to draft."""
         other = copy(self)
         other._has_own_trees = True
         other.trees = _fit_trees(tree, self.weights.draft)
@@ -251,7 +252,8 @@ class Engine:
 
         The draft keeps its own parameters and is lent the new embedding and head. A text that is
         being streamed ends with the old target, and engines that share it (`with_draft`,
-        `with_tree`) keep it. Old and new parameters are both held until this returns.
+        `with_tree`) keep it. Old and new parameters are both held until this returns, and no array
+        of `params` is kept: a trainer may go on and donate them.
 
         Args:
           params: parameters of a target of the same shape and dtype, as `__init__` takes them.
@@ -269,13 +271,16 @@ class Engine:
         if self.target_config.tie_embeddings:
             params = params | {"head": params["embed"]}
         # Where an array lies is part of what was compiled.
-        self.weights = self._lend(jax.tree.map(_place_like, self._fuse(params), old))
+        fused = self._fuse(params, _copy_arrays_of(params))
+        self.weights = self._lend(jax.tree.map(_place_like, fused, old))
         self._fingerprint = secrets.token_hex(8)  # to hash all weights would take longer than this
 
-    def _fuse(self, params: Params) -> Params:
+    def _fuse(self, params: Params, own: Callable[[Params], Params] = lambda part: part) -> Params:
         """Fuses a target for decoding and places it; the caller keeps a list of its own."""
         params = params | {"layers": list(params["layers"])}
-        fused = fuse_target(params, self.target_config, partial(_place_on, self.mesh))
+        fused = fuse_target(
+            params, self.target_config, lambda part: _place_on(self.mesh, own(part))
+        )
         return jax.tree.map(_commit, fused)
 
     def _lend(self, target: Params) -> Weights:
@@ -410,8 +415,8 @@ class Engine:
                 ended = {index: chunk.answer for index, chunk in rounds if chunk.answer}
                 answers += [ended[index] for index in range(len(batch))]
             else:
-                state = decode_batch(self.weights, config, request)
-                answers += self.read(batch, state.output)
+                output = decode_batch(self.weights, config, request).output  # not the caches
+                answers += self.read(batch, output)
         return answers
 
     def decode_rounds(self, prompt: PreparedPrompt, *, stop: Sequence[str] = ()) -> Iterator[Chunk]:
@@ -436,8 +441,10 @@ class Engine:
             prompt = self.prepare([0], length - 1, sampling)
             config, request = self.request([prompt], batch_size=batch_size)
             ended = request.replace(limits=jnp.ones_like(request.limits))
-            state = decode_batch(self.weights, config, ended)
-            jax.block_until_ready(run_step(self.weights, config, ended, state))
+            # No name holds the caches while the next ones are made.
+            jax.block_until_ready(
+                run_step(self.weights, config, ended, decode_batch(self.weights, config, ended))
+            )
 
     def decode_config(self, length: int, batch_size: int = 1) -> DecodeConfig:
         """Static settings of a call; rooms are rounded up (`with_rows`), to share programs.
@@ -526,6 +533,22 @@ def _commit(leaf: Any) -> jax.Array:
     """Binds an array to where it lies; whether it is bound is part of what is compiled."""
     leaf = jnp.asarray(leaf)
     return leaf if leaf.committed else jax.device_put(leaf, leaf.sharding)
+
+
+def _copy_arrays_of(params: Params) -> Callable[[Params], Params]:
+    """Returns a function that copies those arrays of a tree which are arrays of `params`."""
+    given = {id(leaf) for leaf in jax.tree.leaves(params)}
+    copies: dict[int, jax.Array] = {}  # a tied head stays one array
+
+    def copy_given(leaf: Any) -> Any:
+        if id(leaf) not in given:
+            return leaf
+        if id(leaf) not in copies:
+            place = getattr(leaf, "sharding", None)
+            copies[id(leaf)] = jax.device_put(leaf, place, may_alias=False)
+        return copies[id(leaf)]
+
+    return partial(jax.tree.map, copy_given)
 
 
 def _place_like(leaf: jax.Array, old: jax.Array) -> jax.Array:
