@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from models import certain_pair, make_engine, tiny_llama
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
+from poss_jax.engine import engine as engine_module
+from poss_jax.engine import slots
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
@@ -351,6 +354,14 @@ def test_what_cannot_fit_is_refused_at_once(engine: Engine, cold: Scheduler):
         Slots(engine, sizes=(4,), max_cache_bytes=1000)
 
 
+def test_memory_is_counted_while_a_batch_grows(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(slots, "cache_bytes", lambda *_: 1)
+    Slots(engine, sizes=(4,), max_length=64, max_cache_bytes=4 + 1)
+    Slots(engine, sizes=(1, 4), max_length=64, max_cache_bytes=1 + 4 + 1)
+    with pytest.raises(UserError, match="batches of 1, 4 answers of 64 tokens need"):
+        Slots(engine, sizes=(1, 4), max_length=64, max_cache_bytes=1 + 4)
+
+
 def test_draining_finishes_what_was_taken(engine: Engine, cold: Scheduler):
     prompts = draw_prompts(engine, 3, seed=5)
     streams = [cold.submit(prompt) for prompt in prompts]
@@ -378,6 +389,7 @@ def test_an_error_reaches_those_who_wait(engine: Engine, cold: Scheduler, monkey
     assert isinstance(cold.error, MemoryError)
     with pytest.raises(Closed):
         cold.submit(engine.prepare([1, 2], 30))
+    assert not cold.drain()
 
 
 def test_more_biases_and_stop_ids_than_slots_have_room_for_are_refused(
@@ -473,6 +485,11 @@ def test_other_weights_after_what_runs_has_ended(engine: Engine, warm: Scheduler
         assert warm.stats.compilations == compiled
         with pytest.raises(UserError):
             warm.update_weights({})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_module, "fuse_target", MagicMock(side_effect=MemoryError("full")))
+            with pytest.raises(UserError, match="update_weights: full; the old weights stay"):
+                warm.update_weights(draw_pair(seed=5)[0])
+        assert [*warm.submit(prompt)][-1].answer.output_ids == alone(other, prompt).output_ids
     finally:
         warm.update_weights(draw_pair(seed=0)[0])
     assert [*warm.submit(prompt)][-1].answer.output_ids == alone(expected, prompt).output_ids

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, one_line
 from poss_jax.engine.answers import Chunk, Landed
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
@@ -202,21 +202,34 @@ class Scheduler:
           params: as for `Engine.update_weights`.
 
         Raises:
-          UserError: what `Engine.update_weights` refuses, or there are several processes.
+          UserError: what `Engine.update_weights` refuses, or it failed (too little memory, say),
+            which leaves the old parameters; or there are several processes.
         """
         if isinstance(self._steps, Leader):
             raise UserError(
                 "update_weights: want a server of one process, this one has several; start it "
                 "again with the new weights"
             )
-        self._call(lambda: self._slots.update_weights(params))
+
+        def replace_all() -> None:
+            try:
+                self._slots.update_weights(params)
+            except UserError:
+                raise
+            except Exception as error:  # the old parameters are whole, and so are all texts
+                raise UserError(
+                    f"update_weights: {one_line(error)}; the old weights stay"
+                ) from error
+
+        self._call(replace_all)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Takes no more requests and waits for all others; False if time ran out."""
+        """Takes no more requests and waits for all others; False if time ran out, or it failed."""
         with self._changed:
             self._is_draining = True
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: self._is_idle() or self._error, timeout) is True
+            self._changed.wait_for(lambda: self._is_idle() or self._error, timeout)
+            return self._is_idle() and self._error is None
 
     def close(self) -> None:
         """Cancels all requests and ends the thread."""
@@ -447,6 +460,7 @@ class Scheduler:
                 if self._is_closed:
                     return
                 read_landing(self._steps.run(program, ()))
+                self._drop_cancelled()
         self._active = [None] * self._slots.size
         if not self._counts:
             self._counts = True  # before the thread ends, and `close` after it

@@ -11,6 +11,7 @@ On several hosts every process makes the same slots and calls them in the same o
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -111,14 +112,15 @@ class Slots:
         self.engine = engine
         self._trees = [tree_for(engine.trees, n) for n in range(1, self.sizes[-1] + 1)]
         self._config = self._make_config()
-        most = self.sizes[-1]
-        check_memory(engine.weights, self._config, batch_size=most + 1)
-        needed = (most + 1) * cache_bytes(engine.weights, self._config)  # a prompt is read beside
+        # A batch is held twice while its size changes, and a prompt is read beside.
+        most = max(self.sizes[-1], *map(sum, pairwise((0, *self.sizes)))) + 1
+        check_memory(engine.weights, self._config, batch_size=most)
+        needed = most * cache_bytes(engine.weights, self._config)
         if max_cache_bytes is not None and needed > max_cache_bytes:
             raise UserError(
-                f"{most} answers of {self.max_length} tokens need {needed / 2**30:.2f} GiB of keys "
-                f"and values, which may take {max_cache_bytes / 2**30:.2f}; lower batch_size or "
-                "max_length, or raise cache_gib"
+                f"batches of {', '.join(map(str, self.sizes))} answers of {self.max_length} tokens "
+                f"need {needed / 2**30:.2f} GiB of keys and values, which may take "
+                f"{max_cache_bytes / 2**30:.2f}; lower batch_size or max_length, or raise cache_gib"
             )
         self._prefill: tuple[PreparedPrompt, Request, targets.Prefill] | None = None
         request = self._lay_out(PreparedPrompt([0], 1))
@@ -180,6 +182,7 @@ class Slots:
 
     def begin(self, prompt: PreparedPrompt) -> None:
         """Begins to read a prompt."""
+        self._prefill = None  # of a text that was cancelled
         # Compiled programs take arrays of the host sooner than `jax.device_put` does.
         request = self._lay_out(prompt)
         self._prefill = prompt, *_begin(self.weights, self._config, request)

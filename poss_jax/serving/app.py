@@ -121,7 +121,7 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """True if requests should be sent here."""
-        return self.is_warm and not self.is_draining
+        return self.is_warm and not self.is_draining and self.scheduler.error is None
 
     def check_model(self, body: CommonRequest) -> None:
         """Raises ApiError if another model is asked for."""

@@ -136,7 +136,8 @@ class DrainingServer(uvicorn.Server):
             num_left = service.scheduler.num_running + service.scheduler.num_waiting
             _LOG.warning("draining: %d answers to finish", num_left)
             if not service.scheduler.drain(seconds):
-                _LOG.warning("the time to finish is over; the other answers are cut")
+                if service.scheduler.error is None:
+                    _LOG.warning("the time to finish is over; the other answers are cut")
                 service.scheduler.close()
         self.should_exit = True
 
