@@ -132,14 +132,17 @@ def _compare(
         first = index - index % setting.batch_size
         batch = jobs[first : first + setting.batch_size]
         at = _first_difference(*outputs[index])
-        alone = _replay(baseline, [jobs[index]], 0, at)
-        together = _replay(setting.engine, batch, index - first, at)
+        alone = _replay(baseline, [jobs[index]], 0, at, batch_size=1)
+        together = _replay(setting.engine, batch, index - first, at, batch_size=setting.batch_size)
         rounding, temperature = _rounding(alone, together), jobs[index].sampling.temperature
         roundings.append(rounding * (temperature or 1))
         if index in different:
-            ours, theirs = (output[at] for output in outputs[index])
-            found = examine(alone[-1], together[-1], (ours, theirs), rounding, temperature or 1)
-            found = {"setting": setting.name, "answer": index, "token": at} | found
+            tokens = outputs[index][0][at], outputs[index][1][at]
+            found = {"setting": setting.name, "answer": index, "token": at}
+            if min(len(alone), len(together)) > at:
+                found |= examine(alone[at], together[at], tokens, rounding, temperature or 1)
+            else:
+                found |= {"tokens": tokens, "replay_ended_early": True, "is_excused": False}
             (excused if found["is_excused"] else failures).append(found)
     return {
         "setting": setting.name,
@@ -209,8 +212,8 @@ def examine(
 
 
 def _rounding(ones: Sequence[Scores], others: Sequence[Scores]) -> float:
-    """Largest change of the difference of two scores between two forwards."""
-    shifts = [one.plain - other.plain for one, other in zip(ones, others, strict=True)]
+    """Largest change of the difference of two scores between two forwards, where both went on."""
+    shifts = [one.plain - other.plain for one, other in zip(ones, others, strict=False)]
     return float(max(shift.max() - shift.min() for shift in shifts))
 
 
@@ -220,12 +223,17 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)) - 1)
 
 
-def _replay(engine: Engine, batch: Sequence[PreparedPrompt], row: int, last: int) -> list[Scores]:
-    """Decodes a batch once more, from the host, and keeps the scores of tokens 0 to `last`."""
-    config, request = engine.request(batch, batch_size=len(batch))
+def _replay(
+    engine: Engine, batch: Sequence[PreparedPrompt], row: int, last: int, *, batch_size: int
+) -> list[Scores]:
+    """Decodes a batch once more, from the host, and keeps the scores of tokens 0 to `last`.
+
+    These are other programs than those that decoded, so a text may end before `last`.
+    """
+    config, request = engine.request(batch, batch_size=batch_size)
     state, seen = _start(engine.weights, config, request)
     scores = [Scores(*(np.array(part[row, 0]) for part in seen))]
-    while len(scores) <= last:
+    while len(scores) <= last and not bool(state.output.is_done[row]):
         before = int(state.output.num_tokens[row])
         state, seen = _run_round(engine.weights, config, request, state)
         landed = int(state.output.num_tokens[row]) - before

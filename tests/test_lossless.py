@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from models import make_engine, random_target, tiny_llama
 from programs import Runs, write_lines
 from test_distribution import raw_bonus
 
@@ -94,6 +95,15 @@ def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys):
     report = json.loads(out.splitlines()[-1])
     assert report["failures"] == report["excused"] == [] and report["answers"] == 36
     assert 0 < report["largest_rounding"] < lossless.MAX_ROUNDING
+
+
+def test_a_replay_ends_with_its_text():
+    llama = tiny_llama(vocab_size=64)
+    engine = make_engine(
+        llama, random_target(llama), tree=TreeConfig(depth=1, top_k=3, total_tokens=4)
+    )
+    prompt = engine.prepare([1, 2, 3], 3)
+    assert len(lossless._replay(engine, [prompt], 0, 9, batch_size=2)) == 3
 
 
 @pytest.fixture
