@@ -36,7 +36,8 @@ def answer_of(seed: int, prompt: list[int], length: int) -> list[int]:
 
 
 def text_of(ids: list[int]) -> str:
-    return "".join(f"{token} " for token in ids)
+    parts = ("" if token % 5 else "\N{REPLACEMENT CHARACTER}" for token in ids)
+    return "".join(f"{token}{part} " for token, part in zip(ids, parts, strict=True))
 
 
 class Broken(httpx.AsyncByteStream):
@@ -115,7 +116,8 @@ class Servers:
 
 def logprobs_of(text: str, offset: int, is_chat: bool) -> Body:
     if is_chat:
-        token = {"token": text, "logprob": -1.0, "bytes": list(text.encode())}
+        spelled = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        token = {"token": text, "logprob": -1.0, "bytes": spelled}
         return {"content": [token | {"top_logprobs": [token]}], "refusal": None}
     top = [{text: -1.0}]
     columns = {"tokens": [text], "token_logprobs": [-1.0], "top_logprobs": top}

@@ -143,10 +143,10 @@ def test_scores_are_float32_whatever_the_model_computes_in():
     np.testing.assert_allclose(scores[0, 0], np.float32([1, 2, 3, 4]) / np.float32(0.3), rtol=1e-7)
 
 
-def test_equal_scores_stay_or_go_together():
-    assert np.isfinite(scores_of([[1.0, 2.0, 1.0, 0.0]], top_k=2)).tolist() == [
-        [True, True, True, False]
-    ]
+@pytest.mark.parametrize("second", [1.0, 0.0, -0.0])
+def test_equal_scores_stay_or_go_together(second: float):
+    kept = scores_of([[second, 2.0, abs(second), -1.0]], top_k=2)
+    assert np.isfinite(kept).tolist() == [[True, True, True, False]]
 
 
 def test_bias_comes_before_penalty_and_penalty_before_temperature():

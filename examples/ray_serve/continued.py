@@ -310,7 +310,9 @@ def chat_logprobs(logprobs: dict[str, Any]) -> dict[str, Any]:
     """
 
     def name(token: str, value: float) -> dict[str, Any]:
-        return {"token": token, "logprob": value, "bytes": list(token.encode())}
+        is_whole = "\N{REPLACEMENT CHARACTER}" not in token  # else a part of a character
+        spelled = list(token.encode()) if is_whole else None
+        return {"token": token, "logprob": value, "bytes": spelled}
 
     columns = (logprobs[key] for key in ("tokens", "token_logprobs", "top_logprobs"))
     content = [

@@ -323,8 +323,8 @@ def _is_kept(scores: Float[Array, "B rows Vd"], sampling: Sampling) -> Bool[Arra
 
 
 def _order(scores: Array) -> Array:
-    """Integers that are ordered as the scores are."""
-    bits = lax.bitcast_convert_type(scores, jnp.int32)
+    """Integers that are ordered as the scores are; both zeros are one."""
+    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
