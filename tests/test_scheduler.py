@@ -135,6 +135,28 @@ def test_requests_that_come_at_once_compile_nothing(engine: Engine, warm: Schedu
     assert warm.stats.compilations == 0
 
 
+def test_choices_of_a_prompt_read_it_once(
+    engine: Engine, warm: Scheduler, monkeypatch: pytest.MonkeyPatch
+):
+    extend = MagicMock(side_effect=slots._extend)
+    monkeypatch.setattr(slots, "_extend", extend)
+    one = engine.prepare([1 + i % 60 for i in range(40)], 9)
+    choices = [one._replace(sampling=SamplingConfig(temperature=1, seed=i)) for i in range(5)]
+    compiled = warm.stats.compilations
+    check_texts(engine, warm, choices)
+    assert extend.call_count == 1
+    check_texts(engine, warm, [one, one._replace(max_new_tokens=8), engine.prepare([7], 9), one])
+    assert extend.call_count == 1 + 3
+    assert warm.stats.compilations == compiled
+
+
+def check_texts(engine: Engine, scheduler: Scheduler, prompts: Sequence[PreparedPrompt]) -> None:
+    """Compares texts with those that the engine writes alone."""
+    streams = scheduler.submit_all(prompts)
+    for prompt, stream in zip(prompts, streams, strict=True):
+        assert [*stream][-1].answer.output_ids == alone(engine, prompt).output_ids
+
+
 def test_many_kinds_of_requests_compile_nothing(engine: Engine, warm: Scheduler, caplog):
     for burst in range(25):
         prompts = draw_prompts(engine, 1 + burst % 7, seed=burst)

@@ -347,8 +347,9 @@ class Scheduler:
             return
         stream, first = self._reading
         num_chunks = self._slots.num_chunks(stream.prompt)
-        last = first + 1 if any(self._active) else num_chunks
-        self._steps.extend(first, last)
+        last = min(first + 1, num_chunks) if any(self._active) else num_chunks
+        if first < last:
+            self._steps.extend(first, last)
         self._reading = stream, last
         if last == num_chunks:
             self.stats.prompt_tokens += len(stream.prompt.ids)
@@ -452,9 +453,10 @@ class Scheduler:
             if size != self._slots.size:
                 self._steps.resize(size, ())
             for prompt in self._slots.samples():
-                self._steps.begin(prompt)
-                self._steps.extend(0, 1)
-                read_landing(self._steps.insert(0))
+                for num_chunks in (1, 0):  # the second time it is not read again
+                    self._steps.begin(prompt)
+                    self._steps.extend(0, num_chunks)
+                    read_landing(self._steps.insert(0))
             programs = {one for n in range(1, size + 1) for one in self._slots.programs(n)}
             for program in sorted(programs, key=repr):
                 if self._is_closed:

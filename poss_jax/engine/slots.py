@@ -2,10 +2,11 @@
 
     begin ─► extend ... extend ─► insert into a slot ─► run ─► run ... until the slot is ended
 
-A prompt is read by itself, chunk by chunk, so that rounds of other texts run in between. All shapes
-are fixed when the slots are made: how many there are, how long a text may be, how many tokens may
-be biased. What a slot's text is depends on its prompt, settings and seed alone; with sampled drafts
-on the number of texts, too, which chooses the tree.
+A prompt is read by itself, chunk by chunk, so that rounds of other texts run in between; choices
+that follow one another with the same prompt read it once. All shapes are fixed when the slots are
+made: how many there are, how long a text may be, how many tokens may be biased. What a slot's text
+is depends on its prompt, settings and seed alone; with sampled drafts on the number of texts, too,
+which chooses the tree.
 
 On several hosts every process makes the same slots and calls them in the same order (`leader.py`).
 """
@@ -123,6 +124,7 @@ class Slots:
                 f"{max_cache_bytes / 2**30:.2f}; lower batch_size or max_length, or raise cache_gib"
             )
         self._prefill: tuple[PreparedPrompt, Request, targets.Prefill] | None = None
+        self._last_read: tuple[PreparedPrompt, targets.Prefill] | None = None
         request = self._lay_out(PreparedPrompt([0], 1))
         slots = np.arange(self.sizes[0], dtype=np.int32)
         self._request, self._state = _allocate(self.weights, self._config, request, slots)
@@ -158,8 +160,16 @@ class Slots:
         )
 
     def num_chunks(self, prompt: PreparedPrompt) -> int:
-        """Calls of `extend` with one chunk that a prompt takes."""
-        return -(-len(prompt.ids) // self._config.chunk)
+        """Calls of `extend` with one chunk that a prompt takes; 0 if it was the last one read."""
+        return 0 if self._was_read(prompt) else -(-len(prompt.ids) // self._config.chunk)
+
+    def _was_read(self, prompt: PreparedPrompt) -> bool:
+        """Whether the caches of the last prompt are those of this one, as of choices of a request.
+
+        Its longest answer decides, too: some rotations depend on the length of a text.
+        """
+        last = self._last_read and self._last_read[0]
+        return last is not None and last[:2] == prompt[:2]
 
     def samples(self) -> list[PreparedPrompt]:
         """Prompts that are read in every way there is."""
@@ -185,7 +195,12 @@ class Slots:
         self._prefill = None  # of a text that was cancelled
         # Compiled programs take arrays of the host sooner than `jax.device_put` does.
         request = self._lay_out(prompt)
-        self._prefill = prompt, *_begin(self.weights, self._config, request)
+        if self._last_read is not None and self._was_read(prompt):
+            request = _begin_again(self.weights, self._config, request)
+            self._prefill = prompt, request, self._last_read[1]
+        else:
+            self._last_read = None
+            self._prefill = prompt, *_begin(self.weights, self._config, request)
 
     def extend(self, first: int, last: int) -> None:
         """Reads the chunks of the prompt from `first` up to `last`."""
@@ -208,8 +223,8 @@ class Slots:
     def insert(self, slot: int) -> Landing:
         """Chooses the first token after the prompt, and gives the text a slot."""
         assert self._prefill is not None, "want begin first"
-        _, one, prefill = self._prefill
-        self._prefill = None
+        prompt, one, prefill = self._prefill
+        self._prefill, self._last_read = None, (prompt, prefill)
         self._request, self._state, landing = _insert(
             self.weights,
             self._config,
@@ -259,7 +274,7 @@ class Slots:
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters (see `Engine.update_weights`)."""
         self.engine.update_weights(params)
-        self.weights = self.engine.weights
+        self.weights, self._last_read = self.engine.weights, None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -286,6 +301,11 @@ def _begin_prefill(
 ) -> tuple[Request, targets.Prefill]:
     request = make_request(arrays)
     return request, speculate.begin_prefill(weights, config, request)
+
+
+def _make_request(weights: Weights, config: DecodeConfig, arrays: HostRequest) -> Request:
+    del weights, config
+    return make_request(arrays)
 
 
 def _run_chunks(
@@ -335,6 +355,7 @@ def _move(
 # Arrays that a program creates are placed as its arguments are, so unused weights stay arguments.
 _allocate = jax.jit(on_mesh(_make_empty), static_argnums=1, keep_unused=True)
 _begin = jax.jit(on_mesh(_begin_prefill), static_argnums=1, keep_unused=True)
+_begin_again = jax.jit(on_mesh(_make_request), static_argnums=1, keep_unused=True)
 _extend = jax.jit(on_mesh(_run_chunks), static_argnums=1, donate_argnums=3)
 _insert = jax.jit(on_mesh(_insert_text), static_argnums=1, donate_argnums=(2, 3))
 _resize = jax.jit(on_mesh(_move), static_argnums=1)
