@@ -31,6 +31,7 @@ import pytest
 
 if TYPE_CHECKING:
     from programs import Runs
+    from watch import Watch
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -65,16 +66,19 @@ def device_rates() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def watched_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Watches the trees of all programs in modules that name `Runs`, as all that use them do."""
-    if not hasattr(request.module, "Runs"):
-        yield
+def watched_programs(request: pytest.FixtureRequest) -> Iterator["Watch | None"]:
+    """Watches the trees of all programs in modules that say `WATCHED = True`.
+
+    JAX keeps no watched program in its cache, so that every worker compiles its own.
+    """
+    if not getattr(request.module, "WATCHED", False):
+        yield None
         return
     from watch import Watch  # not before pytest has hooked the type checks into poss_jax
 
     watch = Watch()
     with watch.tracing():
-        yield
+        yield watch
     watch.check(at_least=0)
 
 

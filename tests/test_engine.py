@@ -12,6 +12,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from programs import Runs, copy_model
+from watch import Watch
 
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.folder import load_target
@@ -22,6 +23,7 @@ from poss_jax.engine.device import device_memory, fit_tree, least_bytes
 from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
 from poss_jax.engine.steps import decode_batch
 
+WATCHED = True  # see conftest.py
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
 N = 24
 
@@ -75,6 +77,13 @@ def test_draft_changes_speed_but_not_output(plain: Engine, answers: list[Generat
     assert outputs(answers) == outputs(expected)
     assert all(answer.accepted_per_round == [0] * (N - 1) for answer in expected)
     assert max(answer.mean_acceptance_length for answer in answers) > 1.5
+
+
+def test_trees_are_watched(engine: Engine, watched_programs: Watch) -> None:
+    """No other test has this tree, whose program would be another watch's or nobody's."""
+    own = engine.with_tree(TreeConfig(depth=1, top_k=3, total_tokens=3))
+    own.generate(PROMPTS[:1], max_new_tokens=4)
+    watched_programs.check(at_least=1)
 
 
 def test_batches_with_padded_rows_give_the_same(engine: Engine, answers: list[Generation]) -> None:

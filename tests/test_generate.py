@@ -19,6 +19,7 @@ from poss_jax.engine.dialogue import Dialogue, read_dialogues
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 
+WATCHED = True  # see conftest.py
 RECORDS = [
     {"prompt": "def area_7", "question_id": 81},
     {"turns": ["a", "b", "c"], "category": "math", "text": "is overwritten"},
