@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
+from models import one_layout
 from programs import Runs
 from serving import MODEL, Served, serving, until
 
-from poss_jax import Engine, Generation, SamplingConfig
+from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.decoding import ServedSampling
 from poss_jax.engine.prompts import prompt_seed
@@ -40,9 +41,18 @@ SETTINGS = [
 ]
 
 
+TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_layout() -> Iterator[None]:
+    with one_layout(num_biased=4):
+        yield
+
+
 @pytest.fixture(scope="module")
 def served(runs: Runs) -> Iterator[Served]:
-    engine = Engine.load(runs.model("target"), runs.model("poss2"))
+    engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=TREE)
     with serving(engine, sampling=ServedSampling(temperature=0.0), max_queue=300) as served:
         assert served.get("/ready").status_code == 503
         until(lambda: served.service.is_ready, seconds=300)

@@ -18,7 +18,7 @@ from programs import Runs
 from pydantic import ValidationError
 from serving import MODEL, Served, request_bytes, serving, until
 
-from poss_jax import Engine
+from poss_jax import Engine, TreeConfig
 from poss_jax.config.decoding import ServedSampling
 from poss_jax.config.reading import UserError
 from poss_jax.serving.app import make_slots
@@ -34,9 +34,10 @@ AUTH = f"authorization: Bearer {KEY}"
 @pytest.fixture(scope="module")
 def served(runs: Runs) -> Iterator[Served]:
     """A server of one slot, with a key, little patience, and a short queue."""
-    engine = Engine.load(runs.model("target"), runs.model("poss2"))
+    tree = TreeConfig(depth=3, top_k=2, total_tokens=6)  # the programs are those of test_serving
+    engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=tree)
     small = {"batch_size": 1, "slots": (1,), "max_queue": 2, "max_body_mib": 0.25}
-    given = {"api_key": KEY, "patience": PATIENCE, "max_logprobs": 2}
+    given = {"api_key": KEY, "patience": PATIENCE}
     given |= {"sampling": ServedSampling(temperature=0.0)}
     with serving(engine, **given, **small) as served:
         until(lambda: served.service.is_ready, seconds=300)
