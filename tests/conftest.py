@@ -95,16 +95,21 @@ def room_for_programs() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Compiles with few optimisations, which halves the time, except what is marked."""
-    is_optimised = any(map(item.get_closest_marker, ("optimised", "device")))
-    wanted = str(int(not is_optimised))
+    wanted = str(int(not is_optimised(item)))
     if wanted != os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = wanted  # for programs that tests start
-        jax.config.update("jax_disable_most_optimizations", not is_optimised)
+        jax.config.update("jax_disable_most_optimizations", not is_optimised(item))
         jax.clear_caches()
 
 
+def is_optimised(item: pytest.Item) -> bool:
+    """Whether a test compiles as users do."""
+    return any(map(item.get_closest_marker, ("optimised", "device")))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run."""
+    """Skips what this machine cannot run, and puts together what is compiled alike."""
+    items.sort(key=lambda item: not is_optimised(item))  # a switch drops all that was compiled
     has_torch = importlib.util.find_spec("torch") is not None
     for item in items:
         if item.get_closest_marker("torch") and not has_torch:
