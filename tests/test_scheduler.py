@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import certain_pair, make_engine, tiny_llama
+from models import certain_pair, make_engine, one_layout, tiny_llama
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
@@ -53,6 +53,14 @@ def draw_pair(seed: int) -> tuple[Params, Params]:
 def draw_engine(seed: int = 0) -> Engine:
     target, draft = draw_pair(seed)
     return make_engine(LLAMA, target, DRAFT, draft, tree=TREES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    """`alone` compiles one program for all kinds and lengths of prompts."""
+    with one_layout(num_biased=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poss_jax.engine.device._LEAST_ROWS", 512)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +166,7 @@ def check_texts(engine: Engine, scheduler: Scheduler, prompts: Sequence[Prepared
 
 
 def test_many_kinds_of_requests_compile_nothing(engine: Engine, warm: Scheduler, caplog):
-    for burst in range(25):
+    for burst in range(14):  # twice each number of prompts
         prompts = draw_prompts(engine, 1 + burst % 7, seed=burst)
         streams = [warm.submit(prompt, has_logprobs=i % 3 == 2) for i, prompt in enumerate(prompts)]
         for stream in streams:
