@@ -1,7 +1,9 @@
 """Draft vocabularies: counted as training counts, read strictly, lossless in decoding."""
 
 import json
+from copy import copy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -232,24 +234,27 @@ def test_refusals_of_programs(runs: Runs, tmp_path: Path) -> None:
 # Decoding
 
 
-def check_shape(*spans: int, is_sampled: bool, vocabulary: np.ndarray, shift: int = 0) -> None:
-    """Compares with autoregressive decoding; `shift` plants a mistake in the draft's ids."""
-    config = DraftConfig(layer=LLAMA, positions_per_specialist=spans)
-    shape = Shape(LLAMA, config, TREE, 3, is_sampled=is_sampled, vocabulary=vocabulary)
-    if shift:
-        shape._draft_ids = lambda tokens, of=shape._draft_ids: np.where(
-            of(tokens) < 0, -1, (of(tokens) + shift) % len(vocabulary)
-        )
-    shape.check_pairs()
-
-
 SUBSET = np.flatnonzero(np.arange(LLAMA.vocab_size) % 6 != 2)  # 51 of 61
 
 
-@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("spans", [(1,), (1, 2)], ids=["eagle", "poss"])
+@cache
+def shape_of(spans: tuple[int, ...], is_sampled: bool) -> Shape:
+    """One compiled program for all tests of a worker."""
+    config = DraftConfig(layer=LLAMA, positions_per_specialist=spans)
+    return Shape(LLAMA, config, TREE, 3, is_sampled=is_sampled, vocabulary=SUBSET)
+
+
+@pytest.mark.parametrize(
+    ("spans", "is_sampled"),
+    [
+        pytest.param((1,), False, id="eagle-greedy", marks=pytest.mark.slow),
+        pytest.param((1,), True, id="eagle-sampled"),
+        pytest.param((1, 2), False, id="poss-greedy"),
+        pytest.param((1, 2), True, id="poss-sampled", marks=pytest.mark.slow),
+    ],
+)
 def test_speculative_equals_autoregressive(spans: tuple[int, ...], is_sampled: bool) -> None:
-    check_shape(*spans, is_sampled=is_sampled, vocabulary=SUBSET)
+    shape_of(spans, is_sampled).check_pairs()
 
 
 OWN_HEAD = DraftConfig(
@@ -275,11 +280,19 @@ def test_target_ids_are_proposed(config: DraftConfig) -> None:
 
 
 def test_ids_off_by_one_are_noticed() -> None:
+    shape = copy(shape_of((1, 2), False))
+    right, shape.lengths_seen = shape._draft_ids, set()
+    shape._draft_ids = lambda tokens: np.where(
+        right(tokens) < 0, -1, (right(tokens) + 1) % len(SUBSET)
+    )
     with pytest.raises(AssertionError):
-        check_shape(1, 2, is_sampled=False, vocabulary=SUBSET, shift=1)
+        shape.check_pairs()
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(
+    scope="module",
+    params=[*(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[:-1]), METHODS[-1]],
+)
 def golden(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Golden:
     return load_golden(tmp_path_factory.getbasetemp() / "golden", request.param)
 
