@@ -3,15 +3,13 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import METHODS_E3, ROOT_E3, SPANS_E3, load_golden, read_config, read_tensors
+from golden import METHODS_E3, ROOT_E3, SPANS_E3, Golden, load_golden, read_config, read_tensors
 from models import tiny_llama
 from oracle import Shape
 from safetensors.numpy import save_file
@@ -25,6 +23,7 @@ from poss_jax.model.families import FAMILIES
 from poss_jax.model.families.eagle3 import EAGLE3
 from poss_jax.model.layers import rms_norm
 from poss_jax.model.parameters import flatten_item
+from poss_jax.model.specialists import Family
 
 LLAMA = tiny_llama()
 CONFIG = DraftConfig(
@@ -67,33 +66,38 @@ def enter_by_the_first(
     return original(params, dataclasses.replace(config, positions_per_specialist=(99,)), *args)
 
 
-@pytest.fixture
-def fresh_programs() -> Iterator[None]:
-    """Nothing compiled before is used, and nothing compiled here later."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    return load_golden(tmp_path_factory.getbasetemp() / "golden", METHODS_E3[-1])
 
 
-@pytest.mark.usefixtures("fresh_programs")
+def check_family(golden: Golden, name: str, family: Family, monkeypatch: Any) -> None:
+    """Runs the recorded rounds as a family of another name, which has programs of its own."""
+    monkeypatch.setitem(FAMILIES, name, family)
+    config = dataclasses.replace(golden.draft_config, family=name)
+    record = dataclasses.replace(golden.draft_record, config=config)
+    check_rounds(dataclasses.replace(golden, draft_record=record), "_small")
+
+
+def test_a_family_of_another_name_is_sound(golden: Golden, monkeypatch: Any) -> None:
+    """So what is noticed below is the mistake, not the name."""
+    check_family(golden, "sound", EAGLE3, monkeypatch)
+
+
 @pytest.mark.parametrize("mistake", [project_again, feed_back_normed])
-def test_mistakes_in_the_family_are_noticed(mistake: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    golden = load_golden(tmp_path, METHODS_E3[-1])
-    monkeypatch.setitem(FAMILIES, "eagle3", dataclasses.replace(EAGLE3, join=mistake))
+def test_mistakes_in_the_family_are_noticed(mistake: Any, golden: Golden, monkeypatch: Any) -> None:
+    family = dataclasses.replace(EAGLE3, join=mistake)
     with pytest.raises(AssertionError):
-        check_rounds(golden, "_small")
+        check_family(golden, mistake.__name__, family, monkeypatch)
 
 
-@pytest.mark.usefixtures("fresh_programs")
-def test_keys_of_the_wrong_specialist_are_noticed(tmp_path: Path, monkeypatch: Any) -> None:
-    golden = load_golden(tmp_path, METHODS_E3[-1])
+def test_keys_of_the_wrong_specialist_are_noticed(golden: Golden, monkeypatch: Any) -> None:
     monkeypatch.setattr(drafting, "_enter_level", enter_by_the_first)
     with pytest.raises(AssertionError):
-        check_rounds(golden, "_small")
+        check_family(golden, "wrong_keys", EAGLE3, monkeypatch)
 
 
-def test_a_shifted_vocabulary_is_noticed(tmp_path: Path) -> None:
-    golden = load_golden(tmp_path, METHODS_E3[-1])
+def test_a_shifted_vocabulary_is_noticed(golden: Golden) -> None:
     first, *others = golden.draft_record.draft_vocabulary or ()
     record = dataclasses.replace(golden.draft_record, draft_vocabulary=(*others, first))
     with pytest.raises(AssertionError):
@@ -105,9 +109,8 @@ def test_a_shifted_vocabulary_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.getbasetemp() / "golden"
-    return load_golden(folder, METHODS_E3[-1]).target_folder
+def target(golden: Golden) -> Path:
+    return golden.target_folder
 
 
 def write(folder: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
