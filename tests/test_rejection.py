@@ -54,22 +54,27 @@ FEW = np.float32([0.5, 0, 0, 0.5, 0, 0])
 DRAFTS = {"unlike": UNLIKE, "equal": TARGET, "filtered": FEW}
 
 
-def choose_often(target: np.ndarray, drafted: np.ndarray, num_children: int) -> np.ndarray:
+def choose_often(
+    target: np.ndarray, drafted: np.ndarray, num_children: int, *, mistake: str = ""
+) -> np.ndarray:
     """How often each token comes out as a child or as a draw from what is left."""
+    return np.array(_count(jax.random.key(0), target, drafted, num_children, mistake))
 
-    @jax.jit
-    def run(key: jax.Array) -> jax.Array:
-        of_children, of_thresholds, of_rest = jax.random.split(key, 3)
-        shape = (1, NUM_DRAWS, V)
-        p, q = (jnp.broadcast_to(probs[None, None], shape) for probs in (target, drafted))
-        noisy = jnp.log(q) + jax.random.gumbel(of_children, shape)
-        tokens = jnp.argsort(-noisy, axis=-1)[..., :num_children].astype(jnp.int32)
-        thresholds = jax.random.uniform(of_thresholds, tokens.shape)
-        accepted, left = accept_child(p, q, tokens, thresholds)
-        drawn = jnp.argmax(jnp.log(left) + jax.random.gumbel(of_rest, shape), axis=-1)
-        return jnp.bincount(jnp.where(accepted < 0, drawn, accepted)[0], length=V)
 
-    return np.array(run(jax.random.key(0)))
+@partial(jax.jit, static_argnums=(3, 4))
+def _count(
+    key: jax.Array, target: jax.Array, drafted: jax.Array, num_children: int, mistake: str
+) -> jax.Array:
+    del mistake  # the name of what is planted, which has a program of its own
+    of_children, of_thresholds, of_rest = jax.random.split(key, 3)
+    shape = (1, NUM_DRAWS, V)
+    p, q = (jnp.broadcast_to(probs[None, None], shape) for probs in (target, drafted))
+    noisy = jnp.log(q) + jax.random.gumbel(of_children, shape)
+    tokens = jnp.argsort(-noisy, axis=-1)[..., :num_children].astype(jnp.int32)
+    thresholds = jax.random.uniform(of_thresholds, tokens.shape)
+    accepted, left = accept_child(p, q, tokens, thresholds)
+    drawn = jnp.argmax(jnp.log(left) + jax.random.gumbel(of_rest, shape), axis=-1)
+    return jnp.bincount(jnp.where(accepted < 0, drawn, accepted)[0], length=V)
 
 
 def has_distribution(counts: np.ndarray, exact: np.ndarray) -> bool:
@@ -96,7 +101,7 @@ def unnormalised(weights, *, otherwise):
 )
 def test_a_planted_mistake_is_noticed(function, mistake, monkeypatch):
     monkeypatch.setattr(rejection, function, mistake)
-    assert not has_distribution(choose_often(TARGET, UNLIKE, 3), TARGET)
+    assert not has_distribution(choose_often(TARGET, UNLIKE, 3, mistake=function), TARGET)
 
 
 def test_a_rejected_child_leaves_what_the_draft_gives_too_little():
