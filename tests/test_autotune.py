@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from models import one_layout
 from programs import Runs, copy_model, generate, refusal, write_lines
 
 from infer import autotune, tuning
@@ -70,10 +71,12 @@ def test_predicted_rounds_are_those_that_run(runs: Runs) -> None:
         engine.prepare(text, 24, SamplingConfig(temperature=temperature, seed=3))
         for text, temperature in zip(PROMPTS, (0, 1, 0.5), strict=True)
     ]
-    recording = record_all(engine, prompts, 3, [3])[3]
     total = 0
-    for one in (tree(3, 3, 22), tree(3, 3, 3)):
-        answers = engine.with_tree(one).decode(prompts)
+    with one_layout(num_biased=0):
+        recording = record_all(engine, prompts, 3, [3])[3]
+        trees = tree(3, 3, 22), tree(3, 3, 3)
+        decoded = [engine.with_tree(one).decode(prompts) for one in trees]
+    for one, answers in zip(trees, decoded, strict=True):
         assert recording.accepted(one) == [answer.accepted_per_round for answer in answers]
         assert recording.lengths == [len(answer.output_ids) for answer in answers]
         total += sum(sum(answer.accepted_per_round) for answer in answers)
