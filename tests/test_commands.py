@@ -219,7 +219,8 @@ def test_commands_of_a_page(page: str, world: Path, monkeypatch: pytest.MonkeyPa
     [(page, code) for page in PAGES for code in codes(page)],
 )
 def test_python_of_a_page(page: str, code: str, world: Path) -> None:
-    exec(re.sub(r"max_new_tokens=\d+", "max_new_tokens=6", code), {})
+    code = re.sub(r"max_new_tokens=\d+", "max_new_tokens=6", code)
+    exec(re.sub(r"TreeConfig\([^)]*\)", repr(TREE), code), {})
 
 
 def test_commands_are_found() -> None:
