@@ -72,6 +72,6 @@ def test_programs_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) ->
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "10\n"
     assert "usage: poss-bench " in run([str(environment / "bin" / "poss-bench"), "--help"], folder)
-    command = [str(environment / "bin" / "poss-generate"), "--prompt", "import", "--max-length"]
-    assert '"new_tokens": 4' in run([*command, "64", "--max-new-tokens", "4"], folder)
+    command = [str(environment / "bin" / "poss-generate"), "--prompt", "import"]
+    assert '"new_tokens": 4' in run([*command, "--max-new-tokens", "4"], folder)
     assert list(folder.iterdir()) == []
