@@ -94,8 +94,12 @@ EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
 
 @pytest.mark.parametrize(
     ("task", "sizes"),
-    [(TASK, {"data": 8}), (TASK, {"fsdp": -1, "data": 1}), (TASK, EIGHT), (CHAINS, EIGHT)],
-    ids=["data", "fsdp", "all", "all-chains"],
+    [
+        pytest.param(TASK, {"data": 8}, id="data", marks=pytest.mark.slow),
+        pytest.param(TASK, {"fsdp": -1, "data": 1}, id="fsdp"),
+        pytest.param(TASK, EIGHT, id="all"),
+        pytest.param(CHAINS, EIGHT, id="all-chains"),
+    ],
 )
 def test_eight_devices_train_as_one(task, sizes):
     alone = trained_alone(task)

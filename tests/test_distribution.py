@@ -124,7 +124,7 @@ def test_sampled_texts_have_the_exact_distribution():
     assert find_bias(expected()) == []
 
 
-@pytest.mark.parametrize("name", ["greedy", "wide", "chain"])
+@pytest.mark.parametrize("name", ["greedy", "wide", pytest.param("chain", marks=pytest.mark.slow)])
 def test_speculative_texts_are_the_same(name):
     np.testing.assert_array_equal(sample(name, 20_000), expected()[:20_000])
 

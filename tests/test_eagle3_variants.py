@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "raw_output": {"output_norm": None},
     "all": {"norm_before_residual": True, "fc_norm": "each", "output_norm": "fed_back"},
 }
+PARTS_OF_ALL = ("norm_before_residual", "fc_norm", "norm_output")
 T, STEPS = 9, 4
 LLAMA = tiny_llama()
 CONFIG = DraftConfig(
@@ -148,7 +149,13 @@ def test_the_forward_equals_the_recorded_one(name: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(array[step, :known], want, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in PARTS_OF_ALL else name
+        for name in VARIANTS
+    ],
+)
 def test_chains_of_drafting_and_training_equal_the_forward(name: str) -> None:
     config = dataclasses.replace(CONFIG, **VARIANTS[name])
     target, draft = random_target(LLAMA), random_draft(config)

@@ -107,7 +107,10 @@ def _fields(part: Any) -> dict[str, Any]:
 # Generations
 
 
-@pytest.mark.parametrize(("part", "suffix"), [("cases", ""), ("small", "_small")])
+@pytest.mark.parametrize(
+    ("part", "suffix"),
+    [("cases", ""), pytest.param("small", "_small", marks=pytest.mark.slow)],
+)
 def test_generations(golden, part, suffix):
     check_generations(golden, part, suffix)
 

@@ -61,7 +61,10 @@ def test_rounds(golden, suffix):
     check_rounds(golden, suffix)
 
 
-@pytest.mark.parametrize(("part", "suffix"), [("cases", ""), ("small", "_small")])
+@pytest.mark.parametrize(
+    ("part", "suffix"),
+    [("cases", ""), pytest.param("small", "_small", marks=pytest.mark.slow)],
+)
 def test_generations(golden, part, suffix):
     check_generations(golden, part, suffix)
 

@@ -58,7 +58,12 @@ def assert_ends_like(folder: Path, uninterrupted: Path, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "step", "left"), [("step", 13, [10]), ("log", 13, [10]), ("save", 20, [10])]
+    ("moment", "step", "left"),
+    [
+        pytest.param("step", 13, [10], marks=pytest.mark.slow),
+        ("log", 13, [10]),
+        ("save", 20, [10]),
+    ],
 )
 def test_killed_run_ends_like_an_uninterrupted_one(
     runs: Runs, tmp_path: Path, moment: str, step: int, left: list[int]

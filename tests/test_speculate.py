@@ -44,7 +44,11 @@ def check_shape(shape: tuple, *, cases: int, seed: int, is_sampled: bool = False
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("default", marks=pytest.mark.slow), *list(SHAPES)[1:]]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("default", "deep") else name
+        for name in SHAPES
+    ],
 )
 def test_speculative_equals_autoregressive(name):
     """A twelfth of the sequences is greedy; the program of batches that all are comes below."""
