@@ -241,7 +241,7 @@ SUBSET = np.flatnonzero(np.arange(LLAMA.vocab_size) % 6 != 2)  # 51 of 61
 def shape_of(spans: tuple[int, ...], is_sampled: bool) -> Shape:
     """One compiled program for all tests of a worker."""
     config = DraftConfig(layer=LLAMA, positions_per_specialist=spans)
-    return Shape(LLAMA, config, TREE, 3, is_sampled=is_sampled, vocabulary=SUBSET)
+    return Shape(LLAMA, config, TREE, 3, is_sampled=is_sampled, vocabulary=SUBSET.tolist())
 
 
 @pytest.mark.parametrize(
