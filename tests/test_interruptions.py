@@ -131,7 +131,7 @@ def assert_one_line(result: subprocess.CompletedProcess[str], output: Path, reas
     assert reason in result.stderr
 
 
-@pytest.mark.parametrize("blocks", [1, pytest.param(20, marks=pytest.mark.slow), 150])
+@pytest.mark.parametrize("blocks", [1, 20, 150])
 def test_file_that_cannot_grow(tmp_path, source, blocks):
     """The limit stops an item's small files, its data, or the copy of the tokenizer."""
     limited = f"ulimit -f {blocks} && exec {' '.join(command(source, tmp_path / 'made'))}"
