@@ -48,7 +48,11 @@ from poss_jax.program.tables import format_rows
 from train.claims import changed_settings, claim_folder, saved_config
 
 TESTS = "p", "p over seeds"
-BUDGETS = {"steps": "equal optimizer steps", "time": "equal training time"}
+BUDGETS = {
+    "steps": "equal optimizer steps",
+    "time": "equal training time",
+    "own": "as many tokens as each variant is given",
+}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -64,7 +68,8 @@ class StudyConfig:
       pairs: two variants each, to be compared besides: the first less the second.
       trees: trees that all drafts are benchmarked with, by name.
       seeds: seeds of training.
-      budgets: `steps`, or `steps` and `time`, whose runs are as long as those were measured to be.
+      budgets: `steps`, or `steps` and `time`, whose runs are as long as those were measured to be;
+        or `own`, if variants are given their own `num_tokens`.
       output: folder of runs and benchmarks.
     """
 
@@ -74,13 +79,13 @@ class StudyConfig:
     trees: dict[str, TreeConfig]
     pairs: tuple[tuple[str, str], ...] = ()
     seeds: tuple[Seed, ...] = (0, 1, 2)
-    budgets: tuple[str, ...] = tuple(BUDGETS)
+    budgets: tuple[str, ...] = ("steps", "time")
     output: str = Field(default="runs/study")
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.budgets if name not in BUDGETS]
-        if unknown or not self.variants or not self.seeds or "steps" not in self.budgets[:1]:
-            raise ValueError("want variants, seeds, and budgets: steps, or steps and then time")
+        known = ("steps",), ("steps", "time"), ("own",)
+        if self.budgets not in known or not self.variants or not self.seeds:
+            raise ValueError("want variants, seeds, and budgets: steps, steps and time, or own")
         most = len(self.seeds)
         baseline, *others = (one.get("num_seeds", most) for one in self.variants.values())
         if baseline != most or not all(number in range(1, most + 1) for number in others):
