@@ -164,9 +164,10 @@ class Slots:
         return 0 if self._was_read(prompt) else -(-len(prompt.ids) // self._config.chunk)
 
     def _was_read(self, prompt: PreparedPrompt) -> bool:
-        """Whether the caches of the last prompt are those of this one, as of choices of a request.
+        """Says whether the last prompt that was read has the caches of this one.
 
-        Its longest answer decides, too: some rotations depend on the length of a text.
+        Choices of one request do. The limit of new tokens counts, too: some rotations depend on how
+        long a text may become.
         """
         last = self._last_read and self._last_read[0]
         return last is not None and last[:2] == prompt[:2]
