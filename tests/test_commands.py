@@ -33,7 +33,6 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "make ": "runs the tests, or for minutes",
     "python -m infer.bench --config configs/bundled/": "make demo runs it",
     "python -m infer.bench --config configs/study/": "runs for half an hour",
-    "python -m train.main --config configs/study/": "trains for minutes, beside the bundled target",
     "python -m infer.drift --config configs/demo/": "needs the models of make demo",
     "python -m infer.bench --target TARGET --draft NAME=DRAFT --autotune": "compiles many trees; "
     "tests/test_autotune.py tunes",
