@@ -125,6 +125,11 @@ def test_requests_of_all_kinds_compile_nothing(
     assert sum(stats.finished.values()) == before + num_texts and stats.compilations == 0
 
 
+def test_a_server_that_failed_is_not_ready(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.scheduler, "_error", MemoryError("no memory"))
+    assert served.get("/ready").status_code == 503
+
+
 # --------------------------------------------------------------------------------------------------
 # Texts
 

@@ -14,7 +14,7 @@ from pool import MOST_TRIES, Call, GivenUp, Pool
 from starlette.responses import Response, StreamingResponse
 
 from poss_jax.engine.prompts import prompt_seed
-from poss_jax.serving.replies import DONE, event
+from poss_jax.serving.replies import DONE, event, format_token
 from poss_jax.serving.requests import ApiError
 
 Event = dict[str, Any]
@@ -308,15 +308,9 @@ def chat_logprobs(logprobs: dict[str, Any]) -> dict[str, Any]:
 
     Completions name tokens by their text, so of two that look the same only one is here.
     """
-
-    def name(token: str, value: float) -> dict[str, Any]:
-        is_whole = "\N{REPLACEMENT CHARACTER}" not in token  # else a part of a character
-        spelled = list(token.encode()) if is_whole else None
-        return {"token": token, "logprob": value, "bytes": spelled}
-
     columns = (logprobs[key] for key in ("tokens", "token_logprobs", "top_logprobs"))
     content = [
-        name(token, value) | {"top_logprobs": [name(*one) for one in top.items()]}
+        format_token(token, value) | {"top_logprobs": [format_token(*one) for one in top.items()]}
         for token, value, top in zip(*columns, strict=True)
     ]
     return {"content": content, "refusal": None}

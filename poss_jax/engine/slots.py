@@ -274,8 +274,9 @@ class Slots:
 
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters (see `Engine.update_weights`)."""
+        self._last_read = None  # it is of the old ones
         self.engine.update_weights(params)
-        self.weights, self._last_read = self.engine.weights, None
+        self.weights = self.engine.weights
 
 
 # --------------------------------------------------------------------------------------------------

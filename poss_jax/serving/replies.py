@@ -173,18 +173,22 @@ class Reply:
         return named
 
     def _of_token(self, token: int, logprob: float) -> dict[str, Any]:
-        name = self._name(token)
-        # The bytes of a part of a character are not those of its name.
-        is_whole = "\N{REPLACEMENT CHARACTER}" not in name
-        return {
-            "token": name,
-            "logprob": logprob,
-            "bytes": list(name.encode()) if is_whole else None,
-        }
+        return format_token(self._name(token), logprob)
 
     def _name(self, token: int) -> str:
         tokenizer = self._engine.tokenizer
         return str(token) if tokenizer is None else tokenizer.decode([token])
+
+
+def format_token(name: str, logprob: float) -> dict[str, Any]:
+    """Writes a token as the log-probabilities of chats have it."""
+    # The bytes of a part of a character are not those of its name.
+    is_whole = "\N{REPLACEMENT CHARACTER}" not in name
+    return {
+        "token": name,
+        "logprob": logprob,
+        "bytes": list(name.encode()) if is_whole else None,
+    }
 
 
 def _join(*parts: dict[str, Any]) -> dict[str, Any]:
