@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import cycle, islice, product
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.decoding import ServedSampling
 from poss_jax.engine.prompts import prompt_seed
 from poss_jax.model.target import encode, stack_layers
+from poss_jax.serving.app import Service
 from poss_jax.serving.guard import is_loopback
 
 N = 24
@@ -125,9 +127,12 @@ def test_requests_of_all_kinds_compile_nothing(
     assert sum(stats.finished.values()) == before + num_texts and stats.compilations == 0
 
 
-def test_a_server_that_failed_is_not_ready(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.scheduler, "_error", MemoryError("no memory"))
-    assert served.get("/ready").status_code == 503
+@pytest.mark.parametrize("error", [None, MemoryError("no memory")])
+def test_a_service_that_failed_is_not_ready(error: Exception | None) -> None:
+    service: Any = object.__new__(Service)
+    service.is_warm, service.is_draining = True, False
+    service.scheduler = SimpleNamespace(error=error)
+    assert service.is_ready == (error is None)
 
 
 # --------------------------------------------------------------------------------------------------
