@@ -116,9 +116,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs torch: make test-torch"))
         if item.get_closest_marker("device") and jax.default_backend() == "cpu":
             item.add_marker(pytest.mark.skip(reason="needs an accelerator: JAX_PLATFORMS=cuda"))
-
-
-def pytest_collection_finish() -> None:
-    """Lets the garbage collector pass over modules and tests, which stay, and look less often."""
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
