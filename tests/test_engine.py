@@ -22,6 +22,7 @@ from poss_jax.decode import speculate
 from poss_jax.engine.device import device_memory, fit_tree, least_bytes
 from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
 from poss_jax.engine.steps import decode_batch
+from poss_jax.engine.trees import Tuned
 
 WATCHED = True  # see conftest.py
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
@@ -331,6 +332,19 @@ def test_trees_are_chosen_by_batch_size(runs: Runs) -> None:
     chosen = [engine.decode_config(N, batch_size) for batch_size in (1, 2, 3, 4, 9)]
     assert [config.tree for config in chosen[:3]] == [SMALL] * 3
     assert [config.draft is None for config in chosen] == [False, False, False, True, True]
+
+
+def test_trees_that_were_tuned_are_those_of_one_draft(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = {"poss2": Tuned({1: SMALL}, None)}
+    monkeypatch.setattr(
+        "poss_jax.engine.engine.find_tuned", lambda draft, *_: tuned.get(Path(draft).parent.name)
+    )
+    engine = Engine.load(runs.model("target"), runs.model("poss2"))
+    assert engine.trees == {1: SMALL}
+    assert engine.load_draft(runs.model("eagle")).trees == {1: CPU_TREE}
+    assert engine.with_tree(SMALL).load_draft(runs.model("eagle")).trees == {1: SMALL}
 
 
 def test_tree_that_asks_for_too_much_is_clamped_and_said_once(
