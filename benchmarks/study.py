@@ -51,7 +51,6 @@ TESTS = "p", "p over seeds"
 BUDGETS = {
     "steps": "equal optimizer steps",
     "time": "equal training time",
-    "own": "as many tokens as each variant is given",
 }
 
 
@@ -68,8 +67,7 @@ class StudyConfig:
       pairs: two variants each, to be compared besides: the first less the second.
       trees: trees that all drafts are benchmarked with, by name.
       seeds: seeds of training.
-      budgets: `steps`, or `steps` and `time`, whose runs are as long as those were measured to be;
-        or `own`, if variants are given their own `num_tokens`.
+      budgets: `steps`, or `steps` and `time`, whose runs are as long as those were measured to be.
       output: folder of runs and benchmarks.
     """
 
@@ -83,9 +81,12 @@ class StudyConfig:
     output: str = Field(default="runs/study")
 
     def __post_init__(self) -> None:
-        known = ("steps",), ("steps", "time"), ("own",)
-        if self.budgets not in known or not self.variants or not self.seeds:
-            raise ValueError("want variants, seeds, and budgets: steps, steps and time, or own")
+        if (
+            self.budgets not in (("steps",), ("steps", "time"))
+            or not self.variants
+            or not self.seeds
+        ):
+            raise ValueError("want variants, seeds, and budgets: steps, or steps and time")
         most = len(self.seeds)
         baseline, *others = (one.get("num_seeds", most) for one in self.variants.values())
         if baseline != most or not all(number in range(1, most + 1) for number in others):
