@@ -215,6 +215,15 @@ def test_every_parameter_has_a_place_on_a_mesh(name: str) -> None:
     assert jax.tree.structure(place_tree(draft, mesh)) == jax.tree.structure(draft)
 
 
+@pytest.mark.parametrize("aux_layers", [(), (1,)])
+def test_one_layer_of_the_target_is_not_told_from_a_prediction(aux_layers: tuple[int, ...]) -> None:
+    config = dataclasses.replace(CONFIG, aux_layers=aux_layers)
+    with pytest.raises(
+        UserError, match=f"at least two layers of the target, got {len(aux_layers)}"
+    ):
+        init_draft(config, jax.random.key(0))
+
+
 def test_norms_of_three_parts() -> None:
     config = dataclasses.replace(CONFIG, fc_norm="each", aux_layers=(0, 1))
     with pytest.raises(UserError, match="fc_norm each: want 3 layers of the target, got 2"):

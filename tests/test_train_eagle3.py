@@ -121,6 +121,7 @@ def test_specialists_start_from_a_layer(runs: Runs, run: Path, tmp_path: Path) -
         ({"specialists": {"family": "eagle3", "aux_layers": [1]}}, "want two or more"),
         ({"specialists": {"aux_layers": [0, 1], "depth": 3}}, "reads none of the target's layers"),
         ({"specialists": E3["specialists"] | {"aux_layers": [1, 2]}}, "got 2"),
+        ({"specialists": E3["specialists"] | {"kv": "shared"}}, "leave it out"),
     ],
 )
 def test_refusals(runs: Runs, tmp_path: Path, changes: Any, message: str) -> None:
@@ -168,7 +169,7 @@ def gradients_of(draft: Any, target: Any, batch: TrainBatch, task: DraftTask = T
 
     @jax.jit
     def run(draft: Any, target: Any, batch: TrainBatch) -> Any:
-        own, one = own_head(draft, jnp.float32), jnp.ones(())
+        own, one = own_head(draft), jnp.ones(())
         data = prepare_draft_data(target, task, batch, num_trained=one, own_head=own)
         return draft_gradients(draft, target["head"]["weight"], task, data)
 

@@ -113,6 +113,11 @@ class DraftStage:
                 f"objective.zero_scores: drafts of the family {draft.family} attend no version of "
                 "features that it could count for; set it to false"
             )
+        if family.is_trained_in_chains and wanted.kv == "shared":
+            raise UserError(
+                f"specialists.kv: drafts of the family {draft.family} always share one stream of "
+                "keys and values, with projections of their own; leave it out"
+            )
         self.config = replace(
             draft,
             positions_per_specialist=wanted.positions_per_specialist,

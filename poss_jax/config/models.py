@@ -181,11 +181,6 @@ class DraftConfig:
         default="head", exclude_if=lambda norm: norm == "head"
     )
 
-    def __post_init__(self) -> None:
-        if len(self.aux_layers) == 1:
-            # The width of a feature tells the target's from a predicted one.
-            raise ValueError("aux_layers: want at least two layers, or none")
-
     @property
     def num_specialists(self) -> int:
         """E, the number of spans."""

@@ -166,7 +166,9 @@ class SpecialistsConfig:
       positions_per_specialist: Number of positions that each specialist serves, such as [3, 3].
       depth: Number of positions that training drafts.
       fc_bias: Give the projection of the draft's input a bias.
-      kv: `per_specialist`, or `shared`: all specialists share their key and value projections.
+      kv: `per_specialist`, or `shared`: all specialists of an eagle draft have the same key and
+        value projections, and one cache. An eagle3 draft always has one cache and never the same
+        projections.
       num_frozen: Number of specialists, from the first, that are not trained; what all share is not
         then, either.
       family: Kind of draft: `eagle` (EAGLE-2, HASS, PosS) or `eagle3` (EAGLE-3, and PosS on it);

@@ -64,10 +64,15 @@ class Specialist(DecoderLayer):
 
 def init(config: DraftConfig, key: Array) -> Params:
     """Draws a random draft: `{"fc", "fc_norm"?, "specialists": [...], "norm", "head"}`."""
+    if len(config.aux_layers) < 2:  # the width of a feature tells the target's from a predicted one
+        raise UserError(
+            "aux_layers: an EAGLE-3 draft reads at least two layers of the target, got "
+            f"{len(config.aux_layers)}"
+        )
     D = config.layer.hidden_size
     fc_key, head_key, *keys = jax.random.split(key, config.num_specialists + 2)
     num_tokens = config.head_size or config.layer.vocab_size
-    width = max(len(config.aux_layers), 1) * D
+    width = len(config.aux_layers) * D
     fc = {"weight": jax.random.normal(fc_key, (D, width)) * 0.02}
     if config.fc_bias:
         fc["bias"] = jnp.zeros(D)
