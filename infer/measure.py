@@ -14,7 +14,6 @@ import numpy as np
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
-from poss_jax.decode.ranking import choose
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue, answer_all
@@ -22,6 +21,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.steps import decode_batch, on_mesh, run_rounds, start
 from poss_jax.model import target
+from poss_jax.model.ranking import choose
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.model.target import compute_dtype
 

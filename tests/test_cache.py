@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from poss_jax.model import cache as caches
-from poss_jax.model.cache import KVCache, Rows, attend_cached, commit_rows, take_rows, write_rows
-from poss_jax.model.layers import attend
+from poss_jax.model.cache import (
+    KeysValues,
+    KVCache,
+    attend_cached,
+    commit_rows,
+    take_rows,
+    write_rows,
+)
 
 
 def make_cache(k, v, length) -> KVCache:
@@ -40,7 +46,7 @@ def test_commit_drawn():
     array = np.array(rows, np.float32).reshape(1, 1, 8, 1)
     nodes = jnp.array([10, 11, 12, 13], jnp.float32).reshape(1, 1, 4, 1)
     cache = make_cache([array], [10 * array], [3])
-    path = take_rows(Rows([nodes], [10 * nodes]), jnp.array([[0, 2, 3]], jnp.int32))
+    path = take_rows(KeysValues([nodes], [10 * nodes]), jnp.array([[0, 2, 3]], jnp.int32))
     out = commit_rows(cache, path, jnp.array([2], jnp.int32))
     assert out.length.tolist() == [5]
     assert out.k[0].ravel()[:5].tolist() == [1, 2, 3, 10, 12]
@@ -56,7 +62,7 @@ def test_commit_of_any_path(batch):
     length = rng.integers(0, size - longest + 1, batch)
     num_kept = rng.integers(0, longest + 1, batch)
     paths = np.array([np.sort(rng.permutation(num_nodes)[:longest]) for _ in range(batch)])
-    nodes = Rows([*map(jnp.asarray, nodes_k)], [*map(jnp.asarray, nodes_v)])
+    nodes = KeysValues([*map(jnp.asarray, nodes_k)], [*map(jnp.asarray, nodes_v)])
 
     @jax.jit
     def commit(cache, nodes, paths, num_kept):
@@ -92,9 +98,14 @@ def test_cached_and_own_rows_are_attended_as_one_text(monkeypatch, block, batch,
         jnp.arange(S)[None, None] < length[:, None, None], (batch, T, S)
     )
     can_attend = jnp.concatenate([is_committed, among], axis=2)
-    both = [jnp.concatenate(pair, axis=2) for pair in ((k, own_k), (v, own_v))]
+    both = [np.concatenate(pair, axis=2, dtype=float) for pair in ((k, own_k), (v, own_v))]
     out = jax.jit(attend_cached)(q, (k, v), length, (own_k, own_v), among)
-    np.testing.assert_allclose(out, attend(q, *both, can_attend), atol=1e-5)
+    for b, n, t in np.ndindex(batch, N, T):
+        columns = np.flatnonzero(can_attend[b, t])
+        keys, values = (x[b, n // (N // K)][columns] for x in both)
+        weights = np.exp(keys @ np.asarray(q[b, n, t], float) / np.sqrt(H))
+        want = weights @ values / weights.sum()
+        np.testing.assert_allclose(out[b, t, n * H : (n + 1) * H], want, atol=1e-5)
     garbage = jnp.where(jnp.arange(S)[None, None, :, None] < length[:, None, None, None], 0, 1e30)
     again = jax.jit(attend_cached)(q, (k + garbage, v + garbage), length, (own_k, own_v), among)
     np.testing.assert_array_equal(again, out)

@@ -14,9 +14,9 @@ from watch import Watch
 from poss_jax.config.models import DraftConfig, Drafting
 from poss_jax.decode import speculate
 from poss_jax.decode.drafting import Level, coupled_children, top_children
-from poss_jax.decode.ranking import _top_k_of_blocks, choose
 from poss_jax.decode.sampling import draw_noise
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.model.ranking import _top_k_of_blocks, choose
 
 LENGTH, V = 48, 30
 WATCH = Watch()

@@ -13,7 +13,6 @@ from plain_step import PlainBatch, plain_gradients
 
 from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.decode import drafting, speculate
-from poss_jax.decode.ranking import choose
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import select
 from poss_jax.decode.verify import accept
@@ -25,6 +24,7 @@ from poss_jax.learn.step import draft_gradients
 from poss_jax.learn.task import DraftData, DraftTask
 from poss_jax.model.families import family_of
 from poss_jax.model.parameters import flatten_item, item_shapes, split_items, torch_name
+from poss_jax.model.ranking import choose
 from poss_jax.model.target import encode, stack_layers
 
 NO_STOP = jnp.asarray([-1], jnp.int32)

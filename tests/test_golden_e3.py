@@ -127,7 +127,7 @@ def recorded_data(golden: Golden, task: DraftTask) -> DraftData:
     num_trained = jnp.asarray(attended.size, jnp.float32)
     data = jax.jit(
         lambda target, draft: prepare_draft_data(
-            target, task, batch, num_trained=num_trained, own_head=own_head(draft, jnp.float32)
+            target, task, batch, num_trained=num_trained, own_head=own_head(draft)
         )
     )(target, golden.draft)
     real = np.asarray(attended, bool)

@@ -8,7 +8,7 @@ from models import random_target, tiny_llama
 
 from poss_jax.config.models import RopeConfig
 from poss_jax.model import layers
-from poss_jax.model.layers import attend, rms_norm, rope_frequencies, rotate
+from poss_jax.model.layers import rms_norm, rope_frequencies, rotate
 from poss_jax.model.linear import linear
 
 LLAMA3 = RopeConfig(
@@ -193,21 +193,7 @@ def test_products_of_rotated_vectors_know_distances_only():
 
 
 # --------------------------------------------------------------------------------------------------
-# Attention
-
-
-def test_attention_with_any_mask():
-    rng = np.random.default_rng(0)
-    q, k, v = normal(2, 6, 5, 8), normal(2, 2, 7, 8, seed=1), normal(2, 2, 7, 8, seed=2)
-    can_attend = rng.random((2, 5, 7)) < 0.5
-    can_attend[:, np.arange(5), rng.integers(0, 7, 5)] = True
-    out = np.asarray(jax.jit(attend)(q, k, v, jnp.asarray(can_attend))).reshape(2, 5, 6, 8)
-    for b, n, t in np.ndindex(2, 6, 5):
-        columns = np.flatnonzero(can_attend[b, t])
-        keys, values = (np.asarray(x[b, n // 3], float)[columns] for x in (k, v))  # 3 share a head
-        weights = np.exp(keys @ np.asarray(q[b, n, t], float) / np.sqrt(8))
-        want = weights @ values / weights.sum()
-        np.testing.assert_allclose(out[b, t, n], want, atol=2e-6)
+# Projections
 
 
 @pytest.mark.parametrize("parts", ["kv", "qkv"])

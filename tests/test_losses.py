@@ -14,6 +14,7 @@ from poss_jax.learn.losses import (
     draft_losses,
     language_model_loss,
     most_likely_tokens,
+    trained_log_normaliser,
 )
 
 B, T, D, V = 2, 11, 8, 23
@@ -111,6 +112,44 @@ def test_draft_losses_and_their_gradient(chunk, top_k):
     np.testing.assert_allclose(got, [*terms, want_total, want_total], rtol=1e-6)
     assert_near_in_norm(gradient, want_gradient)
     np.testing.assert_array_equal(gradient[~MASK], 0.0)
+
+
+def test_bfloat16_keeps_small_differences_of_large_logits():
+    """A part that all head rows share, which makes logits of 500, changes no loss or gradient."""
+    objective = ObjectiveConfig(**WEIGHTS | {"feature_weight": 0.0}, top_k=4)
+    shifted = (HEAD + 64.0).astype(jnp.bfloat16)
+    heads = (shifted - 64.0).astype(jnp.bfloat16), shifted  # the difference is exact
+    features, predictions = (x.astype(jnp.bfloat16) for x in (FEATURES, PREDICTIONS + 1.0))
+
+    def run(head):
+        def loss(predictions):
+            targets = describe_targets(head, features, objective, chunk=4)
+            count = MASK.sum(dtype=jnp.float32)
+            return draft_losses(head, predictions, targets, MASK, count, objective, chunk=4).total
+
+        return jax.jit(jax.value_and_grad(loss))(predictions)
+
+    (loss, gradient), (shifted_loss, shifted_gradient) = map(run, heads)
+    np.testing.assert_allclose(shifted_loss, loss, rtol=2e-3)
+    gap = np.asarray(shifted_gradient - gradient, float)
+    assert np.linalg.norm(gap) < 0.01 * np.linalg.norm(np.asarray(gradient, float))
+
+
+def test_gradients_of_a_trained_head_are_summed_in_its_own_dtype():
+    """In bfloat16 what the last of 128 chunks adds would be rounded to the size of the sum."""
+    rows = 1.0 + draw(1, 512, D, seed=6)
+
+    @jax.jit
+    @jax.grad
+    def gradient(head, dtype=jnp.bfloat16):
+        return trained_log_normaliser(head, rows.astype(dtype), 4, dtype).sum()
+
+    wide = np.asarray(rows[0].astype(jnp.bfloat16), float)
+    logits = wide @ np.asarray(HEAD.astype(jnp.bfloat16), float).T
+    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    want = shares.T @ wide
+    got = np.asarray(gradient(HEAD), float)
+    assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want)
 
 
 def test_most_likely_tokens():

@@ -20,12 +20,12 @@ from infer import autotune, lossless, measure, phases
 from infer.costs import DEVICES
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, MeshConfig
-from poss_jax.decode.ranking import top_k
 from poss_jax.decode.tree import root_tree
 from poss_jax.engine import device
 from poss_jax.engine.device import least_bytes
 from poss_jax.engine.steps import run_live, run_round, start
 from poss_jax.model.quantise import quantise_target
+from poss_jax.model.ranking import top_k
 from poss_jax.model.sharding import decoding_mesh, make_mesh
 
 LLAMA = tiny_llama(vocab_size=256, num_heads=16, num_kv_heads=8, intermediate_size=64)

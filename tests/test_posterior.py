@@ -12,10 +12,10 @@ from golden import read_json, read_npz
 from scipy import stats
 from test_sampling import settings, text_of
 
-from poss_jax.decode.ranking import choose
 from poss_jax.decode.sampling import draw_noise, process_logits
 from poss_jax.decode.tree import Tree, make_tree
 from poss_jax.decode.verify import accept
+from poss_jax.model.ranking import choose
 
 CASES = {record["case"]: record for record in read_json("posterior_sampling")}
 ARRAYS = read_npz("posterior_sampling")

@@ -91,6 +91,22 @@ ROPES = {
 }
 
 
+def test_texts_of_a_row_are_rotated_as_texts_of_their_own():
+    """Within the trained context a row has the short factors, however long it is."""
+    rope = RopeConfig(
+        type="longrope",
+        original_max_position_embeddings=14,
+        short_factor=(1.0, 1.2, 1.5, 2.0),
+        long_factor=(1.5, 3.0, 6.0, 12.0),
+    )
+    config = tiny_llama(rope=rope)
+    params, tokens = stacked(random_target(config)), random_tokens(config, 1, 24)
+    documents = jnp.repeat(jnp.array([[1, 2]]), 12, axis=1)
+    whole = encode(params, config, tokens, documents)
+    alone = encode(params, config, tokens[:, :12])
+    np.testing.assert_allclose(whole[:, :12], alone, atol=1e-5)
+
+
 def random_model(folder, **changes):
     """A random model of `transformers`, saved to a folder."""
     import torch

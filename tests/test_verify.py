@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from poss_jax.decode.ranking import choose
 from poss_jax.decode.tree import make_tree, root_tree
 from poss_jax.decode.verify import accept
+from poss_jax.model.ranking import choose
 
 
 def test_drawn_acceptance():

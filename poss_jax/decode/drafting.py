@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig, TreeConfig
-from poss_jax.decode.ranking import top_k as best_of
 from poss_jax.decode.sampling import Sampling, Text, lower_unlikely, shift_logits
 from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
-from poss_jax.model.cache import KVCache, Rows, attend_cached, commit_rows
+from poss_jax.model.cache import KeysValues, KVCache, attend_cached, commit_rows
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import DecoderLayer
 from poss_jax.model.linear import linear
+from poss_jax.model.ranking import top_k as best_of
 from poss_jax.model.sharding import whole_rows
 from poss_jax.shapes import Array, Float, Int, Params
 
@@ -80,10 +80,10 @@ def commit_pairs(
       num_pairs: how many of the T pairs count.
     """
     positions = cache.length[:, None] + jnp.arange(x.shape[1])[None]
-    rows = Rows([], [])
+    rows = KeysValues([], [])
     for index in range(len(cache.k)):
         k, v = _keys_values(params, config, index, cache, x, positions)
-        rows = Rows([*rows.k, k], [*rows.v, v])
+        rows = KeysValues([*rows.k, k], [*rows.v, v])
     return commit_rows(cache, rows, num_pairs)
 
 

@@ -29,11 +29,11 @@ from flax import struct
 
 from poss_jax.config.models import TreeConfig
 from poss_jax.decode.drafting import Level, draft
-from poss_jax.decode.ranking import choose
-from poss_jax.decode.ranking import top_k as best_of
 from poss_jax.decode.sampling import Sampling, Text, process_logits
 from poss_jax.decode.state import DecodeConfig, DecodeState, Weights
 from poss_jax.decode.tree import Tree, select
+from poss_jax.model.ranking import choose
+from poss_jax.model.ranking import top_k as best_of
 from poss_jax.shapes import Array, Float, Int
 
 # A later place counts as three levels more: right if of the children that are tested, each passes
@@ -168,8 +168,8 @@ def choose_drawn(
     Args:
       tree: the drawn tree.
       chosen: the target's choices; those of nodes without children and of greedy sequences stay.
-      logits: the target's.
-      noise: the target's, of every node.
+      logits: logits of the target at every node.
+      noise: noise that the target draws with at every node.
       sampling: the request's settings.
       text: tokens before each choice.
     """

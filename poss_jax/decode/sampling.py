@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from poss_jax.decode.ranking import choose, top_k
+from poss_jax.model.ranking import choose, top_k
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int
 

@@ -14,7 +14,6 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting, rejection
-from poss_jax.decode.ranking import choose, top_k
 from poss_jax.decode.sampling import Text, draw, draw_noise, shift_logits
 from poss_jax.decode.state import (
     DecodeConfig,
@@ -29,6 +28,7 @@ from poss_jax.decode.tree import Candidates, Tree, root_tree, select
 from poss_jax.decode.verify import Acceptance, accept
 from poss_jax.model import target as targets
 from poss_jax.model.cache import KVCache, commit_rows, init_cache, take_rows, write_rows
+from poss_jax.model.ranking import choose, top_k
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int
 

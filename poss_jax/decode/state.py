@@ -109,7 +109,7 @@ class Logprobs(struct.PyTreeNode):
     Attributes:
       chosen: log-probability of the token that was chosen.
       ids: the most likely tokens, best first.
-      top: theirs.
+      top: log-probabilities of `ids`.
     """
 
     chosen: Array  # [B S] float32

@@ -24,11 +24,11 @@ from poss_jax.learn.losses import DraftLosses, describe_targets, draft_losses
 from poss_jax.learn.recursion import DraftInputs, add_gradients, shared_params, take_specialist
 from poss_jax.learn.state import cast
 from poss_jax.learn.task import DraftData, DraftTask, own_head
-from poss_jax.model.blockwise import NOTHING, Attended, attend_documents, group_heads, ungroup_heads
-from poss_jax.model.documents import positions_in
+from poss_jax.model.blockwise import Attended, attend_documents, group_heads, ungroup_heads
+from poss_jax.model.documents import longest_in, positions_in
 from poss_jax.model.families import family_of
-from poss_jax.model.layers import rope_frequencies
-from poss_jax.model.sharding import split_batch
+from poss_jax.model.layers import NOTHING, rope_frequencies
+from poss_jax.model.sharding import gather_head, split_batch
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
@@ -112,8 +112,8 @@ def follow(
     family = family_of(config)
     layer = family.layer(config).bind({"params": specialist})
     position = positions_in(inputs.documents) + index
-    B, T = position.shape
-    frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
+    longest = longest_in(inputs.documents)
+    frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, longest)
     # A chain that has left its document reads tokens of another one: it is not trained.
     embedded = jnp.roll(inputs.embedded, -index, axis=1)
     of_tokens = family.join_tokens(shared, embedded)
@@ -137,7 +137,7 @@ def chain_gradients(
 
     Args:
       draft: parameters with a head of its own, specialists stacked.
-      head: the target's.
+      head: LM head of the target; its dtype is the one computed in.
       task: configs; `task.draft.trained_depth` is R.
       data: a batch.
 
@@ -195,7 +195,7 @@ class Backward(NamedTuple):
     parameters: Params
     state: Array
     stream: Stream
-    expected: tuple[Array, Array]
+    expected: tuple[Array, Array | None]
 
 
 def _run_step(
@@ -207,9 +207,10 @@ def _run_step(
     specialist: Params,
     state: Array,
     stream: Stream,
-    expected: tuple[Array, Array],
+    expected: tuple[Array, Array | None],
 ) -> tuple[tuple[Array, Stream, Array], DraftLosses]:
     """((what is fed back, keys and values, weighted loss), loss terms) of one step."""
+    head = gather_head(shared["head"]["weight"])
     shared, specialist = cast(shared, dtype), cast(specialist, dtype)
     config, block = task.draft, task.step.attention_block
     prediction, new = follow(
@@ -217,7 +218,7 @@ def _run_step(
     )
     targets = data.targets.replace(expected_head=expected[0], top_expected_head=expected[1])
     losses = draft_losses(
-        shared["head"]["weight"],
+        head,
         place_predictions(shared, config, prediction, index),
         targets,
         has_prediction(data, index),
@@ -245,7 +246,7 @@ def has_prediction(data: DraftData, index: Int[Array, ""]) -> Bool[Array, "B T"]
 
 def _outside_of_steps(
     shared: Params, head: Array, task: DraftTask, data: DraftData
-) -> tuple[Array, tuple[Array, Array]]:
+) -> tuple[Array, tuple[Array, Array | None]]:
     """The first state, and the expected heads: they are computed once for all steps."""
     targets = describe_targets(
         head,
@@ -253,7 +254,7 @@ def _outside_of_steps(
         task.objective,
         chunk=task.step.vocabulary_chunk,
         vocabulary=task.vocabulary_ids,
-        draft_head=own_head(shared, head.dtype),
+        draft_head=own_head(shared),
     )
     state = _first_state(cast(shared, head.dtype), task.draft, data.inputs)
     return state, (targets.expected_head, targets.top_expected_head)

@@ -10,6 +10,7 @@ is therefore one expected head row per term: computed once per batch, used at ev
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax import lax
 
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.model.linear import linear
+from poss_jax.model.ranking import top_k
 from poss_jax.model.sharding import split_batch
 from poss_jax.shapes import Array, Bool, Float, Int
 
@@ -29,16 +31,17 @@ class TargetRows(struct.PyTreeNode):
     Attributes:
       features: the target's next feature.
       expected_head: mean head row under the target's distribution.
-      top_expected_head: the part of that mean due to the K most likely tokens.
-      top_mass: probability of those K tokens.
+      top_expected_head: the part of that mean due to the K most likely tokens; None if the
+        objective has no such term.
+      top_mass: probability of those K tokens; None likewise.
       tokens: the most likely token of those that the draft can propose, as the draft numbers them.
       is_known: whether the target's most likely token is one of them.
     """
 
     features: Array  # [B T D]
     expected_head: Array  # [B T D] float32
-    top_expected_head: Array  # [B T D] float32
-    top_mass: Array  # [B T] float32
+    top_expected_head: Array | None  # [B T D] float32
+    top_mass: Array | None  # [B T] float32
     tokens: Array  # [B T] int32
     is_known: Array  # [B T] bool
 
@@ -64,31 +67,30 @@ def describe_targets(
     """Takes from the target's distribution at every row what the loss needs of it.
 
     Args:
-      head: the target's.
+      head: LM head of the target.
       features: the target's final hidden state, one token on, at every row.
-      objective: terms of weight 0 are left out, as zeros.
+      objective: a top-K term of weight 0 is left out.
       chunk: positions of every sequence whose logits are held at a time. Static.
       vocabulary: the tokens that the draft can propose, to which the distribution is restricted;
         None: all.
-      draft_head: what reads the draft's predictions; None: those rows of `head`.
+      draft_head: LM head of the draft, a row per token of `vocabulary`; None: those rows of `head`.
     """
     if draft_head is None:
         draft_head = head if vocabulary is None else head[vocabulary]
 
-    def of_chunk(rows: Array) -> tuple[Array, ...]:
-        logits = linear(rows, head).astype(jnp.float32)
+    def of_chunk(rows: Array) -> tuple[Array | None, ...]:
+        logits, read_by = _logits(rows, head), draft_head.astype(rows.dtype)
         is_known = jnp.ones(rows.shape[:-1], bool)
         if vocabulary is not None:
             is_known = jnp.zeros(len(head), bool).at[vocabulary].set(True)[logits.argmax(axis=-1)]
             logits = logits[..., vocabulary]
         probabilities = jax.nn.softmax(logits)
-        expected = _mean_head(draft_head, probabilities)
+        expected = _mean_head(read_by, probabilities)
         tokens = jnp.argmax(probabilities, axis=-1).astype(jnp.int32)
         if not objective.top_k_weight:
-            nothing = jnp.zeros_like(expected), jnp.zeros(tokens.shape)
-            return expected, *nothing, tokens, is_known
-        top, ids = lax.top_k(probabilities, min(objective.top_k, len(draft_head)))
-        rows_of_top = draft_head[ids].astype(jnp.float32)
+            return expected, None, None, tokens, is_known
+        top, ids = top_k(probabilities, min(objective.top_k, len(read_by)))
+        rows_of_top = read_by[ids].astype(jnp.float32)
         top_expected = jnp.einsum("BTk,BTkD->BTD", top, rows_of_top)
         return expected, top_expected, top.sum(axis=-1), tokens, is_known
 
@@ -109,9 +111,9 @@ def draft_losses(
     """Loss of the features predicted at one depth.
 
     Args:
-      head: what reads them.
+      head: LM head that the predictions are multiplied by, in their dtype.
       predictions: features.
-      targets: what they should be.
+      targets: feature and expected head row that every prediction is compared with.
       loss_mask: trained rows; those whose best token the draft cannot propose count in the feature
         term only.
       num_trained: what sums over rows are divided by: trained rows of the whole batch, of which
@@ -120,9 +122,9 @@ def draft_losses(
       chunk: see `describe_targets`.
       trains_head: whether the head is trained, too. Static.
     """
-    normaliser = trained_log_normaliser if trains_head else log_normaliser
-    log_z = normaliser(head, predictions.astype(head.dtype), chunk)
-    predictions = predictions.astype(jnp.float32)
+    normaliser: Any = trained_log_normaliser if trains_head else log_normaliser
+    dtype, predictions = predictions.dtype, predictions.astype(jnp.float32)
+    log_z = normaliser(head, predictions, chunk, dtype)
     targets_wide = targets.features.astype(jnp.float32)
     known = loss_mask & targets.is_known
 
@@ -131,15 +133,16 @@ def draft_losses(
 
     feature = averaged(loss_mask, _smooth_l1(predictions - targets_wide).mean(axis=-1))
     probability = averaged(known, log_z - (predictions * targets.expected_head).sum(axis=-1))
-    top_k = averaged(
-        known, targets.top_mass * log_z - (predictions * targets.top_expected_head).sum(axis=-1)
-    )
+    of_top = jnp.zeros(())
+    mass, expected = targets.top_mass, targets.top_expected_head
+    if mass is not None and expected is not None:
+        of_top = averaged(known, mass * log_z - (predictions * expected).sum(axis=-1))
     total = (
         objective.feature_weight * feature
         + objective.probability_weight * probability
-        + objective.top_k_weight * top_k
+        + objective.top_k_weight * of_top
     )
-    return DraftLosses(feature=feature, probability=probability, top_k=top_k, total=total)
+    return DraftLosses(feature=feature, probability=probability, top_k=of_top, total=total)
 
 
 def language_model_loss(
@@ -153,7 +156,7 @@ def language_model_loss(
     """Sum of the cross-entropies, in nats, of the labels of trained rows under the model."""
 
     def of_chunk(rows: Array, labels: Array, loss_mask: Array) -> Array:
-        logits = linear(rows, head).astype(jnp.float32)
+        logits = _trained_logits(rows, head)
         label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
         return jnp.where(loss_mask, jax.nn.logsumexp(logits, axis=-1) - label_logits, 0.0)
 
@@ -166,55 +169,78 @@ def most_likely_tokens(
     """Most likely token at every row."""
 
     def of_chunk(rows: Array) -> Array:
-        return jnp.argmax(linear(rows, head), axis=-1).astype(jnp.int32)
+        return jnp.argmax(_logits(rows, head), axis=-1).astype(jnp.int32)
 
     return _by_chunks(of_chunk, chunk, features)
 
 
-def log_normaliser(
-    head: Float[Array, "V D"], features: Float[Array, "B T D"], chunk: int
-) -> Float[Array, "B T"]:
-    """Logarithm of every row's softmax denominator, under a head that is not trained.
-
-    Its gradient is the head's mean row under the softmax, and where one is wanted it is taken while
-    the logits are at hand, rather than computing them again.
-    """
-    return _log_normaliser(head, features, chunk)
-
-
 def trained_log_normaliser(
-    head: Float[Array, "V D"], features: Float[Array, "B T D"], chunk: int
+    head: Float[Array, "V D"], features: Float[Array, "B T D"], chunk: int, dtype: Any
 ) -> Float[Array, "B T"]:
-    """Logarithm of every row's softmax denominator, under a head that is trained, too."""
+    """Logarithm of every row's softmax denominator, under a head that is trained, too.
+
+    Args:
+      head: LM head.
+      features: rows that it is multiplied by.
+      chunk: see `describe_targets`.
+      dtype: dtype of the product's operands. Gradients are summed in that of the arguments.
+    """
 
     def of_chunk(rows: Array) -> Array:
-        return jax.nn.logsumexp(linear(rows, head).astype(jnp.float32), axis=-1)
+        return jax.nn.logsumexp(_trained_logits(rows.astype(dtype), head), axis=-1)
 
     return _by_chunks(jax.checkpoint(of_chunk), chunk, features)
 
 
-def _log_normaliser_forward(head: Array, features: Array, chunk: int):
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def log_normaliser(
+    head: Float[Array, "V D"], features: Float[Array, "B T D"], chunk: int, dtype: Any
+) -> Float[Array, "B T"]:
+    """Logarithm of every row's softmax denominator, under a head that is not trained.
+
+    Its gradient is the head's mean row under the softmax, and where one is wanted it is taken while
+    the logits are at hand, rather than computing them again. Arguments: see
+    `trained_log_normaliser`.
+    """
+    return trained_log_normaliser(head, features, chunk, dtype)
+
+
+def _log_normaliser_forward(head: Array, features: Array, chunk: int, dtype: Any):
     def of_chunk(rows: Array) -> tuple[Array, Array]:
-        logits = linear(rows, head).astype(jnp.float32)
+        logits = _logits(rows.astype(dtype), head)
         log_z = jax.nn.logsumexp(logits, axis=-1)
-        return log_z, _mean_head(head, jnp.exp(logits - log_z[..., None])).astype(rows.dtype)
+        return log_z, _mean_head(head, jnp.exp(logits - log_z[..., None]))
 
     return _by_chunks(of_chunk, chunk, features)
 
 
-def _log_normaliser_backward(chunk: int, expected_head: Array, grad_log_z: Array):
-    del chunk
-    return None, expected_head * grad_log_z[..., None].astype(expected_head.dtype)
+def _log_normaliser_backward(chunk: int, dtype: Any, expected_head: Array, grad_log_z: Array):
+    del chunk, dtype
+    return None, expected_head * grad_log_z[..., None]
 
 
-_log_normaliser: Any = jax.custom_vjp(trained_log_normaliser, nondiff_argnums=(2,))
-_log_normaliser.defvjp(_log_normaliser_forward, _log_normaliser_backward)
+log_normaliser.defvjp(_log_normaliser_forward, _log_normaliser_backward)
+
+
+def _logits(rows: Array, head: Array) -> Array:
+    """Logits under a head of the same dtype, not rounded to it: float32."""
+    return jnp.einsum("...D,VD->...V", rows, head, preferred_element_type=jnp.float32)
+
+
+def _trained_logits(rows: Array, head: Array) -> Array:
+    """Logits in float32, of a product in the dtype of the rows.
+
+    A wider head is rounded here, in the loop over chunks, so that its gradient is summed over the
+    chunks in its own dtype.
+    """
+    return linear(rows, head.astype(rows.dtype)).astype(jnp.float32)
 
 
 def _mean_head(head: Array, probabilities: Array) -> Array:
     """Head row averaged under probabilities [... V], float32."""
     weights = probabilities.astype(head.dtype)
-    return jnp.einsum("...V,VD->...D", weights, head, preferred_element_type=jnp.float32)
+    mean = jnp.einsum("...V,VD->...D", weights, head, preferred_element_type=jnp.float32)
+    return mean / weights.sum(axis=-1, keepdims=True, dtype=jnp.float32)  # rounded, not quite 1
 
 
 def _smooth_l1(difference: Array) -> Array:

@@ -14,6 +14,7 @@ from poss_jax.config.training import StepConfig
 from poss_jax.learn.losses import language_model_loss
 from poss_jax.learn.state import TrainState, cast, update_state
 from poss_jax.model.documents import TrainBatch, count, cut_batch, trained_rows
+from poss_jax.model.sharding import gather_head
 from poss_jax.model.target import encode
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
@@ -35,7 +36,9 @@ def make_target_step(
 
         def of_part(total: tuple[Params, Array], part: TrainBatch):
             loss, gradients = jax.value_and_grad(
-                lambda params: target_loss(cast(params, dtype), part, config, step) / num_trained
+                lambda params: (
+                    target_loss(cast_inner(params, dtype), part, config, step) / num_trained
+                )
             )(state.params)
             return jax.tree.map(jnp.add, total, (gradients, loss)), None
 
@@ -60,7 +63,13 @@ def encode_for_head(
 ) -> tuple[Float[Array, "V D"], Float[Array, "B T D"]]:
     """The head, which may be the embedding, and the features that it reads."""
     features = encode(params, config, batch.tokens, batch.documents, block=step.attention_block)
-    return params["embed" if config.tie_embeddings else "head"]["weight"], features
+    return gather_head(params["embed" if config.tie_embeddings else "head"]["weight"]), features
+
+
+def cast_inner(params: Params, dtype: Any) -> Params:
+    """Casts all but embedding and head, whose gradients are then summed in float32."""
+    wide = {name: params[name] for name in ("embed", "head") if name in params}
+    return cast(params, dtype) | wide
 
 
 def labels_of(batch: TrainBatch) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:

@@ -21,10 +21,10 @@ from flax import struct
 from jax import lax
 
 from poss_jax.config.models import DraftConfig
-from poss_jax.model.blockwise import NOTHING, Attended, attend_documents, group_heads, ungroup_heads
-from poss_jax.model.documents import positions_in
+from poss_jax.model.blockwise import Attended, attend_documents, group_heads, ungroup_heads
+from poss_jax.model.documents import longest_in, positions_in
 from poss_jax.model.families import family_of
-from poss_jax.model.layers import rope_frequencies
+from poss_jax.model.layers import NOTHING, rope_frequencies
 from poss_jax.model.sharding import split_batch
 from poss_jax.model.specialists import KEY_VALUE
 from poss_jax.shapes import Array, Float, Int, Params
@@ -39,7 +39,7 @@ class DraftInputs(struct.PyTreeNode):
       documents: document of its row that a pair belongs to.
     """
 
-    features: Array  # [B T D]
+    features: Array  # [B T F]; F = D, but for the inner states that EAGLE-3 reads
     embedded: Array  # [B T D]
     documents: Array  # [B T] int32
 
@@ -163,14 +163,14 @@ def predict(
     family = family_of(config)
     layer = family.layer(config).bind({"params": specialist})
     position = positions_in(inputs.documents)
-    B, T = position.shape
-    frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
+    longest = longest_in(inputs.documents)
+    frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, longest)
     of_tokens = split_batch(family.join_tokens(shared, inputs.embedded))
     x = split_batch(family.join_features(shared, of_tokens, depth.versions[depth.index]))
     q = group_heads(layer.queries(x, position, frequencies), config.layer.num_kv_heads)
     attention = {n: p for n, p in specialist["attention"].items() if n in KEY_VALUE}
     weights = {"shared": shared, "attention": attention, "of_tokens": of_tokens}
-    rows = Rows(depth.versions, depth.index, position, frequencies)
+    rows = Diagonals(depth.versions, depth.index, position, frequencies)
     k, v = _keys_values(config, weights, rows, age=depth.index)
     base = attend_documents(q, k, v, inputs.documents, depth.index, block=block)
     if zero_scores:
@@ -186,8 +186,8 @@ def _add_zero_scores(base: Attended, position: Int[Array, "B T"]) -> Attended:
     return Attended(base.mean * jnp.exp(base.log_sum - log_sum)[..., None], log_sum)
 
 
-class Rows(NamedTuple):
-    """Rows whose diagonals are attended; no gradient flows into them.
+class Diagonals(NamedTuple):
+    """Rows that later ages are attended in; no gradient flows into them.
 
     Attributes:
       versions: versions 0 to `depth`.
@@ -217,12 +217,12 @@ class Terms(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _add_ages(config: DraftConfig, rows: Rows, terms: Terms) -> Float[Array, "B K G T H"]:
+def _add_ages(config: DraftConfig, rows: Diagonals, terms: Terms) -> Float[Array, "B K G T H"]:
     """Adds the diagonals of every age below `rows.depth` to a softmax over version 0."""
     return _sum_ages(config, rows, terms).mean
 
 
-def _sum_ages(config: DraftConfig, rows: Rows, terms: Terms) -> Attended:
+def _sum_ages(config: DraftConfig, rows: Diagonals, terms: Terms) -> Attended:
     queries = terms.queries.astype(jnp.float32)
 
     def add(age: Array, so_far: Attended) -> Attended:
@@ -235,10 +235,10 @@ def _sum_ages(config: DraftConfig, rows: Rows, terms: Terms) -> Attended:
     return lax.fori_loop(0, rows.depth, add, terms.base)
 
 
-Saved = tuple[Rows, Terms, Attended]
+Saved = tuple[Diagonals, Terms, Attended]
 
 
-def _add_ages_forward(config: DraftConfig, rows: Rows, terms: Terms) -> tuple[Array, Saved]:
+def _add_ages_forward(config: DraftConfig, rows: Diagonals, terms: Terms) -> tuple[Array, Saved]:
     total = _sum_ages(config, rows, terms)
     return total.mean, (rows, terms, total)
 
@@ -281,7 +281,7 @@ def _next_version(prediction: Float[Array, "B T D"], inputs: DraftInputs) -> Flo
 
 
 def _keys_values(
-    config: DraftConfig, weights: Params, rows: Rows, age: Int[Array, ""]
+    config: DraftConfig, weights: Params, rows: Diagonals, age: Int[Array, ""]
 ) -> tuple[Array, Array]:
     """Keys and values [B K T H] of the version of this age (0: the newest)."""
     family = family_of(config)

@@ -41,7 +41,7 @@ def draft_gradients(
 
     Args:
       draft: parameters, specialists stacked.
-      head: the target's.
+      head: LM head of the target; its dtype is the one computed in.
       task: configs; `task.draft.trained_depth` is R.
       data: a batch.
 
@@ -140,10 +140,9 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
         averages_all = task.objective.average_over == "all"
         num_trained = count(jnp.ones_like(is_trained) if averages_all else is_trained)
 
-        def of_part(total: Params | None, part: tuple[TrainBatch, Array]):
-            data = prepare_draft_data(
-                target, task, *part, num_trained, own_head=own_head(state.params, head.dtype)
-            )
+        def of_part(total: Params, part: tuple[TrainBatch, Array]):
+            own = own_head(state.params)
+            data = prepare_draft_data(target, task, *part, num_trained, own_head=own)
             gradients, losses = draft_gradients(state.params, head, task, data)
             return jax.tree.map(jnp.add, total, gradients), losses
 

@@ -122,7 +122,7 @@ def prepare_draft_data(
       batch: rows of text. The last token of a document is never trained.
       noise_keys: one for every row, draws the uniform noise on input features; None: no noise.
       num_trained: see `DraftData`; None: the rows trained here.
-      own_head: the draft's own, where it has one.
+      own_head: LM head of a draft that has one; None: the target's is used.
     """
     features = batch.features
     if features is None:
@@ -138,12 +138,12 @@ def prepare_draft_data(
     features = lax.stop_gradient(features.astype(compute_dtype(target)))
     aux, final = jnp.split(features, [features.shape[-1] - task.target.hidden_size], axis=-1)
     features = noisy = aux if task.draft.aux_layers else final
-    if noise_keys is not None:
+    if noise_keys is not None and task.objective.feature_noise:
         lengths = lengths_in(batch.documents)[..., None].astype(jnp.float32)
         width = task.objective.feature_noise * 512 / lengths
         draw = partial(jax.random.uniform, shape=features.shape[1:], minval=-1.0, maxval=1.0)
         noisy = features + (width * jax.vmap(draw)(noise_keys)).astype(features.dtype)
-    head, is_last = target["head"]["weight"], is_last_in(batch.documents)
+    head, is_last = gather_head(target["head"]["weight"]), is_last_in(batch.documents)
     loss_mask = trained_rows(batch)
     return DraftData(
         inputs=DraftInputs(
@@ -170,8 +170,6 @@ def _next(x: Array, is_last: Bool[Array, "B T"]) -> Array:
     return jnp.where(is_last, jnp.zeros_like(x), jnp.roll(x, -1, axis=1))
 
 
-def own_head(draft: Params, dtype: Any) -> Float[Array, "Vd D"] | None:
-    """The head of a draft that has one, in the dtype computed in and whole along `fsdp`."""
-    if "head" not in draft:
-        return None
-    return gather_head(draft["head"]["weight"].astype(dtype))
+def own_head(draft: Params) -> Float[Array, "Vd D"] | None:
+    """The LM head of a draft that has one, whole along `fsdp`."""
+    return gather_head(draft["head"]["weight"]) if "head" in draft else None

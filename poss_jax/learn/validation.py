@@ -14,12 +14,13 @@ from poss_jax.config.models import LlamaConfig
 from poss_jax.config.training import StepConfig
 from poss_jax.learn.chains import has_prediction, place_predictions, unroll_chains
 from poss_jax.learn.losses import draft_losses, language_model_loss, most_likely_tokens
-from poss_jax.learn.pretraining import encode_for_head, labels_of
+from poss_jax.learn.pretraining import cast_inner, encode_for_head, labels_of
 from poss_jax.learn.recursion import Depth, first_version, predict, take_specialist, unroll
 from poss_jax.learn.state import cast
 from poss_jax.learn.task import DraftData, DraftTask, own_head, prepare_draft_data
 from poss_jax.model.documents import TrainBatch, count
 from poss_jax.model.families import family_of
+from poss_jax.model.sharding import gather_head
 from poss_jax.model.target import compute_dtype
 from poss_jax.shapes import Array, Bool, Float, Params
 
@@ -79,8 +80,8 @@ def make_draft_validation(task: DraftTask, depth: int) -> Callable:
 
     def validate(draft: Params, target: Params, batch: TrainBatch):
         dtype = compute_dtype(target)
-        data = prepare_draft_data(target, task, batch, own_head=own_head(draft, dtype))
-        ids, head = task.vocabulary_ids, target["head"]["weight"]
+        data = prepare_draft_data(target, task, batch, own_head=own_head(draft))
+        ids, head = task.vocabulary_ids, gather_head(target["head"]["weight"])
         head, ids = (head, jnp.arange(len(head))) if ids is None else (head[ids], ids)
         measured = roll_out(cast(draft, dtype), head, task, data, depth)
         hits = (measured.tokens == data.targets.tokens[None]) & data.targets.is_known[None]
@@ -141,12 +142,12 @@ def _roll_out_chains(
     draft: Params, head: Array, task: DraftTask, data: DraftData, depth: int
 ) -> Measured:
     """Measures every step of a draft that follows chains."""
-    del head  # it has its own
+    head = gather_head(draft["head"]["weight"])  # its own
 
     def visit(index: Array, prediction: Array) -> Measured:
         rows = place_predictions(draft, task.draft, prediction, index)
         is_predicted = has_prediction(data, index)
-        measured = _measure_depth(rows, draft["head"]["weight"], data, is_predicted, task)
+        measured = _measure_depth(rows, head, data, is_predicted, task)
         del measured.losses["feature"]
         return measured
 
@@ -159,7 +160,7 @@ def make_target_validation(config: LlamaConfig, step: StepConfig, dtype: Any) ->
     """Returns `(params, batch) -> (TargetSums, Predictions)`."""
 
     def validate(params: Params, batch: TrainBatch):
-        params, chunk = cast(params, dtype), step.vocabulary_chunk
+        params, chunk = cast_inner(params, dtype), step.vocabulary_chunk
         head, features = encode_for_head(params, batch, config, step)
         wanted, is_trained = labels_of(batch)
         loss = language_model_loss(head, features, wanted, is_trained, chunk=chunk)

@@ -12,10 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poss_jax.model.layers import merge_heads
+from poss_jax.model.layers import NOTHING, merge_heads
 from poss_jax.shapes import Array, Float, Int
-
-NOTHING = -1e30  # the score of a column that may not be attended, and the log sum of no column
 
 
 class Attended(NamedTuple):

@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from poss_jax.config.models import LlamaConfig
-from poss_jax.model.layers import merge_heads, rope_frequencies
+from poss_jax.model.layers import NOTHING, merge_heads, rope_frequencies
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int
 
@@ -70,7 +70,7 @@ def init_cache(
     )
 
 
-class Rows(NamedTuple):
+class KeysValues(NamedTuple):
     """Keys and values of some rows, layer by layer.
 
     Attributes:
@@ -114,7 +114,7 @@ def write_rows(stored: Array, new: Array, start: Int[Array, " B"], *, axis: int)
     )
 
 
-def commit_rows(cache: KVCache, rows: Rows, num_kept: Int[Array, " B"]) -> KVCache:
+def commit_rows(cache: KVCache, rows: KeysValues, num_kept: Int[Array, " B"]) -> KVCache:
     """Writes rows behind the committed ones.
 
     Args:
@@ -132,7 +132,7 @@ def commit_rows(cache: KVCache, rows: Rows, num_kept: Int[Array, " B"]) -> KVCac
     return cache.replace(k=k, v=v, length=start + num_kept)
 
 
-def take_rows(rows: Rows, index: Int[Array, "B A"]) -> Rows:
+def take_rows(rows: KeysValues, index: Int[Array, "B A"]) -> KeysValues:
     """Picks rows, in the order of `index`."""
 
     def taken(own: Array) -> Array:
@@ -140,7 +140,7 @@ def take_rows(rows: Rows, index: Int[Array, "B A"]) -> Rows:
             return jnp.take(own, index[0], axis=2)
         return jnp.take_along_axis(own, index[:, None, :, None], axis=2)
 
-    return Rows([taken(k) for k in rows.k], [taken(v) for v in rows.v])
+    return KeysValues([taken(k) for k in rows.k], [taken(v) for v in rows.v])
 
 
 def attend_cached(
@@ -164,8 +164,8 @@ def attend_cached(
       can_attend: which of them each query attends, at least one of all it is given.
     """
     size = stored[0].shape[2]
-    whole = partial(_attend_blocks, size)
-    blocks, tpu = (partial(_attend_blocks, block_rows(size, least)) for least in (128, 512))
+    whole = partial(_attend_rows, size)
+    blocks, tpu = (partial(_attend_rows, block_rows(size, least)) for least in (128, 512))
     args = q, stored, length, own, can_attend
     return lax.platform_dependent(*args, cuda=whole, rocm=whole, tpu=tpu, default=blocks)
 
@@ -180,7 +180,7 @@ def block_rows(size: int, least: int = 128) -> int:
     return size if size <= 2 * block else block
 
 
-def _attend_blocks(
+def _attend_rows(
     block: int,
     q: Array,
     stored: tuple[Array, Array],
@@ -195,7 +195,7 @@ def _attend_blocks(
     def add(carry: tuple[Array, Array, Array], rows: Array, k: Array, v: Array, allowed: Array):
         highest, total, mean = carry
         scores = jnp.einsum("BKGTH,BKSH->BKGTS", rows, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(allowed[:, None, None], scores * H**-0.5, _NOTHING)
+        scores = jnp.where(allowed[:, None, None], scores * H**-0.5, NOTHING)
         new_highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
         weights = jnp.exp(scores - new_highest)
         shrink = jnp.exp(highest - new_highest)
@@ -213,7 +213,7 @@ def _attend_blocks(
         return add(carry, rows, k, v, is_new[:, None])
 
     carry = (
-        jnp.full((*rows.shape[:4], 1), _NOTHING),
+        jnp.full((*rows.shape[:4], 1), NOTHING),
         jnp.zeros((*rows.shape[:4], 1)),
         jnp.zeros(rows.shape, jnp.float32),
     )
@@ -230,4 +230,3 @@ def _attend_blocks(
 
 
 _UNROLLED = 8  # sequences written without a loop
-_NOTHING = -1e30  # score of a column that may not be attended

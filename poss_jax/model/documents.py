@@ -18,13 +18,13 @@ class TrainBatch(struct.PyTreeNode):
       tokens: the text.
       loss_mask: True where a token is trained on.
       documents: which document of its row a token belongs to; 0: padding.
-      features: the target's features of every token, where they are known already.
+      features: features of the target for every token, where they are known already.
     """
 
     tokens: Any  # [B T] int32; or in its place, as in the others, a shape or a sharding
     loss_mask: Any  # [B T] bool
     documents: Any  # [B T] int32
-    features: Any = None  # [B T D]
+    features: Any = None  # [B T F]; F = D for every inner layer that is read, and for the last
 
 
 def positions_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -41,6 +41,11 @@ def positions_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
 def lengths_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Number of tokens of the document every token belongs to."""
     return positions_in(documents) + positions_in(documents[:, ::-1])[:, ::-1] + 1
+
+
+def longest_in(documents: Int[Array, "B T"]) -> Int[Array, " B"]:
+    """Number of tokens of the longest document of every row; padding is not one."""
+    return jnp.where(documents > 0, lengths_in(documents), 1).max(axis=1)
 
 
 def is_last_in(documents: Int[Array, "B T"]) -> Bool[Array, "B T"]:

@@ -10,8 +10,14 @@ of them a config has, and their shapes, the Flax leaves tell. Weights are kept i
     norm            {"scale": [D]}
     head            {"weight": [V, D]}, absent when the embeddings are tied; always there in a
                     quantised target, whose matrices are {"values": [out, in], "scale": [out]}
-    fc              {"weight": [D, 2D], "bias": [D] with fc_bias}                       (draft)
-    specialists/0   a layer without input_norm                                          (draft)
+    fc              {"weight": [D, 2D], "bias": [D] with fc_bias}, of a draft; of EAGLE-3, [D, nD]
+                    where it reads n layers of the target
+    specialists/0   a layer without input_norm; of EAGLE-3, with input_norm and feature_norm, and
+                    "q", "k" and "v" of inputs [2D]
+    fc_norm         of EAGLE-3 with fc_norm: {"scale": [nD]}, or {"low", "middle", "high"}, each
+                    {"scale": [D]}
+
+An EAGLE-3 draft also has a norm and a head of its own, of as many rows as it proposes tokens.
 
 Linear layers are {"weight": [out, in]} and, where the config says so, "bias": [out]. The paths are
 public: other programs may read them. In memory the numbered items of a model are one list.

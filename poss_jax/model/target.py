@@ -16,8 +16,8 @@ from jax import lax
 
 from poss_jax.config.models import LlamaConfig
 from poss_jax.model.blockwise import attend_documents, group_heads, ungroup_heads
-from poss_jax.model.cache import KVCache, Rows, attend_cached, commit_rows
-from poss_jax.model.documents import positions_in
+from poss_jax.model.cache import KeysValues, KVCache, attend_cached, commit_rows
+from poss_jax.model.documents import longest_in, positions_in
 from poss_jax.model.layers import (
     WIDENS,
     DecoderLayer,
@@ -85,7 +85,7 @@ class Verified(struct.PyTreeNode):
 
     logits: Array  # [B M V]
     features: Array  # [B M F]
-    rows: Rows
+    rows: KeysValues
 
 
 def init_target(config: LlamaConfig, key: Array) -> Params:
@@ -119,7 +119,7 @@ def insert_layers(layers: list[Params], num_layers: int) -> list[Params]:
     trained (block expansion, LLaMA Pro, arXiv 2401.02415).
 
     Args:
-      layers: the target's.
+      layers: layers of the target.
       num_layers: number to return, no less than there are.
     """
     sources = [index * len(layers) // num_layers for index in range(num_layers)]
@@ -320,10 +320,9 @@ def encode(
       block: rows and columns whose attention scores are held at a time. Static.
       aux_layers: layers whose inputs stand before the final hidden state in every row. Static.
     """
-    B, T = tokens.shape
     documents = jnp.ones_like(tokens) if documents is None else documents
     positions = positions_in(documents)
-    frequencies = rope_frequencies(config.rope, config.head_dim, jnp.full(B, T))
+    frequencies = rope_frequencies(config.rope, config.head_dim, longest_in(documents))
 
     kept = sorted(set(aux_layers))
     places = [kept.index(n) if n in kept else len(kept) for n in range(config.num_layers)]
@@ -340,7 +339,8 @@ def encode(
         hidden = layer.finish(hidden, ungroup_heads(mean).astype(hidden.dtype))
         return (split_batch(hidden), aux), None
 
-    hidden = split_batch(embed(params["embed"]["weight"], tokens))
+    dtype = params["norm"]["scale"].dtype  # in training the embedding may be wider
+    hidden = split_batch(embed(params["embed"]["weight"], tokens).astype(dtype))
     # One place more than layers asked for: the inputs of all others are written there.
     aux = jnp.zeros((len(kept) + 1 if kept else 0, *hidden.shape), hidden.dtype)
     steps = params["layers"], jnp.array(places)
@@ -357,7 +357,7 @@ def _run_layers(
     depths: Int[Array, "B T"],
     can_attend: Bool[Array, "B T T"],
     aux_layers: tuple[int, ...],
-) -> tuple[Array, Array, Rows]:
+) -> tuple[Array, Array, KeysValues]:
     """Runs the list of layers over rows that stand `depths` behind the committed ones.
 
     Returns:
@@ -365,14 +365,14 @@ def _run_layers(
     """
     positions = cache.length[:, None] + depths
     hidden = embed(params["embed"]["weight"], tokens)
-    inputs, rows = [], Rows([], [])
+    inputs, rows = [], KeysValues([], [])
     for index, layer_params in enumerate(params["layers"]):
         inputs.append(hidden)
         layer = DecoderLayer(config).bind({"params": layer_params})
         q, k, v = layer.queries_keys_values(layer.normed(hidden), positions, cache.frequencies)
         stored = cache.k[index], cache.v[index]
         hidden = layer.finish(hidden, attend_cached(q, stored, cache.length, (k, v), can_attend))
-        rows = Rows([*rows.k, k], [*rows.v, v])
+        rows = KeysValues([*rows.k, k], [*rows.v, v])
     final = rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
     aux = [inputs[index] for index in aux_layers]
     return final, jnp.concatenate(aux, axis=-1) if aux else final, rows
