@@ -85,7 +85,7 @@ class Workload:
       draft_vocabulary: tokens that the draft may propose; None: all of its head.
       target_bytes: bytes per weight of the target's layers and head (1 if they are quantised).
       draft_bytes: bytes per weight of the draft.
-      cache_bytes: bytes per number of caches and logits.
+      cache_bytes: bytes per number of caches.
     """
 
     target: LlamaConfig
@@ -218,9 +218,9 @@ def draft_level(work: Workload, depth: int) -> Cost:
 
 
 def accept(work: Workload) -> Cost:
-    """Choosing a token after every node: reads the logits."""
+    """Choosing a token after every node: reads the logits, which are float32."""
     nodes = work.tree.num_nodes if work.draft else 1
-    return Cost(bytes=work.batch * nodes * work.target.vocab_size * work.cache_bytes)
+    return Cost(bytes=4 * work.batch * nodes * work.target.vocab_size)
 
 
 def commit(work: Workload) -> Cost:

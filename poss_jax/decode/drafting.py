@@ -25,9 +25,9 @@ from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_bea
 from poss_jax.model.cache import KeysValues, KVCache, attend_cached, commit_rows
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import DecoderLayer
-from poss_jax.model.linear import linear
 from poss_jax.model.ranking import top_k as best_of
 from poss_jax.model.sharding import whole_rows
+from poss_jax.model.target import read_logits
 from poss_jax.shapes import Array, Float, Int, Params
 
 
@@ -117,7 +117,7 @@ def draft(
                 own = _enter_level(params, config, cache, own, rows, depth)
             features = _run_level(params, config, cache, own, beam, x, depth)
             read = family_of(config).read(params, config, features)
-            logits = linear(read, params["head"]["weight"])
+            logits = read_logits(params, read)
             level = Level(depth, cache.length + depth + 1, path, beam.ancestors)
             ids, log_probs = children(logits, level, tree.top_k)
             levels.append(expand(beam, _target_ids(params, ids), log_probs))

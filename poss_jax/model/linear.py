@@ -4,6 +4,8 @@
 """
 
 import math
+from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,46 +25,59 @@ def linear(
     x: Float[Array, "*rows in_dim"],
     weight: Float[Array, "*out_dims in_dim"] | Quantised,
     bias: Float[Array, "*out_dims"] | None = None,
+    *,
+    dtype: Any = None,
 ) -> Float[Array, "..."]:
-    """Multiplies rows by a weight kept `[out, in]`, in the spelling its backend runs fastest."""
+    """Multiplies rows by a weight kept `[out, in]`, in the spelling its backend runs fastest.
+
+    Args:
+      x: rows.
+      weight: of the same dtype, or quantised.
+      bias: added to every row.
+      dtype: dtype of the result, in which products are summed anyway; None: that of `x`.
+    """
+    dtype = x.dtype if dtype is None else dtype
     if isinstance(weight, Quantised):
-        return _quantised(x, weight, bias)
+        return _quantised(x, weight, bias, dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    one_on_cpu, one_on_tpu, few_on_cpu, flat_on_cpu, plain = (
+        partial(spelling, dtype=dtype)
+        for spelling in (_one_row_on_cpu, _one_row_on_tpu, _few_rows_on_cpu, _flat_on_cpu, _plain)
+    )
     if len(rows) == 1:
-        out = lax.platform_dependent(
-            rows, weight, cpu=_one_row_on_cpu, tpu=_one_row_on_tpu, default=_plain
-        )
+        out = lax.platform_dependent(rows, weight, cpu=one_on_cpu, tpu=one_on_tpu, default=plain)
     elif len(rows) <= _FEW_ROWS:
-        out = lax.platform_dependent(rows, weight, cpu=_few_rows_on_cpu, default=_plain)
+        out = lax.platform_dependent(rows, weight, cpu=few_on_cpu, default=plain)
     elif weight.ndim > 2:
-        out = lax.platform_dependent(rows, weight, cpu=_flat_on_cpu, default=_plain)
+        out = lax.platform_dependent(rows, weight, cpu=flat_on_cpu, default=plain)
     else:
-        out = _plain(rows, weight)
+        out = plain(rows, weight)
     out = out.reshape(*x.shape[:-1], *weight.shape[:-1])
     return out if bias is None else out + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
-def _quantised(x: Array, weight: Quantised, bias: Array | None) -> Array:
+def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> Array:
     # The scale comes after the product, whose operand is then a conversion of 8 bits alone, which
     # compilers for TPU and GPU make part of the product.
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    blocks, converted = (partial(one, dtype=dtype) for one in (_blocks_on_cpu, _converted))
     if weight.values.size <= _BLOCK:
-        out = _converted(rows, weight.values)
+        out = converted(rows, weight.values)
     else:
-        out = lax.platform_dependent(rows, weight.values, cpu=_blocks_on_cpu, default=_converted)
-    out = (out.astype(jnp.float32) * weight.scale[None]).astype(x.dtype)
+        out = lax.platform_dependent(rows, weight.values, cpu=blocks, default=converted)
+    out = (out.astype(jnp.float32) * weight.scale[None]).astype(dtype)
     out = out if bias is None else out + bias[None]
     return out.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
-def _converted(rows: Array, values: Array) -> Array:
-    return linear(rows, values.astype(rows.dtype))
+def _converted(rows: Array, values: Array, *, dtype: Any) -> Array:
+    return linear(rows, values.astype(rows.dtype), dtype=dtype)
 
 
-def _blocks_on_cpu(rows: Array, values: Array) -> Array:
+def _blocks_on_cpu(rows: Array, values: Array, *, dtype: Any) -> Array:
     # XLA on CPU writes what it converts to memory. A block at a time stays in the cache.
     def product(output: Array) -> Array:
-        return rows @ output.astype(rows.dtype)
+        return jnp.matmul(rows, output.astype(rows.dtype), preferred_element_type=dtype)
 
     width = values.shape[-1]
     outputs = values.reshape(-1, width)
@@ -70,29 +85,32 @@ def _blocks_on_cpu(rows: Array, values: Array) -> Array:
     return out.reshape(-1, *values.shape[:-1])
 
 
-def _plain(rows: Array, weight: Array) -> Array:
-    return lax.dot_general(rows, weight, (((1,), (weight.ndim - 1,)), ((), ())))
+def _plain(rows: Array, weight: Array, *, dtype: Any = None) -> Array:
+    axes = ((1,), (weight.ndim - 1,)), ((), ())
+    return lax.dot_general(rows, weight, axes, preferred_element_type=dtype)
 
 
-def _flat_on_cpu(rows: Array, weight: Array) -> Array:
+def _flat_on_cpu(rows: Array, weight: Array, *, dtype: Any) -> Array:
     # XLA on CPU copies a weight of several output axes to lay it flat.
-    return _plain(rows, weight.reshape(-1, weight.shape[-1])).reshape(-1, *weight.shape[:-1])
+    flat = _plain(rows, weight.reshape(-1, weight.shape[-1]), dtype=dtype)
+    return flat.reshape(-1, *weight.shape[:-1])
 
 
-def _one_row_on_cpu(rows: Array, weight: Array) -> Array:
-    return (weight @ rows[0])[None]
+def _one_row_on_cpu(rows: Array, weight: Array, *, dtype: Any) -> Array:
+    return jnp.matmul(weight, rows[0], preferred_element_type=dtype)[None]
 
 
-def _one_row_on_tpu(rows: Array, weight: Array) -> Array:
+def _one_row_on_tpu(rows: Array, weight: Array, *, dtype: Any) -> Array:
     # One row alone would be multiplied and summed on the vector unit. The barrier keeps XLA from
     # seeing that seven rows are zeros.
     padded = lax.optimization_barrier(jnp.pad(rows, ((0, 7), (0, 0))))
-    return _plain(padded, weight)[:1]
+    return _plain(padded, weight, dtype=dtype)[:1]
 
 
-def _few_rows_on_cpu(rows: Array, weight: Array) -> Array:
+def _few_rows_on_cpu(rows: Array, weight: Array, *, dtype: Any = None) -> Array:
     # The number of rows is rounded up to where the library has a fast kernel. The barrier keeps
     # XLA from rewriting the product into the plain form.
     padded = jnp.pad(rows, ((0, -len(rows) % 8), (0, 0)))
-    product = lax.optimization_barrier(jnp.tensordot(weight, padded.T, 1))
+    product = jnp.tensordot(weight, padded.T, 1, preferred_element_type=dtype)
+    product = lax.optimization_barrier(product)
     return jnp.moveaxis(product, -1, 0)[: len(rows)]

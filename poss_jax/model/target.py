@@ -52,7 +52,7 @@ class Prefilled(NamedTuple):
       visited: what `visit` returned last.
     """
 
-    logits: Array  # [B V]
+    logits: Array  # [B V] float32
     features: Array  # [B 1 F]
     cache: KVCache
     visited: Any
@@ -83,7 +83,7 @@ class Verified(struct.PyTreeNode):
       rows: their keys and values, which the cache does not hold yet.
     """
 
-    logits: Array  # [B M V]
+    logits: Array  # [B M V] float32
     features: Array  # [B M F]
     rows: KeysValues
 
@@ -163,6 +163,11 @@ def fuse_target(
 def compute_dtype(params: Params) -> jnp.dtype:
     """Dtype that a target, its caches and its drafts compute in: the one of its embedding."""
     return params["embed"]["weight"].dtype
+
+
+def read_logits(params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    """Logits under a head, float32: rounded to bfloat16, the best two would often be equal."""
+    return linear(hidden, params["head"]["weight"], dtype=jnp.float32)
 
 
 def embed(weight: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -259,7 +264,7 @@ def run_chunks(
 
 def end_prefill(params: Params, prefill: Prefill, lengths: Int[Array, " B"]) -> Prefilled:
     """Logits and caches of prompts whose chunks were all run."""
-    logits = linear(prefill.hidden, params["head"]["weight"])[:, 0]
+    logits = read_logits(params, prefill.hidden)[:, 0]
     cache = prefill.cache.replace(length=lengths)
     return Prefilled(logits, prefill.features, cache, prefill.carry)
 
@@ -288,7 +293,7 @@ def verify(
     hidden, features, rows = _run_layers(
         params, config, cache, tokens, depths, ancestors, aux_layers
     )
-    return Verified(linear(hidden, params["head"]["weight"]), features, rows)
+    return Verified(read_logits(params, hidden), features, rows)
 
 
 def decode(
