@@ -89,7 +89,8 @@ def describe_targets(
         tokens = jnp.argmax(probabilities, axis=-1).astype(jnp.int32)
         if not objective.top_k_weight:
             return expected, None, None, tokens, is_known
-        top, ids = top_k(probabilities, min(objective.top_k, len(read_by)))
+        best = top_k(probabilities, min(objective.top_k, len(read_by)))
+        top, ids = map(split_batch, best)  # decoding wants it whole on every device
         rows_of_top = read_by[ids].astype(jnp.float32)
         top_expected = jnp.einsum("BTk,BTkD->BTD", top, rows_of_top)
         return expected, top_expected, top.sum(axis=-1), tokens, is_known
