@@ -154,7 +154,13 @@ def test_an_8b_program_moves_little_more_than_it_must(device, name):
     assert not lines(program, findings.copies_of(program, weight_shapes(planned)))
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if "8b" in path.stem else pytest.mark.slow)
+        for path in sorted(CONFIGS.glob("*.yaml"))
+    ],
+)
 def test_configs_describe_models_that_fit(path):
     config = load_config(AheadConfig, path, ["mesh.tensor=1"])
     described = plan(config, make_mesh(config.mesh, jax.devices()[:1]))

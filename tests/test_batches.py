@@ -12,6 +12,7 @@ from poss_jax import TreeConfig
 from poss_jax.engine.trees import read_trees
 
 
+@pytest.mark.slow
 def test_the_fastest_trees_can_be_used(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,10 @@ def test_packages_are_held_out_as_a_whole() -> None:
     documents = load(source, held_out=["tqdm"])
     assert set(documents.validation) == of["tqdm"] and of["python"] < set(documents.train)
     assert documents == load(source, held_out=["tqdm"])
+
+
+@pytest.mark.slow
+def test_packages_are_those_of_others_without_tests() -> None:
     names = [name for name, _ in read("packages")]
     assert {"jax", "python", "numpy"} <= {name.partition("/")[0] for name in names}
     assert not [name for name in names if name.startswith("poss_jax/") or "/tests/" in name]

@@ -289,14 +289,12 @@ def test_ids_off_by_one_are_noticed() -> None:
         shape.check_pairs()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[:-1]), METHODS[-1]],
-)
+@pytest.fixture(scope="module", params=METHODS)
 def golden(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Golden:
     return load_golden(tmp_path_factory.getbasetemp() / "golden", request.param)
 
 
+@pytest.mark.slow
 def test_acceptance_of_trained_drafts(golden: Golden) -> None:
     """Half of the bytes serve as well as all; ids off by one are hardly ever accepted."""
     engine = Engine(golden.target_record, golden.target, tree=TREE)

@@ -39,7 +39,10 @@ SOURCE = ROOT_E3 / "draft" / METHODS_E3[-1]
 # Decoding
 
 
-@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "is_sampled",
+    [pytest.param(False, id="greedy", marks=pytest.mark.slow), pytest.param(True, id="sampled")],
+)
 def test_speculative_equals_autoregressive(is_sampled: bool) -> None:
     tree = TreeConfig(depth=5, top_k=3, total_tokens=14)
     Shape(LLAMA, CONFIG, tree, 3, is_sampled=is_sampled).check_pairs()
@@ -79,18 +82,22 @@ def check_family(golden: Golden, name: str, family: Family, monkeypatch: Any) ->
     check_rounds(dataclasses.replace(golden, draft_record=record), "_small")
 
 
+@pytest.mark.slow
 def test_a_family_of_another_name_is_sound(golden: Golden, monkeypatch: Any) -> None:
     """So what is noticed below is the mistake, not the name."""
     check_family(golden, "sound", EAGLE3, monkeypatch)
 
 
-@pytest.mark.parametrize("mistake", [project_again, feed_back_normed])
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(project_again, marks=pytest.mark.slow), feed_back_normed]
+)
 def test_mistakes_in_the_family_are_noticed(mistake: Any, golden: Golden, monkeypatch: Any) -> None:
     family = dataclasses.replace(EAGLE3, join=mistake)
     with pytest.raises(AssertionError):
         check_family(golden, mistake.__name__, family, monkeypatch)
 
 
+@pytest.mark.slow
 def test_keys_of_the_wrong_specialist_are_noticed(golden: Golden, monkeypatch: Any) -> None:
     monkeypatch.setattr(drafting, "_enter_level", enter_by_the_first)
     with pytest.raises(AssertionError):

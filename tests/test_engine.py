@@ -87,6 +87,7 @@ def test_trees_are_watched(engine: Engine, watched_programs: Watch) -> None:
     watched_programs.check(at_least=1)
 
 
+@pytest.mark.slow
 def test_batches_with_padded_rows_give_the_same(engine: Engine, answers: list[Generation]) -> None:
     batched = engine.generate(PROMPTS, max_new_tokens=N, batch_size=2)
     assert batched == answers

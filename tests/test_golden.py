@@ -1,6 +1,7 @@
 """Equality with the original implementation: features, trees, rounds, generations, gradients."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -79,7 +80,16 @@ def check_round(recorded, row, candidates, tree, acceptance, root):
     assert root[row] == recorded["next_token"]
 
 
-@pytest.mark.parametrize("suffix", TREES)
+@pytest.mark.parametrize(
+    ("golden", "suffix"),
+    [
+        pytest.param(method, suffix, marks=pytest.mark.slow)
+        if (method, suffix) == ("eagle", "_deep")  # the same specialist once more
+        else (method, suffix)
+        for method, suffix in product(METHODS, TREES)
+    ],
+    indirect=["golden"],
+)
 def test_rounds(golden, suffix):
     if golden.recorded(f"draft_rounds{suffix}") is None:
         pytest.skip(f"the original recorded no rounds{suffix} of {golden.method}")
@@ -132,15 +142,15 @@ def check_generations(golden: Golden, part: str, suffix: str) -> None:
 
 
 def test_generations_end_at_the_first_stop_token(golden):
-    check_stops(golden)
+    check_stops(golden, "")
 
 
-def check_stops(golden: Golden) -> None:
-    """Compares texts with the record, cut at the first stop token."""
+def check_stops(golden: Golden, suffix: str) -> None:
+    """Compares texts of one tree setting with the record, cut at the first stop token."""
     cases = golden.recorded("generate")["eos_cases"]
     stops = [jnp.asarray([case["eos_token_id"]], jnp.int32) for case in cases]
     prompts = [case["prompt"] for case in cases]
-    answers = generate(golden, "", list(zip(prompts, stops, strict=True)))
+    answers = generate(golden, suffix, list(zip(prompts, stops, strict=True)))
     for case, answer in zip(cases, answers, strict=True):
         expected = case["vanilla"][len(case["prompt"]) :][:96]
         if case["eos_token_id"] in expected:

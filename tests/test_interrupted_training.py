@@ -61,7 +61,7 @@ def assert_ends_like(folder: Path, uninterrupted: Path, runs: Runs) -> None:
     ("moment", "step", "left"),
     [
         pytest.param("step", 13, [10], marks=pytest.mark.slow),
-        ("log", 13, [10]),
+        pytest.param("log", 13, [10], marks=pytest.mark.slow),
         ("save", 20, [10]),
     ],
 )
@@ -118,6 +118,7 @@ def test_sigterm_saves_and_says_how_to_go_on(runs: Runs, tmp_path: Path) -> None
     assert_ends_like(tmp_path / "run", runs.root / "poss2", runs)
 
 
+@pytest.mark.slow
 def test_second_sigterm_quits_at_once(runs: Runs, tmp_path: Path) -> None:
     result = interrupt("twice", 13, config_file(runs, tmp_path, POSS2))
     assert result.returncode == -signal.SIGTERM, result.stderr

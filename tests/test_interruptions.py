@@ -59,13 +59,16 @@ def command(source: Path, output: Path) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 # Killed
 
+SLOW = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("event", "path"),
     [
-        ("os.mkdir", "partial-[^/]*/model$"),  # before anything is written
-        ("os.rename", "weights/layers/0[.]"),  # an item is written, but does not count yet
-        pytest.param("os.rename", "weights/head[.]", marks=pytest.mark.slow),
+        pytest.param("os.mkdir", "partial-[^/]*/model$", marks=SLOW),  # before anything is written
+        # An item is written, but does not count yet.
+        pytest.param("os.rename", "weights/layers/0[.]", marks=SLOW),
+        pytest.param("os.rename", "weights/head[.]", marks=SLOW),
         ("os.rename", "partial-[^/]*/model$"),  # all is written
     ],
 )

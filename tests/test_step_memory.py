@@ -64,7 +64,9 @@ def test_a_step_of_chains_costs_its_state_and_three_times_its_keys_and_values():
     assert 0 < grown <= 1.05 * 4 * B * T * (LLAMA.hidden_size + 3 * keys_values) * 4
 
 
-@pytest.mark.parametrize(("draft", "depth"), [(HASS, 2), (HASS, 8), (EAGLE3, 8)])
+@pytest.mark.parametrize(
+    ("draft", "depth"), [pytest.param(HASS, 2, marks=pytest.mark.slow), (HASS, 8), (EAGLE3, 8)]
+)
 def test_memory_is_linear_in_length(draft, depth):
     """Twice the rows, twice the memory; scores of all rows would be four times."""
     assert temporary_bytes(draft, depth, 2 * T) <= 1.05 * 2 * temporary_bytes(draft, depth, T)

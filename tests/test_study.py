@@ -144,6 +144,7 @@ def test_a_study_goes_on_where_it_stopped(
         study.main(["--config", other, "--output", output])
 
 
+@pytest.mark.slow
 def test_a_widened_draft_predicts_the_same(runs: Runs, tmp_path: Path) -> None:
     start = {**DRAFT, "init_draft": runs.model("eagle")}
     config = study.StudyConfig(
@@ -175,7 +176,9 @@ def test_equal_time_wants_measured_times() -> None:
     ("variant", "message"),
     [
         ({"specialists": {"depth": "deep"}}, "depth: Input should be a valid integer"),
-        ({"mesh": {"data": 3}}, "training of wrong seed 0 failed"),
+        pytest.param(
+            {"mesh": {"data": 3}}, "training of wrong seed 0 failed", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_variant_that_cannot_be_trained_ends_the_study(

@@ -186,7 +186,9 @@ def at_model() -> tuple[Any, str, Callable[..., Any]]:
     ("name", "values", "crashes", "starts"),
     [
         ("target", TARGET, [at_batch(12), at_model()], [0, 10, None]),
-        ("poss2", POSS2, [at_save(10), at_save(20)], [0, 0, 10]),
+        pytest.param(
+            "poss2", POSS2, [at_save(10), at_save(20)], [0, 0, 10], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_crashed_run_ends_like_an_uninterrupted_one(

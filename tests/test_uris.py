@@ -245,6 +245,7 @@ def test_target_trained_at_a_uri(
     assert "not a training run" in message
 
 
+@pytest.mark.slow
 def test_target_continued_at_a_uri(uploaded: str, tmp_path: Path) -> None:
     start = f"{uploaded}/target/model"
     config = uri_config(uploaded, "gs://runs/continued", tmp_path, TARGET)
