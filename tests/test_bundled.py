@@ -18,6 +18,7 @@ from poss_jax.program.running import BRACKETS
 ROOT = Path(__file__).parent.parent
 DRAFTS = ("eagle", "hass", "poss1", "poss2", "poss3", "eagle3", "poss3_e3")
 PROMPT = "def read_lines(path):\n"
+TREE = poss_jax.TreeConfig(depth=6, top_k=4, total_tokens=16)  # of the notebook and the picture
 
 sys.path.insert(0, str(ROOT / "examples"))
 import picture  # noqa: E402
@@ -29,7 +30,7 @@ def texts(svg: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def target() -> poss_jax.Engine:
-    return poss_jax.Engine.load(poss_jax.bundled_model("target"), max_length=256)
+    return poss_jax.Engine.load(poss_jax.bundled_model("target"), tree=TREE)
 
 
 def test_models_are_small_enough() -> None:
@@ -45,7 +46,7 @@ def test_an_unknown_model_is_named() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["poss1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "poss3_e3"))],
+    ["poss3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "poss1", "poss3_e3"))],
 )
 def test_drafts_are_accepted_and_change_no_text(target: poss_jax.Engine, name: str) -> None:
     engine = target.load_draft(poss_jax.bundled_model(name))
@@ -56,7 +57,8 @@ def test_drafts_are_accepted_and_change_no_text(target: poss_jax.Engine, name: s
 
 
 def test_generate_needs_no_target(capsys: pytest.CaptureFixture[str]) -> None:
-    generate(["--prompt", PROMPT, "--max-new-tokens", "24", "--stream", "--show-drafts"])
+    options = "--max-new-tokens 24 --tree-depth 6 --stream --show-drafts".split()
+    generate(["--prompt", PROMPT, *options])
     shown, summary = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     assert BRACKETS[0] in shown
     assert json.loads(summary)["new_tokens"] == 24

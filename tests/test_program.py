@@ -19,7 +19,7 @@ import pytest
 
 import poss_jax
 from poss_jax.config.reading import UserError
-from poss_jax.program.running import run_program
+from poss_jax.program.running import Parser, run_program
 
 MEMORY = "lower the batch size, the lengths or the tree, in training data.sequence_length, batch_"
 FULL = OSError(errno.ENOSPC, "No space left on device", "x")
@@ -286,6 +286,17 @@ PROGRAMS = [
     "train.regenerate",
     "train.plot",
 ]
+
+
+@pytest.mark.parametrize(
+    ("started_as", "name"),
+    [("/usr/bin/poss-bench", "poss-bench"), ("/a/bench.py", "python -m infer.bench")],
+)
+def test_the_usage_names_what_a_program_was_started_as(
+    started_as: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [started_as])
+    assert Parser(module="infer.bench").prog == name
 
 
 @pytest.mark.slow
