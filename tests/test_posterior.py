@@ -4,6 +4,8 @@ There, the children of a node are tried one after the other: child x is accepted
 p[x], else p[x] is set to 0 and p renormalised. Here the target draws one token at every node.
 """
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +19,13 @@ from poss_jax.decode.tree import Tree, make_tree
 from poss_jax.decode.verify import accept
 from poss_jax.model.ranking import choose
 
+pytestmark = pytest.mark.optimised  # most of the time is drawing
+
 CASES = {record["case"]: record for record in read_json("posterior_sampling")}
 ARRAYS = read_npz("posterior_sampling")
 DEPTH, NUM_DRAWS = 6, 1000
+
+process = jax.jit(process_logits)
 
 
 def tree_of(case: int) -> Tree:
@@ -28,12 +34,13 @@ def tree_of(case: int) -> Tree:
     return make_tree(tokens, jnp.asarray(parents, jnp.int32), depth=DEPTH)
 
 
+@cache
 def scores_of(case: int) -> jax.Array:
     record, logits = CASES[case], ARRAYS[f"{case}/tree_logits"]
     top_p = record["top_p"] or 1.0  # 0 is off there
     given = settings(1, temperature=record["temperature"], top_k=record["top_k"], top_p=top_p)
     text = text_of([], np.zeros((len(logits), 0)))
-    return process_logits(jnp.asarray(logits[None]), given, text)
+    return process(jnp.asarray(logits[None]), given, text)
 
 
 def probabilities_of(case: int) -> np.ndarray:

@@ -19,6 +19,8 @@ from poss_jax.decode.sampling import (
 
 V = 40
 
+process = jax.jit(process_logits)
+
 
 def settings(batch: int, **given) -> Sampling:
     """Settings of a batch; a number stands for every sequence, a list is one each."""
@@ -51,7 +53,7 @@ def text_of(tokens, on_path=None, path=()) -> Text:
 def scores_of(logits, text=None, **given) -> np.ndarray:
     """Scores of the rows of one sequence."""
     logits = jnp.asarray([logits], jnp.float32)
-    out = process_logits(logits, settings(1, **given), text or text_of([]))
+    out = process(logits, settings(1, **given), text or text_of([]))
     return np.array(out[0])
 
 
@@ -211,7 +213,7 @@ def test_processors_are_those_of_transformers():
         jnp.ones((batch, 1, 4), bool),
     )
     sampling = settings(batch, **given, bias_ids=bias_ids, bias=bias)
-    ours = jax.jit(process_logits)(logits[:, None], sampling, text)[:, 0]
+    ours = process(logits[:, None], sampling, text)[:, 0]
     for row in range(batch):
         one = {name: value[row].item() for name, value in given.items()}
         biases = {(int(i),): float(b) for i, b in zip(bias_ids[row], bias[row], strict=True)}
@@ -256,6 +258,7 @@ def test_greedy_sequences_have_no_noise():
     assert not drawn[0].any() and drawn[1].all()
 
 
+@pytest.mark.optimised
 def test_noise_reaches_beyond_one_in_ten_million():
     """Noise of 24 bits ends at 16.6, and so never chooses a token of probability below 6e-8."""
     drawn = noise([0], [0], 16, vocab_size=2**22)
