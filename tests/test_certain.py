@@ -5,7 +5,7 @@ Four layers each keep that from changing a text: clamped log-probabilities, scor
 along a path, a selection closed under parents, and an acceptance that walks the tree.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import product
@@ -139,9 +139,14 @@ def check(generate: Generate, sharpness: float, disorder: float, *, depth: int) 
     return float(output.tokens.shape[0] * (NUM_NEW - 1) / output.num_rounds.sum())
 
 
-def check_all(shape: tuple[int, int, int], watch: Watch | None = None) -> None:
+def check_all(
+    shape: tuple[int, int, int],
+    watch: Watch | None = None,
+    *,
+    sharpnesses: Sequence[float] = (1.0, 3.0, 10.0),
+) -> None:
     generate, longest = program(shape, watch), min(shape[0], shape[2] - 1) + 1
-    for sharpness, disorder in product((1.0, 3.0, 10.0), (0.02, 0.2)):
+    for sharpness, disorder in product(sharpnesses, (0.02, 0.2)):
         rate = check(generate, sharpness, disorder, depth=shape[0])
         assert rate > (0.6 * longest if disorder == 0.02 else 1.5)  # otherwise nothing is tried
     if watch is not None:
@@ -150,11 +155,12 @@ def check_all(shape: tuple[int, int, int], watch: Watch | None = None) -> None:
 
 @pytest.mark.parametrize("shape", TREES[:2], ids=str)
 def test_speculative_equals_autoregressive(shape):
-    check_all(shape)
+    check_all(shape, sharpnesses=[10.0])
 
 
 def test_trees_hold_what_they_promise():
-    check_all((3, 2, 6), Watch())  # what watches a round may change its rounding
+    # What watches a round may change its rounding.
+    check_all((3, 2, 6), Watch(), sharpnesses=[10.0])
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import cli
 from poss_jax.convert.plan import Conversion, plan_draft, plan_target
 
-NUM_CASES = 40
+NUM_CASES = 20
 INDEX = "model.safetensors.index.json"
 
 

@@ -81,8 +81,9 @@ def arguments(runs: Runs, tmp_path) -> list[str]:
 
 @pytest.fixture
 def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smallest tree, in batches: every tree and every drafted position costs compilations."""
+    """The smallest tree, in batches, at three temperatures; each tree costs compilations."""
     monkeypatch.setattr(lossless, "SHAPES", ((1, 3, 4),))
+    monkeypatch.setattr(lossless, "TEMPERATURES", (0.0, 0.1, 1.0))
     every = lossless.list_settings
     monkeypatch.setattr(lossless, "list_settings", lambda decoder: islice(every(decoder), 1, 2))
 
@@ -91,9 +92,9 @@ def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys):
     bench.main(arguments(runs, tmp_path))
     out = capsys.readouterr().out
-    assert "| PosS-2, tree 1/3/4, batch 4 | 36 | 0 | 0 |" in out
+    assert "| PosS-2, tree 1/3/4, batch 4 | 12 | 0 | 0 |" in out
     report = json.loads(out.splitlines()[-1])
-    assert report["failures"] == report["excused"] == [] and report["answers"] == 36
+    assert report["failures"] == report["excused"] == [] and report["answers"] == 12
     assert 0 < report["largest_rounding"] < lossless.MAX_ROUNDING
 
 
@@ -117,7 +118,6 @@ def fresh_programs() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_settings", "fresh_programs")
 def test_the_program_finds_a_planted_mistake(runs: Runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(lossless, "TEMPERATURES", (0.0, 0.1, 1.0))  # each difference is replayed
     original = speculate.choose_tokens
 
     def mistaken(request, state, tree, logits, noise):

@@ -205,7 +205,7 @@ def test_bodies_that_are_too_large(served: Served) -> None:
 @pytest.mark.parametrize("name", ["unknown", "prompt", "user", "logit_bias", "stop"])
 def test_deep_nesting(served: Served, name: str) -> None:
     """Python gives up near 1,000 levels, some earlier than others."""
-    depths = [100, *range(800, 1000, 12), 20_000]
+    depths = [100, *range(800, 1000, 24), 20_000]
     for depth, (left, right) in product(depths, ("[]", ('{"a":', "}"))):
         nested = left * depth + "1" + right * depth
         body = f'{{"max_tokens": 1, "prompt": "a", "{name}": {nested}}}'
@@ -297,7 +297,7 @@ def test_no_request_is_an_error_of_the_server(served: Served) -> None:
 
         @seed(0)
         @settings(
-            max_examples=25,
+            max_examples=15,
             deadline=None,
             database=None,
             phases=[Phase.generate],

@@ -7,6 +7,6 @@ _COMMON = {
     "database": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-settings.register_profile("few", max_examples=20, derandomize=True, **_COMMON)
+settings.register_profile("few", max_examples=12, derandomize=True, **_COMMON)
 settings.register_profile("fuzz", max_examples=100, **_COMMON)
 settings.load_profile("few")
