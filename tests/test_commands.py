@@ -16,6 +16,7 @@ import pytest
 from convert_sources import run
 from golden import ROOT_E3
 from programs import Runs, write_lines
+from test_bench import made_up_report
 
 from poss_jax.config.models import TreeConfig
 from poss_jax.convert.published import PUBLISHED
@@ -31,6 +32,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "pip install ": "needs a network; tests/test_wheel.py installs",
     "bash .ci/run": "this test is part of it",
     "make ": "runs the tests, or for minutes",
+    "python -m infer.generate --prompt ": "tests/test_bundled.py runs it",
     "python -m infer.bench --config configs/bundled/": "make demo runs it",
     "python -m infer.bench --config configs/study/": "runs for half an hour",
     "python -m infer.drift --config configs/demo/": "needs the models of make demo",
@@ -128,6 +130,10 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("poss_jax.engine.device.CPU_TREE", TREE)
+    made_up = made_up_report()  # what tests/test_bench.py measures
+    card, steps = made_up["methods"]["draft"], made_up["autoregressive_step_milliseconds"]
+    monkeypatch.setattr("infer.bench.measure_card", lambda *_: card)
+    monkeypatch.setattr("infer.bench.measure_steps", lambda *_: steps)
     return tmp_path
 
 

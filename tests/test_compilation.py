@@ -16,7 +16,7 @@ from poss_jax.engine.engine import Engine
 def engine() -> Engine:
     llama = tiny_llama(max_position_embeddings=512)
     config = DraftConfig(layer=llama, positions_per_specialist=(1, 2))
-    tree = TreeConfig(depth=3, top_k=2, total_tokens=8)
+    tree = TreeConfig(depth=1, top_k=2, total_tokens=3)
     return make_engine(llama, random_target(llama), config, tree=tree)
 
 

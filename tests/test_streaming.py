@@ -12,7 +12,6 @@ from infer.generate import Screen, main
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.program.running import BRACKETS, COLOUR, text_marks
 
-WATCHED = True  # see conftest.py
 N = 24
 TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
 PROMPTS = ["def area_7", "def area_1_1(width, heig", "中"]

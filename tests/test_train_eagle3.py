@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def test_features_on_disk_are_those_of_the_step(
     assert all((a == b).all() for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_specialists_start_from_a_layer(runs: Runs, run: Path, tmp_path: Path) -> None:
     """A third specialist is a copy; frozen ones, and what all share, stay as they are."""
     wanted = {"positions_per_specialist": [1, 1, 1], "depth": 3, "num_frozen": 1}
@@ -164,16 +166,12 @@ def draft() -> Any:
     return stacked(random_draft(TASK.draft))
 
 
+@partial(jax.jit, static_argnames="task")
 def gradients_of(draft: Any, target: Any, batch: TrainBatch, task: DraftTask = TASK) -> Any:
     """(gradients, losses) of a batch; sums, not means."""
-
-    @jax.jit
-    def run(draft: Any, target: Any, batch: TrainBatch) -> Any:
-        own, one = own_head(draft), jnp.ones(())
-        data = prepare_draft_data(target, task, batch, num_trained=one, own_head=own)
-        return draft_gradients(draft, target["head"]["weight"], task, data)
-
-    return run(draft, target, batch)
+    own, one = own_head(draft), jnp.ones(())
+    data = prepare_draft_data(target, task, batch, num_trained=one, own_head=own)
+    return draft_gradients(draft, target["head"]["weight"], task, data)
 
 
 def assert_close(got: Any, want: Any) -> None:

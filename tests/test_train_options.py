@@ -48,6 +48,14 @@ def train(runs: Runs, folder: Path, **changes: Any) -> list[dict[str, Any]]:
     return specialists(runs, folder / "run" / "model")
 
 
+@pytest.fixture(scope="module")
+def plain(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of three steps without further options."""
+    folder = tmp_path_factory.mktemp("plain")
+    train(runs, folder)
+    return folder / "run"
+
+
 def specialists(runs: Runs, model: Path | str) -> list[dict[str, Any]]:
     _, draft = load_draft(str(model), target=read_record(runs.model("target")))
     return [dict(_named(tree)) for tree in (*draft["specialists"], draft["fc"])]
@@ -96,24 +104,20 @@ def test_a_draft_is_continued_in_its_own_family(
         open_stage(config, tmp_path, plan_for="here")
 
 
-def test_parts_of_a_batch_give_the_same_run(runs: Runs, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    mesh = {"data": 1}
-    for got, want in zip(
-        train(runs, parts, step={"accumulation_steps": 2}, mesh=mesh),
-        train(runs, whole, mesh=mesh),
-        strict=True,
-    ):
+def test_parts_of_a_batch_give_the_same_run(runs: Runs, plain: Path, tmp_path: Path) -> None:
+    parts = train(runs, tmp_path, step={"accumulation_steps": 2})
+    for got, want in zip(parts, specialists(runs, plain / "model"), strict=True):
         for name in want:
             np.testing.assert_allclose(got[name], want[name], atol=2e-5, err_msg=name)
 
 
-def test_narrow_computation(runs: Runs, tmp_path: Path) -> None:
+def test_narrow_computation(runs: Runs, plain: Path, tmp_path: Path) -> None:
     trained = train(runs, tmp_path, dtype="bfloat16")
     assert {leaf.dtype.name for tree in trained for leaf in tree.values()} == {"float32"}
-    narrow = [line["loss"] for line in metrics(tmp_path / "run") if "loss" in line]
-    train(runs, tmp_path / "wide")
-    wide = [line["loss"] for line in metrics(tmp_path / "wide" / "run") if "loss" in line]
+    narrow, wide = (
+        [line["loss"] for line in metrics(run) if "loss" in line]
+        for run in (tmp_path / "run", plain)
+    )
     np.testing.assert_allclose(narrow, wide, rtol=0.02)
     assert narrow != wide
 

@@ -19,7 +19,7 @@ from poss_jax.shapes import Params
 LLAMA = tiny_llama(vocab_size=64, max_position_embeddings=128)
 EAGLE = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
 EAGLE3 = DraftConfig(layer=LLAMA, family="eagle3", aux_layers=(0, 1), kv="shared", head_size=64)
-TREE = TreeConfig(depth=3, top_k=2, total_tokens=8)
+TREE = TreeConfig(depth=2, top_k=2, total_tokens=6)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 SAMPLING = [SamplingConfig(temperature=1, seed=3), SamplingConfig()]
 
@@ -45,12 +45,11 @@ def compilations() -> Iterator[list[Any]]:
 @pytest.mark.parametrize(
     "draft, vocabulary, tied",
     [
-        (None, None, False),
-        (EAGLE, None, True),
-        (EAGLE, tuple(range(0, 64, 2)), False),
-        (EAGLE3, None, False),
+        pytest.param(None, None, False, id="plain", marks=pytest.mark.slow),
+        pytest.param(EAGLE, None, True, id="tied"),
+        pytest.param(EAGLE, tuple(range(0, 64, 2)), False, id="vocabulary"),
+        pytest.param(EAGLE3, None, False, id="eagle3"),
     ],
-    ids=["plain", "tied", "vocabulary", "eagle3"],
 )
 def test_an_updated_engine_is_one_that_was_made_of_the_new_weights(draft, vocabulary, tied):
     llama = replace(LLAMA, tie_embeddings=tied)
