@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     models = poss_jax.bundled_model("target"), poss_jax.bundled_model("poss3")
     engine = poss_jax.Engine.load(
-        *models, tree=poss_jax.TreeConfig(depth=6, top_k=4, total_tokens=16)
+        *models, tree=poss_jax.TreeConfig(depth=6, top_k=4, total_tokens=24)
     )
     chunks = engine.stream(args.prompt, max_new_tokens=args.max_new_tokens)
     args.output.write_text(draw(args.prompt, [chunk.pieces for chunk in chunks]))

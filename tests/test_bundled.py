@@ -18,7 +18,7 @@ from poss_jax.program.running import BRACKETS
 ROOT = Path(__file__).parent.parent
 DRAFTS = ("eagle", "hass", "poss1", "poss2", "poss3", "eagle3", "poss3_e3")
 PROMPT = "def read_lines(path):\n"
-TREE = poss_jax.TreeConfig(depth=6, top_k=4, total_tokens=16)  # of the notebook and the picture
+TREE = poss_jax.TreeConfig(depth=6, top_k=4, total_tokens=16)  # of the notebook
 
 sys.path.insert(0, str(ROOT / "examples"))
 import picture  # noqa: E402
