@@ -39,7 +39,7 @@ class DraftInputs(struct.PyTreeNode):
       documents: document of its row that a pair belongs to.
     """
 
-    features: Array  # [B T F]; F = D, but for the inner states that EAGLE-3 reads
+    features: Array  # [B T F]; F = D, more where EAGLE-3 reads inner states
     embedded: Array  # [B T D]
     documents: Array  # [B T] int32
 

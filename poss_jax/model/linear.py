@@ -32,7 +32,7 @@ def linear(
 
     Args:
       x: rows.
-      weight: of the same dtype, or quantised.
+      weight: weight of the same dtype, or a quantised one.
       bias: added to every row.
       dtype: dtype of the result, in which products are summed anyway; None: that of `x`.
     """
