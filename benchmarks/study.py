@@ -81,11 +81,8 @@ class StudyConfig:
     output: str = Field(default="runs/study")
 
     def __post_init__(self) -> None:
-        if (
-            self.budgets not in (("steps",), ("steps", "time"))
-            or not self.variants
-            or not self.seeds
-        ):
+        known = ("steps",), ("steps", "time")
+        if self.budgets not in known or not self.variants or not self.seeds:
             raise ValueError("want variants, seeds, and budgets: steps, or steps and time")
         most = len(self.seeds)
         baseline, *others = (one.get("num_seeds", most) for one in self.variants.values())
