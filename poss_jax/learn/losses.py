@@ -203,7 +203,11 @@ def log_normaliser(
     the logits are at hand, rather than computing them again. Arguments: see
     `trained_log_normaliser`.
     """
-    return trained_log_normaliser(head, features, chunk, dtype)
+
+    def of_chunk(rows: Array) -> Array:
+        return jax.nn.logsumexp(_logits(rows.astype(dtype), head), axis=-1)
+
+    return _by_chunks(of_chunk, chunk, features)
 
 
 def _log_normaliser_forward(head: Array, features: Array, chunk: int, dtype: Any):
@@ -224,12 +228,13 @@ log_normaliser.defvjp(_log_normaliser_forward, _log_normaliser_backward)
 
 
 def _logits(rows: Array, head: Array) -> Array:
-    """Logits under a head of the same dtype, not rounded to it: float32."""
+    """Logits in float32 of a product in the dtype of the rows, not rounded to it; no gradients."""
+    head = head.astype(rows.dtype)
     return jnp.einsum("...D,VD->...V", rows, head, preferred_element_type=jnp.float32)
 
 
 def _trained_logits(rows: Array, head: Array) -> Array:
-    """Logits in float32, of a product in the dtype of the rows.
+    """Logits of a product in the dtype of the rows, rounded to it as its gradients are.
 
     A wider head is rounded here, in the loop over chunks, so that its gradient is summed over the
     chunks in its own dtype.
