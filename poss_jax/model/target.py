@@ -7,6 +7,7 @@ holds the same array twice. Decoding wants a list of layers, `encode` the same l
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -373,14 +374,30 @@ def _run_layers(
     inputs, rows = [], KeysValues([], [])
     for index, layer_params in enumerate(params["layers"]):
         inputs.append(hidden)
-        layer = DecoderLayer(config).bind({"params": layer_params})
-        q, k, v = layer.queries_keys_values(layer.normed(hidden), positions, cache.frequencies)
         stored = cache.k[index], cache.v[index]
-        hidden = layer.finish(hidden, attend_cached(q, stored, cache.length, (k, v), can_attend))
+        at = cache.length, positions, cache.frequencies
+        hidden, (k, v) = _run_layer(layer_params, config, hidden, stored, *at, can_attend)
         rows = KeysValues([*rows.k, k], [*rows.v, v])
     final = rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
     aux = [inputs[index] for index in aux_layers]
     return final, jnp.concatenate(aux, axis=-1) if aux else final, rows
+
+
+@partial(jax.jit, static_argnums=1)  # which traces one layer for all of them
+def _run_layer(
+    params: Params,
+    config: LlamaConfig,
+    hidden: Array,
+    stored: tuple[Array, Array],
+    length: Array,
+    positions: Array,
+    frequencies: Array,
+    can_attend: Array,
+) -> tuple[Array, tuple[Array, Array]]:
+    layer = DecoderLayer(config).bind({"params": params})
+    q, k, v = layer.queries_keys_values(layer.normed(hidden), positions, frequencies)
+    attended = attend_cached(q, stored, length, (k, v), can_attend)
+    return layer.finish(hidden, attended), (k, v)
 
 
 def _last_row(
