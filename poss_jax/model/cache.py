@@ -164,9 +164,11 @@ def attend_cached(
       can_attend: which of them each query attends, at least one of all it is given.
     """
     size = stored[0].shape[2]
-    whole = partial(_attend_rows, size)
-    blocks, tpu = (partial(_attend_rows, block_rows(size, least)) for least in (128, 512))
     args = q, stored, length, own, can_attend
+    whole = partial(_attend_rows, size)
+    if block_rows(size) == size:
+        return whole(*args)
+    blocks, tpu = (partial(_attend_rows, block_rows(size, least)) for least in (128, 512))
     return lax.platform_dependent(*args, cuda=whole, rocm=whole, tpu=tpu, default=blocks)
 
 

@@ -7,6 +7,7 @@ import math
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -40,20 +41,23 @@ def linear(
     if isinstance(weight, Quantised):
         return _quantised(x, weight, bias, dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    out = _product(rows, weight, dtype=dtype).reshape(*x.shape[:-1], *weight.shape[:-1])
+    return out if bias is None else out + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+
+
+@partial(jax.jit, static_argnames="dtype")  # which traces equal shapes once
+def _product(rows: Array, weight: Array, *, dtype: Any) -> Array:
     one_on_cpu, one_on_tpu, few_on_cpu, flat_on_cpu, plain = (
         partial(spelling, dtype=dtype)
         for spelling in (_one_row_on_cpu, _one_row_on_tpu, _few_rows_on_cpu, _flat_on_cpu, _plain)
     )
     if len(rows) == 1:
-        out = lax.platform_dependent(rows, weight, cpu=one_on_cpu, tpu=one_on_tpu, default=plain)
-    elif len(rows) <= _FEW_ROWS:
-        out = lax.platform_dependent(rows, weight, cpu=few_on_cpu, default=plain)
-    elif weight.ndim > 2:
-        out = lax.platform_dependent(rows, weight, cpu=flat_on_cpu, default=plain)
-    else:
-        out = plain(rows, weight)
-    out = out.reshape(*x.shape[:-1], *weight.shape[:-1])
-    return out if bias is None else out + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+        return lax.platform_dependent(rows, weight, cpu=one_on_cpu, tpu=one_on_tpu, default=plain)
+    if len(rows) <= _FEW_ROWS:
+        return lax.platform_dependent(rows, weight, cpu=few_on_cpu, default=plain)
+    if weight.ndim > 2:
+        return lax.platform_dependent(rows, weight, cpu=flat_on_cpu, default=plain)
+    return plain(rows, weight)
 
 
 def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> Array:
