@@ -180,7 +180,7 @@ def _inspect_model(folder: AnyPath, *, verify: bool) -> Inspection:
     ]
     if record.quantised is not None:
         found.add(
-            "quantised", f"{record.quantised}, with a scale per output, but for the embedding"
+            "quantised", f"{record.quantised}, with a scale per output, except the embedding"
         )
     _count_weights(found)
     _describe_record(found, record)
