@@ -17,12 +17,13 @@ from watch import Watch
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.models import CPU_TREE
+from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.decode import speculate
 from poss_jax.engine.device import device_memory, fit_tree, least_bytes
 from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
 from poss_jax.engine.steps import decode_batch
 from poss_jax.engine.trees import Tuned
+from poss_jax.model.sharding import bytes_per_device
 
 WATCHED = True  # see conftest.py
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
@@ -421,6 +422,24 @@ def test_what_cannot_fit_is_refused_before_it_is_tried(
         plain.stream("def", max_new_tokens=N)
     monkeypatch.setattr("poss_jax.engine.device.device_memory", lambda: None)
     plain.request([plain.prepare([1], N)])
+
+
+@pytest.mark.parametrize("quantise", [None, "int8"])
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_a_target_that_cannot_fit_is_not_read(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, quantise: Any, tensor: int
+) -> None:
+    settings = {"quantise": quantise, "mesh": MeshConfig(tensor=tensor), "dtype": jnp.bfloat16}
+    memory = "poss_jax.engine.device.device_memory"
+    leaves = jax.tree.leaves(Engine.load(runs.model("target"), **settings).weights.target)
+    needed = bytes_per_device(list({id(leaf): leaf for leaf in leaves}.values()))
+    monkeypatch.setattr(memory, lambda: needed)
+    Engine.load(runs.model("target"), **settings)
+    monkeypatch.setattr(memory, lambda: needed - 1)
+    monkeypatch.setattr("poss_jax.engine.engine.load_target", None)
+    advice = "spread" if quantise else "quantise it"
+    with pytest.raises(UserError, match=f"at least 0.0 GiB of each device, .* 0.0 GiB; {advice}"):
+        Engine.load(runs.model("target"), **settings)
 
 
 def test_memory_of_this_device() -> None:

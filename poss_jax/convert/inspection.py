@@ -179,9 +179,7 @@ def _inspect_model(folder: AnyPath, *, verify: bool) -> Inspection:
         for path, array in flatten_item(describe_item(folder, record, item)).items()
     ]
     if record.quantised is not None:
-        found.add(
-            "quantised", f"{record.quantised}, with a scale per output, except the embedding"
-        )
+        found.add("quantised", f"{record.quantised}, with a scale per output, except the embedding")
     _count_weights(found)
     _describe_record(found, record)
     if verify:

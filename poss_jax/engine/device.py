@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from poss_jax.config.models import ACCELERATOR_TREE, CPU_TREE, LlamaConfig, TreeConfig
+from poss_jax.checkpoint.record import ModelRecord
+from poss_jax.config.models import (
+    ACCELERATOR_TREE,
+    CPU_TREE,
+    LlamaConfig,
+    Quantisation,
+    TreeConfig,
+)
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.model.parameters import flatten_item, item_shapes, place_weights
+from poss_jax.model.quantise import weight_path
 from poss_jax.model.sharding import bytes_per_device, dividing_axes
 from poss_jax.model.target import compute_dtype
 
@@ -118,6 +128,37 @@ def device_memory() -> int | None:
     if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_weights(
+    record: ModelRecord, dtype: Any, *, quantise: Quantisation | None, mesh: Mesh | None
+) -> None:
+    """Refuses a target whose weights alone exceed the memory, before they are read.
+
+    Args:
+      record: record of the target.
+      dtype: dtype of all that is not quantised.
+      quantise: type to round its matrices to.
+      mesh: grid of devices; None: one device.
+
+    Raises:
+      UserError: see above.
+    """
+    is_quantised = (quantise or record.quantised) is not None
+    needed = 0
+    for name, item in item_shapes(record.config, is_quantised=is_quantised).items():
+        for inner, shape in flatten_item(item).items():
+            path = "/".join((name, *inner))
+            part = place_weights(mesh)(path, shape).shard_shape(shape) if mesh else shape
+            sizes = {"values": 1, "scale": 4} if weight_path(path) != path else {}
+            needed += math.prod(part) * sizes.get(inner[-1], jnp.dtype(dtype).itemsize)
+    available = device_memory()
+    if available is not None and needed > available:
+        raise UserError(
+            f"target {record.target.name} takes at least {_gib(needed)} of each device, which has "
+            f"{_gib(available)}; {'' if is_quantised else 'quantise it (int8), '}spread it over "
+            "more devices (mesh.tensor), or take a smaller one"
+        )
 
 
 def check_memory(weights: Weights, config: DecodeConfig, *, batch_size: int) -> None:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from poss_jax.checkpoint.folder import load_draft, load_target
+from poss_jax.checkpoint.folder import load_draft, load_target, read_target
 from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, Drafting, MeshConfig, Quantisation, TreeConfig
@@ -35,6 +35,7 @@ from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, read_answer
 from poss_jax.engine.device import (
     Trees,
     check_memory,
+    check_weights,
     default_dtype,
     default_tree,
     fit_tree,
@@ -161,13 +162,12 @@ class Engine:
 
         Raises:
           UserError: a folder is missing or broken, the draft does not fit the target, the
-            vocabulary does not fit the draft, the target is quantised already, or the mesh does
-            not fit the devices.
+            vocabulary does not fit the draft, the target is quantised already, the mesh does not
+            fit the devices, or the target's weights do not fit their memory.
         """
-        mesh = decoding_mesh(mesh)
-        record, params = load_target(
-            target, dtype or default_dtype(), quantise=quantise, sharding=_sharding_on(mesh)
-        )
+        mesh, dtype = decoding_mesh(mesh), dtype or default_dtype()
+        check_weights(read_target(target), dtype, quantise=quantise, mesh=mesh)
+        record, params = load_target(target, dtype, quantise=quantise, sharding=_sharding_on(mesh))
         params = fuse_target(params, record.llama, partial(_place_on, mesh))
         tokenizer = load_tokenizer(as_path(target)) if record.tokenizer_sha256 is not None else None
         engine = cls(
