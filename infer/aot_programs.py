@@ -59,12 +59,14 @@ class Plan(NamedTuple):
         """Blocks of a cache that are attended, each in one turn of a loop."""
         return -(-self.work.context // block_rows(self.decode.rows, 512))
 
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes per device that programs take twice, though a device holds them once."""
-        draft, target = self.weights.draft, self.weights.target
-        shared = [draft[name] for name in ("embed", "head") if draft.get(name) == target[name]]
-        return bytes_per_device(shared)
+    def shared_bytes(self, name: str) -> int:
+        """Bytes per device that a program takes twice, though a device holds them once."""
+        draft = self.decode.draft
+        if draft is None or name == "step":
+            return 0
+        has_own_head = draft.head_size is not None or self.work.draft_vocabulary is not None
+        lent = ["embed"] if has_own_head or name == "prefill" else ["embed", "head"]
+        return bytes_per_device([self.weights.draft[part] for part in lent])
 
     def floor(self, name: str) -> costs.Cost:
         """Least bytes and operations of a program, per device (a loop's: one round).

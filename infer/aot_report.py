@@ -35,7 +35,7 @@ def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[s
     report: dict[str, Any] = {
         "compile_seconds": round(compiled.seconds[0], 1),
         "compile_cpu_seconds": round(compiled.seconds[1], 1),
-        "memory": _memory(compiled, plan, device),
+        "memory": _memory(name, compiled, plan, device),
         "floor_bytes": floor.bytes,
         "floor_ms": floor.milliseconds(device),
         "moved_bytes": sum(
@@ -110,11 +110,11 @@ _LISTS = (
 )
 
 
-def _memory(compiled: Compiled, plan: Plan, device: Device) -> dict[str, float]:
+def _memory(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[str, float]:
     """Bytes per device; what the draft borrows of the target is one buffer, given twice."""
     memory = planned_memory(compiled.program)
     for key in ("arguments", "total"):
-        memory[key] -= plan.shared_bytes
+        memory[key] -= plan.shared_bytes(name)
     return memory | {"available": device.memory_bytes}
 
 

@@ -5,6 +5,7 @@ On this machine's CPU always, for a TPU where libtpu is installed; no accelerato
 
 import importlib.util
 import json
+import math
 from functools import cache
 from pathlib import Path
 
@@ -19,14 +20,15 @@ from infer import hlo
 from infer import hlo_findings as findings
 from infer.aot import main
 from infer.aot_programs import Plan, cache_shapes, compile_program, plan, weight_shapes
-from infer.aot_report import find_main_loop
+from infer.aot_report import find_main_loop, measure
+from infer.costs import Device
 from poss_jax.bundled import bundled_model
 from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import SpecialistsConfig
 from poss_jax.model.ahead import GPUS, describe_gpu, tpu_slice
-from poss_jax.model.sharding import make_mesh
+from poss_jax.model.sharding import bytes_per_device, make_mesh
 
 pytestmark = pytest.mark.optimised
 
@@ -250,6 +252,20 @@ def test_models_that_do_not_fit_are_refused(words, message):
     config = load_config(AheadConfig, str(CONFIGS / "llama3-8b.yaml"), words)
     with pytest.raises(UserError, match=message):
         plan(config, make_mesh(config.mesh))
+
+
+@pytest.mark.parametrize("name", ["prefill", "step", "round"])
+def test_what_is_lent_is_counted_once(name):
+    plan = planned("cpu")
+    target, draft = map(bytes_per_device, plan.weights)
+    lent = bytes_per_device([plan.weights.target["embed"], plan.weights.target["head"]])
+    compiled = compile_program(name, plan)
+    report = measure(name, compiled, plan, Device("cpu", 1.0, 1.0, 1.0))
+    taken = report["memory"]["arguments"]
+    others = jax.tree.leaves(compiled.program.args_info[0][1:])  # request and state
+    others = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in others)
+    assert target <= taken
+    assert name != "round" or taken <= target + draft - lent + others
 
 
 @pytest.mark.skipif(not HAS_LIBTPU, reason="needs libtpu: pip install libtpu")
