@@ -84,6 +84,14 @@ def watched_programs(request: pytest.FixtureRequest) -> Iterator["Watch | None"]
     watch.check(at_least=0)
 
 
+@pytest.fixture
+def fresh_programs() -> Iterator[None]:
+    """What was traced or compiled before is not used, and what is here not later."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def room_for_programs() -> Iterator[None]:
     """Drops compiled programs before they reach the kernel's limit of memory maps (65,530)."""

@@ -30,6 +30,7 @@ def normal(*shape, seed=0) -> jax.Array:
 
 
 @pytest.mark.parametrize("few_rows", [64, 0], ids=["few_rows_spelling", "plain_spelling"])
+@pytest.mark.usefixtures("fresh_programs")
 def test_linear_of_every_number_of_rows(monkeypatch, few_rows):
     monkeypatch.setattr("poss_jax.model.linear._FEW_ROWS", few_rows)
     x, weight, bias = normal(70, 6), normal(5, 6, seed=1), normal(5, seed=2)

@@ -1,11 +1,9 @@
 """The losslessness check: what it excuses, what it does not, and the program around it."""
 
 import json
-from collections.abc import Iterator
 from itertools import islice
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 from models import make_engine, random_target, tiny_llama
@@ -105,14 +103,6 @@ def test_a_replay_ends_with_its_text():
     )
     prompt = engine.prepare([1, 2, 3], 3)
     assert len(lossless._replay(engine, [prompt], 0, 9, batch_size=2)) == 3
-
-
-@pytest.fixture
-def fresh_programs() -> Iterator[None]:
-    """Nothing compiled before is used, and nothing compiled here later."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.slow

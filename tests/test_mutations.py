@@ -10,6 +10,8 @@ from test_speculate import SHAPES, check_shape
 from poss_jax.decode import drafting, speculate
 from poss_jax.model import cache, target
 
+pytestmark = pytest.mark.usefixtures("fresh_programs")
+
 
 @pytest.mark.slow
 def test_a_tree_mask_off_by_one_is_noticed(monkeypatch):
@@ -18,6 +20,7 @@ def test_a_tree_mask_off_by_one_is_noticed(monkeypatch):
 
     check_shape(SHAPES["wide"], cases=1, seed=0)
     monkeypatch.setattr(target, "attend_cached", shifted)
+    jax.clear_caches()
     with pytest.raises(AssertionError):
         check_shape(SHAPES["wide"], cases=5, seed=0)
 

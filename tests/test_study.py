@@ -15,7 +15,10 @@ from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError
 from train.main import main as train_main
 
-VARIANTS = {"one layer": {}, "two": {"specialists": {"positions_per_specialist": [1, 1]}}}
+VARIANTS = {
+    "one layer": {},
+    "two": {"specialists": {"positions_per_specialist": [1, 1], "depth": 2}},
+}
 
 
 @pytest.fixture
@@ -138,7 +141,9 @@ def test_a_study_goes_on_where_it_stopped(
     assert {"positions.svg", "drift.svg", "convergence.svg"} <= {
         path.name for path in (tmp_path / "report").iterdir()
     }
-    variants = VARIANTS | {"two": {"specialists": {"positions_per_specialist": [1, 1, 1]}}}
+    variants = VARIANTS | {
+        "two": {"specialists": {"positions_per_specialist": [1, 1, 1], "depth": 3}}
+    }
     other = write_config(tmp_path, values | {"variants": variants})
     with pytest.raises(UserError, match=r"two/3 holds a run with another config \(special"):
         study.main(["--config", other, "--output", output])
