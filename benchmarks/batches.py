@@ -39,6 +39,11 @@ def measure(
     """Times every batch size without a draft and with every tree."""
     _, decoder = load_decoders(config)
     prompts = first_prompts(read_questions(config, decoder.engine))
+    if any(len(prompts) % size for size in batch_sizes):
+        raise UserError(
+            f"--num-prompts: want a multiple of every batch size, so that all are full; got "
+            f"{len(prompts)} prompts"
+        )
     named = {tree_name(tree): tree for tree in (None, *trees)}
     sizes = {}
     for size in batch_sizes:
@@ -48,6 +53,7 @@ def measure(
         sizes[size] = {"best": best, "methods": rows}
     return {
         "trees": {name: tree and config_to_dict(tree) for name, tree in named.items()},
+        "num_prompts": len(prompts),
         "batch_sizes": sizes,
         "different_outputs": sum(
             row["different_outputs"] for one in sizes.values() for row in one["methods"].values()
@@ -62,7 +68,7 @@ def format_table(report: dict[str, Any]) -> str:
     sizes = report["batch_sizes"]
     config = report["config"]
     lines = [
-        f"Tokens per second (ratio to no draft), by batch size; {config['num_prompts']} prompts x "
+        f"Tokens per second (ratio to no draft), by batch size; {report['num_prompts']} prompts x "
         f"{config['max_new_tokens']} new tokens, {config['repeats']} repeats; "
         f"{report['different_outputs']} outputs differ",
         "",
@@ -116,10 +122,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--batch-sizes", nargs="+", type=at_least(1), default=BATCH_SIZES, metavar="N"
     )
-    args = parser.parse_args(arguments)
-    if any(args.num_prompts % size for size in args.batch_sizes):
-        raise UserError("--num-prompts: want a multiple of every batch size, so that all are full")
-    return args
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,6 +22,7 @@ host's processor.
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -197,15 +198,17 @@ async def run_load(
     url: str, pid: int, cases: Sequence[Case], *, num_clients: int, seconds: float
 ) -> dict[str, Any]:
     """Streams from many clients; every third request of each leaves halfway."""
-    end, answers, wrong = time.monotonic() + seconds, [], 0
+    began, answers, wrong = time.monotonic(), [], 0
+    end = began + seconds
     memory = [resident_mib(pid)]
 
     async def run_client(index: int, client: httpx.AsyncClient) -> None:
         nonlocal wrong
-        number = index
-        while time.monotonic() < end:
-            case, number = cases[number % len(cases)], number + num_clients + 1
-            leaves = number % 3 == 0
+        for turn in itertools.count():
+            if time.monotonic() >= end:
+                return
+            case = cases[(index + turn * (num_clients + 1)) % len(cases)]
+            leaves = (index + turn) % 3 == 0
             half = len(case.expected) // 2
             answer = await ask(client, case, leave_after=half if leaves else None)
             expected = case.expected[: len(answer.tokens)] if leaves else case.expected
@@ -220,6 +223,7 @@ async def run_load(
                 bar.update()
                 memory.append(resident_mib(pid))
         await asyncio.gather(*clients)
+        elapsed = time.monotonic() - began  # with the answers that were begun in time
         freed = await measure_freeing(client, cases, num_clients)
     whole = [answer for answer in answers if answer.is_whole]
     per_token = [
@@ -230,7 +234,7 @@ async def run_load(
         "answers": len(answers),
         "left": len(answers) - len(whole),
         "wrong": wrong,
-        "tokens_per_second": sum(len(one.tokens) for one in answers) / seconds,
+        "tokens_per_second": sum(len(one.tokens) for one in answers) / elapsed,
         "first_token_milliseconds": percentiles([1000 * one.first for one in whole]),
         "per_token_milliseconds": percentiles([1000 * one for one in per_token]),
         "freed_milliseconds": freed,

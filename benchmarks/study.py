@@ -32,7 +32,7 @@ from pydantic.dataclasses import dataclass
 
 from infer.bench import bench
 from infer.journal import Answer, Cell
-from infer.report import show_report
+from infer.report import check_output, show_report
 from infer.statistics import compare, compare_seeds, estimate_mean, format_estimate
 from infer.summary import make_grid
 from poss_jax.checkpoint.folder import load_draft, write_model
@@ -507,6 +507,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load_config(BenchConfig, config.bench)  # is refused before hours of training, as are these
     for run in config.runs("steps"):
         load_config(TrainConfig, config.start, words_of(config, run))
+    check_output(args.output, overwrite=True)
     report = study(config)
     text = f"{format_study(report)}\n{format_drift(report)}"
     show_report(report, text, args.output, plot=partial(plot, report))

@@ -88,8 +88,8 @@ def bench(
         Key(cell, repeat, decoder.name, index)
         for cell, few in dialogues.items()
         for repeat in range(config.repeats)
-        for decoder in decoders
         for index in range(len(few))
+        for decoder in (*decoders[index % len(decoders) :], *decoders[: index % len(decoders)])
     ]
     at_work = {key.method for key in journal.missing(keys)} | {
         decoder.name for decoder in decoders if decoder.name not in journal.methods
@@ -159,7 +159,7 @@ def _answer_missing(
     dialogues: dict[Cell, list[Dialogue]],
     journal: Journal,
 ) -> None:
-    """Answers what the journal does not hold; methods take turns, and so do their passes."""
+    """Answers what the journal does not hold; methods take turns, question by question."""
     engines = {decoder.name: decoder.engine for decoder in decoders}
     missing = list(journal.missing(keys))
     with tqdm(
@@ -222,10 +222,19 @@ def _describe_methods(
             journal.describe(decoder.name, numbers)
     steps = measure_steps(decoders[0].engine, prompt, roofline.device)
     return {
-        "methods": {decoder.name: journal.methods[decoder.name] for decoder in decoders},
+        "methods": {
+            decoder.name: {"tree": _tree_of(decoder)} | journal.methods[decoder.name]
+            for decoder in decoders
+        },
         "autoregressive_step_milliseconds": steps,
         "roofline": asdict(roofline),
     }
+
+
+def _tree_of(decoder: Decoder) -> str | None:
+    """The tree that a question alone is drafted with; None decodes without a draft."""
+    config = decoder.engine.decode_config(1)
+    return config.tree.name if config.draft else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -249,6 +258,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.check_lossless:
         _check_lossless(config)
         return
+    if args.autotune and len(config.temperatures) > 1:
+        raise UserError(
+            f"--autotune: want one temperature, got {list(config.temperatures)}; give "
+            "temperatures=[1], or the one that texts will be drawn with"
+        )
+    if action is not None:
+        _, sampling = next(_cells(config, {"": []}))
+        config = replace(config, sampling=sampling)
     if args.roofline:
         _show_roofline(config)
         return

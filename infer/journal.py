@@ -13,6 +13,8 @@ from poss_jax.engine.answers import Generation
 
 SETTINGS, ANSWERS, METHODS = "bench.json", "answers.jsonl", "methods.json"
 
+_BY_NAME = {"sets", "weights", "trees", "draft_vocabularies"}  # settings of each set or method
+
 
 class Cell(NamedTuple):
     """One set of questions with one way to choose tokens.
@@ -142,12 +144,14 @@ class Journal:
         if folder is None:
             return
         if (folder / SETTINGS).is_file() and not from_scratch:
-            _update_settings(folder, settings)
+            known = _read_whole_file(folder / SETTINGS, "give --overwrite to start from scratch")
             self.answers = {answer.key: answer for answer in _read_whole_lines(folder / ANSWERS)}
             if (folder / METHODS).is_file():
                 self.methods = _read_whole_file(
                     folder / METHODS, "remove it, and the methods are measured again"
                 )
+            measured = {name for key in self.answers for name in (key.method, key.cell.set)}
+            _update_settings(folder, known, settings, {*measured, *self.methods})
             return
         folder.mkdir(parents=True, exist_ok=True)
         for name in (ANSWERS, METHODS):
@@ -176,9 +180,12 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
     write_file(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
-def _update_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Adds the names that are new, and refuses what differs."""
-    known = _read_whole_file(folder / SETTINGS, "give --overwrite to start from scratch")
+def _update_settings(
+    folder: Path, known: dict[str, Any], settings: dict[str, Any], measured: set[str]
+) -> None:
+    """Adds the names that are new, and refuses what differs of those that were measured."""
+    for key in _BY_NAME & known.keys():
+        known[key] = {name: value for name, value in known[key].items() if name in measured}
     wanted = json.loads(json.dumps(settings))
     keys = {*known, *wanted}
     if differing := sorted(key for key in keys if _differ(known.get(key), wanted.get(key))):

@@ -34,9 +34,10 @@ def format_report(report: dict[str, Any]) -> str:
     for group in report["groups"]:
         table = partial(_group_table, group, is_compared=is_compared)
         lines += ["", *_describe_group(group), *table("all")]
+        lines += _comparison_table(group["comparisons"])
         if 0 < len(group["looping_questions"]) < group["questions"]:
             lines += ["", "without those whose answers loop", "", *table("not_looping")]
-        lines += _comparison_table(group)
+            lines += _comparison_table(group["comparisons_not_looping"])
     return "\n".join([*lines, "", *_memory_table(report), *_phase_table(report)])
 
 
@@ -90,11 +91,11 @@ def _group_table(group: dict[str, Any], part: str, *, is_compared: bool) -> list
     return format_rows(head, table)
 
 
-def _comparison_table(group: dict[str, Any]) -> list[str]:
-    if not group["comparisons"]:
+def _comparison_table(comparisons: list[dict[str, Any]]) -> list[str]:
+    if not comparisons:
         return []
     table = []
-    for pair in group["comparisons"]:
+    for pair in comparisons:
         cells = [f"{pair['second']} - {pair['first']}"]
         for key, digits in (("acceptance_length", 3), ("tokens_per_second", 1)):
             cells.append(format_estimate(pair[key]["difference"], digits=digits))
@@ -108,11 +109,13 @@ def _memory_table(report: dict[str, Any]) -> list[str]:
     table = []
     for name, entry in report["methods"].items():
         memory = entry["memory"]
-        cells = [name, f"{memory['draft_parameters']:,}", f"{memory['draft_bytes'] / 1e6:.2f}"]
+        cells = [name, entry["tree"] or "no draft"]
+        cells += [f"{memory['draft_parameters']:,}", f"{memory['draft_bytes'] / 1e6:.2f}"]
         cells += [f"{memory[f'{of}_cache_bytes_per_token']:,}" for of in ("target", "draft")]
         table.append(cells)
-    head = ["method", "parameters of the draft", "MB", "cache, bytes per token: target", "draft"]
-    return ["## Memory", "", *format_rows(head, table)]
+    head = ["method", "tree: depth/top_k/nodes", "parameters of the draft", "MB"]
+    head += ["cache, bytes per token: target", "draft"]
+    return ["## Trees and memory", "", *format_rows(head, table)]
 
 
 def _phase_table(report: dict[str, Any]) -> list[str]:

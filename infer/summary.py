@@ -82,7 +82,8 @@ def summarise_group(grids: dict[str, Grid], baseline: str) -> dict[str, Any]:
       baseline: name of the autoregressive method, which speed-ups are relative to.
 
     Returns:
-      Numbers by method, of `all` questions and of those `not_looping`; and comparisons of drafts.
+      Numbers by method, of `all` questions and of those `not_looping`; and comparisons of drafts on
+      all questions and, where only some loop, on the others.
     """
     looping = [
         index for index, seeds in enumerate(grids[baseline].first()) if any(map(is_looping, seeds))
@@ -98,14 +99,20 @@ def summarise_group(grids: dict[str, Grid], baseline: str) -> dict[str, Any]:
         for name, grid in grids.items()
     }
     drafts = [name for name in grids if name != baseline]
+
+    def compare_all(questions: list[int]) -> list[dict[str, Any]]:
+        return [
+            {"first": a, "second": b} | _compare(grids[a].of(questions), grids[b].of(questions))
+            for a, b in combinations(drafts, 2)
+        ]
+
+    some_loop = 0 < len(looping) < len(every)
     return {
         "questions": len(every),
         "looping_questions": looping,
         "methods": methods,
-        "comparisons": [
-            {"first": a, "second": b} | _compare(grids[a], grids[b])
-            for a, b in combinations(drafts, 2)
-        ],
+        "comparisons": compare_all(every),
+        "comparisons_not_looping": compare_all(groups["not_looping"]) if some_loop else [],
     }
 
 

@@ -263,7 +263,9 @@ def test_the_fastest_vocabulary_is_kept_beside_the_trees(
     write_draft_vocabulary(file, DraftVocabulary(vocab_size=300, tokens=(4, 5, 6)))
     arguments = ["--target", runs.model("target"), "--draft", f"P={draft}", "--autotune"]
     for _ in range(2):  # what was tuned before is not looked at
-        main([*arguments, "--num-prompts", "1", "--try-vocabulary", str(file)])
+        words = "--num-prompts 1 --temperatures 1 --try-vocabulary"
+        main([*arguments, *words.split(), str(file)])
+    assert '"temperature": 1' in tuned_file(draft).read_text()
     tuned = Engine.load(runs.model("target"), draft)
     assert tuned.trees == {1: SMALL}
     assert len(tuned.weights.draft["head"]["weight"]) == (3 if wins else 300)
@@ -277,6 +279,7 @@ def test_the_fastest_vocabulary_is_kept_beside_the_trees(
         ("", "--autotune: want at least one draft; give --draft NAME=DIR"),
         ("--draft a={poss2} --draft b={poss2} --trees-file x", "--trees-file: want one draft"),
         ("--draft a={poss2} --trees-file {there}", "exists; name another file or give --overwrite"),
+        ("--draft a={poss2} --temperatures 0 --temperatures 1", "want one temperature, got [0.0, "),
         ("--draft a={poss2} --trees-file x --batch-sizes 1,99", "number of prompts, 2, got 99"),
     ],
 )

@@ -134,6 +134,24 @@ def test_rounds_deeper_than_the_table_count_as_a_whole() -> None:
     assert value(rows["positionwise_acceptance"]) == [1] * 8
 
 
+def test_drafts_are_compared_without_looping_answers_too() -> None:
+    answers = {one.key: one for one in made_up_answers()}
+    for key, one in list(answers.items()):
+        if key.method == "draft":
+            other = key._replace(method="other")
+            answers[other] = replace(one, key=other)
+    grids = {
+        name: make_grid(answers, [CELL], name, repeats=2, num_questions=2)
+        for name in ("plain", "draft", "other")
+    }
+    group = summarise_group(grids, "plain")
+    assert len(group["comparisons"]) == 1
+    (pair,) = group["comparisons_not_looping"]
+    assert pair["acceptance_length"]["p_value"] == 1  # of the one question that is left
+    text = format_report(made_up_report() | {"groups": [made_up_report()["groups"][0] | group]})
+    assert text.count("| other - draft |") == 2
+
+
 def test_answers_without_a_round_are_left_out_of_acceptance() -> None:
     """As where the first token ends the text, or is all that was asked for."""
     one, none = answer((0, "d", 0), DIVERSE, [3], [4], 1.0), answer((0, "d", 1), [1], [], [], 1.0)
@@ -235,8 +253,8 @@ def made_up_report() -> dict[str, Any]:
         "repeats": 2,
         "groups": [about | made_up_group()],
         "methods": {
-            "plain": plain | {"compile_seconds": 1},
-            "draft": draft | {"compile_seconds": 2.25},
+            "plain": plain | {"compile_seconds": 1, "tree": None},
+            "draft": draft | {"compile_seconds": 2.25, "tree": "4/2/9"},
         },
         "autoregressive_step_milliseconds": steps,
         "roofline": {"device": device},
@@ -275,7 +293,8 @@ without those whose answers loop
     assert "without those" not in format_report(report)
     assert "| draft | 2.67 | 2.67 | 16 | 4.00 | 100 % | 50 % | 100 % | 0 % |" in text
     for table in (
-        "| draft | 1,234 | 0.00 | 1,024 | 64 |",
+        "| plain | no draft | 1,234 | 0.00 | 1,024 | 64 |",
+        "| draft | 4/2/9 | 1,234 | 0.00 | 1,024 | 64 |",
         "| draft | 1.50 | 2.00 | 0.00 | 0.50 | 5.00 | 0.80 | 2.2 | 1.50 | 0.0125 |",
         "autoregressive loop 3.00 ms per token, plain decode step 2.50 ms: ratio 1.20; floor 1.50 "
         "ms: 50% of the loop",
@@ -368,9 +387,11 @@ def test_damaged_files_of_a_journal_are_named(tmp_path: Path, content: str) -> N
 
 def test_drafts_may_be_added_to_a_journal(tmp_path: Path) -> None:
     for names in ({"x": 1}, {"y": 2}, {"x": 1, "y": 2, "z": 3}):
-        Journal(tmp_path, {"a": 1, "drafts": names})
-    with pytest.raises(UserError, match=r"other settings \(drafts\)"):
-        Journal(tmp_path, {"a": 1, "drafts": {"y": 1}})
+        journal = Journal(tmp_path, {"a": 1, "weights": names})
+        journal.describe("y", {})
+    Journal(tmp_path, {"a": 1, "weights": {"x": 2}})  # of which nothing was measured yet
+    with pytest.raises(UserError, match=r"other settings \(weights\)"):
+        Journal(tmp_path, {"a": 1, "weights": {"y": 1}})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -638,7 +659,7 @@ def test_a_benchmark_with_another_vocabulary_does_not_go_on(runs: Runs, tmp_path
         limited = replace(config, draft_vocabulary=str(path))
         settings.append(program.settings_of(limited, load_decoders(limited), {}))
         path.unlink()
-    Journal(tmp_path / "report", settings[0])
+    Journal(tmp_path / "report", settings[0]).describe("A", {})
     with pytest.raises(UserError, match=r"of other settings \(draft_vocabularies\)"):
         Journal(tmp_path / "report", settings[1])
 
@@ -698,6 +719,15 @@ def test_temperatures_and_seeds_make_a_matrix(uninterrupted: dict[str, Any]) -> 
         for group in groups
         for rows in group["methods"].values()
     )
+
+
+def test_methods_take_turns(runs: Runs, prompts: str, tmp_path: Path) -> None:
+    """A machine that slows down slows all of them; each question begins with another one."""
+    main([*matrix(runs, prompts), "--output", str(tmp_path)])
+    lines = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
+    order = [(line["key"][3], line["key"][2]) for line in lines][:6]
+    draft, plain = "PosS-2", "autoregressive"
+    assert order == [(0, plain), (0, draft), (1, draft), (1, plain), (2, plain), (2, draft)]
 
 
 def test_sets_are_found_by_name(runs: Runs, tmp_path: Path) -> None:

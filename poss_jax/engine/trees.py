@@ -118,7 +118,7 @@ def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = No
     if file is not None and not file.is_file():
         _LOG.warning("%s was tuned with %s, which is gone; using the default tree", path, file)
         return None
-    _LOG.info("trees by batch size: %s, tuned for this draft and device", path)
+    _LOG.warning("trees by batch size: %s, tuned for this draft and device", path)
     return Tuned(trees, file)
 
 
