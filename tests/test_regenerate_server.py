@@ -159,6 +159,34 @@ def test_a_refused_question_is_kept_with_what_the_server_says(
     assert len(chat.bodies) == 12  # no second try
 
 
+def test_a_server_that_refuses_all_first_questions_stops_the_run(
+    chat: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*arguments: str, records: Any = RECORDS) -> str:
+        return refusal(lambda given: run(chat, tmp_path, *given, records=records), *arguments)
+
+    records = ["not json", *RECORDS]
+    chat.reply = lambda body: (400, {"error": "Unsupported parameter: 'max_tokens'"})
+    assert stopped(records=records) == (
+        "the server refuses all of the first 12 questions (the server refuses it with status 400: "
+        "Unsupported parameter: 'max_tokens'); mend the settings, then run again"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["asked.jsonl"]
+    monkeypatch.setattr(module, "_REFUSALS", 5)
+    chat.reply = lambda body: (413, {}) if int(last(body).split()[1]) < 5 else echo(body)
+    assert "first 5 questions (the server refuses it with status 413: {})" in stopped()
+    monkeypatch.setattr(module, "_REFUSALS", 6)
+    answered = run(chat, tmp_path, "--max-new-tokens", "9", records=records)  # other settings
+    assert len(answered) == 7
+    assert [line["index"] for line in failed(tmp_path)] == list(range(6))
+
+    chat.reply = lambda body: (400, {})  # now that there are answers
+    output = tmp_path / "out.jsonl"
+    output.write_text(output.read_text().splitlines(keepends=True)[0])
+    assert len(run(chat, tmp_path, "--max-new-tokens", "9", records=records)) == 1
+    assert len(failed(tmp_path)) == 12
+
+
 # --------------------------------------------------------------------------------------------------
 # Tries
 

@@ -195,7 +195,7 @@ class AnswerFiles:
     def __init__(
         self, output: Path, made_from: dict[str, Any], window: int, *, overwrite: bool = False
     ) -> None:
-        """Opens the files, or those of an interrupted run.
+        """Opens those of an interrupted run, or makes new ones once there are lines.
 
         Args:
           output: where chats go.
@@ -211,8 +211,9 @@ class AnswerFiles:
         self.num_done, self.counts = 0, dict[str, int]()
         made_from = json.loads(json.dumps(made_from))
         written = (path for path in (output, self.failed, self._about) if path.exists())
+        self._to_start: dict[str, Any] | None = None
         if overwrite or all(path.stat().st_size == 0 for path in written):
-            self._start(made_from)
+            self._to_start = made_from
         else:
             self._check(made_from)
             self._resume(window, made_from["questions"])
@@ -220,6 +221,9 @@ class AnswerFiles:
     def add(self, lines: Iterable[Line]) -> None:
         """Writes the lines of a window."""
         lines = list(lines)
+        if self._to_start is not None:
+            self._start(self._to_start)
+            self._to_start = None
         for path, key in ((self.output, "messages"), (self.failed, "reason")):
             mine = [line for line in lines if ("reason" in line) == (key == "reason")]
             with path.open("a", encoding="utf-8") as file:

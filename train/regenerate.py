@@ -49,7 +49,7 @@ from .answers import (
     hash_questions,
     list_questions,
 )
-from .server import Server, answer_questions
+from .server import Server, answer_questions, hold_refusals
 
 _BATCHES_PER_WINDOW = 4
 _DATA_OPTIONS = ("source", "subset", "split", "template", "system_prompt", "max_documents")
@@ -105,9 +105,12 @@ def _regenerate(config: RegenerateConfig, output: Path, *, overwrite: bool) -> d
     }
     files = AnswerFiles(output, made_from, answerer.window, overwrite=overwrite)
     started, before = time.monotonic(), files.num_done
+    lines_to_come = answerer.answer(questions[before:])
+    if config.server is not None and "answered" not in files.counts:
+        lines_to_come = hold_refusals(lines_to_come)
     with (
         tqdm(total=len(questions), initial=before, desc="answer", unit="chat") as progress,
-        closing(answerer.answer(questions[before:])) as answers,
+        closing(lines_to_come) as answers,
     ):
         for lines in answers:
             files.add(lines)

@@ -1,7 +1,8 @@
 """A chat server with OpenAI's interface that answers the questions of a data set, many at a time.
 
 The server holds model, template and limit of length; a question that it refuses is a failure of
-that question alone. A server that is busy or away is asked again, later and later.
+that question alone, unless it refuses all of the first ones. A server that is busy or away is asked
+again, later and later.
 """
 
 import json
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException
 from queue import SimpleQueue
@@ -45,8 +47,10 @@ _SAID_WAIT = 10.0
 _LONGEST_ASKED_WAIT = 3600.0
 _TIMEOUT = 600.0
 _AHEAD = 4  # questions under way or answered behind a slow one, per request
+_REFUSALS = 100  # so many at the beginning, and nothing else, are the fault of the settings
 
 _OF_THE_QUESTION = {400, 413, 422}
+_REFUSES = "the server refuses it with status"
 _PASSING = {0, 408, 409, 425, 429}  # 0: no answer; and all from 500 on
 
 
@@ -168,7 +172,7 @@ class Server:
                 return self._parse(reply.content)
             said = _message(reply.content)
             if reply.status in _OF_THE_QUESTION:
-                raise Refused(f"the server refuses it with status {reply.status}", said)
+                raise Refused(f"{_REFUSES} {reply.status}", said)
             got = f"status {reply.status}: {said}" if reply.status else said
             is_passing = reply.status in _PASSING or reply.status >= 500
             if number == tries or not is_passing or self._wait(number, reply.retry_after, got):
@@ -257,6 +261,48 @@ def answer_questions(
             tasks.get()
         for _ in range(num_threads):
             tasks.put(None)
+
+
+def hold_refusals(answers: Lines) -> Lines:
+    """Holds the first lines back until one shows that the server does not refuse everything.
+
+    Args:
+      answers: what `answer_questions` yields.
+
+    Yields:
+      The same lines.
+
+    Raises:
+      UserError: the server refuses all of the first questions.
+    """
+    held: list[Line] = []
+    refused: list[Line] = []
+    with closing(answers):
+        for lines in answers:
+            held += lines
+            refused += filter(_is_refusal, lines)
+            if any("messages" in line and not _is_refusal(line) for line in lines):
+                break
+            if len(refused) >= _REFUSALS:
+                raise _refuses_all(refused)
+        else:
+            if refused:
+                raise _refuses_all(refused)
+        if held:
+            yield held
+        yield from answers
+
+
+def _is_refusal(line: Line) -> bool:
+    return line.get("reason", "").startswith(_REFUSES)
+
+
+def _refuses_all(refused: Sequence[Line]) -> UserError:
+    reason, said = refused[0]["reason"], refused[0].get("said")
+    return UserError(
+        f"the server refuses all of the first {len(refused)} questions "
+        f"({reason}{f': {said}' if said else ''}); mend the settings, then run again"
+    )
 
 
 def _answer(server: Server, question: Question, settings: AnswerSettings) -> Line:
