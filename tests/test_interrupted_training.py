@@ -219,6 +219,10 @@ def test_poisoned_batch_stops_the_run_and_is_named(runs: Runs, tmp_path: Path) -
         f"step {step} diverged: loss nan; the checkpoint of step {step - 1} is kept, "
         f"its batch is rows {rows} of the training data (text: "
     )
+    assert message.endswith(
+        "; raise explosion_factor and run again if the loss is to be that high, else mend the data "
+        "or lower optimizer.learning_rate and start from scratch (--overwrite, or another output)"
+    )
     assert checkpoints(tmp_path / "run") == [step - 2, step - 1]
     assert "éé" in (tmp_path / "run" / "samples" / f"diverged-{step}.md").read_text("utf-8")
     assert [line["step"] for line in metrics(tmp_path / "run")] == [5][: step - 5]

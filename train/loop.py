@@ -108,8 +108,9 @@ def _describe_divergence(
         kept = "nothing is saved yet"
     return (
         f"step {error.step} diverged: {error}; {kept}, its batch is rows {listed} of the training "
-        f"data (text: {place}); mend the data, lower optimizer.learning_rate, or raise "
-        "explosion_factor if the loss is to be that high"
+        f"data (text: {place}); raise explosion_factor and run again if the loss is to be that "
+        "high, else mend the data or lower optimizer.learning_rate and start from scratch "
+        "(--overwrite, or another output)"
     )
 
 
