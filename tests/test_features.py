@@ -106,6 +106,7 @@ def test_a_cache_killed_while_it_is_written_serves_runs_that_learn_as_online(
     stage = open_stage(load_config(TrainConfig, config), tmp_path)
     target, batch, _ = stage.plan_step().others
     assert "layers" not in target and batch.features.shape == (*batch.tokens.shape, 32)
+    stage.load_weights()
     stage.write_features()
     again = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
     assert "all of them written" in stage.report["features"] and again == shards
@@ -122,6 +123,7 @@ def test_a_cache_to_be_written_is_planned_and_filled_as_memory_allows(
     values = DRAFT | {"batch_size": 2, "step": {"accumulation_steps": 2}}
     stage = open_stage(load_config(TrainConfig, cached(runs, tmp_path, values)), tmp_path)
     assert "layers" not in stage.plan_step().others[0]
+    stage.load_weights()
     rows_at_once = []
     monkeypatch.setattr("train.draft_stage.fill_cache", lambda *args: rows_at_once.append(args[3]))
     stage.write_features()

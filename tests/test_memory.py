@@ -73,9 +73,27 @@ def test_a_step_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         check_memory(plan(config))
 
 
+def test_a_run_that_cannot_fit_reads_no_weights(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_file(runs, tmp_path)
+    forbid_weights(monkeypatch)
+    monkeypatch.setattr("train.memory.device_memory", lambda: 1000)
+    assert "a step needs at least" in refusal(main, "--config", config)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 def test_a_tpu_slice_is_compiled_for_without_a_tpu():
     assert compile_memory(plan(run(data=1, fsdp=2, tensor=2), "v5p:2x2x1"))["temporaries"] > 0
+
+
+def forbid_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_weights(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights are read")
+
+    for name in ("load_target", "load_draft", "load_layers"):
+        monkeypatch.setattr(f"train.draft_stage.{name}", no_weights)
 
 
 def config_file(runs: Runs, folder: Path) -> str:
@@ -86,11 +104,7 @@ def config_file(runs: Runs, folder: Path) -> str:
 def test_a_dry_run_says_what_a_device_holds(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_weights(*_: Any, **__: Any) -> None:
-        raise AssertionError("weights are read")
-
-    for name in ("load_target", "load_draft"):
-        monkeypatch.setattr(f"train.draft_stage.{name}", no_weights)
+    forbid_weights(monkeypatch)
     main(["--config", config_file(runs, tmp_path), "--dry-run", "--compile-for", "here"])
     printed = capsys.readouterr().out
     assert "parameters/specialists/attention/q/weight  2 32 32 " in printed

@@ -259,7 +259,9 @@ def test_specialists_start_as_copies_of_an_earlier_drafts_last(runs: Runs, tmp_p
     config = load_config(
         TrainConfig, config_file(runs, tmp_path, POSS2, init_draft=runs.model("eagle"))
     )
-    params = open_stage(config, tmp_path).init_params()
+    stage = open_stage(config, tmp_path)
+    stage.load_weights()
+    params = stage.init_params()
     _, eagle = load_draft(runs.model("eagle"), target=read_record(runs.model("target")))
     for copies, original in zip(
         jax.tree.leaves(params["specialists"]),
@@ -274,6 +276,7 @@ def test_a_draft_keeps_the_vocabulary_of_the_one_it_starts_from(runs: Runs, tmp_
     own = copy_model(runs.model("eagle"), tmp_path / "own", draft_vocabulary=[5, 7, 11])
     config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2, init_draft=own))
     stage = open_stage(config, tmp_path)
+    stage.load_weights()
     stage.save_model(stage.init_params(), tmp_path / "saved")
     assert read_record(tmp_path / "saved").draft_vocabulary == (5, 7, 11)
 

@@ -252,6 +252,7 @@ def test_validations_say_if_no_answer_is_long_enough(
 ) -> None:
     config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2))
     stage = open_stage(config, tmp_path)
+    stage.load_weights()
     params, batch = stage.init_params(), put_batch(stage.validation_rows[:2], stage.mesh)
     is_even = np.arange(batch.tokens.shape[1])[None] % 2 == 0
     gaps = batch.replace(loss_mask=batch.loss_mask & is_even)

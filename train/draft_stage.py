@@ -60,24 +60,15 @@ class DraftStage:
 
     lookahead = 2  # a draft is given a row's feature and the token after it
 
-    def __init__(
-        self, config: TrainConfig, folder: AnyPath, mesh: Mesh, *, with_weights: bool = True
-    ) -> None:
+    def __init__(self, config: TrainConfig, folder: AnyPath, mesh: Mesh) -> None:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
         self._record, self._dtype = read_unquantised(config.target), run_dtype(config, mesh)
-        if with_weights:
-            place = place_weights(mesh)
-            _, self._target = load_target(
-                config.target, self._dtype, with_layers=False, sharding=place
-            )
         validation_depth = _check_depths(config)
-        self._open_draft(with_weights=with_weights)
+        self._open_draft()
         self._refuse_other_models(folder)
         self.tokenizer = load_tokenizer(as_path(config.target))
         self._open_rows(folder)
-        if with_weights and not is_complete(self._features):
-            self._target["layers"] = load_layers(config.target, self._record, self._dtype, mesh)
         self._task = DraftTask(
             target=self._record.llama,
             draft=self.config,
@@ -88,7 +79,7 @@ class DraftStage:
         )
         self._validation = compile_on(mesh, make_draft_validation(self._task, validation_depth))
 
-    def _open_draft(self, *, with_weights: bool) -> None:
+    def _open_draft(self) -> None:
         """Settles the draft's shape, after the one it starts from if there is one."""
         wanted, self._vocabulary = self._run.specialists, None
         if wanted.draft_vocabulary is not None:
@@ -97,9 +88,10 @@ class DraftStage:
         if self._run.init_draft is None:
             target = self._record.llama
             num_tokens = len(self._vocabulary or range(target.vocab_size))
-            self._init_draft, draft = None, describe_draft(wanted, target, num_tokens)
+            draft = describe_draft(wanted, target, num_tokens)
         else:
-            record = self._open_init_draft(self._run.init_draft, with_weights=with_weights)
+            record = read_draft(self._run.init_draft, **self._fit())
+            self._check_init_draft(record)
             draft = record.draft
             self._vocabulary = record.draft_vocabulary or self._vocabulary
         family = family_of(draft)
@@ -185,25 +177,31 @@ class DraftStage:
         self.rows, self.validation_rows = prepared.train, prepared.validation
         self.report = prepared.report
 
-    def _open_init_draft(self, folder: str, *, with_weights: bool) -> ModelRecord:
-        """Reads the draft to start from."""
-        wanted = self._run.specialists
-        fit: dict[str, Any] = {
-            "target": self._record,
-            "allow_target_mismatch": self._run.allow_target_mismatch,
-        }
-        record = read_draft(folder, **fit)
-        self._check_init_draft(record)
-        if not with_weights:
-            return record
-        _, draft = load_draft(folder, jnp.float32, sharding=place_weights(self.mesh), **fit)
+    def _fit(self) -> dict[str, Any]:
+        """What a draft to start from has to fit."""
+        allowed = self._run.allow_target_mismatch
+        return {"target": self._record, "allow_target_mismatch": allowed}
+
+    def load_weights(self) -> None:
+        """See `Stage`."""
+        assert self._run.target is not None
+        target, dtype, place = self._run.target, self._dtype, place_weights(self.mesh)
+        _, self._target = load_target(target, dtype, with_layers=False, sharding=place)
+        if self._run.init_draft is not None:
+            self._init_draft = self._load_init_draft(self._run.init_draft)
+        if not is_complete(self._features):
+            self._target["layers"] = load_layers(target, self._record, dtype, self.mesh)
+
+    def _load_init_draft(self, folder: str) -> Params:
+        """Loads the draft to start from, with as many specialists as are wanted."""
+        wanted, place = self._run.specialists, place_weights(self.mesh)
+        _, draft = load_draft(folder, jnp.float32, sharding=place, **self._fit())
         if wanted.kv == "shared" and not has_shared_keys_values(draft):
             raise UserError(
                 f"init_draft {folder}: want specialists with the same keys and values, got "
                 "different ones; start from another or leave out specialists.kv"
             )
-        self._init_draft = extend_specialists(draft, len(wanted.positions_per_specialist))
-        return record
+        return extend_specialists(draft, len(wanted.positions_per_specialist))
 
     def write_features(self) -> None:
         """See `Stage`."""

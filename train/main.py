@@ -57,6 +57,7 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
             stage = None if holds_model(place) else open_stage(config, place)
             if stage is not None:
                 check_memory(stage.plan_step())
+                stage.load_weights()
         if stage is None and is_damaged(config):
             return {"model": str(absolute(config.output) / "model")}
         with closing(RunFolder(config, is_checked=stage is None)) as folder:

@@ -37,12 +37,18 @@ class Stage(Protocol):
     """
 
     lookahead: int
-    config: LlamaConfig | DraftConfig
     mesh: Mesh
     rows: Rows
     validation_rows: Rows
     report: dict[str, Any]
     tokenizer: Any
+
+    @property
+    def config(self) -> LlamaConfig | DraftConfig: ...
+
+    def load_weights(self) -> None:
+        """Reads the weights that are at hand from the first step on, once the step fits."""
+        ...
 
     def write_features(self) -> None:
         """Writes to disk what is not to be computed in every step."""
@@ -78,19 +84,20 @@ class Stage(Protocol):
 
 
 def open_stage(config: TrainConfig, folder: AnyPath, *, plan_for: str | None = None) -> Stage:
-    """Reads what the run needs: text, tokenizer, and the models it starts from.
+    """Reads what the run needs but weights: text, tokenizer, and what the models are.
 
     Args:
       config: the run.
       folder: where it keeps what it prepares.
-      plan_for: devices (see `mesh_for`) to plan a run on, without any weights.
+      plan_for: devices (see `mesh_for`) to plan a run on, which does not take place.
 
     Raises:
       UserError: something is missing or does not fit.
     """
-    kind = {"target": TargetStage, "draft": DraftStage}[config.stage]
     mesh = mesh_for(config, plan_for or "here")
     if plan_for is None:
         check_processes(mesh)
     check_batch_size(config.batch_size // config.step.accumulation_steps, mesh)
-    return kind(config, folder, mesh, with_weights=plan_for is None)
+    if config.stage == "draft":
+        return DraftStage(config, folder, mesh)
+    return TargetStage(config, folder, mesh, is_shared=plan_for is None)

@@ -54,8 +54,9 @@ class TargetStage:
     lookahead = 1
 
     def __init__(
-        self, config: TrainConfig, folder: AnyPath, mesh: Mesh, *, with_weights: bool = True
+        self, config: TrainConfig, folder: AnyPath, mesh: Mesh, *, is_shared: bool = True
     ) -> None:
+        """Reads text and tokenizer; `is_shared` says that all processes have the same folder."""
         assert config.model is not None
         load = functools.cache(lambda: load_documents(config.data))
         self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
@@ -67,7 +68,7 @@ class TargetStage:
             if not (place / "tokenizer.json").is_file():
                 self._write_tokenizer(place, load)
 
-        if with_weights:
+        if is_shared:
             ask_first(make_tokenizer)
         else:  # a dry run has a folder per process
             make_tokenizer()
@@ -109,6 +110,9 @@ class TargetStage:
         with uploaded(folder) as local:
             local.mkdir(parents=True, exist_ok=True)
             copy_tokenizer(as_path(self._run.init_target), local)
+
+    def load_weights(self) -> None:
+        """See `Stage`; those of `init_target` are read when the state is made."""
 
     def write_features(self) -> None:
         """See `Stage`; a target has no use for any."""
