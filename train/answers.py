@@ -201,7 +201,7 @@ class AnswerFiles:
           output: where chats go.
           made_from: what decides them; the files must have been made from the same.
           window: questions that are answered together.
-          overwrite: start from the beginning.
+          overwrite: start from the beginning; what is there is kept until there are lines.
 
         Raises:
           UserError: the files are something else, or were made otherwise.
