@@ -30,6 +30,7 @@ from tqdm import tqdm
 from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import provenance, read_record
 from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import PreparedPrompt
@@ -82,7 +83,7 @@ def bench(
         cell: make_dialogues(sets[cell.set], config, sampling, decoders[0].engine)
         for cell, sampling in _cells(config, sets)
     }
-    folder = Path(config.output) if config.output else None
+    folder = local_path(config.output, "output") if config.output else None
     journal = Journal(folder, settings_of(config, decoders, sets), from_scratch=from_scratch)
     keys = [
         Key(cell, repeat, decoder.name, index)
@@ -274,8 +275,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         autotune(config, args.batch_sizes or [1], args.try_vocabulary, places)
         return
     if config.output is not None:
-        goes_on = (Path(config.output) / SETTINGS).is_file()
-        check_output(Path(config.output), overwrite=args.overwrite or goes_on)
+        folder = local_path(config.output, "output")
+        goes_on = (folder / SETTINGS).is_file()
+        check_output(folder, overwrite=args.overwrite or goes_on)
     with nullcontext() if config.output is None else sole_writer(config.output):
         _compare(config, from_scratch=args.overwrite)
 
@@ -288,7 +290,7 @@ def _compare(config: BenchConfig, *, from_scratch: bool) -> None:
         table += f"\n\n## By position\n\n{format_drift(report['drift'])}"
     print(table)
     if config.output is not None:
-        folder = Path(config.output)
+        folder = local_path(config.output, "output")
         write_report(report, table, folder)
         write_page(report, folder / "report.html")
         write_answer_files(answers, folder)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import ModelRecord, provenance
 from poss_jax.config.decoding import DriftConfig
 from poss_jax.config.models import DraftConfig
+from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.data.conversations import Tokens
@@ -326,9 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, args = read_arguments(
         DriftConfig, arguments, prog="infer.drift", doc=__doc__, add_actions=_add_actions
     )
-    if config.output is not None:
-        check_output(Path(config.output), overwrite=args.overwrite)
-    folder = None if config.output is None else Path(config.output)
+    folder = None if config.output is None else local_path(config.output, "output")
+    if folder is not None:
+        check_output(folder, overwrite=args.overwrite)
     with nullcontext() if folder is None else sole_writer(folder):
         report = study(config)
         show_report(

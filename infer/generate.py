@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.whole import write_output
 from poss_jax.config.decoding import GenerateConfig
-from poss_jax.config.paths import as_path
+from poss_jax.config.paths import as_path, local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.engine.answers import Chunk, Generation
@@ -142,7 +142,7 @@ def answer_line(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, decodes, prints."""
     config, _ = read_arguments(GenerateConfig, arguments, prog="infer.generate", doc=__doc__)
-    output = None if config.output is None else Path(config.output)
+    output = None if config.output is None else local_path(config.output, "output")
     if output is not None:
         check_new_file(output)
     records = [] if config.prompt is None else [{"prompt": config.prompt}]

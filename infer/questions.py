@@ -9,7 +9,6 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,9 +142,9 @@ def _find_file(source: str, data_dir: str | None) -> AnyPath | None:
     """Finds the file of a path or of a name below the data directory."""
     if source.endswith((".jsonl", ".json")) or as_path(source).is_file():
         return as_path(source)
-    folders = [as_path(source), *([Path(data_dir) / source] if data_dir else [])]
+    folders = [as_path(source), *([as_path(data_dir) / source] if data_dir else [])]
     files = [folder / QUESTIONS for folder in folders]
-    files += [Path(data_dir) / f"{source}.jsonl"] if data_dir else []
+    files += [as_path(data_dir) / f"{source}.jsonl"] if data_dir else []
     return next((file for file in files if file.is_file()), None)
 
 

@@ -88,7 +88,7 @@ def places_of_trees(
         check_writable(file)
         return dict.fromkeys(config.drafts, file)
     for folder in config.drafts.values():
-        if Path(folder).is_dir() and not os.access(folder, os.W_OK):
+        if as_path(folder).is_dir() and not os.access(as_path(folder), os.W_OK):
             raise UserError(f"draft {folder} may not be written to; give --trees-file FILE")
     mesh = decoding_mesh(config.mesh)
     return {name: tuned_file(folder, mesh) for name, folder in config.drafts.items()}

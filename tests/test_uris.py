@@ -33,13 +33,15 @@ from self_killing import ROOT
 
 from infer.generate import main as generate_main
 from poss_jax.checkpoint.folder import verify_model
+from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config import paths
-from poss_jax.config.paths import as_path, copy_files, is_uri, local_path
+from poss_jax.config.paths import absolute, as_path, copy_files, is_uri, local_path, real_path
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import DataConfig, TrainConfig
 from poss_jax.convert.__main__ import main as convert_main
+from poss_jax.data.files import matching_files
 from poss_jax.data.sources import load_documents
 from poss_jax.draft_vocab import main as vocabulary_main
 from train.claims import claim_folder
@@ -87,6 +89,24 @@ def test_path_or_uri() -> None:
         local_path(Path("gs://a/b"), "output")
     with pytest.raises(UserError, match=r"ftp://a/b: want a local path, or a URI of gs://"):
         as_path("ftp://a/b")
+
+
+def test_the_home_folder_is_found_wherever_a_path_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    place = tmp_path / "a"
+    assert as_path("~/a") == absolute("~/a") == real_path("~/a") == place
+    assert local_path("~/a", "output") == place
+    assert as_path("~no such user/a") == Path("~no such user/a")
+    monkeypatch.chdir(tmp_path)
+    in_use = pytest.raises(UserError, match="in use by process")
+    with sole_writer("~/runs/a"), in_use, sole_writer(tmp_path / "runs" / "a"):
+        pass
+    with whole_folder("~/a") as partial:
+        (partial / "text.txt").write_text("x")
+    assert matching_files("~/a/*.txt") == [place / "text.txt"]
+    assert not (tmp_path / "~").exists()
 
 
 def test_missing_client_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.paths import as_path, is_uri
+from poss_jax.config.paths import as_path, is_uri, local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import DataConfig, RegenerateConfig
 from poss_jax.data.files import matching_files
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         also=[f"data.{name}" for name in _DATA_OPTIONS],
         add_actions=_add_actions,
     )
-    output = Path(config.output)
+    output = local_path(config.output, "output")
     check_writable(output)
     _check_apart(config.data.source, output)
     with sole_writer(output):
@@ -185,7 +185,7 @@ def _settings(config: RegenerateConfig, batch_size: int) -> AnswerSettings:
 def _check_apart(source: str, output: Path) -> None:
     """Raises UserError where the output, or a file beside it, is what is to be read."""
     for path in answer_files(output):
-        if not is_uri(source) and path.absolute().match(os.path.abspath(source)):
+        if not is_uri(source) and path.absolute().match(os.path.abspath(as_path(source))):
             raise UserError(
                 f"source {source!r} would read {path}, which is written; name another output"
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from poss_jax.config.paths import AnyPath, is_uri
+from poss_jax.config.paths import AnyPath, is_uri, local_path
 from poss_jax.config.reading import UserError
 
 
@@ -53,7 +53,7 @@ def sole_writer(output: str | AnyPath) -> Iterator[None]:
     if is_uri(output):  # its store has no locks
         yield
         return
-    real = Path(output).resolve()
+    real = local_path(str(output), "output").resolve()
 
     def refuse(holder: str) -> None:
         raise UserError(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from poss_jax.config.paths import AnyPath, as_path, is_uri, uploaded
+from poss_jax.config.paths import AnyPath, as_path, uploaded
 from poss_jax.config.reading import UserError
 
 _LOCK = "lock"
@@ -27,7 +27,8 @@ def whole_folder(folder: str | AnyPath) -> Iterator[Path]:
       UserError: the folder is not empty or cannot be written.
     """
     refuse_non_empty(folder)
-    with uploaded(as_path(folder)) if is_uri(folder) else _renamed(Path(folder)) as partial:
+    path = as_path(folder)
+    with _renamed(path) if isinstance(path, Path) else uploaded(path) as partial:
         yield partial
 
 

@@ -6,6 +6,7 @@ only as common beginnings of names.
 """
 
 import io
+import os
 import re
 import shutil
 import tempfile
@@ -34,12 +35,12 @@ def is_uri(path: str | AnyPath) -> bool:
 
 
 def as_path(path: str | AnyPath) -> AnyPath:
-    """The path that a user's text means.
+    """The path that a user's text means; `~` is the home folder.
 
     Raises:
       UserError: a URI of an unknown kind, or of a store that cannot be reached.
     """
-    return _reach(str(path)) if is_uri(path) else Path(path)
+    return _reach(str(path)) if is_uri(path) else Path(os.path.expanduser(path))
 
 
 def absolute(path: str | AnyPath) -> AnyPath:
@@ -66,7 +67,7 @@ def local_path(path: str | Path, name: str) -> Path:
     """
     if _CUT_URI.match(str(path)):
         raise UserError(f"{name} {path}: want a path of this machine, got a URI; name a local path")
-    return Path(path)
+    return Path(os.path.expanduser(path))
 
 
 @cache

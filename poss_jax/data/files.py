@@ -1,7 +1,6 @@
 """Files of text and of JSON lines: found, read, and refused in one clear line."""
 
 import glob
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ def matching_files(pattern: str) -> list[AnyPath]:
     """Finds the files that a path, a URI or a glob names, in order."""
     if is_uri(pattern):
         return _matching_objects(pattern)
-    path = Path(os.path.expanduser(pattern))
+    path = as_path(pattern)
     names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
     return [Path(name) for name in names if Path(name).is_file()]
 

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import os
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
@@ -214,7 +213,7 @@ def _refuse_spelled_out(texts: Sequence[Any], config: DataConfig, tokenizer: Any
 def _fingerprint(config: DataConfig, tokenizer: Any, vocab_size: int) -> str:
     """Hash of what decides the rows, the source's content aside."""
     template = config.template
-    if template is not None and (path := as_path(os.path.expanduser(template))).is_file():
+    if template is not None and (path := as_path(template)).is_file():
         template = read_text(path)
     parts = [
         config_to_dict(config),

@@ -8,7 +8,6 @@ So a draft is trained on what a target has to write when it is asked with the sa
 token that ends its turn included.
 """
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -173,7 +172,7 @@ def _read_template(tokenizer: Any, name: str | None) -> str | None:
         return None
     if name not in BUILT_IN:
         try:
-            return read_text(as_path(os.path.expanduser(name)))
+            return read_text(as_path(name))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"data.template {name!r}: want null (the tokenizer's own), {', '.join(BUILT_IN)} "
