@@ -73,6 +73,11 @@ ASKED = {"role": "user", "content": "Hi"}
         ({"conversations": HELLO, "id": 3}, "chat", HELLO),
         ({"prompt": "Hi", "prompt_id": "a", "messages": HELLO}, "chat", HELLO),
         ({"messages": chat("system Be.", *"abcd")}, "chat", chat("system Be.", *"abcd")),
+        ({"messages": chat(*"ab"), "system": "system S"}, "chat", chat("system S", *"ab")),
+        ({"messages": chat("system A", *"ab"), "system": "B"}, "chat", chat("system A", *"ab")),
+        ({"messages": chat(*"ab"), "system": " "}, "chat", chat(*"ab")),
+        ({"messages": chat(*"ab"), "system": None}, "chat", chat(*"ab")),
+        ({"prompt": "a", "response": "b", "system": "system S"}, "pairs", chat("system S", *"ab")),
         (
             {"messages": [{**ASKED, "content": [{"type": "text", "text": "Hi"}]}, HELLO[1]]},
             "chat",
@@ -133,6 +138,14 @@ def test_odd_chats_are_used_up_to_the_oddity(turns: list, kept: int, left_out: s
         assert document.messages[-1] == HELLO[1]
     else:
         assert isinstance(document, Broken) and document.reason == left_out
+
+
+@pytest.mark.parametrize(
+    ("history", "why"), [([["c", "d"]], "earlier turns in 'history'"), ([], "")]
+)
+def test_a_history_is_left_out_of_a_pair(history: list, why: str) -> None:
+    record = {"instruction": "a", "output": "b", "history": history}
+    assert read_document(record, "pairs") == (Chat(chat(*"ab")), why)
 
 
 @pytest.mark.parametrize(

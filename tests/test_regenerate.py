@@ -41,6 +41,8 @@ def users(*turns: str) -> list[dict[str, str]]:
 )
 def test_questions_of_every_format(record: dict[str, Any], asked: str) -> None:
     assert read_questions(record) == users(*asked)
+    system = {"role": "system", "content": "Be brief."}
+    assert read_questions(record | {"system": "Be brief."}) == [system, *users(*asked)]
 
 
 @pytest.mark.parametrize(

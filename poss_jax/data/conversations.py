@@ -89,6 +89,8 @@ def read_document(record: dict[str, Any], kind: str | None) -> tuple[Document | 
     """
     if kind == "chat":
         return _read_chat(record)
+    if kind == "pairs":
+        return _read_pair(record), "earlier turns in 'history'" if record.get("history") else ""
     return _READERS.get(kind, _read_unknown)(record), ""
 
 
@@ -97,17 +99,8 @@ def read_questions(record: dict[str, Any]) -> list[Message] | Broken:
 
     Beside chats and pairs it knows `turns` (a list of texts) and questions that stand alone.
     """
-    turns = _turns(record)
-    if turns is None and isinstance(record.get("turns"), list):
-        return _read_user_turns(record["turns"])
-    if turns is None:
-        question = _read_question(record)
-        return question if isinstance(question, Broken) else [question]
-    messages, oddity = _read_turns(turns)
-    asked = [message for message in messages if message["role"] != "assistant"]
-    if asked and asked[-1]["role"] == "user":
-        return asked
-    return oddity or Broken("empty conversation")
+    asked = _read_asked(record)
+    return asked if isinstance(asked, Broken) else _with_system(record, asked)
 
 
 def content_key(document: Document) -> str:
@@ -134,6 +127,28 @@ def plain_texts(documents: Sequence[Document]) -> list[str]:
     return texts
 
 
+def _read_asked(record: dict[str, Any]) -> list[Message] | Broken:
+    turns = _turns(record)
+    if turns is None and isinstance(record.get("turns"), list):
+        return _read_user_turns(record["turns"])
+    if turns is None:
+        question = _read_question(record)
+        return question if isinstance(question, Broken) else [question]
+    messages, oddity = _read_turns(turns)
+    asked = [message for message in messages if message["role"] != "assistant"]
+    if asked and asked[-1]["role"] == "user":
+        return asked
+    return oddity or Broken("empty conversation")
+
+
+def _with_system(record: dict[str, Any], messages: list[Message]) -> list[Message]:
+    """Puts the system message that stands beside a chat before it, unless it has one."""
+    text = record.get("system")
+    if not isinstance(text, str) or not text.strip() or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": text}, *messages]
+
+
 def _turns(record: dict[str, Any]) -> list[Any] | None:
     """Turns of a chat, as they stand; None for any other record."""
     return next((record[key] for key in _CHAT_KEYS if isinstance(record.get(key), list)), None)
@@ -147,7 +162,7 @@ def _read_chat(record: dict[str, Any]) -> tuple[Chat | Broken, str]:
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if messages:
-        return Chat(messages), oddity.reason if oddity else ""
+        return Chat(_with_system(record, messages)), oddity.reason if oddity else ""
     return oddity or Broken("no answer"), ""
 
 
@@ -226,7 +241,7 @@ def _read_pair(record: dict[str, Any]) -> Chat | Broken:
         return Broken("a turn without text")
     if not answer.strip():
         return Broken("an empty turn")
-    return Chat([question, {"role": "assistant", "content": answer}])
+    return Chat(_with_system(record, [question, {"role": "assistant", "content": answer}]))
 
 
 def _read_question(record: dict[str, Any]) -> Message | Broken:
@@ -272,7 +287,6 @@ def _read_unknown(record: dict[str, Any]) -> Broken:
 
 
 _READERS: dict[str | None, Callable[[dict[str, Any]], Document | Broken]] = {
-    "pairs": _read_pair,
     "tokens": _read_tokens,
     "text": _read_text,
     "rendered": _read_rendered,
