@@ -78,8 +78,15 @@ def find_features(
 
 
 def is_complete(features: FeatureSource | None) -> bool:
-    """Tells, alike in every process, whether all features are known without the target."""
-    return features is not None and ask_first(lambda: not features.missing)
+    """Tells, alike in every process, whether all features are known without the target.
+
+    Raises:
+      UserError: they are, but not to this process.
+    """
+    found = features is not None and ask_first(lambda: not features.missing)
+    if found and isinstance(features, FeatureCache):
+        features.check_seen()
+    return found
 
 
 def load_layers(folder: str, record: ModelRecord, dtype: Any, mesh: Mesh) -> Params:
@@ -132,7 +139,7 @@ def fill_cache(
       mesh: the devices.
 
     Raises:
-      UserError: they cannot be written.
+      UserError: they cannot be written, or this process does not see them.
     """
     rows = _join(parts)
     progress = tqdm(
@@ -140,6 +147,7 @@ def fill_cache(
     )
     with ExitStack() as held, progress:
         ask_first(lambda: held.enter_context(_claim(cache)))
+        cache.check_seen()
         for shard in range(cache.num_shards):
             chosen = cache.rows_of(shard)
             if not ask_first(lambda n=shard: cache.has(n)):

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ _DTYPE = np.dtype(ml_dtypes.bfloat16)
 _BITS = np.dtype("<u2")
 _CRC = np.dtype("<u4")
 _HEADER_BYTES = 128  # of an .npy file
+
+# A network's file system may show a new file to other hosts only after a minute.
+_SEEN_SECONDS = 90.0
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,17 @@ class FeatureCache:
                 f"features.cache {self.folder} was begun by another run meanwhile; run the same "
                 "command again"
             )
+
+    def check_seen(self) -> None:
+        """Raises UserError if the folder, once begun, is another one than the first process has."""
+        end = time.monotonic() + _SEEN_SECONDS
+        while not (self.folder / _MANIFEST).is_file():
+            if time.monotonic() >= end:
+                raise UserError(
+                    f"features.cache {self.folder}: this process does not see the folder that the "
+                    "first one writes; name one on a file system that all hosts share"
+                )
+            time.sleep(_LOOK_SECONDS)
 
     def write(self, shard: int, features: Iterable[np.ndarray]) -> None:
         """Writes a shard; nothing of it is kept if that fails.
