@@ -387,6 +387,23 @@ def test_damaged_checkpoint_is_left_for_the_one_before(
     assert damage_every_file(tmp_path, ["removed", "flipped"], capfd) > 10
 
 
+def test_a_checkpoint_whose_removal_is_cut_short_does_not_count(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_short(folder: Path, **_: Any) -> None:
+        for path in Path(folder).rglob("SHA256SUMS"):
+            path.unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", cut_short)
+        folder = saved_run(tmp_path / "a", [None] * 4)
+    left = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert left == {"3", "4", ".removed"}
+    assert resume(folder) == (4, [1, 2, 3, 4])
+    assert capfd.readouterr().err == "" and not (folder / "damaged").exists()
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"3", "4"}
+
+
 @pytest.mark.slow
 def test_every_damage_of_every_file(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     assert damage_every_file(tmp_path, list(DAMAGES), capfd) > 10

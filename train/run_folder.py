@@ -44,6 +44,9 @@ from .devices import ask_first, is_first_process
 # Of a checkpoint; written last, and not needed to read it.
 _WITHOUT_SUMS = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
+# Orbax moves checkpoints that are not to be kept there in one go: none is ever there in part.
+_REMOVED = ".removed"
+
 # The other processes wait so long while the first also reads what it wrote for its checksums.
 _SAVE_SECONDS = 6 * 3600
 
@@ -70,6 +73,7 @@ class RunFolder:
         self.path = absolute(config.output)
         self._checkpoints = self.path / "checkpoints"
         self._unwritten: list[str] = []  # lines of metrics.jsonl
+        self._empty_removed()
         if not is_checked:
             ask_first(self._set_damaged_aside)  # before Orbax reads what it has to say of them
             ask_first(self._remove_partial_model)
@@ -80,6 +84,7 @@ class RunFolder:
         options = ocp.CheckpointManagerOptions(
             best_fn=_score,
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            todelete_subdir=None if is_uri(self.path) else _REMOVED,
             cleanup_tmp_directories=True,  # what a killed process had begun to save
             async_options=ocp.AsyncOptions(
                 timeout_secs=_SAVE_SECONDS,
@@ -133,6 +138,8 @@ class RunFolder:
         metrics = {"score": score, "loss_level": loss_level}
         with self._saving():
             self._write_metrics()
+            self._manager.wait_until_finished()  # what the save before this one moves
+            self._empty_removed()
             self._manager.save(step, args=ocp.args.StandardSave(vars(state)), metrics=metrics)
 
     def exported_step(self, export: str) -> int:
@@ -190,6 +197,7 @@ class RunFolder:
         with self._saving():
             self._write_metrics()
             self._manager.close()
+        self._empty_removed()
 
     # ----------------------------------------------------------------------------------------------
     # Checkpoints
@@ -220,6 +228,11 @@ class RunFolder:
                 f"{what} of {self.path} cannot be read ({reason}); where one is damaged, move it "
                 "away, and the same command goes on from the one before it"
             ) from error
+
+    def _empty_removed(self) -> None:
+        """Frees the space of checkpoints that are not to be kept, in process 0."""
+        if is_first_process() and not is_uri(self.path):
+            shutil.rmtree(self._checkpoints / _REMOVED, ignore_errors=True)
 
     def _write_sums(self) -> None:
         """Adds checksums to a state that is written, before it counts as a checkpoint."""
