@@ -175,11 +175,13 @@ def test_folder_is_not_whole_before_its_last_file(
                 read_record("gs://tiny/partial")
         copy_file(source, to)
 
+    list_files = paths._list_files
+    monkeypatch.setattr(paths, "_list_files", lambda folder: sorted(list_files(folder)))
     monkeypatch.setattr(paths, "_copy_file", copy)
     with whole_folder("gs://tiny/partial") as folder:
-        for name in ("model.json", "SHA256SUMS", "weights"):
+        for name in ("model.json", "SHA256SUMS", "weights", "tokenizer.json"):
             (folder / name).write_bytes((runs.root / "target/model/model.json").read_bytes())
-    assert copied[-1] == "model.json" and len(copied) == 3
+    assert copied[-2:] == ["tokenizer.json", "model.json"] and len(copied) == 4
     assert read_record("gs://tiny/partial").family == "target"
 
 

@@ -25,7 +25,7 @@ AnyPath = Path | epath.Path
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _CUT_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # what pathlib leaves of it
 
-# Readers look for these, so that a folder without them does not count as one.
+# In the order of upload: readers look for these, so that a folder without them counts as none.
 _LAST = ("tokenizer.json", "config.json", "model.json", "config.yaml")
 
 
@@ -141,8 +141,12 @@ def uploaded(folder: AnyPath) -> Iterator[Path]:
 
 def copy_files(folder: AnyPath, to: epath.Path) -> None:
     """Copies all files below a folder to a URI, last those that make it count as whole."""
-    for file in sorted(_list_files(folder), key=lambda file: file.name in _LAST):
+    for file in sorted(_list_files(folder), key=lambda file: _rank(file.name)):
         _copy_file(file, to / str(file.relative_to(folder)))
+
+
+def _rank(name: str) -> int:
+    return _LAST.index(name) if name in _LAST else -1
 
 
 def _list_files(folder: AnyPath) -> Iterator[AnyPath]:
