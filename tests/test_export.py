@@ -12,7 +12,7 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 from test_config_json import LLAMA, TARGETS
 
-from poss_jax.checkpoint.folder import load_target, verify_model, write_model
+from poss_jax.checkpoint.folder import load_item, load_target, verify_model, write_model
 from poss_jax.checkpoint.record import new_record, read_record, target_identity
 from poss_jax.checkpoint.sums import read_sums
 from poss_jax.checkpoint.torch_io import read_bin
@@ -91,6 +91,21 @@ def test_target_and_draft_come_back_bit_for_bit(tmp_path, dtype, form):
     assert_same_model(tmp_path / "a/draft", tmp_path / "b/draft")
     assert (tmp_path / "b/hf/tokenizer.json").read_text() == "{}"
     assert read_record(tmp_path / "b/target").llama.eos_token_ids == (7,)
+
+
+def test_shared_keys_and_values_come_back(tmp_path, tiny):
+    draft = convert_draft(tmp_path, tiny, 2)
+    record = read_record(draft)
+    shared = tmp_path / "shared"
+    items = [(name, load_item(draft, record, name)) for name in record.items]
+    write_model(shared, replace(record, kv="shared"), items, tokenizer_from=None)
+    there = {"target": tiny / "target"}
+    run("export", model=shared, output=tmp_path / "out", **there)
+    run("draft", source=tmp_path / "out", output=tmp_path / "again", **there)
+    assert read_record(tmp_path / "again").draft.kv == "shared"
+    assert_same_model(shared, tmp_path / "again")
+    run("export", model=draft, output=tmp_path / "apart", **there)
+    assert "kv" not in read_folder(tmp_path / "apart")[1]["poss_jax"]
 
 
 def write_target(folder: Path, config: LlamaConfig) -> Path:

@@ -136,7 +136,9 @@ def _read_draft(source: Source) -> Reading:
         raise contradiction(source, f"EAGLE-3 ({name})", layout)
     layer, assumed = read_layer(source)
     assumed += assume_fc_bias(source)
-    values = {"layer": layer, "fc_bias": FC_BIAS in source.names}
+    metadata = read_metadata(source)
+    kv = (metadata and metadata.kv) or "per_specialist"
+    values = {"layer": layer, "fc_bias": FC_BIAS in source.names, "kv": kv}
     values |= {"positions_per_specialist": (1,) * count_layers(source)}
     config = build_config(DraftConfig, values, origin=origin)
     slots = slots_by_key(config)
@@ -149,7 +151,7 @@ def _read_draft(source: Source) -> Reading:
         slots={source.names[name]: slot for name, slot in slots.items()},
         copies={source.names[name]: item for name, item in _COPIES.items() if name in source.names},
         assumed=tuple(assumed),
-        metadata=read_metadata(source),
+        metadata=metadata,
     )
 
 

@@ -7,7 +7,7 @@ Our own tables of names and defaults read it, so that nothing in it is dropped: 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
@@ -246,11 +246,13 @@ class DraftMetadata:
       positions_per_specialist: see `DraftConfig`.
       trained_depth: see `DraftConfig`.
       draft_vocabulary: see `ModelRecord`.
+      kv: see `DraftConfig`; None: as every draft of its family has it.
     """
 
     positions_per_specialist: Spans
     trained_depth: Depth
     draft_vocabulary: tuple[CountOrZero, ...] | None = None
+    kv: Literal["per_specialist", "shared"] | None = None
 
 
 def contradiction(source: Source, said: str, found: str) -> UserError:

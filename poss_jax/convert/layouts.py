@@ -34,10 +34,12 @@ class Outgoing:
 
     def metadata(self, *, vocabulary: tuple[int, ...] | None = None) -> dict[str, Any]:
         """Contents of config.json about a draft under `METADATA`, for our own converter."""
+        is_told = self.config.family == "eagle" and self.config.kv == "shared"
         metadata = DraftMetadata(
             positions_per_specialist=self.config.positions_per_specialist,
             trained_depth=self.config.trained_depth,
             draft_vocabulary=vocabulary,
+            kv="shared" if is_told else None,
         )
         return {METADATA: {k: v for k, v in config_to_dict(metadata).items() if v is not None}}
 
