@@ -24,7 +24,7 @@ import numpy as np
 
 from poss_jax.checkpoint.folder import load_item, read_target, write_model
 from poss_jax.checkpoint.record import provenance, read_record, with_vocabulary
-from poss_jax.checkpoint.whole import refuse_non_empty
+from poss_jax.checkpoint.whole import refuse_irreplaceable
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
@@ -221,7 +221,7 @@ def _parse_share(text: str) -> float:
 
 def _apply(arguments: Sequence[str]) -> None:
     args = _apply_parser().parse_args(arguments)
-    refuse_non_empty(args.output)
+    refuse_irreplaceable(args.output)
     record = read_record(args.draft)
     if record.family != "draft":
         raise UserError(f"{args.draft}: want a draft, got a target; give the folder of a draft")

@@ -1,19 +1,22 @@
 """Conversions that are killed, or run out of space: nothing that looks complete is left."""
 
 import json
+import os
 import random
 import shutil
 import subprocess
 import sys
 import time
+from errno import EACCES
 from pathlib import Path
 
 import pytest
 from convert_sources import run, target_tensors, write_source
+from filelock import FileLock
 from self_killing import ROOT, run_until
 
 from poss_jax.checkpoint.folder import verify_model
-from poss_jax.checkpoint.whole import whole_folder, write_file
+from poss_jax.checkpoint.whole import refuse_irreplaceable, whole_folder, write_file
 from poss_jax.config.reading import UserError
 
 
@@ -110,6 +113,37 @@ def test_output_that_another_process_wrote_meanwhile_is_kept(tmp_path):
         (tmp_path / "made").mkdir()
         (tmp_path / "made" / "model.json").write_text("of the other")
     assert [path.name for path in tmp_path.rglob("*")] == ["made", "model.json"]
+
+
+def test_output_that_is_a_mount_point_is_refused_at_once(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
+    with pytest.raises(UserError, match=r"disk is a mount point, which .*; name a folder below it"):
+        refuse_irreplaceable(tmp_path / "disk")
+    refuse_irreplaceable(tmp_path / "disk" / "model")
+
+
+@pytest.mark.parametrize("below", ["made", "new/made"])
+def test_output_below_a_file_is_refused_at_once(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"made: \S*/file is a file; name another folder$"):
+        refuse_irreplaceable(tmp_path / "file" / below)
+
+
+def test_rest_that_may_not_be_removed_is_left(tmp_path, monkeypatch):
+    rest = tmp_path / ".made.partial-1"
+    rest.mkdir()
+    acquire = FileLock.acquire
+
+    def refused(lock, *args, **kwargs):
+        if Path(lock.lock_file).parent == rest:
+            raise PermissionError(EACCES, os.strerror(EACCES))
+        return acquire(lock, *args, **kwargs)
+
+    monkeypatch.setattr(FileLock, "acquire", refused)
+    with whole_folder(tmp_path / "made"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [rest.name, "made"]
 
 
 def test_rest_of_another_output_is_left_alone(tmp_path):

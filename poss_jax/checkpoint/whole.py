@@ -24,9 +24,9 @@ def whole_folder(folder: str | AnyPath) -> Iterator[Path]:
     """Gives a temporary folder to fill, which becomes `folder` at the end, or vanishes.
 
     Raises:
-      UserError: the folder is not empty or cannot be written.
+      UserError: the folder is not empty, cannot be replaced or cannot be written.
     """
-    refuse_non_empty(folder)
+    refuse_irreplaceable(folder)
     path = as_path(folder)
     with _renamed(path) if isinstance(path, Path) else uploaded(path) as partial:
         yield partial
@@ -109,12 +109,27 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
         try:
             with FileLock(path / _LOCK, timeout=0):
                 shutil.rmtree(path, ignore_errors=True)
-        except Timeout:
+        except (Timeout, OSError):  # a live one's, or another user's
             continue
 
 
+def refuse_irreplaceable(folder: str | AnyPath) -> None:
+    """Raises UserError unless `whole_folder` may write here: it replaces an empty folder."""
+    refuse_non_empty(folder)
+    folder = as_path(folder)
+    if not isinstance(folder, Path):
+        return
+    parent = next((path for path in folder.parents if path.exists()), folder.parent)
+    if parent.is_file():
+        raise UserError(f"output {folder}: {parent} is a file; name another folder")
+    if folder.resolve().is_mount():
+        raise UserError(
+            f"output {folder} is a mount point, which cannot be replaced; name a folder below it"
+        )
+
+
 def refuse_non_empty(folder: str | AnyPath) -> None:
-    """Raises UserError unless a model folder may be written here."""
+    """Raises UserError unless files may be written to this folder."""
     folder = as_path(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output {folder} is a file; name a folder that does not exist yet")

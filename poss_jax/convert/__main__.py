@@ -25,7 +25,7 @@ from typing import Any
 from tqdm import tqdm
 
 from poss_jax.checkpoint.folder import write_model
-from poss_jax.checkpoint.whole import refuse_non_empty
+from poss_jax.checkpoint.whole import refuse_irreplaceable
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.convert.export import FORMS, plan_export, write_export
 from poss_jax.convert.inspection import inspect
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = vars(_parser().parse_args(arguments))
     if "output" in options:  # before anything large is read
-        refuse_non_empty(options["output"])
+        refuse_irreplaceable(options["output"])
     options.pop("run")(**options)
 
 
