@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from convert_sources import run, target_tensors, write_shards, write_source
 
+from poss_jax.checkpoint import torch_io
 from poss_jax.checkpoint.folder import copy_tokenizer, load_target
 from poss_jax.checkpoint.sums import write_sums
 from poss_jax.config import json_reading
@@ -241,6 +242,21 @@ def test_looking_needs_no_hashing(tmp_path):
     assert KEY in open_tensors(folder, verify=False)
     with pytest.raises(UserError, match="SHA256SUMS says"):
         open_tensors(folder)
+
+
+@pytest.mark.parametrize(
+    ("verify", "listed", "check"), [(False, False, False), (True, True, False), (True, False, True)]
+)
+def test_checksums_inside_a_bin_file_are_for_files_without_others(
+    tmp_path, monkeypatch, verify, listed, check
+):
+    checked = []
+    monkeypatch.setattr(torch_io, "read_bin", lambda _, check: checked.append(check) or {})
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
+    if listed:
+        write_sums(tmp_path, ["pytorch_model.bin"])
+    open_tensors(tmp_path, verify=verify)
+    assert checked == [check]
 
 
 # --------------------------------------------------------------------------------------------------

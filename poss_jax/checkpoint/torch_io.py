@@ -46,7 +46,8 @@ def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
     except UserError:
         raise
     except pickle.UnpicklingError as error:
-        raise UserError(_explain_pickle(path, error, is_zip=is_zip)) from error
+        is_intact = is_zip and check
+        raise UserError(_explain_pickle(path, error, is_intact=is_intact)) from error
     except Exception as error:  # a damaged pickle raises whatever it leads the unpickler to
         raise UserError(_damaged(path, str(error) or type(error).__name__)) from error
     if not isinstance(state, dict) or not all(
@@ -98,10 +99,10 @@ def _check_zip(path: Path) -> None:
         raise UserError(_damaged(path, f"the checksum of {damaged} does not match"))
 
 
-def _explain_pickle(path: Path, error: pickle.UnpicklingError, *, is_zip: bool) -> str:
+def _explain_pickle(path: Path, error: pickle.UnpicklingError, *, is_intact: bool) -> str:
     wanted = _GLOBAL.search(str(error))
     what = f"one that wants to use {wanted[1]}" if wanted else "one that holds or runs other things"
-    damaged = "" if is_zip else " (or the file is damaged)"  # a zip's checksums were right
+    damaged = "" if is_intact else " (or the file is damaged)"
     return f"{path}: want a pickle of plain tensors, got {what}{damaged}; use a safetensors file"
 
 

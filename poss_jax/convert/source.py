@@ -197,9 +197,8 @@ def open_tensors(folder: Path, *, verify: bool = True) -> dict[str, LazyTensor]:
     files = sorted(set(shards.values())) or [weights.name]
     for name in files:
         check_own_file(folder / name)
-    if verify:
-        _verify(folder, dict.fromkeys([weights.name, *files]))
-    tensors = _read_files(folder / name for name in files)
+    compared = _verify(folder, dict.fromkeys([weights.name, *files])) if verify else set(files)
+    tensors = _read_files(folder, {name: name not in compared for name in files})
     if shards:
         _check_index(weights, shards, tensors)
     return tensors
@@ -230,16 +229,18 @@ def _check_index(index: Path, shards: Mapping[str, str], tensors: Mapping[str, L
         raise UserError(f"{index} and its shards disagree about {listed}; fetch the files again")
 
 
-def _verify(folder: Path, names: Iterable[str]) -> None:
-    """Compares those files that exist with what is known about them."""
+def _verify(folder: Path, names: Iterable[str]) -> set[str]:
+    """Compares those files that exist with what is known about them; names those it compared."""
     check_own_file(folder / SUMS_FILE)
-    sums = read_sums(folder)
+    sums, compared = read_sums(folder), set()
     for name in names:
         check_own_file(folder / name)
         if (folder / name).is_file():
             if name in sums:
                 check_file(folder / name, sums[name])
-            check_blob(folder / name)
+            if check_blob(folder / name) or name in sums:
+                compared.add(name)
+    return compared
 
 
 def _find_weights(folder: Path) -> Path | None:
@@ -261,10 +262,12 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_files(paths: Iterable[Path]) -> dict[str, LazyTensor]:
+def _read_files(folder: Path, files: Mapping[str, bool]) -> dict[str, LazyTensor]:
+    """Reads files, by name; true for those whose own checksums are to be compared."""
     tensors: dict[str, LazyTensor] = {}
-    for path in paths:
-        for key, tensor in _read_file(path):
+    for name, check in files.items():
+        path = folder / name
+        for key, tensor in _read_file(path, check=check):
             if key in tensors:
                 raise UserError(
                     f"{path}: {key} is in {tensors[key].file.name} too; fetch the files again"
@@ -273,11 +276,11 @@ def _read_files(paths: Iterable[Path]) -> dict[str, LazyTensor]:
     return tensors
 
 
-def _read_file(path: Path) -> Iterator[tuple[str, LazyTensor]]:
+def _read_file(path: Path, *, check: bool) -> Iterator[tuple[str, LazyTensor]]:
     if path.suffix == ".safetensors":
         yield from _read_safetensors(path)
         return
-    for key, array in torch_io.read_bin(path).items():
+    for key, array in torch_io.read_bin(path, check=check).items():
         yield key, LazyTensor(path, array.shape, array.dtype.name, partial(np.asarray, array))
 
 
@@ -350,18 +353,21 @@ def _not_fetched() -> np.ndarray:
     raise AssertionError("only the header was fetched")
 
 
-def check_blob(path: Path) -> None:
+def check_blob(path: Path) -> bool:
     """Compares a file of the Hub's cache with its checksum; other files pass.
 
     The cache names a file's contents by what the Hub says: SHA-256 for large files, git's SHA-1 for
     small ones.
+
+    Returns:
+      Whether there was a checksum.
 
     Raises:
       UserError: the contents differ.
     """
     blob = path.readlink() if path.is_symlink() else Path()
     if blob.parent.name != "blobs":
-        return
+        return False
     if _SHA256.fullmatch(blob.name):
         check_file(path, blob.name, "the Hub")
     elif _GIT_SHA1.fullmatch(blob.name):
@@ -373,6 +379,9 @@ def check_blob(path: Path) -> None:
                 f"{path}: the Hub says git SHA-1 {blob.name}, got {digest.hexdigest()}; the file "
                 "is damaged, delete it from the cache and fetch it again"
             )
+    else:
+        return False
+    return True
 
 
 def _explain(hub_id: str, revision: str | None, error: Exception) -> str:
