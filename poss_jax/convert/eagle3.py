@@ -108,7 +108,7 @@ def read_eagle3(source: Source) -> Reading:
     plain = {name: source.tensors[key] for name, key in names.items() if name not in _MAPS}
     embedding = {DRAFT_EMBEDDING: (layer.vocab_size, layer.hidden_size)}
     check_keys(f"{origin}: read as an EAGLE-3 draft", plain, slots, embedding)
-    _check_maps(source)
+    _check_maps(source, config)
     return Reading(
         source,
         config,
@@ -231,20 +231,32 @@ def _read_flag(source: Source, key: str) -> bool | None:
 # The draft vocabulary
 
 
-def _check_maps(source: Source) -> None:
-    for name, want in (("d2t", "int64"), ("t2d", "bool")):
+def _has_all_tokens(config: DraftConfig) -> bool:
+    """Tells whether a draft's head has every token; the original then looks at no map."""
+    return config.head_size in (None, config.layer.vocab_size)
+
+
+def _check_maps(source: Source, config: DraftConfig) -> None:
+    """Compares types of the maps, and their shapes where they are read."""
+    V, Vd = config.layer.vocab_size, config.head_size
+    for name, dtype, size in (("d2t", "int64", Vd), ("t2d", "bool", V)):
         key = source.names.get(name)
-        if key and (got := source.tensors[key].dtype) != want:
+        if key is None:
+            continue
+        tensor = source.tensors[key]
+        shape = tensor.shape if _has_all_tokens(config) else (size,)
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
             raise UserError(
-                f"{source.folder}: {key}: want {want}, got {got}; give the draft's own files"
+                f"{source.folder}: {key}: want {dtype} {list(shape)}, got {tensor.dtype} "
+                f"{list(tensor.shape)}; give the draft's own files"
             )
 
 
 def _read_vocabulary(source: Source, config: DraftConfig) -> tuple[int, ...] | None:
     """Reads the target id of every token of a draft's head; None: it has them all."""
     V, Vd = config.layer.vocab_size, config.head_size
-    if Vd is None or Vd == V:
-        return None  # whatever the maps hold: the original does not look at them
+    if _has_all_tokens(config):
+        return None
     if "d2t" not in source.names:
         raise UserError(
             f"{source.folder}: draft_vocab_size {Vd} of {V} tokens, but the weights hold no d2t, "
@@ -252,7 +264,7 @@ def _read_vocabulary(source: Source, config: DraftConfig) -> tuple[int, ...] | N
         )
     offsets = source.tensors[source.names["d2t"]].read()
     ids = offsets.astype(np.int64) + np.arange(len(offsets))
-    if offsets.shape != (Vd,) or ids.min() < 0 or ids.max() >= V or (np.diff(ids) <= 0).any():
+    if ids.min() < 0 or ids.max() >= V or (np.diff(ids) <= 0).any():
         raise UserError(
             f"{source.folder}: d2t: want the offsets of {Vd} ascending ids below {V}; the file is "
             "damaged, or is that of another draft"
