@@ -248,6 +248,14 @@ def test_config_of_speculators(three: Golden, tmp_path: Path) -> None:
     assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 80)
 
 
+def test_draft_of_a_tied_target_has_a_head_of_its_own(one: Golden, tmp_path: Path) -> None:
+    model = variant(one, tmp_path / "model", layer={"tie_embeddings": True})
+    out = export(one, tmp_path / "out", model=model, format="speculators")
+    config = json.loads((out / "config.json").read_text())
+    inner = config["transformer_layer_config"]
+    assert config["tie_word_embeddings"] is inner["tie_word_embeddings"] is False
+
+
 def test_config_of_the_official_layout(one: Golden, tmp_path: Path) -> None:
     config = read_folder(export(one, tmp_path / "out"))[1]
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]

@@ -48,7 +48,8 @@ def _describe_specforge(draft: Outgoing) -> dict[str, Any]:
 def _describe_speculators(draft: Outgoing) -> dict[str, Any]:
     config = draft.config
     wrong = [*([] if config.output_norm else ["output_norm None"]), *_other_counts(draft)]
-    inner = target_config_json(replace(config.layer, num_layers=1), draft.dtype)
+    layer = replace(config.layer, num_layers=1, tie_embeddings=False)  # its head is its own
+    inner = target_config_json(layer, draft.dtype)
     if inner["model_type"] not in ("llama", "qwen3"):
         wrong.append(f"layers of {inner['model_type']}")
     _refuse(draft, wrong)
