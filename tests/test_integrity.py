@@ -1,5 +1,6 @@
 """Checksums of model folders: what they cover, and that damage anywhere is found."""
 
+import errno
 import hashlib
 import json
 import shutil
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_sources import convert_tiny, damages, draft_tensors, run, write_source
+from etils import epath
 from models import random_target, tiny_llama
 
 from poss_jax.checkpoint import folder as folder_module
@@ -102,6 +104,35 @@ def test_too_little_memory_is_not_damage(model, monkeypatch):
     monkeypatch.setattr(folder_module, "_checkpointer", Full)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         load_item(model, read_record(model), "embed")
+
+
+DENIED = "PERMISSION_DENIED: Failed to open: Permission denied [os_error_code='13']"
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/models/embed/_METADATA"), 13),
+        (ValueError(DENIED), 13),
+        (OSError(errno.ESTALE, "Stale file handle"), errno.ESTALE),
+    ],
+)
+def test_what_may_not_be_read_is_not_damage(model, monkeypatch, error, number):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(folder_module, "_check_store", fail)
+    with pytest.raises(OSError, match="embed") as caught:
+        load_item(model, read_record(model), "embed")
+    assert caught.value.errno == number
+
+
+def test_unreadable_uri_names_network_and_credentials():
+    with (
+        pytest.raises(UserError, match=r"b/embed cannot be read \(gone\); check network and cred"),
+        folder_module._explained(epath.Path("gs://b/embed")),
+    ):
+        raise ValueError("gone")
 
 
 def test_files_are_those_sha256sum_would_list(model):

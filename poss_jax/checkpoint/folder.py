@@ -39,6 +39,9 @@ _ITEM_OVERHEAD_BYTES = 32 * 1024  # metadata of an item
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
+# What says nothing about the data itself: no permission, or a disk or server that fails.
+_NOT_DAMAGE = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
+
 ShardingFor = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 """(key path such as `layers/0/attention/q/weight`, shape) -> where the array is to lie."""
 
@@ -117,10 +120,18 @@ def failed_write(error: Exception) -> OSError:
     """Explains an error of Orbax, which raises many kinds: for a full disk a ValueError."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror)
-    code = _OS_ERROR.search(str(error))
+    code = _system_code(error)
     if code is not None:
-        return OSError(int(code[1]), os.strerror(int(code[1])))
+        return OSError(code, os.strerror(code))
     return OSError(errno.EIO, " ".join(str(error).split())[:200])
+
+
+def _system_code(error: Exception) -> int | None:
+    """Finds the system's error code; what reads and writes arrays has it in the message alone."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    code = _OS_ERROR.search(str(error))
+    return int(code[1]) if code else None
 
 
 def copy_tokenizer(source: AnyPath, folder: Path) -> None:
@@ -409,14 +420,24 @@ def _item_path(folder: str | AnyPath, name: str) -> AnyPath:
 
 @contextmanager
 def _explained(path: AnyPath) -> Iterator[None]:
-    """Turns what Orbax logs and raises on a damaged item into one UserError."""
+    """Turns what Orbax logs and raises on a damaged item into one UserError.
+
+    Errors that say nothing about the item are raised as they are, or as the system's own.
+    """
     try:
         with _quiet():
             yield
     except Exception as error:  # Orbax raises just that when data cannot be read
         if is_out_of_memory(error):
             raise
+        code = _system_code(error)
+        if code in _NOT_DAMAGE:
+            raise OSError(code, os.strerror(code), str(path)) from error
         reason = " ".join(str(error).partition(". See full")[0].split())[:200]
+        if is_uri(path):
+            raise UserError(
+                f"{path} cannot be read ({reason}); check network and credentials, or copy it again"
+            ) from error
         raise UserError(f"{path} is damaged ({reason}); convert the model again") from error
 
 
