@@ -12,6 +12,7 @@ from convert_sources import run, target_tensors, write_shards, write_source
 
 from poss_jax.checkpoint import torch_io
 from poss_jax.checkpoint.folder import copy_tokenizer, load_target
+from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.sums import write_sums
 from poss_jax.config import json_reading
 from poss_jax.config.json_reading import read_json
@@ -150,6 +151,8 @@ def test_links_of_the_hubs_cache(tmp_path, home):
         run("target", source=snapshot, output=tmp_path / "out")
         assert not (tmp_path / "out/tokenizer.json").is_symlink()
         assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+        made_of = read_record(tmp_path / "out").target
+        assert (made_of.name, made_of.revision) == ("owner/tiny", snapshot.name)
     else:
         with pytest.raises(UserError, match="a link that leads out of its folder"):
             run("target", source=snapshot, output=tmp_path / "out")

@@ -102,7 +102,7 @@ def plan_target(
             f"{opened.folder}: config.json ties the embeddings, got another {HEAD}; "
             "set tie_word_embeddings to what the model was trained with"
         )
-    identity = target_identity(opened.name, opened.revision, embedding, head)
+    identity = target_identity(*opened.identity, embedding, head)
     record = new_record(config, identity, tokenizer_from=opened.folder, quantised=quantise)
     return _convert(reading, record, reading.dropped, dtype, opened.folder)
 

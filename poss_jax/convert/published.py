@@ -1,6 +1,5 @@
 """Positions of a draft's specialists, which only our own exports state: published drafts."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +7,7 @@ from typing import NamedTuple
 from poss_jax.config.reading import UserError, change_config
 from poss_jax.convert.hf import DraftMetadata
 from poss_jax.convert.reading import Reading, list_counts
-from poss_jax.convert.source import Source
+from poss_jax.convert.source import CACHED, Source
 
 
 class Published(NamedTuple):
@@ -56,9 +55,6 @@ PUBLISHED = {
     "yuhuili/EAGLE-Vicuna-33B-v1.3": Published("lmsys/vicuna-33b-v1.3"),
 }
 
-# Name that huggingface_hub gives the folder of a repository in its cache.
-_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
-
 
 def find_published(source: Source) -> tuple[str, str] | None:
     """Finds a published draft by its Hub id, its folder in the Hub's cache, or its folder's name.
@@ -69,7 +65,7 @@ def find_published(source: Source) -> tuple[str, str] | None:
     if source.revision and source.name in PUBLISHED:
         return source.name, "its id on the Hub"
     for part in source.folder.absolute().parts:
-        match = _CACHED.fullmatch(part)
+        match = CACHED.fullmatch(part)
         if match and f"{match[1]}/{match[2]}" in PUBLISHED:
             return f"{match[1]}/{match[2]}", "its folder in the Hub's cache"
     for hub_id in PUBLISHED:

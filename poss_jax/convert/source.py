@@ -29,6 +29,10 @@ _SMALL_PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", SUMS_FILE)
 _PATTERNS = (*_SMALL_PATTERNS, "model*.safetensors")
 _BIN_PATTERN = "pytorch_model*.bin"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+# Name that huggingface_hub gives the folder of a repository in its cache.
+CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
 
@@ -78,6 +82,15 @@ class Source:
     revision: str | None
     folder: Path
     has_weights: bool = True
+
+    @property
+    def identity(self) -> tuple[str, str | None]:
+        """Name and revision to record: for a folder of the Hub's cache those on the Hub."""
+        *_, model, snapshots, commit = ("", "", *self.folder.resolve().parts)
+        match = CACHED.fullmatch(model)
+        if match and snapshots == "snapshots" and _GIT_SHA1.fullmatch(commit):
+            return f"{match[1]}/{match[2]}", commit
+        return self.name, self.revision
 
     @cached_property
     def values(self) -> dict[str, Any]:
