@@ -83,7 +83,7 @@ def test_commit_of_any_path(batch):
 @pytest.mark.parametrize(("batch", "num_own"), [(1, 5), (3, 5), (3, 0)])
 def test_cached_and_own_rows_are_attended_as_one_text(monkeypatch, block, batch, num_own):
     """Rows beyond the length, and own ones that the mask leaves out, hold garbage."""
-    monkeypatch.setattr(caches, "block_rows", lambda size, least: block)
+    monkeypatch.setattr(caches, "block_rows", lambda size, least=128: block)
     rng = np.random.default_rng(0)
     N, K, S, H, T = 4, 2, 48, 8, max(num_own, 1)
 
