@@ -339,7 +339,8 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         "--roofline",
         action="store_true",
         help="Measure the bandwidth and the matrix products of this device again, and print bytes, "
-        "FLOPs, least and measured time of every phase instead of comparing methods.",
+        "FLOPs, least and measured time of every phase (at the first of several temperatures) "
+        "instead of comparing methods.",
     )
     actions.add_argument(
         "--autotune",

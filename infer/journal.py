@@ -132,7 +132,7 @@ class Journal:
         Args:
           folder: where the journal is kept; None keeps it in memory alone.
           settings: what decides the answers, JSON-compatible. Mappings, such as that of drafts, may
-            gain and lose names; what a name stands for stays the same.
+            gain and lose names; what a name stands for stays the same once it was measured.
           from_scratch: whether answers that the folder holds are dropped.
 
         Raises:

@@ -254,11 +254,13 @@ def test_models_that_do_not_fit_are_refused(words, message):
         plan(config, make_mesh(config.mesh))
 
 
+@pytest.mark.parametrize("draft_tokens", [None, 1024])
 @pytest.mark.parametrize("name", ["prefill", "step", "round"])
-def test_what_is_lent_is_counted_once(name):
-    plan = planned("cpu")
+def test_what_is_lent_is_counted_once(name, draft_tokens):
+    plan = planned("cpu", draft_tokens=draft_tokens)
     target, draft = map(bytes_per_device, plan.weights)
-    lent = bytes_per_device([plan.weights.target["embed"], plan.weights.target["head"]])
+    lent = ["embed"] if draft_tokens else ["embed", "head"]
+    lent = bytes_per_device([plan.weights.target[part] for part in lent])
     compiled = compile_program(name, plan)
     report = measure(name, compiled, plan, Device("cpu", 1.0, 1.0, 1.0))
     taken = report["memory"]["arguments"]

@@ -169,7 +169,8 @@ def test_a_server_that_refuses_all_first_questions_stops_the_run(
     chat.reply = lambda body: (400, {"error": "Unsupported parameter: 'max_tokens'"})
     assert stopped(records=records) == (
         "the server refuses all of the first 12 questions (the server refuses it with status 400: "
-        "Unsupported parameter: 'max_tokens'); mend the settings, then run again"
+        "Unsupported parameter: 'max_tokens'); mend the settings, or leave these questions out of "
+        "the source, then run again"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["asked.jsonl"]
     monkeypatch.setattr(module, "_REFUSALS", 5)

@@ -106,7 +106,7 @@ def _regenerate(config: RegenerateConfig, output: Path, *, overwrite: bool) -> d
     files = AnswerFiles(output, made_from, answerer.window, overwrite=overwrite)
     started, before = time.monotonic(), files.num_done
     lines_to_come = answerer.answer(questions[before:])
-    if config.server is not None and "answered" not in files.counts:
+    if config.server is not None and not files.num_done:
         lines_to_come = hold_refusals(lines_to_come)
     with (
         tqdm(total=len(questions), initial=before, desc="answer", unit="chat") as progress,

@@ -301,7 +301,8 @@ def _refuses_all(refused: Sequence[Line]) -> UserError:
     reason, said = refused[0]["reason"], refused[0].get("said")
     return UserError(
         f"the server refuses all of the first {len(refused)} questions "
-        f"({reason}{f': {said}' if said else ''}); mend the settings, then run again"
+        f"({reason}{f': {said}' if said else ''}); mend the settings, or "
+        "leave these questions out of the source, then run again"
     )
 
 

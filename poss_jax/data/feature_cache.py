@@ -115,7 +115,7 @@ class FeatureCache:
             )
 
     def check_seen(self) -> None:
-        """Raises UserError if the folder, once begun, is another one than the first process has."""
+        """Waits until this process sees that the cache is begun; raises UserError if it never does."""
         end = time.monotonic() + _SEEN_SECONDS
         while not (self.folder / _MANIFEST).is_file():
             if time.monotonic() >= end:
