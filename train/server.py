@@ -5,6 +5,7 @@ that question alone, unless it refuses all of the first ones. A server that is b
 again, later and later.
 """
 
+import itertools
 import json
 import os
 import random
@@ -280,17 +281,22 @@ def hold_refusals(answers: Lines) -> Lines:
     with closing(answers):
         for lines in answers:
             held += lines
-            refused += filter(_is_refusal, lines)
-            if any("messages" in line and not _is_refusal(line) for line in lines):
-                break
+            before = list(itertools.takewhile(lambda line: not _is_answer(line), held))
+            refused = list(filter(_is_refusal, before))
             if len(refused) >= _REFUSALS:
                 raise _refuses_all(refused)
+            if len(before) < len(held):
+                break
         else:
             if refused:
                 raise _refuses_all(refused)
         if held:
             yield held
         yield from answers
+
+
+def _is_answer(line: Line) -> bool:
+    return "messages" in line and not _is_refusal(line)
 
 
 def _is_refusal(line: Line) -> bool:

@@ -115,7 +115,7 @@ class FeatureCache:
             )
 
     def check_seen(self) -> None:
-        """Waits until this process sees that the cache is begun; raises UserError if it never does."""
+        """Waits until this process sees the cache begun; raises UserError if it never does."""
         end = time.monotonic() + _SEEN_SECONDS
         while not (self.folder / _MANIFEST).is_file():
             if time.monotonic() >= end:
