@@ -178,7 +178,7 @@ class DraftStage:
         self.report = prepared.report
 
     def _fit(self) -> dict[str, Any]:
-        """What a draft to start from has to fit."""
+        """Names what a draft to start from has to fit."""
         allowed = self._run.allow_target_mismatch
         return {"target": self._record, "allow_target_mismatch": allowed}
 
