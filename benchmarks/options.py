@@ -21,13 +21,12 @@ DRAFTS = {"EAGLE-2": "eagle", "HASS": "hass", "PosS-3": "poss3"}
 def make_parser(doc: str | None) -> Parser:
     """Makes the parser of a benchmark; --output may hold an older report, which is replaced."""
     parser = Parser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--output", type=_report_folder, metavar="DIR", help="folder for the report"
-    )
+    parser.add_argument("--output", type=report_folder, metavar="DIR", help="folder for the report")
     return parser
 
 
-def _report_folder(text: str) -> Path:
+def report_folder(text: str) -> Path:
+    """Reads --output, and refuses a folder that no report can be written to."""
     folder = Path(text)
     check_output(folder, overwrite=True)
     return folder

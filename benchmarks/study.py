@@ -30,9 +30,10 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from benchmarks.options import report_folder
 from infer.bench import bench
 from infer.journal import Answer, Cell
-from infer.report import check_output, show_report
+from infer.report import show_report
 from infer.statistics import compare, compare_seeds, estimate_mean, format_estimate
 from infer.summary import make_grid
 from poss_jax.checkpoint.folder import load_draft, write_model
@@ -501,13 +502,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the config")
     parser.add_argument("--config", required=True, metavar="FILE")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--output", type=report_folder, required=True, metavar="DIR")
     args = parser.parse_intermixed_args(arguments)
     config = load_config(StudyConfig, args.config, args.overrides)
     load_config(BenchConfig, config.bench)  # is refused before hours of training, as are these
     for run in config.runs("steps"):
         load_config(TrainConfig, config.start, words_of(config, run))
-    check_output(args.output, overwrite=True)
     report = study(config)
     text = f"{format_study(report)}\n{format_drift(report)}"
     show_report(report, text, args.output, plot=partial(plot, report))
