@@ -5,6 +5,7 @@ is imported late: that is slow, and folders do not need it.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -155,7 +156,7 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
       UserError: neither a folder nor a Hub id, a folder with a revision, a model folder, the Hub
         does not give it, or a damaged file.
     """
-    folder = Path(source)
+    folder = Path(os.path.expanduser(source))
     if folder.is_dir():
         _refuse_folder(folder, revision)
         _verify(folder, _SMALL_FILES)
