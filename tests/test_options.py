@@ -97,13 +97,15 @@ def test_a_missing_key_names_its_option() -> None:
         read_arguments(BenchConfig, ["--prompts=x"], prog="test", doc=None)
 
 
-def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read_arguments(TrainConfig, ["--help"], prog="test", doc="The description.")
     printed = capsys.readouterr().out
     for key, about in list_keys(TrainConfig).items():
         name = key if "." in key else f"--{key.replace('_', '-')}"
         assert about.is_section or f" {name} " in printed.replace("\n", " "), key
+    for part in ("per row;", "(default: 256)", "specialist serves, such as [3, 3]. (default: [1])"):
+        assert part in " ".join(printed.split())
 
 
 # --------------------------------------------------------------------------------------------------

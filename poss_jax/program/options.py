@@ -133,7 +133,7 @@ def make_parser(
     """Makes the parser of a program; its help lists the keys without an option, too."""
     others = {option.key for option in options}
     lines = [
-        f"  {key}\n{textwrap.indent(textwrap.fill(about.help, 72), _INDENT)}"
+        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(about), 72), _INDENT)}"
         for key, about in list_keys(kind).items()
         if not about.is_section and key not in others
     ]
@@ -246,9 +246,15 @@ def _add(parser: argparse.ArgumentParser, option: Option, tree: TreeConfig | Non
             text += " The option may be repeated."
         elif option.key.startswith("tree.") and tree is None:
             text += " (default: the device's)"
-        elif default is not None:
-            text += f" (default: {default})"
+        else:
+            text = _help_of(option.about)
     parser.add_argument(option.flag, dest=option.key, help=text.replace("%", "%%"), **action)
+
+
+def _help_of(about: Key) -> str:
+    """The help of a key, with its default as a config says it."""
+    default = list(about.default) if isinstance(about.default, tuple) else about.default
+    return about.help + ("" if default in (None, []) else f" (default: {default})")
 
 
 def _kind(option: Option) -> type:
