@@ -79,6 +79,28 @@ def test_commit_of_any_path(batch):
             np.testing.assert_array_equal(after[row, :, : want.shape[1]], want)
 
 
+@pytest.mark.parametrize(
+    ("platform", "queries", "size", "is_whole"),
+    [
+        ("cuda", 60, 32_896, True),
+        ("cuda", 512, 32_896, False),
+        ("cuda", 512, 4096, True),
+        ("tpu", 60, 32_896, False),
+        ("cpu", 512, 256, True),
+    ],
+)
+def test_scores_of_a_chunk_over_a_long_cache_are_not_held_whole(platform, queries, size, is_whole):
+    def rows(number, heads):
+        return jax.ShapeDtypeStruct((1, heads, number, 8), jnp.float32)
+
+    args = rows(queries, 4), (rows(size, 2),) * 2, jax.ShapeDtypeStruct((1,), jnp.int32)
+    among = jax.ShapeDtypeStruct((1, queries, queries), jnp.bool)
+    traced = jax.jit(attend_cached).trace(*args, (rows(queries, 2),) * 2, among)
+    program = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert (f"x{queries}x{size}xf32" in program) == is_whole
+    assert ("stablehlo.while" in program) != is_whole
+
+
 @pytest.mark.parametrize("block", [16, 20, 48])
 @pytest.mark.parametrize(("batch", "num_own"), [(1, 5), (3, 5), (3, 0)])
 def test_cached_and_own_rows_are_attended_as_one_text(monkeypatch, block, batch, num_own):

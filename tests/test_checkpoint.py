@@ -14,7 +14,13 @@ import orbax.checkpoint as ocp
 import pytest
 from models import assert_same
 
-from poss_jax.checkpoint.folder import describe_item, load_draft, load_target, write_model
+from poss_jax.checkpoint.folder import (
+    describe_item,
+    load_draft,
+    load_target,
+    read_draft,
+    write_model,
+)
 from poss_jax.checkpoint.record import (
     ModelRecord,
     TargetIdentity,
@@ -397,6 +403,16 @@ def test_draft_that_does_not_fit_is_always_refused(saved, field):
     other = replace(record, config=replace(TARGET, **{field: 32}))
     with pytest.raises(UserError, match=f"want {field} 32, got"):
         load_draft(saved / "draft", target=other, allow_target_mismatch=True)
+
+
+def test_a_draft_that_reads_layers_the_target_lacks_is_always_refused(copy):
+    target = read_record(copy / "target")
+    config = json.loads((copy / "draft/model.json").read_text())["config"]
+    change_record(copy / "draft", config=config | {"aux_layers": [0, 1]})
+    assert read_draft(copy / "draft", target=target).draft.aux_layers == (0, 1)
+    pruned = replace(target, config=replace(TARGET, num_layers=1))
+    with pytest.raises(UserError, match=r"layers \[0, 1\], from 0, the target tiny has 1; use"):
+        read_draft(copy / "draft", target=pruned, allow_target_mismatch=True)
 
 
 def test_draft_of_another_target_needs_permission(saved):

@@ -186,6 +186,11 @@ def read_draft(
     record = _read_family(folder, "draft")
     assert isinstance(record.config, DraftConfig)
     check_fit(f"draft {folder}", record.config.layer, target)
+    if max(record.config.aux_layers, default=0) >= (num_layers := target.llama.num_layers):
+        raise UserError(
+            f"draft {folder} reads the inputs of layers {list(record.config.aux_layers)}, from 0, "
+            f"the target {target.target.name} has {num_layers}; use the target it was trained for"
+        )
     if not allow_target_mismatch and not record.target.same_weights(target.target):
         raise UserError(
             f"draft {folder} was made for {record.target.name}, got the target "

@@ -153,8 +153,9 @@ def attend_cached(
     """Grouped-query attention over the committed rows of a layer and the forward's own ones.
 
     A running softmax goes over blocks of the cache up to the longest sequence and no further, so
-    that the time follows the rows in use, not those there are room for. On a GPU, where a loop of
-    unknown length asks the host, and in a small cache, all rows are one block.
+    that the time follows the rows in use, not those there are room for. In a small cache all rows
+    are one block. So are they on a GPU, where a loop of unknown length asks the host, but for many
+    queries over a long cache, whose scores would take gigabytes.
 
     Args:
       q: rotated queries.
@@ -169,7 +170,12 @@ def attend_cached(
     if block_rows(size) == size:
         return whole(*args)
     blocks, tpu = (partial(_attend_rows, block_rows(size, least)) for least in (128, 512))
-    return lax.platform_dependent(*args, cuda=whole, rocm=whole, tpu=tpu, default=blocks)
+    gpu = tpu if q.shape[2] > _FEW_QUERIES and size > _LONG else whole
+    return lax.platform_dependent(*args, cuda=gpu, rocm=gpu, tpu=tpu, default=blocks)
+
+
+_FEW_QUERIES = 64  # of a round; the chunk of a prompt has more
+_LONG = 4096
 
 
 def block_rows(size: int, least: int = 128) -> int:
