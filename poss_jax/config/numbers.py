@@ -48,7 +48,6 @@ Depth = Annotated[int, Field(gt=0, le=1000), _NUMBER]  # every one is compiled b
 Positive = Annotated[float, Field(gt=0, le=1e30), _NUMBER, _REAL]
 PositiveOrZero = Annotated[float, Field(ge=0, le=1e30), _NUMBER, _REAL]
 NumEpochs = Annotated[float, Field(gt=0, le=1e6), _NUMBER, _REAL]
-Weight = Annotated[float, Field(ge=-1e30, le=1e30), _NUMBER, _REAL]
 Fraction = Annotated[float, Field(ge=0, lt=1), _NUMBER, _REAL]
 Probability = Annotated[float, Field(ge=0, le=1), _NUMBER, _REAL]
 Decay = Annotated[float, Field(ge=0, le=0.999999), _NUMBER, _REAL]

@@ -24,7 +24,6 @@ from poss_jax.config.numbers import (
     Positive,
     PositiveOrZero,
     Seed,
-    Weight,
 )
 from poss_jax.config.reading import change_config, shorten
 
@@ -106,11 +105,11 @@ class ObjectiveConfig:
         HASS were trained; a control, decoding leaves them out.
     """
 
-    feature_weight: Weight = 1.0
-    probability_weight: Weight = 0.1
-    top_k_weight: Weight = 1.0
+    feature_weight: PositiveOrZero = 1.0
+    probability_weight: PositiveOrZero = 0.1
+    top_k_weight: PositiveOrZero = 1.0
     top_k: Count = 10
-    depth_weights: tuple[Weight, ...] = ()
+    depth_weights: tuple[PositiveOrZero, ...] = ()
     average_over: Literal["trained", "all"] = "trained"
     feature_noise: PositiveOrZero = 0.1
     zero_scores: bool = False
@@ -327,15 +326,25 @@ class TrainConfig:
                 f"specialists.depth {self.specialists.depth} does not reach the last specialist of "
                 f"positions_per_specialist {spans}; want {sum(spans[:-1]) + 1} or more"
             )
-        if len(self.objective.depth_weights) not in (0, self.specialists.depth):
-            raise ValueError(
-                f"objective.depth_weights wants specialists.depth = {self.specialists.depth} "
-                f"numbers, got {len(self.objective.depth_weights)}"
-            )
+        self._check_depth_weights()
         if (self.num_tokens is None) == (self.num_epochs is None):
             raise ValueError("want either num_tokens or num_epochs; set the other to null")
         if self.num_tokens is not None and self.num_steps >= 2**31:
             raise ValueError(f"num_tokens {self.num_tokens} are {self.num_steps} steps; lower it")
+
+    def _check_depth_weights(self) -> None:
+        draft, weights = self.specialists, list(self.objective.depth_weights)
+        if len(weights) not in (0, draft.depth):
+            raise ValueError(
+                f"objective.depth_weights wants specialists.depth = {draft.depth} numbers, got "
+                f"{len(weights)}"
+            )
+        num_frozen = sum(draft.positions_per_specialist[: draft.num_frozen])
+        if weights and not any(weights[num_frozen:]):
+            raise ValueError(
+                "objective.depth_weights: want one above 0 at a depth that is trained, got "
+                f"{shorten(weights)}"
+            )
 
     def with_budget(self, num_rows: int) -> "TrainConfig":
         """Returns the same run with its length in tokens, given the number of training rows."""
