@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import DataConfig
@@ -75,6 +77,15 @@ def test_chats_are_packed_whole_and_their_answers_learnt(tokenizer: Any, tmp_pat
     assert report["train"]["rows"] == len(rows) and report["train"]["filled"] > 0.8
     learnt_share = rows.loss_mask.sum() / (rows.documents > 0).sum()
     assert report["train"]["learnt"] == pytest.approx(learnt_share, abs=1e-4)
+
+
+def test_texts_of_no_token_are_dropped(tmp_path: Path) -> None:
+    lettered = Tokenizer(models.BPE({"a": 0, "b": 1}, []))  # knows no other letter, no bos or eos
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=lettered)
+    records = [{"text": f"{n:06b}".translate({48: "a", 49: "b"}) * 22} for n in range(64)]
+    prepared = prepare(tmp_path, tokenizer, [*records, {"text": "xyz"}])
+    assert prepared.report["dropped"] == {"nothing to learn in it": 1}
+    assert prepared.report["train"]["documents"] + prepared.report["validation"]["documents"] == 64
 
 
 def test_another_template_at_home_is_noticed(

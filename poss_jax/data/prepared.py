@@ -180,10 +180,10 @@ def _excerpt(document: Document) -> str:
 
 
 def _check_vocabulary(document: Document, ids: np.ndarray, vocab_size: int) -> None:
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        outside = int(ids.max() if ids.min() >= 0 else ids.min())
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
         raise UserError(
-            f"{_excerpt(document)}: want token ids of 0 to {vocab_size - 1}, got {outside}; "
+            f"{_excerpt(document)}: want token ids of 0 to {vocab_size - 1}, got {outside[0]}; "
             "tokenise with the target's own tokenizer"
         )
 
