@@ -92,6 +92,18 @@ def test_command_lines_that_are_refused(arguments: str, error: str) -> None:
     assert error in refusal(read, *arguments.split())
 
 
+@pytest.mark.parametrize(
+    ("section", "option"), [("sampling: 5", "--temperature=1"), ("tree: 6/10/60", "--tree-depth=4")]
+)
+def test_an_option_does_not_replace_a_malformed_section(
+    tmp_path: Path, section: str, option: str
+) -> None:
+    path, (name, _, value) = tmp_path / "run.yaml", section.partition(": ")
+    path.write_text(section)
+    assert f"{path}: {name}: want a mapping" in refusal(read, "--config", str(path), option)
+    assert f"override '{name}={value}': want a mapping" in refusal(read, f"{name}={value}", option)
+
+
 def test_a_missing_key_names_its_option() -> None:
     with pytest.raises(UserError, match="want --target DIR, or the key target in the file"):
         read_arguments(BenchConfig, ["--prompts=x"], prog="test", doc=None)

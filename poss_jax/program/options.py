@@ -281,11 +281,11 @@ def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig | 
         value = read_pairs(option.flag, value, _metavar(option))
     *sections, name = option.key.split(".")
     for section in sections:
-        inner = values.get(section)
-        if not isinstance(inner, dict):
-            inner = asdict(tree or default_tree()) if section == "tree" else {}
-        values[section] = inner
-        values = inner
+        if values.get(section) is None:
+            values[section] = asdict(tree or default_tree()) if section == "tree" else {}
+        values = values[section]
+        if not isinstance(values, dict):
+            return  # `build_config` refuses it
     values[name] = value
 
 
