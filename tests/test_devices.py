@@ -181,11 +181,18 @@ def test_the_environment_says_whether_there_are_others(environment, are_several)
     assert expects_processes(environment) == are_several
 
 
-@pytest.mark.parametrize("count", ["", "two"])
-def test_others_that_cannot_be_joined_are_one_line(monkeypatch, count):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
-    monkeypatch.setenv("JAX_NUM_PROCESSES", count)
-    with pytest.raises(UserError, match=f"cannot join the other processes: .*int.*'{count}'; set"):
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": ""},
+        {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "two"},
+        {"SLURM_STEP_NUM_TASKS": "two"},
+    ],
+)
+def test_others_that_cannot_be_joined_are_one_line(monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"cannot join the other processes: .*int.*'{value}'; set"):
         start_processes()
 
 

@@ -21,13 +21,13 @@ def start_processes() -> None:
     Raises:
       UserError: the others cannot be joined.
     """
-    if not expects_processes(os.environ) or jax.distributed.is_initialized():
-        return
 
     def given(name: str) -> int | None:
         return int(os.environ[name]) if name in os.environ else None
 
     try:
+        if not expects_processes(os.environ) or jax.distributed.is_initialized():
+            return
         jax.distributed.initialize(
             num_processes=given("JAX_NUM_PROCESSES"), process_id=given("JAX_PROCESS_ID")
         )
