@@ -232,7 +232,8 @@ def test_rows_beyond_the_length_and_padding_are_never_read(target):
     lengths = jnp.array(LENGTHS, jnp.int32)
 
     def spoil(cache: KVCache, first_row) -> KVCache:
-        is_free = jnp.arange(cache.size)[None] >= first_row[:, None]
+        size = cache.k[0].shape[2]
+        is_free = jnp.arange(size)[None] >= first_row[:, None]
         spoilt = [jnp.where(is_free[:, None, :, None], 1e30, x) for x in (*cache.k, *cache.v)]
         return cache.replace(k=spoilt[: CONFIG.num_layers], v=spoilt[CONFIG.num_layers :])
 

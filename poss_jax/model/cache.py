@@ -38,11 +38,6 @@ class KVCache(struct.PyTreeNode):
     length: Array  # [B] int32
     frequencies: Array  # [B H/2] float32
 
-    @property
-    def size(self) -> int:
-        """S, rows there are room for."""
-        return self.k[0].shape[2]
-
 
 def init_cache(
     config: LlamaConfig,
