@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.model.documents import is_last_in, lengths_in, longest_in, positions_in
+from poss_jax.model.documents import is_last_in, lengths_in, positions_in
 
 
 def test_rows_of_several_documents_drawn():
@@ -14,5 +14,4 @@ def test_rows_of_several_documents_drawn():
     last = [[0, 0, 1, 0, 1, 0, 1], [1, 1, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 1]]
     assert jax.jit(positions_in)(documents).tolist() == positions
     assert jax.jit(lengths_in)(documents).tolist() == lengths
-    assert jax.jit(longest_in)(documents).tolist() == [3, 5, 7]
     np.testing.assert_array_equal(jax.jit(is_last_in)(documents), np.array(last, bool))

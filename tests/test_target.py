@@ -90,20 +90,20 @@ ROPES = {
 }
 
 
-def test_texts_of_a_row_are_rotated_as_texts_of_their_own():
-    """Within the trained context a row has the short factors, however long it is."""
-    rope = RopeConfig(
-        type="longrope",
-        original_max_position_embeddings=14,
-        short_factor=(1.0, 1.2, 1.5, 2.0),
-        long_factor=(1.5, 3.0, 6.0, 12.0),
-    )
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_texts_of_a_row_are_rotated_as_texts_of_their_own(name):
+    """Some within the trained context of 14, one beyond it, in a row that is longer than all."""
+    settings = {key.removeprefix("rope_"): value for key, value in ROPES[name].items()}
+    rope = RopeConfig(**settings | {"original_max_position_embeddings": 14})
     config = tiny_llama(rope=rope)
-    params, tokens = stacked(random_target(config)), random_tokens(config, 1, 24)
-    documents = jnp.repeat(jnp.array([[1, 2]]), 12, axis=1)
+    lengths = 10, 16, 12
+    params, tokens = stacked(random_target(config)), random_tokens(config, 1, sum(lengths))
+    documents = jnp.repeat(jnp.array([[1, 2, 3]]), jnp.array(lengths), axis=1)
     whole = encode(params, config, tokens, documents)
-    alone = encode(params, config, tokens[:, :12])
-    np.testing.assert_allclose(whole[:, :12], alone, atol=1e-5)
+    ends = np.cumsum(lengths).tolist()
+    for begin, end in zip([0, *ends], ends, strict=False):
+        alone = encode(params, config, tokens[:, begin:end])
+        np.testing.assert_allclose(whole[:, begin:end], alone, atol=1e-5)
 
 
 def random_model(folder, **changes):

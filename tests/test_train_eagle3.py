@@ -14,7 +14,7 @@ from models import random_draft, random_target, random_tokens, stacked, tiny_lla
 from programs import DRAFT, Runs, config_file, generate, metrics, refusal, weights, write_lines
 
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.learn.step import draft_gradients
 from poss_jax.learn.task import DraftTask, own_head, prepare_draft_data
@@ -152,6 +152,8 @@ TASK = DraftTask(
     step=StepConfig(vocabulary_chunk=5, attention_block=6),
     vocabulary=tuple(range(1, 19, 2)),
 )
+# Documents of more than 5 tokens are rotated by their length.
+ROPE_BY_LENGTH = RopeConfig(type="dynamic", factor=4.0, original_max_position_embeddings=5)
 TOKENS = random_tokens(LLAMA, B, T)
 BATCH = TrainBatch(TOKENS, jnp.ones((B, T), bool), jnp.ones_like(TOKENS))
 
@@ -179,9 +181,14 @@ def assert_close(got: Any, want: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * np.abs(b).max())
 
 
-def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any) -> None:
+@pytest.mark.parametrize("rope", [LLAMA.rope, ROPE_BY_LENGTH], ids=lambda rope: rope.type)
+def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any, rope: Any) -> None:
     """A row of two documents trains as two rows of one, whatever chains read behind their ends."""
-    cut = 6
+    cut, layer = 6, dataclasses.replace(TASK.draft.layer, rope=rope)
+    task = TASK._replace(
+        target=dataclasses.replace(LLAMA, rope=rope),
+        draft=dataclasses.replace(TASK.draft, layer=layer),
+    )
     documents = jnp.where(jnp.arange(T) < cut, 1, 2)
     together = BATCH.replace(documents=jnp.broadcast_to(documents[None], (B, T)))
     parts = [
@@ -189,8 +196,8 @@ def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any) -> No
         for start, length in ((0, cut), (cut, T - cut))
         for is_real in [jnp.broadcast_to(jnp.arange(T)[None] < length, (B, T))]
     ]
-    apart = [gradients_of(draft, target, part) for part in parts]
-    assert_close(gradients_of(draft, target, together), jax.tree.map(jnp.add, *apart))
+    apart = [gradients_of(draft, target, part, task) for part in parts]
+    assert_close(gradients_of(draft, target, together, task), jax.tree.map(jnp.add, *apart))
 
 
 def test_frozen_specialists_and_what_all_share_stay(draft: Any, target: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 from plain_step import PlainBatch, plain_gradients
 
-from poss_jax.config.models import DraftConfig
+from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig
 from poss_jax.learn.pretraining import make_target_step, target_loss
 from poss_jax.learn.state import init_state, make_optimizer
@@ -92,6 +92,8 @@ MASK = jnp.asarray(np.random.default_rng(3).random((B, T)) < 0.8).at[:, -1].set(
 BATCH = TrainBatch(TOKENS, MASK, jnp.ones_like(TOKENS))
 KEY = jax.random.key(4)
 KEYS = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(B))
+# Documents of more than 3 tokens are rotated by their length.
+ROPE_BY_LENGTH = RopeConfig(type="dynamic", factor=4.0, original_max_position_embeddings=3)
 SGD = optax.sgd(64.0)  # a large rate shows the gradient without the rounding of the parameters
 prepare = jax.jit(prepare_draft_data, static_argnums=1)
 
@@ -191,11 +193,15 @@ def test_step_equals_a_plain_one(target, draft, step, zero_scores):
     assert (losses[0] != losses[1]).all()
 
 
-def test_packed_documents_equal_rows_of_their_own(target, draft):
+@pytest.mark.parametrize("rope", [LLAMA.rope, ROPE_BY_LENGTH], ids=lambda rope: rope.type)
+def test_packed_documents_equal_rows_of_their_own(target, draft, rope):
     """Positions, kept row 0, diagonals, zero target, noise and loss are those of each document."""
-    lengths, task = (
-        [5, 4, 2],
-        TASK._replace(objective=dataclasses.replace(OBJECTIVE, feature_noise=0)),
+    llama, lengths = dataclasses.replace(LLAMA, rope=rope), [5, 4, 2]
+    layer = dataclasses.replace(TASK.draft.layer, rope=rope)
+    task = TASK._replace(
+        target=llama,
+        draft=dataclasses.replace(TASK.draft, layer=layer),
+        objective=dataclasses.replace(OBJECTIVE, feature_noise=0),
     )
     documents = np.array([[1] * 5 + [2] * 4 + [3] * 2 + [0]])
     packed = TrainBatch(TOKENS[:1], MASK[:1], jnp.asarray(documents, jnp.int32))

@@ -63,6 +63,11 @@ class RopeConfig:
             raise ValueError("rope type longrope wants original_max_position_embeddings above 1")
 
     @property
+    def follows_length(self) -> bool:
+        """True if a text's length decides how it is rotated."""
+        return self.type in ("dynamic", "longrope")
+
+    @property
     def scale(self) -> float:
         """Factor of rotated queries and keys, which keeps attention sharp in a long context."""
         if self.type != "longrope":

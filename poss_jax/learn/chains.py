@@ -25,9 +25,9 @@ from poss_jax.learn.recursion import DraftInputs, add_gradients, shared_params, 
 from poss_jax.learn.state import cast
 from poss_jax.learn.task import DraftData, DraftTask, own_head
 from poss_jax.model.blockwise import Attended, attend_documents, group_heads, ungroup_heads
-from poss_jax.model.documents import longest_in, positions_in
+from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.families import family_of
-from poss_jax.model.layers import NOTHING, rope_frequencies
+from poss_jax.model.layers import NOTHING
 from poss_jax.model.sharding import gather_head, split_batch
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
@@ -112,8 +112,7 @@ def follow(
     family = family_of(config)
     layer = family.layer(config).bind({"params": specialist})
     position = positions_in(inputs.documents) + index
-    longest = longest_in(inputs.documents)
-    frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, longest)
+    frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
     # A chain that has left its document reads tokens of another one: it is not trained.
     embedded = jnp.roll(inputs.embedded, -index, axis=1)
     of_tokens = family.join_tokens(shared, embedded)

@@ -22,9 +22,9 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.model.blockwise import Attended, attend_documents, group_heads, ungroup_heads
-from poss_jax.model.documents import longest_in, positions_in
+from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.families import family_of
-from poss_jax.model.layers import NOTHING, rope_frequencies
+from poss_jax.model.layers import NOTHING
 from poss_jax.model.sharding import split_batch
 from poss_jax.model.specialists import KEY_VALUE
 from poss_jax.shapes import Array, Float, Int, Params
@@ -163,8 +163,7 @@ def predict(
     family = family_of(config)
     layer = family.layer(config).bind({"params": specialist})
     position = positions_in(inputs.documents)
-    longest = longest_in(inputs.documents)
-    frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, longest)
+    frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
     of_tokens = split_batch(family.join_tokens(shared, inputs.embedded))
     x = split_batch(family.join_features(shared, of_tokens, depth.versions[depth.index]))
     q = group_heads(layer.queries(x, position, frequencies), config.layer.num_kv_heads)
@@ -199,7 +198,7 @@ class Diagonals(NamedTuple):
     versions: Array  # [R B T D]
     depth: Array  # [] int32
     position: Array  # [B T] int32
-    frequencies: Array  # [B H/2]
+    frequencies: Array  # [B H/2] or [B T H/2]
 
 
 class Terms(NamedTuple):

@@ -1,5 +1,6 @@
 """Rows that hold several documents: what a step is fed, and what follows from it."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from poss_jax.config.models import RopeConfig
+from poss_jax.model.layers import rope_frequencies
 from poss_jax.model.sharding import split_batch
 from poss_jax.shapes import Array, Bool, Float, Int
 
@@ -43,9 +46,12 @@ def lengths_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return positions_in(documents) + positions_in(documents[:, ::-1])[:, ::-1] + 1
 
 
-def longest_in(documents: Int[Array, "B T"]) -> Int[Array, " B"]:
-    """Number of tokens of the longest document of every row; padding is not one."""
-    return jnp.where(documents > 0, lengths_in(documents), 1).max(axis=1)
+def frequencies_in(
+    documents: Int[Array, "B T"], rope: RopeConfig, head_dim: int
+) -> Float[Array, "B *rows half"]:
+    """Rotary frequencies of every token by the length of its document, of a row if none matters."""
+    frequencies, lengths = partial(rope_frequencies, rope, head_dim), lengths_in(documents)
+    return jax.vmap(frequencies)(lengths) if rope.follows_length else frequencies(lengths[:, 0])
 
 
 def is_last_in(documents: Int[Array, "B T"]) -> Bool[Array, "B T"]:

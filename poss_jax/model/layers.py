@@ -93,8 +93,8 @@ def rope_frequencies(
     Args:
       rope: the kind of embedding and its numbers.
       head_dim: width of a head.
-      length: how many positions each row will ever hold; `dynamic` and `longrope` look at it. One
-        number per sequence keeps all its keys rotated alike, however they are computed.
+      length: how many positions each text will ever hold; a rope that `follows_length` looks at
+        it. One number per text keeps all its keys rotated alike, however they are computed.
     """
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32)[None] / head_dim
     theta = jnp.full((len(length), 1), rope.theta, jnp.float32)
@@ -125,7 +125,7 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: Array) -> Array:
 def rotate(
     x: Float[Array, "B heads T H"],
     positions: Int[Array, "B T"],
-    frequencies: Float[Array, "B half"],
+    frequencies: Float[Array, "B *rows half"],
     *,
     scale: float = 1.0,
 ) -> Float[Array, "B heads T H"]:
@@ -134,10 +134,12 @@ def rotate(
     Args:
       x: queries or keys.
       positions: position of every row.
-      frequencies: angle per position, see `rope_frequencies`.
+      frequencies: angle per position, of every sequence or of every row; see `rope_frequencies`.
       scale: factor of the result, see `RopeConfig.scale`. Static.
     """
-    angles = (positions.astype(jnp.float32)[..., None] * frequencies[:, None])[:, None]
+    if frequencies.ndim == 2:
+        frequencies = frequencies[:, None]
+    angles = (positions.astype(jnp.float32)[..., None] * frequencies)[:, None]
     cos, sin = ((scale * part(angles)).astype(x.dtype) for part in (jnp.cos, jnp.sin))
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -296,7 +298,7 @@ class DecoderLayer(nn.Module):
         self,
         normed: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        frequencies: Float[Array, "B half"],
+        frequencies: Float[Array, "B *rows half"],
     ) -> Float[Array, "B N T H"]:
         """Projects and rotates queries."""
         q = self.attention.queries(normed)
@@ -306,7 +308,7 @@ class DecoderLayer(nn.Module):
         self,
         normed: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        frequencies: Float[Array, "B half"],
+        frequencies: Float[Array, "B *rows half"],
     ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Projects keys (rotated) and values."""
         k, v = self.attention.keys_values(normed)
@@ -316,7 +318,7 @@ class DecoderLayer(nn.Module):
         self,
         normed: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        frequencies: Float[Array, "B half"],
+        frequencies: Float[Array, "B *rows half"],
     ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Projects queries and keys (both rotated) and values."""
         q, k, v = self.attention.queries_keys_values(normed)
@@ -339,7 +341,7 @@ class DecoderLayer(nn.Module):
         self,
         hidden: Float[Array, "B T width"],
         positions: Int[Array, "B T"],
-        frequencies: Float[Array, "B half"],
+        frequencies: Float[Array, "B *rows half"],
     ) -> Float[Array, "B T D"]:
         """Uses every parameter once, so that `init` draws them; attends nothing."""
         normed = self.normed(hidden)

@@ -18,7 +18,7 @@ from jax import lax
 from poss_jax.config.models import LlamaConfig
 from poss_jax.model.blockwise import attend_documents, group_heads, ungroup_heads
 from poss_jax.model.cache import KeysValues, KVCache, attend_cached, commit_rows
-from poss_jax.model.documents import longest_in, positions_in
+from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.layers import (
     WIDENS,
     DecoderLayer,
@@ -28,7 +28,6 @@ from poss_jax.model.layers import (
     layer_rows,
     norm_row,
     rms_norm,
-    rope_frequencies,
 )
 from poss_jax.model.linear import linear
 from poss_jax.model.sharding import highest_of_groups, split_batch
@@ -328,7 +327,7 @@ def encode(
     """
     documents = jnp.ones_like(tokens) if documents is None else documents
     positions = positions_in(documents)
-    frequencies = rope_frequencies(config.rope, config.head_dim, longest_in(documents))
+    frequencies = frequencies_in(documents, config.rope, config.head_dim)
 
     kept = sorted(set(aux_layers))
     places = [kept.index(n) if n in kept else len(kept) for n in range(config.num_layers)]
