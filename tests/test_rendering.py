@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
 from poss_jax.data import rendering
-from poss_jax.data.rendering import RenderError, render_chats
+from poss_jax.data.records import Broken
+from poss_jax.data.rendering import RenderError, Step, render_chat, render_steps
 from poss_jax.data.templates import BUILT_IN, ChatTemplate
 from poss_jax.data.tokenizer import CHAT_TEMPLATE
 from poss_jax.engine.prompts import _token_id, encode_prompt
@@ -37,7 +38,7 @@ def make_tokenizer(template: Any) -> PreTrainedTokenizerFast:
 
 
 def render(template: Any, *, is_asking: bool = True) -> str:
-    return render_chats(make_tokenizer(template), [CHAT], is_asking=is_asking)[0]
+    return render_chat(make_tokenizer(template), CHAT, is_asking=is_asking)
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def short_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_texts_are_those_of_transformers(template: str, is_asking: bool) -> None:
     tokenizer = make_tokenizer(template)
     chats = [CHAT, CHAT[:1]]
-    assert render_chats(tokenizer, chats, is_asking=is_asking) == (
+    assert [render_chat(tokenizer, chat, is_asking=is_asking) for chat in chats] == (
         tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=is_asking)
     )
 
@@ -118,16 +119,68 @@ def test_templates_that_lose_what_was_said_are_refused(template: str) -> None:
 
 def test_a_long_chat_may_have_a_long_text() -> None:
     chat = [{"role": "user", "content": "word " * 10**6}]
-    [text] = render_chats(make_tokenizer(CHAT_TEMPLATE), [chat], is_asking=False)
+    text = render_chat(make_tokenizer(CHAT_TEMPLATE), chat, is_asking=False)
     assert len(text) > 5 * 10**6
+
+
+REWRITES = (  # drops the answers before the last one, as templates do with thoughts
+    "{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content if m.role == 'user' or loop.index > messages|length - 2 }}{% endfor %}"
+    "{{ '[assistant]' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize("template", [*BUILT_IN.values(), CHAT_TEMPLATE, REWRITES])
+def test_beginnings_of_a_chat_are_told_by_what_they_add(template: str) -> None:
+    tokenizer, chat = make_tokenizer(template), CHAT[:2] * 3
+    steps = [Step(end, end % 2 == 1) for end in range(1, 7)]
+    before = ""
+    for step, part in zip(steps, render_steps(tokenizer, chat, steps), strict=True):
+        text = tokenizer.apply_chat_template(
+            chat[: step.end], tokenize=False, add_generation_prompt=step.is_asking
+        )
+        assert part.continues == text.startswith(before)
+        assert (before if part.continues else "") + part.text == text
+        before = text
+
+
+def test_a_chat_of_many_turns_goes_to_the_process_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, exchange = [], rendering._exchange
+
+    def count(process: Any, request: bytes, num_lines: int) -> list[bytes]:
+        lines = exchange(process, request, num_lines)
+        sent.append(len(request) + sum(map(len, lines)))
+        return lines
+
+    opened = ChatTemplate(make_tokenizer(CHAT_TEMPLATE), None)
+    monkeypatch.setattr(rendering, "_exchange", count)
+    messages = [{**CHAT[n % 2], "content": f"{n} {'word ' * 100}"} for n in range(100)]
+    [rendered] = opened.render(messages)
+    assert len(rendered.spans) == 50 and sum(sent) < 3 * len(rendered.text)
+
+
+def test_a_chat_that_does_not_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendering._WORKER.stop()
+    monkeypatch.setattr(rendering, "MEMORY_BYTES", 16 << 20)
+    tokenizer = make_tokenizer(CHAT_TEMPLATE)
+    opened = ChatTemplate(tokenizer, None)
+    chat = [{**message, "content": "word " * 10**6 * 4} for message in CHAT[:2]]
+    wanted = "code 1; want a chat that fits 16 MiB of memory while it is written, got 40,0"
+    refused = opened.render(chat)
+    assert isinstance(refused, Broken) and wanted in str(refused)
+    assert str(refused).startswith("the process of the chat template ended")
+    error = f"the process of the target's chat template ended: {wanted}.* bytes; shorten them"
+    render("first")  # the limit holds from a first request on
+    with pytest.raises(UserError, match=error):
+        encode_prompt(chat, tokenizer, 10)
+    rendering._WORKER.stop()
 
 
 def test_threads_get_their_own_texts() -> None:
     def ask(number: int) -> bool:
         tokenizer = make_tokenizer(f"{number} " + "{{ messages[0].content }}")
         chat = [{"role": "user", "content": f"question {number}"}]
-        texts = render_chats(tokenizer, [chat] * 3, is_asking=True)
-        return texts == [f"{number} question {number}"] * 3
+        return render_chat(tokenizer, chat, is_asking=True) == f"{number} question {number}"
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(ask, range(100)))

@@ -17,34 +17,44 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def main() -> None:
-    """Answers every request, a line, with a line for each of its chats."""
+    """Answers every request, a line, with a line for each of its steps."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever the program does with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        limits, chats = request["limits"], request["chats"]
+        limits, chat, before = request["limits"], request["chat"], ""
         _limit_memory(limits["bytes"])
-        for chat in chats:
+        for end, is_asking in request["steps"]:
+            template = request["template"] | {"add_generation_prompt": is_asking}
             signal.setitimer(signal.ITIMER_PROF, limits["seconds"])  # its signal ends the process
-            answer = json.dumps(_render(chat, request["template"], limits["characters"]))
+            text, error = _render(chat[:end], template, limits["characters"])
+            answer = json.dumps({"error": error} if error else _part(before, text))
             signal.setitimer(signal.ITIMER_PROF, 0)
             sys.stdout.write(answer + "\n")
+            before = text
         sys.stdout.flush()
 
 
-def _render(chat: Any, template: dict[str, Any], most_characters: int) -> dict[str, str]:
+def _part(before: str, text: str) -> dict[str, Any]:
+    """What a text has beyond the one before (see `rendering.Part`)."""
+    continues = text.startswith(before)
+    return {"continues": continues, "text": text[len(before) :] if continues else text}
+
+
+def _render(chat: Any, template: dict[str, Any], most_characters: int) -> tuple[str, str]:
+    """The text, and why there is none."""
     try:
         (text,), _ = render_jinja_template(conversations=[chat], **template)
         if len(text) > most_characters:
-            return {"error": f"want at most {most_characters:,} characters, got {len(text):,}"}
+            return "", f"want at most {most_characters:,} characters, got {len(text):,}"
         text.encode()
-        return {"text": text}
+        return text, ""
     except UnicodeEncodeError as error:
-        return {"error": f"want text as UTF-8, got half a character ({error.reason})"}
+        return "", f"want text as UTF-8, got half a character ({error.reason})"
     except TemplateError as error:
-        return {"error": str(error)[:1000]}
+        return "", str(error)[:1000] or type(error).__name__
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:1000]}
+        return "", f"{type(error).__name__}: {error}"[:1000]
 
 
 def _limit_memory(num_bytes: int) -> None:

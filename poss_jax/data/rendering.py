@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from poss_jax.config.reading import one_line
 
@@ -28,37 +28,78 @@ class RenderError(Exception):
     """Says in one line why a template does not write a chat."""
 
 
-def render_chats(
+class RenderEnded(RenderError):
+    """Says in one line that the process which renders has ended, most likely for lack of memory."""
+
+
+class Step(NamedTuple):
+    """A text to write of a chat.
+
+    Attributes:
+      end: number of its messages, the first ones of the chat.
+      is_asking: end with what asks for an answer.
+    """
+
+    end: int
+    is_asking: bool
+
+
+class Part(NamedTuple):
+    """A text, as it differs from the one before.
+
+    Attributes:
+      continues: True if it begins with the whole text before; of the first that is nothing.
+      text: what follows the text before, or the whole text if it does not continue it.
+    """
+
+    continues: bool
+    text: str
+
+
+def render_chat(
     tokenizer: Any,
-    chats: Sequence[Sequence[dict[str, Any]]],
+    messages: Sequence[dict[str, Any]],
     *,
     template: str | None = None,
     is_asking: bool,
-) -> list[str]:
-    """Writes chats as `tokenizer.apply_chat_template` does.
+) -> str:
+    """Writes a whole chat (see `render_steps`)."""
+    step = Step(len(messages), is_asking)
+    return render_steps(tokenizer, messages, [step], template=template)[0].text
+
+
+def render_steps(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    steps: Sequence[Step],
+    *,
+    template: str | None = None,
+) -> list[Part]:
+    """Writes beginnings of a chat as `tokenizer.apply_chat_template` does.
 
     Args:
       tokenizer: tokenizer of the target.
-      chats: messages {"role", "content"} of each.
+      messages: messages {"role", "content"} of the chat.
+      steps: texts to write.
       template: text of the template; None takes the tokenizer's own.
-      is_asking: end with what asks for an answer.
 
     Raises:
       RenderError: the template is missing or raises an error, or a text takes too much.
+      RenderEnded: the process that renders has ended.
     """
     try:
         chosen = tokenizer.get_chat_template(template)
-        messages = json.dumps([[_without_none(message) for message in chat] for chat in chats])
+        chat = json.dumps([_without_none(message) for message in messages])
     except (ValueError, TypeError, RecursionError) as error:
         raise RenderError(one_line(error)) from error
-    settings = {"chat_template": chosen, "add_generation_prompt": is_asking}
     limits = {
         "seconds": SECONDS,
         "bytes": MEMORY_BYTES,
-        "characters": CHARACTERS + GROWTH * len(messages),
+        "characters": CHARACTERS + GROWTH * len(chat),
     }
-    about = json.dumps({"template": tokenizer.special_tokens_map | settings, "limits": limits})
-    return _WORKER.render(f'{about[:-1]}, "chats": {messages}}}\n'.encode(), len(chats))
+    template_settings = tokenizer.special_tokens_map | {"chat_template": chosen}
+    about = json.dumps({"template": template_settings, "limits": limits, "steps": steps})
+    return _WORKER.render(f'{about[:-1]}, "chat": {chat}}}\n'.encode(), len(steps))
 
 
 class _Worker:
@@ -68,27 +109,23 @@ class _Worker:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, request: bytes, num_chats: int) -> list[str]:
+    def render(self, request: bytes, num_texts: int) -> list[Part]:
         """Sends a request and reads its answers; after an end the next one starts a new process."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self.stop()
                 self._process = _start()
             try:
-                lines = _exchange(self._process, request, num_chats)
+                lines = _exchange(self._process, request, num_texts)
             except BaseException:  # Ctrl-C: the next request must not get these answers
                 self.stop()
                 raise
-            if len(lines) < num_chats:
-                code = self._process.wait()
-                late = f"it takes more than {SECONDS:g} s of processor time"
-                raise RenderError(
-                    late if code == -signal.SIGPROF else f"its process ended with code {code}"
-                )
+            if len(lines) < num_texts:
+                raise _error_of_end(self._process.wait(), len(request))
         answers = [json.loads(line) for line in lines]
         if errors := [answer["error"] for answer in answers if "error" in answer]:
             raise RenderError(one_line(errors[0]))
-        return [answer["text"] for answer in answers]
+        return [Part(**answer) for answer in answers]
 
     def stop(self) -> None:
         """Ends the process, if there is one."""
@@ -106,6 +143,15 @@ def _start() -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         env=os.environ | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "OPENBLAS_NUM_THREADS": "1"},
         process_group=0,  # Ctrl-C is for the program, which decides what to do
+    )
+
+
+def _error_of_end(code: int, num_bytes: int) -> RenderError:
+    if code == -signal.SIGPROF:
+        return RenderError(f"it takes more than {SECONDS:g} s of processor time")
+    return RenderEnded(
+        f"code {code}; want a chat that fits {MEMORY_BYTES / 2**20:,.0f} MiB of memory while it "
+        f"is written, got {num_bytes:,} bytes"
     )
 
 

@@ -17,7 +17,7 @@ from poss_jax.config.paths import as_path, read_text
 from poss_jax.config.reading import UserError, one_line
 from poss_jax.data.conversations import Message
 from poss_jax.data.records import Broken
-from poss_jax.data.rendering import RenderError, render_chats
+from poss_jax.data.rendering import Part, RenderEnded, RenderError, Step, render_steps
 from poss_jax.data.tokenizer import special_pattern
 
 BUILT_IN = {
@@ -115,22 +115,19 @@ class ChatTemplate:
         if self._system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
         ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+        steps = [step for end in ends for step in (Step(end - 1, True), Step(end, False))]
         try:
-            asked = self._apply([messages[: end - 1] for end in ends], is_asking=True)
-            answered = self._apply([messages[:end] for end in ends], is_asking=False)
+            parts = render_steps(self._tokenizer, messages, steps, template=self.text)
+        except RenderEnded as error:
+            return Broken("the process of the chat template ended", str(error))
         except RenderError as error:
             return Broken("the chat template refuses it", str(error))
-        if not all(map(str.startswith, answered, asked)):
+        asked, answered = parts[::2], parts[1::2]
+        if not all(part.continues for part in answered):
             return Broken(
                 "the chat template begins a finished answer otherwise than it asks for it"
             )
-        spans = [
-            (len(before), len(before) + self._length_trained(after[len(before) :]))
-            for before, after in zip(asked, answered, strict=True)
-        ]
-        if all(map(str.startswith, asked[1:], answered)):
-            return [RenderedChat(answered[-1], spans)]
-        return [RenderedChat(text, [span]) for text, span in zip(answered, spans, strict=True)]
+        return self._join(asked, answered)
 
     def find_answers(self, text: str) -> RenderedChat:
         """Finds the answers in a chat that this template has written already.
@@ -152,8 +149,17 @@ class ChatTemplate:
             spans.append((begin, end))
         return RenderedChat(text, spans)
 
-    def _apply(self, chats: list[Sequence[Message]], *, is_asking: bool) -> list[str]:
-        return render_chats(self._tokenizer, chats, template=self.text, is_asking=is_asking)
+    def _join(self, asked: Sequence[Part], answered: Sequence[Part]) -> list[RenderedChat]:
+        """Joins parts to one text, or to one per answer where any begins otherwise."""
+        is_one = all(part.continues for part in asked)
+        text, spans, chats = "", [], []
+        for before, answer in zip(asked, answered, strict=True):
+            text = text + before.text if before.continues else before.text
+            spans.append((len(text), len(text) + self._length_trained(answer.text)))
+            text += answer.text
+            if not is_one:
+                chats.append(RenderedChat(text, spans[-1:]))
+        return chats or [RenderedChat(text, spans)]
 
     def _length_trained(self, answer: str) -> int:
         """Leaves out blanks after the special token that ends a turn: nobody generates them."""

@@ -15,7 +15,7 @@ import numpy as np
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError, shorten
 from poss_jax.config.yaml_text import lone_surrogates
-from poss_jax.data.rendering import RenderError, render_chats
+from poss_jax.data.rendering import RenderEnded, RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer
 from poss_jax.decode.sampling import Sampling
 from poss_jax.decode.state import Request
@@ -228,7 +228,11 @@ def _apply_chat_template(messages: Any, tokenizer: Any) -> str:
             "give `prompt` (text) instead"
         )
     try:
-        return render_chats(tokenizer, [messages], is_asking=True)[0]
+        return render_chat(tokenizer, messages, is_asking=True)
+    except RenderEnded as error:
+        raise UserError(
+            f"messages: the process of the target's chat template ended: {error}; shorten them"
+        ) from error
     except RenderError as error:
         raise UserError(
             f"messages: the target's chat template refuses them: {error}; change their roles"

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from poss_jax.data import rendering
-from poss_jax.data.rendering import RenderError, render_chats
+from poss_jax.data.rendering import RenderError, render_chat
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 CPU_SECONDS = 0.2
@@ -77,7 +77,7 @@ def test_templates(template: str) -> None:
     before, rendering.SECONDS = rendering.SECONDS, CPU_SECONDS
     started = time.monotonic()
     try:
-        [text] = render_chats(tokenizer(), [CHAT], template=template, is_asking=True)
+        text = render_chat(tokenizer(), CHAT, template=template, is_asking=True)
         assert len(text) < rendering.CHARACTERS + 1000 and text.encode() is not None
     except RenderError as error:
         assert str(error) and len(str(error).splitlines()) == 1
