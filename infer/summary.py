@@ -12,7 +12,7 @@ import numpy as np
 from poss_jax.decode.metrics import distinct_ngram_share
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.text import Piece, TextStream
+from poss_jax.engine.text import Piece
 
 from .journal import Answer, Cell, Key, Turn
 from .statistics import compare, estimate, share
@@ -248,7 +248,8 @@ def show_example(
 
 def _pieces(engine: Engine, prompt: PreparedPrompt, turn: Turn) -> list[Piece]:
     """Splits an answer into the texts of its tokens."""
-    stream = TextStream(engine.tokenizer)
+    stream = engine.text_stream(prompt)
+    assert stream is not None, "want a tokenizer"
     rounds = ([*range(1, count + 1), 0] for count in turn.accepted)
     depths = chain([0], *rounds)  # the first token is from the prompt
     pieces = [

@@ -17,6 +17,7 @@ import pytest
 from models import one_layout
 from programs import Runs
 from serving import MODEL, Served, serving, until
+from test_text import byte_fallback
 
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.folder import load_target
@@ -302,6 +303,48 @@ def test_a_stop_string_across_the_cut(served: Served, client: openai.OpenAI) -> 
     assert rest.token_ids == whole.output_ids[cut : cut + 1]
     unaware = complete(client, prompt, **options).choices[0]
     assert unaware.token_ids != rest.token_ids
+
+
+@pytest.fixture
+def spaces(served: Served, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options with which all answers are words whose spaces SentencePiece may drop."""
+    tokenizer = byte_fallback()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    for engine in (served.engine, served.service.engine):
+        monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    biases = {str(token): 90 for token in tokenizer.convert_tokens_to_ids(["▁a", "▁▁"])}
+    return {"logit_bias": biases, "temperature": 1.0, "seed": 2, "return_token_ids": True}
+
+
+def test_the_space_before_an_answer(
+    served: Served, client: openai.OpenAI, spaces: dict[str, Any]
+) -> None:
+    (word,) = served.engine.tokenizer.convert_tokens_to_ids(["▁a"])
+    for is_streamed in (False, True):
+        for prompt in ([word], "é"):
+            (text,) = texts(complete(client, prompt, stream=is_streamed, **spaces))
+            assert text.startswith(" ") and set(text) == {" ", "a"}
+            (echoed,) = texts(complete(client, prompt, stream=is_streamed, echo=True, **spaces))
+            assert echoed == ("a" if prompt == [word] else prompt) + text
+    choice = complete(client, [word], logprobs=0, **spaces).choices[0]
+    assert choice.text[choice.logprobs.text_offset[-1] :] in (" a", "  ")
+    for known in (0, 3):
+        rest = choice.prompt_token_ids + choice.token_ids[:9]
+        given = spaces | {"continued_tokens": known, "max_tokens": N - 9}
+        place = choice.logprobs.text_offset[9]
+        assert texts(complete(client, rest, **given)) == [choice.text[place:]]
+
+
+def test_a_message_has_no_space_before_it(client: openai.OpenAI, spaces: dict[str, Any]) -> None:
+    given = keywords(spaces) | {"max_tokens": N}
+    chat = ask(client, **given).choices[0]
+    prompt = chat.prompt_token_ids
+    (text,) = texts(complete(client, prompt, **spaces))
+    assert text == " " + chat.message.content
+    assert texts(complete(client, prompt, continued_chat=True, **spaces)) == [chat.message.content]
+    cut = spaces | {"continued_tokens": 1, "continued_chat": True, "max_tokens": N - 1}
+    (rest,) = texts(complete(client, prompt + chat.token_ids[:1], **cut))
+    assert rest == text[2:]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 import json
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from programs import Runs, copy_model, refusal, write_lines
+from test_text import byte_fallback
 
 from infer.generate import Screen, main
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
@@ -153,6 +155,24 @@ def test_a_stream_may_be_broken_off(engine: Engine, answers: dict[str, list[Gene
 def test_one_prompt_has_one_text_whatever_the_call(engine: Engine) -> None:
     (answer,) = engine.generate(PROMPTS[:1], max_new_tokens=N, sampling=SAMPLED)
     assert chunks_of(engine, PROMPTS[0], sampling=SAMPLED)[1] == answer
+
+
+def test_an_answer_begins_with_its_space_unless_it_is_a_message(engine: Engine) -> None:
+    """Decoders of SentencePiece drop the space before the first word of a text."""
+    other, tokenizer = copy(engine), byte_fallback()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    other.tokenizer = tokenizer
+    word, space = tokenizer.convert_tokens_to_ids(["▁a", "▁▁"])
+    sampling = SamplingConfig(logit_bias={word: 90, space: 90}, temperature=1, seed=1)
+    message = [{"role": "user", "content": "é"}]
+    for prompt, dropped in (("é", ""), ([word], ""), ([0], " "), (message, " ")):
+        (answer,) = other.generate([prompt], max_new_tokens=N, sampling=sampling)
+        assert set(answer.output_ids) == {word, space}
+        whole = "".join({word: " a", space: "  "}[token] for token in answer.output_ids)
+        assert dropped + (answer.text or "") == whole
+        assert chunks_of(other, prompt, sampling=sampling)[1] == answer
+        (at_stop,) = other.generate([prompt], max_new_tokens=N, sampling=sampling, stop=["zz"])
+        assert at_stop.text == answer.text
 
 
 def test_stop_tokens_end_a_stream(engine: Engine, answers: dict[str, list[Generation]]) -> None:

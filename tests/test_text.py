@@ -8,7 +8,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
-from poss_jax.engine.text import Piece, TextStream, _warn_of_special, check_stop
+from poss_jax.engine.text import (
+    Piece,
+    TextStream,
+    _warn_of_special,
+    check_stop,
+    decode_behind,
+    find_anchor,
+)
 
 WORDS = [
     "a",
@@ -82,9 +89,11 @@ def decode(tokenizer: PreTrainedTokenizerFast, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def shown(tokenizer, tokens: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+def shown(
+    tokenizer, tokens: list[int], stop: tuple[str, ...] = (), anchor: int | None = None
+) -> tuple[list[str], TextStream]:
     """What each token adds, and what the end adds."""
-    stream = TextStream(tokenizer, stop)
+    stream = TextStream(tokenizer, stop, anchor=anchor)
     parts = [stream.push(token, depth=0) for token in tokens] + [stream.finish()]
     return ["".join(piece.text for piece in part) for part in parts], stream
 
@@ -192,6 +201,36 @@ def test_long_texts_are_decoded_in_short_stretches(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(PreTrainedTokenizerFast, "decode", counted)
     shown(BYTE_LEVEL, spell(BYTE_LEVEL, "def area(width): return 中 " * 20))
     assert max(lengths) <= 5
+
+
+# --------------------------------------------------------------------------------------------------
+# Text behind a prompt
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["level", "fallback"])
+def test_prompt_and_answer_make_the_whole_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    rng, num_spaces = random.Random(0), 0
+    others = sorted(set(range(len(tokenizer))) - set(BYTES[id(tokenizer)]))
+    for _ in range(200):
+        prompt, answer = ([rng.choice(others) for _ in range(rng.randrange(1, 6))] for _ in "pa")
+        prompt += spell(tokenizer, rng.choice(["", "中", "é "]))
+        anchor, before = find_anchor(tokenizer, prompt), decode(tokenizer, prompt)
+        text = decode_behind(tokenizer, anchor, answer)
+        if anchor is not None and "\ufffd" not in before:
+            assert before + text == decode(tokenizer, prompt + answer), (prompt, answer)
+        assert "".join(shown(tokenizer, answer, anchor=anchor)[0]) == text
+        if tokenizer is BYTE_LEVEL:
+            assert text == decode(tokenizer, answer)
+        num_spaces += text != decode(tokenizer, answer)
+    assert (num_spaces > 20) == (tokenizer is BYTE_FALLBACK)
+
+
+def test_an_anchor_is_whole_characters_of_the_text() -> None:
+    ids = BYTE_FALLBACK.convert_tokens_to_ids(["<s>", "b", "<0x41>"])
+    assert find_anchor(BYTE_FALLBACK, [*ids, 10**6]) == ids[1]
+    assert find_anchor(BYTE_FALLBACK, ids[:1]) is None
+    half = spell(BYTE_LEVEL, "中")[:2]
+    assert find_anchor(BYTE_LEVEL, half) is None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -249,6 +249,7 @@ class ContinuedStream:
         body |= {
             "prompt": choice.prompt_ids + choice.ids,
             "continued_tokens": continued + len(choice.ids),
+            "continued_chat": self._is_chat or bool(asked.get("continued_chat")),
             "max_tokens": max(1, await self._limit(choice) - len(choice.ids)),
             "seed": prompt_seed(int(asked["seed"]) % 2**32, index),
         }

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -142,29 +142,22 @@ class LiveAnswer:
         self,
         prompt: list[int],
         *,
-        tokenizer: Any,
+        stream: TextStream | None,
         stop_ids: Sequence[int],
-        stop: Sequence[str] = (),
-        num_continued: int = 0,
     ) -> None:
         """Begins an answer.
 
         Args:
           prompt: token ids of the prompt.
-          tokenizer: the target's tokenizer; None: there will be no text.
+          stream: text of the answer (see `Engine.text_stream`); None: there will be none.
           stop_ids: tokens that end the answer.
-          stop: strings that end it.
-          num_continued: tokens at the end of the prompt that belong to an answer which is
-            continued: stop strings may begin in them.
         """
-        self._prompt, self._stop_ids = prompt, stop_ids
-        self._stream = None if tokenizer is None else TextStream(tokenizer, stop)
+        self._prompt, self._stop_ids, self._stream = prompt, stop_ids, stream
         self._text = ""
         self._ids: list[int] = []
         self._accepted: list[int] = []
         self._offered: list[int] = []
         self.is_ended = False
-        self._push(prompt[len(prompt) - num_continued :], [0] * num_continued, is_last=False)
 
     def land(self, landed: Landed) -> Chunk:
         """Takes in one more round of an answer that has not ended."""

@@ -54,7 +54,7 @@ from poss_jax.engine.prompts import (
     sampling_per_prompt,
 )
 from poss_jax.engine.steps import decode_batch, run_live, run_step
-from poss_jax.engine.text import check_stop
+from poss_jax.engine.text import TextStream, check_stop, decode_behind, find_anchor
 from poss_jax.engine.trees import find_tuned
 from poss_jax.model.parameters import check_params, place_params, place_weights
 from poss_jax.model.quantise import Quantised
@@ -379,7 +379,8 @@ class Engine:
                 "max_length"
             )
         check_bias(sampling, self.target_config.vocab_size)
-        return PreparedPrompt(ids, max_new_tokens, sampling)
+        is_chat = isinstance(prompt[0], dict)
+        return PreparedPrompt(ids, max_new_tokens, sampling, is_chat=is_chat)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Turns a prompt into token ids (see `encode_prompt`)."""
@@ -499,12 +500,30 @@ class Engine:
         ]
         if self.tokenizer is None:
             return answers
-        return [replace(answer, text=self._text(answer)) for answer in answers]
+        return [
+            replace(answer, text=self._text(prompt, answer))
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
 
-    def _text(self, answer: Generation) -> str:
+    def _text(self, prompt: PreparedPrompt, answer: Generation) -> str:
         """Text of an answer, without its stop token."""
         shown = answer.output_ids[: -1 if answer.stop_reason == "stop" else None]
-        return self.tokenizer.decode(shown, skip_special_tokens=True)
+        return decode_behind(self.tokenizer, self.anchor(prompt), shown)
+
+    def anchor(self, prompt: PreparedPrompt) -> int | None:
+        """Token of a prompt that its answer is decoded behind; None: the answer stands alone."""
+        if prompt.is_chat or self.tokenizer is None:
+            return None
+        return find_anchor(self.tokenizer, prompt.ids[: len(prompt.ids) - prompt.num_continued])
+
+    def text_stream(self, prompt: PreparedPrompt, stop: Sequence[str] = ()) -> TextStream | None:
+        """Begins the text of an answer, behind what it continues; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        stream = TextStream(self.tokenizer, stop, anchor=self.anchor(prompt))
+        for token in prompt.ids[len(prompt.ids) - prompt.num_continued :]:
+            stream.push(token, depth=0)
+        return stream
 
     def stop_ids_of(self, prompt: PreparedPrompt) -> Sequence[int]:
         """Tokens that end the answer to a prompt."""
@@ -514,10 +533,8 @@ class Engine:
         """Begins an answer that grows round by round."""
         return LiveAnswer(
             prompt.ids,
-            tokenizer=self.tokenizer,
+            stream=self.text_stream(prompt, stop),
             stop_ids=self.stop_ids_of(prompt),
-            stop=stop,
-            num_continued=prompt.num_continued,
         )
 
 

@@ -38,6 +38,8 @@ class PreparedPrompt(NamedTuple):
       stop_ids: tokens that end the answer; None: those of the engine.
       num_continued: tokens at the end of `ids` that belong to an answer which is continued: the
         frequency and presence penalties count them, and stop strings may begin in them.
+      is_chat: the answer is a message of its own, whose text is decoded alone; else it is decoded
+        as it follows the prompt.
     """
 
     ids: list[int]
@@ -45,6 +47,7 @@ class PreparedPrompt(NamedTuple):
     sampling: SamplingConfig = SamplingConfig()  # greedy
     stop_ids: Sequence[int] | None = None
     num_continued: int = 0
+    is_chat: bool = False
 
 
 class PromptTooLong(UserError):

@@ -44,8 +44,17 @@ class TextStream:
       is_stopped: a stop string was found; what comes from it on is not given out.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._decoder = _Decoder(tokenizer)
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), *, anchor: int | None = None
+    ) -> None:
+        """Begins a text.
+
+        Args:
+          tokenizer: the target's tokenizer.
+          stop: strings that end the text.
+          anchor: token that the text is decoded behind (see `find_anchor`); None decodes it alone.
+        """
+        self._decoder = _Decoder(tokenizer, anchor)
         self._stop = tuple(stop)
         self._held: list[Piece] = []
         self.is_stopped = False
@@ -103,12 +112,14 @@ class _Decoder:
     next token of another kind: one byte that fits nowhere spoils the run of them.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, anchor: int | None) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []  # the last tokens, from a place between characters on
         self._num_shown = 0  # characters of their text that were given out
         self._depth = 0  # of the last token
         self._in_bytes = False
+        if anchor is not None:
+            self.push(anchor, depth=0)
 
     def push(self, token: int, *, depth: int) -> list[Piece]:
         alone = _read_alone(self._tokenizer, token)
@@ -125,7 +136,7 @@ class _Decoder:
             self._drop_settled(text)
         else:
             # One token goes before the next, since some decoders drop a space at the beginning.
-            self._ids, self._num_shown = [token], alone.num_characters
+            self._ids, self._num_shown = [token], len(alone.text)
         return pieces
 
     def _drop_settled(self, text: str) -> None:
@@ -151,16 +162,35 @@ class _Decoder:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def decode_behind(tokenizer: Any, anchor: int | None, tokens: Sequence[int]) -> str:
+    """Decodes tokens as they follow another one; None decodes them alone."""
+    before = [] if anchor is None else [anchor]
+    shown = tokenizer.decode(before, skip_special_tokens=True)
+    return tokenizer.decode([*before, *tokens], skip_special_tokens=True)[len(shown) :]
+
+
+def find_anchor(tokenizer: Any, tokens: Sequence[int]) -> int | None:
+    """Finds the last of some tokens that is whole characters; None: there is none.
+
+    Decoders of SentencePiece drop the space that a text begins with. Behind an anchor it stays.
+    """
+    for token in reversed(tokens):
+        alone = _read_alone(tokenizer, token)
+        if alone is not None and not alone.is_byte and _UNFINISHED not in alone.text:
+            return token
+    return None
+
+
 class _Alone(NamedTuple):
     """Facts about a token by itself.
 
     Attributes:
       is_byte: its name says that it is a byte.
-      num_characters: length of its text alone.
+      text: its text alone.
     """
 
     is_byte: bool
-    num_characters: int
+    text: str
 
 
 @lru_cache(maxsize=1 << 17)
@@ -170,7 +200,7 @@ def _read_alone(tokenizer: Any, token: int) -> _Alone | None:
     if name is None or token in _special_ids(tokenizer):  # targets may embed more than there are
         return None
     text = tokenizer.decode([token], skip_special_tokens=True)
-    return _Alone(_BYTE.fullmatch(name) is not None, len(text))
+    return _Alone(_BYTE.fullmatch(name) is not None, text)
 
 
 @lru_cache(maxsize=8)

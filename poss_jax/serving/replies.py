@@ -9,6 +9,7 @@ from typing import Any
 
 from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.text import TextStream
 from poss_jax.serving.requests import Job
 
@@ -46,7 +47,10 @@ class Reply:
         self._tokens: list[list[int]] = [[] for _ in job.prompts]
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in job.prompts]
         self._answers: list[Generation | None] = [None] * len(job.prompts)
-        self._places = [_Places(engine.tokenizer, text) for text in job.echo]
+        self._places = [
+            _Places(engine, prompt, text)
+            for prompt, text in zip(job.prompts, job.echo, strict=True)
+        ]
 
     def first_events(self) -> list[dict[str, Any]]:
         """Events that begin a stream: the role of a chat, the prompt of an echo, its token ids."""
@@ -202,8 +206,9 @@ def _join(*parts: dict[str, Any]) -> dict[str, Any]:
 class _Places:
     """Places of tokens in a text; parts of a character have that of the character."""
 
-    def __init__(self, tokenizer: Any, before: str) -> None:
-        self._text = None if tokenizer is None else TextStream(tokenizer)
+    def __init__(self, engine: Engine, prompt: PreparedPrompt, before: str) -> None:
+        tokenizer = engine.tokenizer
+        self._text = tokenizer and TextStream(tokenizer, anchor=engine.anchor(prompt))
         self._end = len(before)
 
     def take(self, token: int) -> int:

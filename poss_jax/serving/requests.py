@@ -124,6 +124,7 @@ class CompletionRequest(CommonRequest):
 
     `continued_tokens` (ours): so many tokens at the end of the prompt belong to an answer that is
     continued; the penalties of the output count them, and stop strings may begin in them.
+    `continued_chat` (ours): the prompt is that of a chat, whose answers are decoded alone.
     """
 
     prompt: (
@@ -134,6 +135,7 @@ class CompletionRequest(CommonRequest):
     best_of: int | None = None
     suffix: str | None = None
     continued_tokens: Annotated[int, Field(ge=0)] | None = None
+    continued_chat: bool | None = None
 
 
 class ContentPart(BaseModel):
@@ -288,6 +290,7 @@ def _make_job(
         raise ApiError(400, message, param="stop")
     sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
     num_continued = getattr(body, "continued_tokens", None) or 0
+    is_chat = isinstance(body, ChatRequest) or bool(getattr(body, "continued_chat", False))
     prepared = []
     for index, prompt in enumerate(prompts):
         ids = _encode(engine, config, prompt)
@@ -298,7 +301,9 @@ def _make_job(
         for choice in range(body.n or 1):
             seed = prompt_seed(sampling.seed, index * (body.n or 1) + choice)
             one = _prepare(engine, config, ids, replace(sampling, seed=seed), limit)
-            prepared.append(one._replace(stop_ids=stop_ids, num_continued=num_continued))
+            prepared.append(
+                one._replace(stop_ids=stop_ids, num_continued=num_continued, is_chat=is_chat)
+            )
     try:
         engine.check_stop(stop, config.max_length or engine.max_length)
     except UserError as error:
