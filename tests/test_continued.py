@@ -260,6 +260,46 @@ def test_an_answer_that_a_stopping_server_cuts_goes_on() -> None:
     assert texts(late) == [text_of(answer_of(5, [1, 2, 3], 2)) + "half"]
 
 
+@pytest.mark.parametrize("num_servers", [2, 7])
+@pytest.mark.parametrize("error", [httpx.ReadError, httpx.RemoteProtocolError, None])
+def test_a_request_kills_five_servers_at_most(error: Any, num_servers: int) -> None:
+    asked_of = []
+
+    def die(request: httpx.Request) -> httpx.Response:
+        asked_of.append(request.url.host)
+        if error is None:
+            return httpx.Response(502, text="a replica died")
+        raise error("gone")
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(die)) as client:
+            pool = Pool([f"http://s{i}" for i in range(num_servers)], client)
+            return await pool.open(Call("POST", "/v1/completions", b"{}", {}), patience=30.0)
+
+    if error is None:
+        assert asyncio.run(send()).status_code == 502
+    else:
+        with pytest.raises(GivenUp, match="servers die of the request"):
+            asyncio.run(send())
+    assert len(asked_of) == 5
+
+
+def test_servers_that_cannot_be_reached_are_asked_again() -> None:
+    outcomes = [*[httpx.ConnectError("refused"), httpx.ConnectTimeout("slow")] * 4, None]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if (error := outcomes.pop(0)) is not None:
+            raise error
+        return httpx.Response(200)
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            call = Call("GET", "/v1/models", b"", {})
+            return await Pool(["http://a", "http://b"], client).open(call, patience=30.0)
+
+    assert asyncio.run(send()).status_code == 200 and not outcomes
+
+
 def test_errors_are_told() -> None:
     [refused] = run(Servers(400), asked())
     assert refused["status"] == 400

@@ -13,6 +13,7 @@ MOST_TRIES = 5
 
 _BUSY = {429, 503}
 _BROKEN = {500, 502, 504}  # as Ray Serve answers where a replica died; another one may answer
+_UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)  # the request was not sent
 
 
 class GivenUp(Exception):
@@ -78,10 +79,10 @@ class Pool:
           The response, its body not read yet; a refusal if all refuse.
 
         Raises:
-          GivenUp: none answers.
+          GivenUp: none answers, or too many die of it.
         """
-        end = time.monotonic() + patience
-        for attempt in itertools.count(1):
+        end, num_deaths = time.monotonic() + patience, 0
+        while True:
             refusal = None
             for url in self._order():
                 try:
@@ -90,15 +91,21 @@ class Pool:
                         return response
                     await response.aread()
                     refusal = response
-                except httpx.TransportError:
+                    num_deaths += response.status_code in _BROKEN
+                except httpx.TransportError as error:
                     self._is_ready[url] = False
+                    num_deaths += not isinstance(error, _UNREACHED)
+                if num_deaths >= MOST_TRIES:
+                    break
             is_broken = refusal is not None and refusal.status_code in _BROKEN
-            if time.monotonic() >= end and not (is_broken and attempt < MOST_TRIES):
+            is_deadly = num_deaths >= MOST_TRIES
+            if is_deadly or (time.monotonic() >= end and not is_broken):
                 if refusal is None:
-                    raise GivenUp("no server answers")
+                    raise GivenUp(
+                        "servers die of the request" if is_deadly else "no server answers"
+                    )
                 return refusal
             await asyncio.sleep(0.2)
-        raise AssertionError("not reached")
 
     async def fetch(self, call: Call) -> httpx.Response:
         """Whole response to a request, of another upstream if one dies on the way.
