@@ -65,9 +65,14 @@ class Servers:
 
     def __init__(self, *scripts: int | Callable[[Body], httpx.Response]) -> None:
         self.scripts, self.bodies = list(scripts), []
+        self.about: list[Any] = []  # first answers to /v1/models: a status, or an error
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
+            if self.about:
+                if isinstance(status := self.about.pop(0), Exception):
+                    raise status
+                return httpx.Response(status, json={"error": {"message": "no"}})
             return httpx.Response(200, json={"data": [{"max_model_len": 12}]})
         body = json.loads(request.content)
         is_chat = request.url.path.endswith("chat/completions")
@@ -226,6 +231,17 @@ def test_a_request_without_seed_or_limit() -> None:
     assert servers.bodies[0]["seed"] == servers.bodies[1]["seed"]
     assert servers.bodies[1]["max_tokens"] == 3
     assert texts(events) == [text_of(answer_of(servers.bodies[0]["seed"], [1, 2, 3], 5))]
+
+
+def test_a_broken_stream_waits_for_a_server_that_says_its_limit() -> None:
+    servers = Servers(3)
+    servers.about = [httpx.ConnectError("refused"), 503] * 2
+    events = run(servers, asked(max_tokens=None), max_new_tokens=5)
+    assert texts(events) == [text_of(answer_of(5, [1, 2, 3], 5))] and not servers.about
+    servers = Servers(3)
+    servers.about = [503] * 50
+    *_, error = run(servers, asked(max_tokens=None), max_new_tokens=5)
+    assert error["error"]["message"] == "no server takes the rest, status 503"
 
 
 def test_another_model_does_not_continue() -> None:

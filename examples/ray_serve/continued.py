@@ -169,8 +169,7 @@ class ContinuedStream:
         response = await self._pool.open(call, patience=self._settings.patience)
         if response.status_code != 200:
             await response.aread()
-            raise GivenUp(f"no server takes the rest, status {response.status_code}")
-        return response
+        return _accepted(response)
 
     @property
     def _has_begun(self) -> bool:
@@ -263,8 +262,8 @@ class ContinuedStream:
             if self._body.get(name):
                 return int(self._body[name])
         call = self._call._replace(method="GET", path="/v1/models", content=b"")
-        models = await self._pool.fetch(call)
-        room = models.json()["data"][0]["max_model_len"] - len(choice.prompt_ids)
+        models = await self._pool.fetch(call, patience=self._settings.patience)
+        room = _accepted(models).json()["data"][0]["max_model_len"] - len(choice.prompt_ids)
         return min(self._settings.max_new_tokens, room)
 
     def _usage(self) -> dict[str, int]:
@@ -342,6 +341,12 @@ async def merge(sources: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _accepted(response: httpx.Response) -> httpx.Response:
+    if response.status_code != 200:
+        raise GivenUp(f"no server takes the rest, status {response.status_code}")
+    return response
 
 
 def plain(response: httpx.Response) -> Response:

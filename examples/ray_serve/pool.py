@@ -107,14 +107,10 @@ class Pool:
                 return refusal
             await asyncio.sleep(0.2)
 
-    async def fetch(self, call: Call) -> httpx.Response:
-        """Whole response to a request, of another upstream if one dies on the way.
-
-        Raises:
-          GivenUp: none answers.
-        """
+    async def fetch(self, call: Call, *, patience: float = 0.0) -> httpx.Response:
+        """Whole response to a request, of another upstream if one dies on the way; see `open`."""
         for _ in range(MOST_TRIES):
-            response = await self.open(call)
+            response = await self.open(call, patience=patience)
             try:
                 await response.aread()
                 return response
