@@ -22,6 +22,7 @@ from serving import until
 from benchmarks import serving as serving_benchmark
 from infer.serve import main
 from poss_jax.engine.scheduler import Scheduler
+from poss_jax.serving.server import listen
 
 SMALL = ["--batch-size", "1", "--max-logprobs", "0"]
 LONG = {"prompt": "def area_7", "max_tokens": 230, "ignore_eos": True}
@@ -173,6 +174,13 @@ def test_the_page_and_the_log(runs: Runs, tmp_path: Path) -> None:
 
 def test_a_port_in_use_shows_before_models_are_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        message = refusal(main, "--port", port, "--target", str(tmp_path / "missing"))
+    assert "in use" in message and f"port {port}" in message
+
+
+def test_a_port_is_taken_while_models_are_loaded(tmp_path: Path) -> None:
+    with closing(listen("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         message = refusal(main, "--port", port, "--target", str(tmp_path / "missing"))
     assert "in use" in message and f"port {port}" in message

@@ -21,7 +21,8 @@ from serving import MODEL, Served, request_bytes, serving, until
 from poss_jax import Engine, TreeConfig
 from poss_jax.config.decoding import ServedSampling
 from poss_jax.config.reading import UserError
-from poss_jax.serving.app import make_slots
+from poss_jax.engine.scheduler import Scheduler
+from poss_jax.serving.app import create_app, make_slots
 from poss_jax.serving.requests import ApiError, ChatRequest, CompletionRequest, read_completion
 
 KEY = "secret"
@@ -331,6 +332,21 @@ def test_stop_strings_of_a_server_are_checked_as_it_starts(
 ) -> None:
     with pytest.raises(UserError, match=error):
         make_slots(served.service.engine, replace(served.service.config, stop=stop))
+
+
+def test_an_application_that_fails_ends_its_thread(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scheduler, "_compile_all", lambda self: None)
+    app = create_app(served.service.config, served.engine)
+
+    async def fail() -> None:
+        async with app.router.lifespan_context(app):
+            raise OSError("the server failed")
+
+    with pytest.raises(OSError, match="the server failed"):
+        asyncio.run(fail())
+    assert app.state.service.scheduler.is_closed
 
 
 def test_log_probabilities_may_be_off(served: Served) -> None:

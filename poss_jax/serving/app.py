@@ -234,9 +234,11 @@ def create_app(
         scheduler = Scheduler(own, max_queue=config.max_queue)
         app.state.service = service = Service(config, own.engine, scheduler)
         warm_up = asyncio.create_task(_warm_up(service))
-        yield
-        warm_up.cancel()
-        await asyncio.to_thread(scheduler.close)
+        try:
+            yield
+        finally:
+            warm_up.cancel()
+            await asyncio.to_thread(scheduler.close)
 
     app = FastAPI(
         title="poss_jax",

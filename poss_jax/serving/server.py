@@ -23,6 +23,7 @@ from poss_jax.serving.app import guarded
 from poss_jax.serving.guard import PATIENCE
 
 _LOG = logging.getLogger(__package__)
+_BACKLOG = 2048  # as uvicorn's
 _SPARE_CONNECTIONS = 100  # beside those of all that run and wait: probes, pools of clients
 
 
@@ -167,7 +168,7 @@ def make_server(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Takes a port; nobody is answered before a server runs.
+    """Takes a port from now on; who connects is answered once a server runs.
 
     Raises:
       UserError: there is no such address, or the port is taken.
@@ -187,6 +188,7 @@ def _bind(family: int, address: Any) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.listen(_BACKLOG)  # until then, another process may bind the same port
     except OSError:
         sock.close()
         raise
