@@ -16,11 +16,14 @@ import httpx
 import pytest
 
 pytest.importorskip("fastapi")
+from starlette.testclient import TestClient
+
 from poss_jax.engine.prompts import prompt_seed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "ray_serve"))
 from continued import ContinuedStream, Settings
 from pool import Call, GivenUp, Pool
+from proxy import create_proxy
 
 CHAT_PROMPT = [7, 7]
 WHOLE = 10**6
@@ -137,7 +140,7 @@ def run(servers: Servers, body: Body, **settings: Any) -> list[Body]:
         async with httpx.AsyncClient(transport=transport) as client:
             pool = Pool(["http://a", "http://b"], client)
             path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-            call = Call("POST", path, json.dumps(body).encode(), {})
+            call = Call("POST", path, json.dumps(body).encode(), {}, 5.0)
             stream = ContinuedStream(pool, Settings(**{"patience": 1.0, **settings}), call, body)
             response: Any = await stream.respond()
             if not hasattr(response, "body_iterator"):
@@ -290,7 +293,7 @@ def test_a_request_kills_five_servers_at_most(error: Any, num_servers: int) -> N
     async def send() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.MockTransport(die)) as client:
             pool = Pool([f"http://s{i}" for i in range(num_servers)], client)
-            return await pool.open(Call("POST", "/v1/completions", b"{}", {}), patience=30.0)
+            return await pool.open(Call("POST", "/v1/completions", b"{}", {}, 5.0), patience=30.0)
 
     if error is None:
         assert asyncio.run(send()).status_code == 502
@@ -310,10 +313,25 @@ def test_servers_that_cannot_be_reached_are_asked_again() -> None:
 
     async def send() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            call = Call("GET", "/v1/models", b"", {})
+            call = Call("GET", "/v1/models", b"", {}, 5.0)
             return await Pool(["http://a", "http://b"], client).open(call, patience=30.0)
 
     assert asyncio.run(send()).status_code == 200 and not outcomes
+
+
+def test_whole_answers_are_waited_for_no_longer_than_they_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    async def fetch(self: Pool, call: Call) -> httpx.Response:
+        calls.append(call)
+        return httpx.Response(200)
+
+    monkeypatch.setattr(Pool, "fetch", fetch)
+    with TestClient(create_proxy(["http://127.0.0.1:1"], Settings(timeout_seconds=70.0))) as client:
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+    assert [call.silence for call in calls] == [100.0]
 
 
 def test_errors_are_told() -> None:

@@ -28,14 +28,14 @@ class Call(NamedTuple):
       path: path and query.
       content: body.
       headers: those that upstreams see.
-      silence: most seconds without a byte, after which the upstream counts as dead; None: no limit.
+      silence: most seconds without a byte, after which the upstream counts as dead.
     """
 
     method: str
     path: str
     content: bytes
     headers: dict[str, str]
-    silence: float | None = None
+    silence: float
 
 
 class Pool:

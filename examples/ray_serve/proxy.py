@@ -36,6 +36,7 @@ from poss_jax.serving.requests import ApiError
 _STREAMED = {"/v1/completions", "/v1/chat/completions"}
 _PASSED = ("authorization", "content-type", "x-request-id")
 _MAX_BODY_BYTES = 8 * 2**20
+_SPARE_SECONDS = 30.0  # after the time of an answer is over, until its server counts as dead
 
 
 async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
@@ -83,7 +84,8 @@ def create_proxy(urls: Sequence[str], settings: Settings = Settings()) -> Guard:
         pool, path = request.app.state.pool, request.url.path
         headers = {key: request.headers[key] for key in _PASSED if key in request.headers}
         content = await request.body()
-        call = Call(request.method, path, content, headers)
+        silence = settings.timeout_seconds + _SPARE_SECONDS
+        call = Call(request.method, path, content, headers, silence)
         body = read_object(content) if path in _STREAMED else {}
         try:
             if body.get("stream"):
