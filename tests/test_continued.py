@@ -23,7 +23,7 @@ from poss_jax.engine.prompts import prompt_seed
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "ray_serve"))
 from continued import ContinuedStream, Settings
 from pool import Call, GivenUp, Pool
-from proxy import create_proxy
+from proxy import create_proxy, main
 
 CHAT_PROMPT = [7, 7]
 WHOLE = 10**6
@@ -332,6 +332,18 @@ def test_whole_answers_are_waited_for_no_longer_than_they_may_take(
     with TestClient(create_proxy(["http://127.0.0.1:1"], Settings(timeout_seconds=70.0))) as client:
         assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
     assert [call.silence for call in calls] == [100.0]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:8001", "localhost:8001", "http://h:port", "http://", "ftp://h", "http://h:70000"],
+)
+def test_wrong_addresses_are_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--upstream", "http://127.0.0.1:1", "--upstream", url])
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and "--upstream: want an address such as http://" in told
+    assert repr(url) in told
 
 
 def test_errors_are_told() -> None:

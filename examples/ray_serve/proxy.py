@@ -114,13 +114,29 @@ def read_object(content: bytes) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def main() -> None:
+def address(url: str) -> str:
+    """Checks the address of a server, as --upstream gives it."""
+    try:
+        parts = httpx.URL(url)
+        is_address = parts.scheme in ("http", "https") and parts.host and (parts.port or 1) < 65536
+    except httpx.InvalidURL:
+        is_address = False
+    if not is_address:
+        raise argparse.ArgumentTypeError(
+            f"want an address such as http://127.0.0.1:8000, got {url!r}; begin it with http://"
+        )
+    return url
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the options and serves until a signal comes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     defaults = Settings()
-    parser.add_argument("--upstream", action="append", required=True, help="address of a server")
+    parser.add_argument(
+        "--upstream", action="append", type=address, required=True, help="address of a server"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument(
@@ -132,7 +148,7 @@ def main() -> None:
         default=defaults.timeout_seconds,
         help="as the servers have it",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     settings = Settings(args.max_new_tokens, args.timeout_seconds)
     uvicorn.run(
         create_proxy(args.upstream, settings), host=args.host, port=args.port, access_log=False
