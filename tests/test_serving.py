@@ -499,7 +499,8 @@ def test_what_completions_are_refused(client: openai.OpenAI, param: str, options
             "temperature: want no number clos",
             "temperature",
         ),
-        ("[]", "body: Input should be", None),
+        ("[]", "body: want a JSON object, with Content-Type: application/json", None),
+        ("", "body: want a JSON object, with Content-Type: application/json", None),
     ],
 )
 def test_refusals_name_the_field(
@@ -507,6 +508,13 @@ def test_refusals_name_the_field(
 ) -> None:
     error = served.post("/v1/completions", body.encode()).json()["error"]
     assert (error["message"][: len(message)], error["param"]) == (message, param)
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
+def test_json_of_another_content_type(served: Served, kind: str) -> None:
+    response = served.post("/v1/completions", {"prompt": "x"}, **{"content-type": kind})
+    message = "body: want a JSON object, with Content-Type: application/json"
+    assert response.status_code == 400 and response.json()["error"]["message"] == message
 
 
 def test_images_are_refused(client: openai.OpenAI) -> None:

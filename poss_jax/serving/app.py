@@ -285,12 +285,15 @@ def _add_errors(app: FastAPI) -> None:
             where = f"at character {first['loc'][1]}: {first['ctx']['error']}"
             return await of_api(request, ApiError(400, f"body: want JSON, got none {where}"))
         _, *path = first["loc"]
-        field = path[0] if path else None
+        if not path:
+            message = "body: want a JSON object, with Content-Type: application/json"
+            return await of_api(request, ApiError(400, message))
+        field = path[0]
         where, message = ".".join(map(str, path)), explain(first)
         if len(path) > 1 and field in KINDS:
             where, message = field, KINDS[field]
         shown = where if where.isascii() and len(where) <= 100 else field
-        return await of_api(request, ApiError(400, f"{shown or 'body'}: {message}", param=field))
+        return await of_api(request, ApiError(400, f"{shown}: {message}", param=field))
 
     async def of_http(request: Request, error: Any) -> Response:
         told = ApiError(error.status_code, str(error.detail))
