@@ -535,6 +535,9 @@ def test_another_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="another", prompt="def")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("owner/another")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
 def test_unknown_fields_are_ignored(
@@ -609,6 +612,7 @@ def test_endpoints_that_say_how_the_server_is(served: Served, client: openai.Ope
     assert set(served.get("/version").json()) == {"version"}
     (model,) = client.models.list().data
     assert (model.id, model.model_extra) == (MODEL, {"max_model_len": 256})
+    assert client.models.retrieve(MODEL) == model
     found = served.post("/tokenize", {"prompt": PROMPTS[0]}).json()
     ids = served.engine.encode(PROMPTS[0])
     assert found == {"tokens": ids, "count": len(ids)}

@@ -123,9 +123,15 @@ class Service:
         """True if requests should be sent here."""
         return self.is_warm and not self.is_draining and self.scheduler.error is None
 
-    def check_model(self, body: CommonRequest) -> None:
+    @property
+    def about_model(self) -> dict[str, Any]:
+        """The model as the API describes it."""
+        about = {"id": self.model, "object": "model", "created": 0, "owned_by": "poss_jax"}
+        return about | {"max_model_len": self.scheduler.max_length}
+
+    def check_model(self, name: str | None) -> None:
         """Raises ApiError if another model is asked for."""
-        if body.model is not None and body.model != self.model:
+        if name is not None and name != self.model:
             raise ApiError(
                 404, f"want the model {self.model}", param="model", code="model_not_found"
             )
@@ -351,14 +357,18 @@ def _add_api(app: FastAPI) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         """The one model."""
+        return JSONResponse({"object": "list", "data": [_service(request).about_model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        """The one model, by its name."""
         service = _service(request)
-        about = {"id": service.model, "object": "model", "created": 0, "owned_by": "poss_jax"}
-        about["max_model_len"] = service.scheduler.max_length
-        return JSONResponse({"object": "list", "data": [about]})
+        service.check_model(name)
+        return JSONResponse(service.about_model)
 
     async def answer(request: Request, body: Any, read: Callable[..., Job]) -> Response:
         service = _service(request)
-        service.check_model(body)
+        service.check_model(body.model)
         job = await asyncio.to_thread(read, service.engine, service.limits, body)
         return await service.answer(request, body, job)
 
