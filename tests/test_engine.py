@@ -299,6 +299,26 @@ def test_biased_tokens_are_checked_before_anything_is_decoded(
 
 
 @pytest.mark.parametrize(
+    "message",
+    [
+        5,
+        {"content": "a"},
+        {"role": "", "content": "a"},
+        {"role": "user"},
+        {"role": "user", "content": None},
+    ],
+    ids=repr,
+)
+def test_what_is_no_message_is_one_line(
+    plain: Engine, monkeypatch: pytest.MonkeyPatch, message: Any
+) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside of tests
+    prompt = [{"role": "user", "content": "a"}, message]
+    with pytest.raises(UserError, match=r"^messages: want a role and a content of text in each"):
+        plain.generate([prompt], max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
     "prompts", [[5, 6, 7], [{"role": "user", "content": "hi"}], {"a": 1}], ids=repr
 )
 def test_what_is_no_prompt_is_one_line(

@@ -16,7 +16,13 @@ from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.data.files import json_lines
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import PreparedPrompt, Prompt, PromptTooLong, with_seed
+from poss_jax.engine.prompts import (
+    PreparedPrompt,
+    Prompt,
+    PromptTooLong,
+    is_message,
+    with_seed,
+)
 
 PROMPT_KEYS = {
     "prompt": "a string",
@@ -238,13 +244,8 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _is_message(value: Any) -> bool:
-    fields = value if isinstance(value, dict) else {}
-    return _is_text(fields.get("role")) and isinstance(fields.get("content"), str)
-
-
 def _is_prompt(key: str, value: Any) -> bool:
     if key == "prompt":
         return _is_text(value)
-    checks = {"prompt_ids": lambda item: type(item) is int, "messages": _is_message}
+    checks = {"prompt_ids": lambda item: type(item) is int, "messages": is_message}
     return isinstance(value, list) and value != [] and all(map(checks.get(key, _is_text), value))

@@ -64,8 +64,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
 
     Raises:
       UserError: the prompt is not a sequence, is empty, holds ids outside the vocabulary or text
-        that is not UTF-8, or is text (or messages) for a target without tokenizer (or chat
-        template).
+        that is not UTF-8 or messages without role or content, or is text (or messages) for a
+        target without tokenizer (or chat template).
     """
     if not isinstance(prompt, Sequence):
         raise UserError(
@@ -80,6 +80,13 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
         text = _apply_chat_template(prompt, tokenizer)
         return _check_range(_tokenise(text, tokenizer), vocab_size)
     return _check_range(list(map(_token_id, prompt)), vocab_size)
+
+
+def is_message(value: Any) -> bool:
+    """Tells whether a value is a chat message: a role, and a content, which may be empty."""
+    fields = value if isinstance(value, dict) else {}
+    role = fields.get("role")
+    return isinstance(role, str) and role != "" and isinstance(fields.get("content"), str)
 
 
 def check_bias(sampling: SamplingConfig, vocab_size: int) -> None:
@@ -224,6 +231,12 @@ def _tokenise(text: str, tokenizer: Any) -> list[int]:
 
 
 def _apply_chat_template(messages: Any, tokenizer: Any) -> str:
+    for message in messages:
+        if not is_message(message):
+            raise UserError(
+                "messages: want a role and a content of text in each, got "
+                f"{shorten(message)}; write such as {{'role': 'user', 'content': 'Hi'}}"
+            )
     _check_tokenizer(tokenizer)
     if not tokenizer.chat_template:
         raise UserError(
