@@ -45,8 +45,12 @@ def read_trees(path: AnyPath) -> Trees:
     Raises:
       UserError: it cannot be read, or holds something else.
     """
+    return _check_trees(path, read_yaml(path))
+
+
+def _check_trees(path: AnyPath, sizes: Mapping[Any, Any]) -> Trees:
     trees: dict[int, TreeConfig | None] = {}
-    for size, values in read_yaml(path).items():
+    for size, values in sizes.items():
         where = f"{path}: {str(size)[:40]}"
         if size == _TUNED:
             continue
@@ -101,7 +105,8 @@ def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = No
                 _devices(mesh),
             )
         return None
-    trees, tuned = read_trees(path), read_yaml(path).get(_TUNED)
+    values = read_yaml(path)
+    trees, tuned = _check_trees(path, values), values.get(_TUNED)
     if not isinstance(tuned, dict):
         raise UserError(f"{path}: want the section {_TUNED}; give the file with --trees instead")
     for key, here in _identity(record, mesh).items():

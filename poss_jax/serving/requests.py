@@ -16,7 +16,7 @@ from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.reading import UserError, cut
 from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import PreparedPrompt, Prompt, PromptTooLong, prompt_seed
+from poss_jax.engine.prompts import PreparedPrompt, Prompt, prompt_seed
 from poss_jax.engine.slots import MOST_BIASED, MOST_STOP_IDS
 from poss_jax.engine.text import longest_token
 
@@ -298,12 +298,11 @@ def _make_job(
             raise ApiError(
                 400, "continued_tokens: want fewer than the prompt has", param="continued_tokens"
             )
+        one = _prepare(engine, config, ids, sampling, limit)
+        one = one._replace(stop_ids=stop_ids, num_continued=num_continued, is_chat=is_chat)
         for choice in range(body.n or 1):
             seed = prompt_seed(sampling.seed, index * (body.n or 1) + choice)
-            one = _prepare(engine, config, ids, replace(sampling, seed=seed), limit)
-            prepared.append(
-                one._replace(stop_ids=stop_ids, num_continued=num_continued, is_chat=is_chat)
-            )
+            prepared.append(one._replace(sampling=replace(sampling, seed=seed)))
     try:
         engine.check_stop(stop, config.max_length or engine.max_length)
     except UserError as error:
@@ -351,8 +350,6 @@ def _prepare(
         )
     try:
         return engine.prepare(ids, limit or min(config.max_new_tokens, room), sampling)
-    except PromptTooLong as error:
-        raise ApiError(400, str(error), code="context_length_exceeded") from error
     except UserError as error:
         raise ApiError(400, str(error), param="logit_bias") from error
 
