@@ -327,7 +327,8 @@ def test_the_space_before_an_answer(
             (echoed,) = texts(complete(client, prompt, stream=is_streamed, echo=True, **spaces))
             assert echoed == ("a" if prompt == [word] else prompt) + text
     choice = complete(client, [word], logprobs=0, **spaces).choices[0]
-    assert choice.text[choice.logprobs.text_offset[-1] :] in (" a", "  ")
+    assert_places(choice, served.engine)
+    assert set(choice.logprobs.tokens) == {" a", "  "}
     for known in (0, 3):
         rest = choice.prompt_token_ids + choice.token_ids[:9]
         given = spaces | {"continued_tokens": known, "max_tokens": N - 9}
@@ -337,7 +338,8 @@ def test_the_space_before_an_answer(
 
 def test_a_message_has_no_space_before_it(client: openai.OpenAI, spaces: dict[str, Any]) -> None:
     given = keywords(spaces) | {"max_tokens": N}
-    chat = ask(client, **given).choices[0]
+    chat = ask(client, logprobs=True, **given).choices[0]
+    assert {one.token for one in chat.logprobs.content} == {" a", "  "}
     prompt = chat.prompt_token_ids
     (text,) = texts(complete(client, prompt, **spaces))
     assert text == " " + chat.message.content

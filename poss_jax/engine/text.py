@@ -162,11 +162,14 @@ class _Decoder:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def decode_behind(tokenizer: Any, anchor: int | None, tokens: Sequence[int]) -> str:
+def decode_behind(
+    tokenizer: Any, anchor: int | None, tokens: Sequence[int], *, skip_special_tokens: bool = True
+) -> str:
     """Decodes tokens as they follow another one; None decodes them alone."""
     before = [] if anchor is None else [anchor]
     shown = tokenizer.decode(before, skip_special_tokens=True)
-    return tokenizer.decode([*before, *tokens], skip_special_tokens=True)[len(shown) :]
+    whole = tokenizer.decode([*before, *tokens], skip_special_tokens=skip_special_tokens)
+    return whole[len(shown) :]
 
 
 def find_anchor(tokenizer: Any, tokens: Sequence[int]) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.text import TextStream
+from poss_jax.engine.text import TextStream, decode_behind, find_anchor
 from poss_jax.serving.requests import Job
 
 DONE = b"data: [DONE]\n\n"
@@ -47,6 +47,8 @@ class Reply:
         self._tokens: list[list[int]] = [[] for _ in job.prompts]
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in job.prompts]
         self._answers: list[Generation | None] = [None] * len(job.prompts)
+        tokenizer = engine.tokenizer
+        self._anchor = tokenizer and find_anchor(tokenizer, job.prompts[0].ids)
         self._places = [
             _Places(engine, prompt, text)
             for prompt, text in zip(job.prompts, job.echo, strict=True)
@@ -181,7 +183,9 @@ class Reply:
 
     def _name(self, token: int) -> str:
         tokenizer = self._engine.tokenizer
-        return str(token) if tokenizer is None else tokenizer.decode([token])
+        if tokenizer is None:
+            return str(token)
+        return decode_behind(tokenizer, self._anchor, [token], skip_special_tokens=False)
 
 
 def format_token(name: str, logprob: float) -> dict[str, Any]:
