@@ -222,13 +222,13 @@ def test_the_process_may_be_killed_between_chats() -> None:
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [[{"role": "user", "content": "\ud800"}], [{"role": "user", "content": {1}}]],
+    ("content", "message"),
+    [("\ud800", "refuses them: "), ({1}, "want a role and a content of text")],
 )
-def test_messages_that_are_no_messages(messages: Any) -> None:
+def test_messages_that_are_no_messages(content: Any, message: str) -> None:
     tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(UserError, match="refuses them: "):
-        encode_prompt(messages, tokenizer, 10)
+    with pytest.raises(UserError, match=message):
+        encode_prompt([{"role": "user", "content": content}], tokenizer, 10)
 
 
 @pytest.mark.parametrize("prompt", ["a \ud800", "\udcff"])
