@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _part(before: str, text: str) -> dict[str, Any]:
-    """What a text has beyond the one before (see `rendering.Part`)."""
+    """Compares a text with the one before (see `rendering.Part`)."""
     continues = text.startswith(before)
     return {"continues": continues, "text": text[len(before) :] if continues else text}
 

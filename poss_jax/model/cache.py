@@ -149,8 +149,8 @@ def attend_cached(
 
     A running softmax goes over blocks of the cache up to the longest sequence and no further, so
     that the time follows the rows in use, not those there are room for. In a small cache all rows
-    are one block. So are they on a GPU, where a loop of unknown length asks the host, but for many
-    queries over a long cache, whose scores would take gigabytes.
+    are one block. So are they on a GPU, where a loop of unknown length asks the host, unless many
+    queries attend a long cache, since their scores would take gigabytes.
 
     Args:
       q: rotated queries.
