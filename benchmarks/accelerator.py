@@ -2,12 +2,13 @@
 
 Random bfloat16 weights in the shape of Llama-3.1-8B are made on the device, with PosS-3 on EAGLE-2
 and on EAGLE-3; nothing is read. A random draft is never right, so rounds run with forced
-acceptance: the accepted lengths recorded with a trained PosS-3 draft, one after the other. Every
-part is printed as soon as it is measured; the last line is one JSON object. Meant to be done in 8
-minutes on one H100 or H200; other sizes are options, so that it runs anywhere.
+acceptance: the accepted lengths recorded with a trained PosS-3 draft, one after the other. With
+--torch, a greedy loop over the model of `transformers` and its `generate` are timed first. Every
+part is printed and written as soon as it is measured; the last line is one JSON object. Sizes are
+options, so that it runs anywhere.
 
     python -m benchmarks.accelerator --output docs/results/accelerator
-    python -m benchmarks.accelerator --only decode --batch-size 8
+    python -m benchmarks.accelerator --only decode --methods poss3 --batch-size 8
 """
 
 import argparse
@@ -22,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.options import add_numbers, add_trees, make_parser, read_shape
+from benchmarks.pytorch import TorchLoop, torch_shape
 from infer.costs import Device, cost_card, describe_workload, floors
 from infer.phases import measure_card, start
-from infer.report import format_card, show_report
+from infer.report import format_card, show_report, write_report
 from infer.roofline import measure_roofline
 from poss_jax.checkpoint.record import TargetIdentity, new_record, provenance
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
@@ -48,7 +50,7 @@ from poss_jax.shapes import Params
 ACCEPTED = (1, 2, 6, 2, 6, 3, 6, 5, 6, 6, 5, 6, 5, 6, 6, 4, 6)
 """Accepted tokens per round of PosS-3 on one recorded prompt of the tests, tree 6/10/60."""
 SCALE = 0.02
-FAMILIES = ("poss3", "poss3_e3")
+PLAIN, FAMILIES = "autoregressive", ("poss3", "poss3_e3")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -79,22 +81,26 @@ def draft_shape(family: str, llama: LlamaConfig, num_draft_tokens: int) -> Draft
     return DraftConfig(layer=layer, family="eagle3", **spans, **settle(llama, num_draft_tokens))
 
 
-def make_engines(llama: LlamaConfig, num_draft_tokens: int) -> dict[str, Engine]:
-    """One target, alone and with each draft."""
+def make_engines(
+    llama: LlamaConfig, methods: Sequence[str], num_draft_tokens: int
+) -> dict[str, Engine]:
+    """One target, alone and with drafts."""
     dtype = default_dtype()
     identity = TargetIdentity(
         name="random", revision=None, embedding_sha256="0" * 64, head_sha256="0" * 64
     )
     record = new_record(llama, identity, tokenizer_from=None)
     engine = Engine(record, random_like(partial(init_target, llama), 0, dtype))
-    engines = {"autoregressive": engine}
+    engines = {PLAIN: engine}
     for seed, family in enumerate(FAMILIES, start=1):
+        if family not in methods:
+            continue
         config = draft_shape(family, llama, num_draft_tokens)
         tokens = None if config.head_size is None else tuple(range(config.head_size))
         record = new_record(config, identity, tokenizer_from=None, draft_vocabulary=tokens)
         draft = random_like(partial(init_draft, config), seed, dtype)
         engines[family] = engine.with_draft(record, draft)
-    return engines
+    return {method: engines[method] for method in methods}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -184,6 +190,34 @@ def measure_decoding(
     }
 
 
+def measure_torch(llama: LlamaConfig, prompt: Sequence[int], num_tokens: int) -> dict[str, float]:
+    """Times PyTorch on this machine's GPU, or its CPU: milliseconds per token after the prompt.
+
+    Returns:
+      Of `loop`, one step after the other of the model of `transformers`, and of its `generate`.
+    """
+    import torch
+    import transformers
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        shape = torch_shape(llama)
+        model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    numbers = _time_torch(TorchLoop(model), prompt, num_tokens)
+    del model
+    torch.cuda.empty_cache()
+    return numbers
+
+
+def _time_torch(loop: TorchLoop, prompt: Sequence[int], num_tokens: int) -> dict[str, float]:
+    seconds = []
+    for count in (4, 1, 1 + num_tokens):  # the first call warms up
+        began = time.perf_counter()
+        loop.generate(prompt, count)
+        seconds.append(time.perf_counter() - began)
+    generate = 1000 * (seconds[2] - seconds[1]) / num_tokens
+    return {"loop": loop.time_steps(prompt, num_tokens), "generate": generate}
+
+
 # --------------------------------------------------------------------------------------------------
 # Training
 
@@ -244,31 +278,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures and prints part after part, writes."""
     args = _parse(arguments)
     llama, lines, began = _shape(args), [], time.monotonic()
+    given = vars(args) | {"trees": [tree.name for tree in args.trees]}
+    options = {key: str(value) for key, value in given.items()}
+    tokens = np.random.default_rng(0).integers(0, llama.vocab_size, args.prompt).tolist()
+    torch = measure_torch(llama, tokens, args.rounds) if args.torch else None
     roofline = measure_roofline()
     report: dict[str, Any] = {"roofline": asdict(roofline), "methods": {}, "training": {}}
+    report |= {"torch": torch, "options": options, "provenance": provenance()}
+
+    def table() -> str:
+        return "\n".join(f"- {line}" for line in lines) + "\n\n" + format_card(report)
 
     def show(line: str) -> None:
         lines.append(line)
         print(f"{line}  [{time.monotonic() - began:.0f} s]", flush=True)
+        if args.output is not None:
+            write_report(report, table(), args.output)
 
     device = roofline.device
     show(f"{device.name}: {device.bytes_per_second / 1e9:.0f} GB/s, "
          f"{device.flops_per_second / 1e12:.2f} TFLOP/s")  # fmt: skip
+    if torch is not None:
+        show("PyTorch, ms per token: " + ", ".join(f"{k} {v:.2f}" for k, v in torch.items()))
     if args.only != "train":
-        engines = make_engines(llama, args.draft_vocabulary)
-        tokens = np.random.default_rng(0).integers(0, llama.vocab_size, args.prompt).tolist()
+        engines = make_engines(llama, args.methods, args.draft_vocabulary)
         prompts = [PreparedPrompt(tokens, 8 * args.rounds)] * args.batch_size
         for name, engine in engines.items():
-            for tree in args.trees if name in FAMILIES else args.trees[:1]:
+            for tree in args.trees if name != PLAIN else args.trees[:1]:
                 row = measure_decoding(
                     engine.with_tree(tree), device, prompts,
                     num_rounds=args.rounds, repeats=args.repeats,
                 )  # fmt: skip
-                label = tree.name if name in FAMILIES else ""
+                label = tree.name if name != PLAIN else ""
                 report["methods"][f"{name} {label}".strip()] = row
                 show(describe_decoding(name, label, row))
         del engines, engine
-    for family in FAMILIES if args.only != "decode" else ():
+    for family in () if args.only == "decode" else [one for one in FAMILIES if one in args.methods]:
         row = measure_training(
             family, llama, num_draft_tokens=args.draft_vocabulary, batch_size=args.train_batch,
             num_tokens=args.train_tokens, repeats=args.repeats,
@@ -276,16 +321,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report["training"][family] = row
         show(f"training {family}: {row['step_seconds']:.3f} s per step of {args.train_batch} x "
              f"{args.train_tokens} tokens, compiled in {row['compile_seconds']:.0f} s")  # fmt: skip
-    given = vars(args) | {"trees": [tree.name for tree in args.trees]}
-    options = {key: str(value) for key, value in given.items()}
-    report |= {"options": options, "provenance": provenance()}
-    table = "\n".join(f"- {line}" for line in lines) + "\n\n" + format_card(report)
-    show_report(report, table, args.output)
+    show_report(report, table(), args.output)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--only", choices=("decode", "train"), help="one part")
+    parser.add_argument("--torch", action="store_true", help="time PyTorch, too")
+    methods = PLAIN, *FAMILIES
+    parser.add_argument("--methods", nargs="+", choices=methods, default=list(methods))
     add_trees(parser, "6/10/60")
     sizes = {
         "hidden-size": 4096,

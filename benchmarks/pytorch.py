@@ -113,7 +113,7 @@ class TorchLoop:
         import torch
 
         with torch.inference_mode():
-            out = self.model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+            out = self._prefill(prompt)
             tokens = [int(out.logits[0, -1].argmax())]
             while len(tokens) < num_tokens:
                 out = self._step(tokens[-1], out.past_key_values)
@@ -124,7 +124,7 @@ class TorchLoop:
         """Continues a prompt as users of `transformers` do."""
         import torch
 
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=self.model.device)
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -141,17 +141,24 @@ class TorchLoop:
 
         seconds = []
         with torch.inference_mode():
-            out = self.model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+            out = self._prefill(prompt)
             for _ in range(num_steps):
                 started = time.perf_counter()
                 out = self._step(int(out.logits[0, -1].argmax()), out.past_key_values)
                 seconds.append(time.perf_counter() - started)
         return 1000 * float(np.median(seconds))
 
+    def _prefill(self, prompt: Sequence[int]) -> Any:
+        import torch
+
+        ids = torch.tensor([prompt], device=self.model.device)
+        return self.model(ids, use_cache=True, logits_to_keep=1)
+
     def _step(self, token: int, cache: Any) -> Any:
         import torch
 
-        return self.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        ids = torch.tensor([[token]], device=self.model.device)
+        return self.model(ids, past_key_values=cache, use_cache=True)
 
 
 def use_cores(num_threads: int) -> None:

@@ -89,16 +89,18 @@ def bench(
         Key(cell, repeat, decoder.name, index)
         for cell, few in dialogues.items()
         for repeat in range(config.repeats)
-        for index in range(len(few))
-        for decoder in (*decoders[index % len(decoders) :], *decoders[: index % len(decoders)])
+        for number, batch in enumerate(_batches(range(len(few)), config.batch_size))
+        for decoder in (*decoders[number % len(decoders) :], *decoders[: number % len(decoders)])
+        for index in batch
     ]
     at_work = {key.method for key in journal.missing(keys)} | {
         decoder.name for decoder in decoders if decoder.name not in journal.methods
     }
     for decoder in tqdm([one for one in decoders if one.name in at_work], desc="compile"):
-        decoder.compile([one for few in dialogues.values() for one in few])
+        every = [one for few in dialogues.values() for one in few]
+        decoder.compile(every, batch_size=config.batch_size)
     by_depth = {"drift": study(config.by_depth)} if config.drift else {}
-    _answer_missing(keys, decoders, sets, dialogues, journal)
+    _answer_missing(config, keys, decoders, sets, dialogues, journal)
     report = {
         "baseline": AUTOREGRESSIVE,
         "max_new_tokens": config.max_new_tokens,
@@ -153,25 +155,38 @@ def _vocabulary(decoder: Decoder) -> list[int] | None:
     return None if tokens is None else np.asarray(tokens).tolist()
 
 
+def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Cuts questions into batches."""
+    return (indices[first : first + size] for first in range(0, len(indices), size))
+
+
 def _answer_missing(
+    config: BenchConfig,
     keys: Sequence[Key],
     decoders: Sequence[Decoder],
     sets: dict[str, list[Question]],
     dialogues: dict[Cell, list[Dialogue]],
     journal: Journal,
 ) -> None:
-    """Answers what the journal does not hold; methods take turns, question by question."""
+    """Answers what the journal does not hold; methods take turns, batch by batch."""
     engines = {decoder.name: decoder.engine for decoder in decoders}
+
+    def batch_of(key: Key) -> Key:
+        return key._replace(question=key.question // config.batch_size)
+
     missing = list(journal.missing(keys))
     with tqdm(
         total=len(keys), initial=len(keys) - len(missing), desc="bench", unit="question"
     ) as progress:
-        for key in missing:
-            timed = play(engines[key.method], dialogues[key.cell][key.question])
-            question = sets[key.cell.set][key.question]
-            turns = [make_turn(*one) for one in timed]
-            journal.add(Answer(key, question.id, question.category, turns))
-            progress.update()
+        for (cell, _, method, _), group in groupby(missing, batch_of):
+            batch = list(group)
+            asked = [dialogues[cell][key.question] for key in batch]
+            timed = play(engines[method], asked, batch_size=config.batch_size)
+            for key, few in zip(batch, timed, strict=True):
+                question = sets[cell.set][key.question]
+                turns = [make_turn(*one) for one in few]
+                journal.add(Answer(key, question.id, question.category, turns))
+            progress.update(len(batch))
 
 
 def _summarise(

@@ -137,7 +137,7 @@ def decode(config: DriftConfig) -> tuple[Answers, list[int], dict[str, Answers]]
 
 def _answer(decoder: Decoder, questions: Sequence[Dialogue]) -> Answers:
     bar = tqdm(questions, desc=decoder.name, unit="prompt")
-    return [[timed.answer for timed in play(decoder.engine, one)] for one in bar]
+    return [[timed.answer for timed in play(decoder.engine, [one])[0]] for one in bar]
 
 
 def lay_out(texts: Answers) -> Rows:

@@ -50,20 +50,21 @@ class Decoder:
     compile_seconds: float = 0.0
     first_token_seconds: dict[str, float] = field(default_factory=dict)
 
-    def compile(self, dialogues: Sequence[Dialogue]) -> None:
+    def compile(self, dialogues: Sequence[Dialogue], *, batch_size: int = 1) -> None:
         """Compiles the programs of all rooms that dialogues can need, and runs a round of each.
 
         The first prompt's first token is timed before that, cold, and after it, warm.
 
         Args:
           dialogues: dialogues that are checked.
+          batch_size: number of dialogues that are answered together.
         """
         first = next(one.prompt for one in dialogues if one.prompt is not None)
         started = time.monotonic()
         cold = time_first_token(self.engine, first)
         compiled = set()
         for prompt in _prompts_of_all_rooms(dialogues):
-            config, request = self.engine.request([prompt])
+            config, request = self.engine.request([prompt], batch_size=batch_size)
             program = config, jax.tree.structure(request)
             if program not in compiled:
                 short = request.replace(limits=jnp.minimum(request.limits, 2))
@@ -111,37 +112,50 @@ def _prompts_of_all_rooms(dialogues: Sequence[Dialogue]) -> Iterator[PreparedPro
 
 
 class Timed(NamedTuple):
-    """An answer, and the seconds that it and its first token took."""
+    """An answer, its share of the seconds of its batch, and the seconds to the first token."""
 
     answer: Generation
     seconds: float
     first_token_seconds: float
 
 
-def play(engine: Engine, dialogue: Dialogue) -> list[Timed]:
-    """Answers every turn of a question, alone in its batch, and times each.
+def play(
+    engine: Engine, dialogues: Sequence[Dialogue], *, batch_size: int = 1
+) -> list[list[Timed]]:
+    """Answers every turn of questions, and times each.
 
     Args:
       engine: the engine that decodes.
-      dialogue: is left as it is.
+      dialogues: are left as they are.
+      batch_size: number of questions that are answered together; the seconds of a batch are shared
+        out equally among its answers.
+
+    Returns:
+      Answers by question and turn.
     """
-    dialogue, seconds = replace(dialogue), []
+    copies, times = [replace(dialogue) for dialogue in dialogues], []
 
     def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
-        config, request = engine.request(prompts)
+        config, request = engine.request(prompts, batch_size=batch_size)
         request = jax.block_until_ready(request)
         started = time.perf_counter()
         state = jax.block_until_ready(start(engine.weights, config, request))
         first = time.perf_counter()
         state = jax.block_until_ready(run_rounds(engine.weights, config, request, state))
-        seconds.append((time.perf_counter() - started, first - started))
+        share = (time.perf_counter() - started) / len(prompts)
+        times.extend([(share, first - started)] * len(prompts))
         return engine.read(prompts, state.output)
 
-    answers = [answer for _, answer in answer_all(engine, [dialogue], decode, batch_size=1)]
-    if dialogue.ended:
-        turn = dialogue.num_answered + 1
-        _LOG.warning("a question ends before turn %d: %s", turn, dialogue.ended)
-    return [Timed(answer, *times) for answer, times in zip(answers, seconds, strict=True)]
+    timed: list[list[Timed]] = [[] for _ in copies]
+    for number, (index, answer) in enumerate(
+        answer_all(engine, copies, decode, batch_size=batch_size)
+    ):
+        timed[index].append(Timed(answer, *times[number]))
+    for dialogue in copies:
+        if dialogue.ended:
+            turn = dialogue.num_answered + 1
+            _LOG.warning("a question ends before turn %d: %s", turn, dialogue.ended)
+    return timed
 
 
 def count_memory(engine: Engine) -> dict[str, int]:

@@ -20,7 +20,7 @@ from infer.answer_files import write_answer_files
 from infer.bench import main
 from infer.costs import Device
 from infer.journal import Answer, Cell, Journal, Key, Turn, make_turn
-from infer.measure import Decoder, load_decoders, play
+from infer.measure import Decoder, Timed, load_decoders, play
 from infer.page import write_page
 from infer.phases import phases_to_round
 from infer.questions import first_prompts, read_hub, read_questions, read_sets
@@ -607,11 +607,11 @@ def test_a_killed_benchmark_goes_on_and_ends_with_the_same_numbers(
     rng, played = random.Random(seed), Counter[str]()
     original, alive = play, rng.randrange(1, 18)
 
-    def mortal(*args: Any) -> list[Turn]:
+    def mortal(*args: Any, **settings: Any) -> list[list[Timed]]:
         played["all"] += 1
         if played["all"] > alive:
             raise KeyboardInterrupt
-        return original(*args)
+        return original(*args, **settings)
 
     monkeypatch.setattr(program, "play", mortal)
     arguments = [*matrix(runs, prompts), "--output", str(tmp_path / "report")]
@@ -816,7 +816,7 @@ def test_a_conversation_that_grows_too_long_ends_early(
     engine.max_length = len(engine.encode(messages[:-1])) + N
     (question,) = read_dialogues([{"turns": ["a", "a"]}], SamplingConfig(), N)
     question.check(engine)
-    (turn,) = play(engine, question)
+    ((turn,),) = play(engine, [question])
     assert turn.seconds > turn.first_token_seconds > 0
     assert "a question ends before turn 2: prompt of" in caplog.text
     assert len(question.left) == 2 and question.num_answered == 0  # as it was

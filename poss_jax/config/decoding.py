@@ -269,6 +269,8 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
       temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
       seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
         is used.
+      batch_size: Number of questions answered together. The seconds of a batch are shared out
+        equally among its answers; times of phases stay those of one prompt.
       repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
       drift: Measure the drafts by depth, too, on the first set (docs/experiments.md).
       output: Folder to write the report to. It must be new or empty; that of an interrupted
@@ -278,6 +280,7 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     max_new_tokens: Count = 128
     temperatures: tuple[Temperature, ...] = ()
     seeds: tuple[Seed, ...] = ()
+    batch_size: Count = 1
     repeats: Count = 3
     drift: bool = False
 
