@@ -8,6 +8,9 @@ an interruption. Prints tables, and as its last line one JSON object; report.jso
 plots are written to DIR.
 
     python -m benchmarks.study --config configs/study/python.yaml --output docs/results/study_python
+
+With --jobs N as many runs train side by side. Small ones share a GPU well once NVIDIA's MPS daemon
+runs (nvidia-cuda-mps-control -d); without it they take turns, and nothing is gained.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
+from tqdm import tqdm
 
 from benchmarks.options import report_folder
 from infer.bench import bench
@@ -44,6 +49,7 @@ from poss_jax.config.numbers import Seed
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.parameters import split_items
+from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser, run_program
 from poss_jax.program.tables import format_rows
 from train.claims import changed_settings, claim_folder, saved_config
@@ -115,8 +121,12 @@ class Run(NamedTuple):
         return f"{self.variant} seed {self.seed}"
 
 
-def study(config: StudyConfig) -> dict[str, Any]:
+def study(config: StudyConfig, *, num_jobs: int = 1) -> dict[str, Any]:
     """Trains and benchmarks what is not done yet, and compares.
+
+    Args:
+      config: what is compared.
+      num_jobs: number of runs that train side by side.
 
     Raises:
       UserError: bad input, or a run that failed.
@@ -124,8 +134,7 @@ def study(config: StudyConfig) -> dict[str, Any]:
     rows, curves, drift = [], {}, {}
     for budget in config.budgets:
         runs = config.runs(budget)
-        for run in runs:
-            train(config, run)
+        train_all(config, runs, num_jobs)
         curves[budget] = {run.name: read_curve(config, run) for run in runs}
         drift[budget] = {
             variant: np.mean(
@@ -150,8 +159,38 @@ def folder_of(config: StudyConfig, run: Run) -> Path:
     return Path(config.output) / run.budget / run.variant.replace(" ", "_") / str(run.seed)
 
 
-def train(config: StudyConfig, run: Run) -> None:
-    """Trains one draft in a process of its own, or goes on with it."""
+def train_all(config: StudyConfig, runs: Sequence[Run], num_jobs: int) -> None:
+    """Trains drafts, some side by side; after an error no further one begins.
+
+    Raises:
+      UserError: a run failed.
+    """
+    if num_jobs == 1:
+        for run in runs:
+            train(config, run)
+        return
+    for width in {one["widen"] for one in config.variants.values() if "widen" in one}:
+        widen(config, width)  # once, before the runs that continue it
+    with ThreadPoolExecutor(num_jobs) as pool:
+        futures = [pool.submit(train, config, run, is_alone=False) for run in runs]
+        try:
+            for future in tqdm(futures, desc="training", unit="run"):
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
+    """Trains one draft in a process of its own, or goes on with it.
+
+    Args:
+      config: the study.
+      run: the draft.
+      is_alone: show its progress, and let it take the memory of a GPU from the beginning.
+
+    Raises:
+      UserError: it failed, or its folder holds a run of another config.
+    """
     folder, words = folder_of(config, run), words_of(config, run)
     if (folder / "model").exists():
         _refuse_other_config(run, folder, load_config(TrainConfig, config.start, words))
@@ -162,10 +201,18 @@ def train(config: StudyConfig, run: Run) -> None:
         words.append(f"num_tokens={tokens_in_equal_time(config, run)}")
     share_rows(config, load_config(TrainConfig, config.start, words))
     command = [sys.executable, "-m", "train.main", "--config", config.start, *words]
-    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+    shared: dict[str, Any] = {
+        "stderr": subprocess.PIPE,
+        "env": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},
+    }
+    done = subprocess.run(
+        command, stdout=subprocess.DEVNULL, check=False, text=True, **({} if is_alone else shared)
+    )
+    if done.returncode:
         if not (folder / "checkpoints").exists():
             shutil.rmtree(folder, ignore_errors=True)
-        raise UserError(f"training of {run.name} failed; see above")
+        where = "see above" if is_alone else "".join(done.stderr.splitlines(keepends=True)[-1:])
+        raise UserError(f"training of {run.name} failed; {where}")
 
 
 def _refuse_other_config(run: Run, folder: Path, wanted: TrainConfig) -> None:
@@ -503,12 +550,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set a key of the config")
     parser.add_argument("--config", required=True, metavar="FILE")
     parser.add_argument("--output", type=report_folder, required=True, metavar="DIR")
+    parser.add_argument("--jobs", type=at_least(1), default=1, metavar="N",
+                        help="number of runs that train side by side")  # fmt: skip
     args = parser.parse_intermixed_args(arguments)
     config = load_config(StudyConfig, args.config, args.overrides)
     load_config(BenchConfig, config.bench)  # is refused before hours of training, as are these
     for run in config.runs("steps"):
         load_config(TrainConfig, config.start, words_of(config, run))
-    report = study(config)
+    report = study(config, num_jobs=args.jobs)
     text = f"{format_study(report)}\n{format_drift(report)}"
     show_report(report, text, args.output, plot=partial(plot, report))
 

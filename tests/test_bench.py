@@ -822,6 +822,33 @@ def test_a_conversation_that_grows_too_long_ends_early(
     assert len(question.left) == 2 and question.num_answered == 0  # as it was
 
 
+def test_questions_answered_together_have_the_same_answers(runs: Runs) -> None:
+    engine = Engine.load(runs.model("target"))
+    records = [{"turns": ["a", "def"]}, {"prompt": "heig"}, {"turns": ["de"]}]
+    questions = read_dialogues(records, SamplingConfig(temperature=1.0), N)
+    for question in questions:
+        question.check(engine)
+    alone = [play(engine, [question])[0] for question in questions]
+    together = play(engine, questions, batch_size=2)
+
+    def outputs(timed: list[list[Timed]]) -> list[list[list[int]]]:
+        return [[turn.answer.output_ids for turn in turns] for turns in timed]
+
+    assert list(map(len, together)) == [2, 1, 1]
+    assert outputs(together) == outputs(alone)
+    (first, _), (second,), _ = together
+    assert first.seconds == second.seconds > 0
+    assert first.first_token_seconds == second.first_token_seconds
+
+
+@pytest.mark.slow
+def test_batches_give_the_numbers_of_single_questions(
+    runs: Runs, prompts: str, uninterrupted: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*matrix(runs, prompts), "batch_size=2"])
+    assert table(json.loads(capsys.readouterr().out.splitlines()[-1])) == table(uninterrupted)
+
+
 def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) -> None:
     other = {"name": "another", "head_sha256": "0" * 64}
     target = copy_model(runs.model("target"), tmp_path / "model", target=other)

@@ -86,20 +86,42 @@ def test_beside_torch(
     assert [row["draft_vocabulary"] for row in report["random"]["rows"]] == [0, 200, 50]
 
 
-@pytest.mark.slow
-def test_accelerator(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    roofline = Roofline(Device("abacus", 1e9, 1e9, 1e9), {"square": 1e9})
-    monkeypatch.setattr(accelerator, "measure_roofline", lambda: roofline)
+def accelerator_sizes() -> list[str]:
     sizes = "--hidden-size 32 --intermediate-size 64 --head-dim 16 --vocab-size 300 --layers 4"
     options = "--draft-vocabulary 100 --prompt 8 --rounds 4 --train-tokens 32 --trees 2/2/5"
-    accelerator.main([*TINY, *sizes.split(), *options.split(), "--batch-size", "2"])
+    return [*TINY, *sizes.split(), *options.split()]
+
+
+@pytest.mark.slow
+def test_accelerator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roofline = Roofline(Device("abacus", 1e9, 1e9, 1e9), {"square": 1e9})
+    monkeypatch.setattr(accelerator, "measure_roofline", lambda: roofline)
+    arguments = [*accelerator_sizes(), "--batch-size", "2", "--output", str(tmp_path)]
+    accelerator.main(arguments)
     lines = capsys.readouterr().out.splitlines()
     report = json.loads(lines[-1])
+    assert json.loads((tmp_path / "report.json").read_text()) == report
     assert list(report["methods"]) == ["autoregressive", "poss3 2/2/5", "poss3_e3 2/2/5"]
     drafted = report["methods"]["poss3 2/2/5"]
     assert drafted["tokens_per_round"] == 1 + (1 + 2 + 2 + 2) / 4  # of 1, 2, 6, 2 at depth 2
     assert list(report["training"]) == ["poss3", "poss3_e3"]
     assert lines[0].startswith("abacus: 1 GB/s")
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_accelerator_beside_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roofline = Roofline(Device("abacus", 1e9, 1e9, 1e9), {"square": 1e9})
+    monkeypatch.setattr(accelerator, "measure_roofline", lambda: roofline)
+    options = "--torch --only decode --methods autoregressive".split()
+    accelerator.main([*accelerator_sizes(), *options])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(report["methods"]) == ["autoregressive"] and not report["training"]
+    assert report["torch"]["loop"] > 0
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import json
 import subprocess
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +33,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         train_main(command[command.index("--config") :])
         return SimpleNamespace(returncode=0)
 
-    fake = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
+    fake = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
     monkeypatch.setattr(study, "subprocess", fake)
     return seen
 
@@ -95,6 +97,38 @@ def test_pairs_are_of_variants() -> None:
 def test_the_number_of_seeds_is_checked(variants: dict[str, dict[str, int]]) -> None:
     with pytest.raises(ValueError, match="num_seeds: want 1 to 2"):
         study.StudyConfig(start="s", variants=variants, bench="b", trees={}, seeds=(0, 1))
+
+
+def test_runs_train_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = study.StudyConfig(start="s", variants=VARIANTS, bench="b", trees={})
+    together, names = threading.Barrier(3, timeout=60), []
+
+    def train(config: study.StudyConfig, run: study.Run, *, is_alone: bool) -> None:
+        assert not is_alone
+        together.wait()
+        names.append(run.name)
+
+    monkeypatch.setattr(study, "train", train)
+    study.train_all(config, config.runs("steps"), 3)
+    assert sorted(names) == sorted(run.name for run in config.runs("steps"))
+
+
+def test_after_a_failed_run_no_further_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = study.StudyConfig(start="s", variants=VARIANTS, bench="b", trees={})
+    failed, begun = threading.Event(), []
+
+    def train(config: study.StudyConfig, run: study.Run, *, is_alone: bool) -> None:
+        begun.append(run)
+        if run.seed == 0:
+            failed.set()
+            raise UserError("training failed")
+        failed.wait(60)
+        time.sleep(0.5)
+
+    monkeypatch.setattr(study, "train", train)
+    with pytest.raises(UserError, match="training failed"):
+        study.train_all(config, [study.Run("steps", "two", seed) for seed in range(9)], 2)
+    assert len(begun) < 9
 
 
 @pytest.mark.slow
@@ -178,17 +212,20 @@ def test_equal_time_wants_measured_times() -> None:
         study.StudyConfig(start="s", variants=VARIANTS, bench="b", trees={}, budgets=("time",))
 
 
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
         ({"specialists": {"depth": "deep"}}, "depth: Input should be a valid integer"),
         pytest.param(
-            {"mesh": {"data": 3}}, "training of wrong seed 0 failed", marks=pytest.mark.slow
+            {"mesh": {"data": 3}},
+            "training of wrong seed 0 failed; (see above|error: .*mesh)",
+            marks=pytest.mark.slow,
         ),
     ],
 )
 def test_a_variant_that_cannot_be_trained_ends_the_study(
-    runs: Runs, tmp_path: Path, variant: dict[str, object], message: str
+    runs: Runs, tmp_path: Path, variant: dict[str, object], message: str, jobs: str
 ) -> None:
     values = {
         "start": config_file(runs, tmp_path, DRAFT),
@@ -197,6 +234,7 @@ def test_a_variant_that_cannot_be_trained_ends_the_study(
         "trees": {},
         "output": str(tmp_path / "runs"),
     }
+    arguments = ["--config", write_config(tmp_path, values), "--output", str(tmp_path / "r")]
     with pytest.raises(UserError, match=message):
-        study.main(["--config", write_config(tmp_path, values), "--output", str(tmp_path / "r")])
+        study.main([*arguments, "--jobs", jobs])
     assert not (tmp_path / "runs" / "steps" / "wrong" / "0").exists()
