@@ -211,7 +211,7 @@ def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
     if done.returncode:
         if not (folder / "checkpoints").exists():
             shutil.rmtree(folder, ignore_errors=True)
-        where = "see above" if is_alone else "".join(done.stderr.splitlines(keepends=True)[-1:])
+        where = "see above" if is_alone else done.stderr.strip().rpartition("\n")[-1]
         raise UserError(f"training of {run.name} failed; {where}")
 
 
