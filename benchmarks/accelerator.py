@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.options import add_numbers, add_trees, make_parser, read_shape
-from benchmarks.pytorch import TorchLoop, torch_shape
+from benchmarks.pytorch import TorchLoop, need_torch, torch_shape
 from infer.costs import Device, cost_card, describe_workload, floors
 from infer.phases import measure_card, start
 from infer.report import format_card, show_report, write_report
@@ -195,7 +195,11 @@ def measure_torch(llama: LlamaConfig, prompt: Sequence[int], num_tokens: int) ->
 
     Returns:
       Of `loop`, one step after the other of the model of `transformers`, and of its `generate`.
+
+    Raises:
+      UserError: torch is missing.
     """
+    need_torch()
     import torch
     import transformers
 

@@ -169,9 +169,7 @@ def use_cores(num_threads: int) -> None:
     Raises:
       UserError: torch or transformers is missing, or there are fewer cores.
     """
-    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
-    if missing:
-        raise UserError(f"{' and '.join(missing)} missing; pip install 'poss_jax[torch]'")
+    need_torch()
     import torch
 
     if hasattr(os, "sched_setaffinity"):
@@ -180,6 +178,17 @@ def use_cores(num_threads: int) -> None:
             raise UserError(f"threads: want at most {len(cores)}, got {num_threads}")
         os.sched_setaffinity(0, cores[:num_threads])
     torch.set_num_threads(num_threads)
+
+
+def need_torch() -> None:
+    """Ends the program where PyTorch is not installed.
+
+    Raises:
+      UserError: torch or transformers is missing.
+    """
+    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
+    if missing:
+        raise UserError(f"{' and '.join(missing)} missing; pip install 'poss_jax[torch]'")
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -43,6 +43,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m benchmarks.coupling ": "compiles many trees, which takes minutes",
     "python -m benchmarks.draft_vocabulary ": "needs the models of make demo",
     "python -m benchmarks.pytorch ": "needs torch, and compiles many trees",
+    "python -m benchmarks.accelerator ": "measures an 8B pair",
     "python -m infer.serve": "serves until it is told to end; tests/test_serving.py asks it",
     "python -m infer.aot ": "needs libtpu or jax[cuda13]; tests/test_aot.py compiles",
     "python -m train.regenerate --server ": "tests/test_regenerate_server.py has a server",

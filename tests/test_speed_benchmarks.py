@@ -10,6 +10,7 @@ from benchmarks import accelerator, break_even, growth, pytorch
 from infer.costs import DEVICES, Device
 from infer.roofline import Roofline
 from poss_jax.config.models import TreeConfig
+from poss_jax.config.reading import UserError
 
 TINY = "--layers 2 --heads 2 --kv-heads 1 --repeats 1".split()
 
@@ -108,6 +109,12 @@ def test_accelerator(
     assert drafted["tokens_per_round"] == 1 + (1 + 2 + 2 + 2) / 4  # of 1, 2, 6, 2 at depth 2
     assert list(report["training"]) == ["poss3", "poss3_e3"]
     assert lines[0].startswith("abacus: 1 GB/s")
+
+
+def test_torch_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"torch and transformers missing; pip install"):
+        accelerator.main(["--torch"])
 
 
 @pytest.mark.torch
