@@ -317,7 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 report["methods"][f"{name} {label}".strip()] = row
                 show(describe_decoding(name, label, row))
         del engines, engine
-    for family in () if args.only == "decode" else [one for one in FAMILIES if one in args.methods]:
+    trained = () if args.only == "decode" else FAMILIES
+    for family in (one for one in trained if one in args.methods):
         row = measure_training(
             family, llama, num_draft_tokens=args.draft_vocabulary, batch_size=args.train_batch,
             num_tokens=args.train_tokens, repeats=args.repeats,

@@ -201,12 +201,13 @@ def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
         words.append(f"num_tokens={tokens_in_equal_time(config, run)}")
     share_rows(config, load_config(TrainConfig, config.start, words))
     command = [sys.executable, "-m", "train.main", "--config", config.start, *words]
-    shared: dict[str, Any] = {
-        "stderr": subprocess.PIPE,
-        "env": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},
-    }
     done = subprocess.run(
-        command, stdout=subprocess.DEVNULL, check=False, text=True, **({} if is_alone else shared)
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=None if is_alone else subprocess.PIPE,
+        env=None if is_alone else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},
+        text=True,
+        check=False,
     )
     if done.returncode:
         if not (folder / "checkpoints").exists():

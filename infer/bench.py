@@ -96,8 +96,8 @@ def bench(
     at_work = {key.method for key in journal.missing(keys)} | {
         decoder.name for decoder in decoders if decoder.name not in journal.methods
     }
+    every = [one for few in dialogues.values() for one in few]
     for decoder in tqdm([one for one in decoders if one.name in at_work], desc="compile"):
-        every = [one for few in dialogues.values() for one in few]
         decoder.compile(every, batch_size=config.batch_size)
     by_depth = {"drift": study(config.by_depth)} if config.drift else {}
     _answer_missing(config, keys, decoders, sets, dialogues, journal)
