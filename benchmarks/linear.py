@@ -1,75 +1,98 @@
-"""Times the two spellings of a product with few rows, side by side, on this machine's CPU.
+"""Times the products of a decoding step by number of rows: float32, int8 and fp8 weights.
 
-`poss_jax.model.linear` takes `(w @ x.T).T` for 2 to 64 rows on CPU and `x @ w.T` elsewhere.
-Prints milliseconds per stack of 8 square matrices and the ratio, by width and number of rows; the
-last line is one JSON object.
+A loop on the device multiplies rows by the weights of a small target (by default the shape of
+SmolLM2-135M), as decoding does; nothing else of a layer is computed. `plain` is `x @ w.T`, which
+`poss_jax.model.linear` spells otherwise on CPU. Prints milliseconds per step, the median of
+interleaved repeats; the last line is one JSON object.
 
     python -m benchmarks.linear
+    python -m benchmarks.linear --rows 1 4 --repeats 20
 """
 
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.model.linear import _few_rows_on_cpu, _plain
+from poss_jax.model.linear import _plain, linear
+from poss_jax.model.quantise import KINDS, quantise
 from poss_jax.program.running import Parser, run_program
 
-WIDTHS, ROWS = (128, 512, 2048), (2, 4, 8, 16, 24, 32, 40, 48, 60, 64)
-MATRICES, CALLS, REPEATS = 8, 10, 5
+LAYERS, WIDTH, MLP, VOCABULARY, KEYS = 30, 576, 1536, 49152, 384
+STEPS = 4  # turns of the loop per call
+FORMS: dict[str, Callable] = {"plain": partial(_plain, dtype=jnp.float32), "float32": linear}
+FORMS |= dict.fromkeys(KINDS, linear)
 
 
-def stack_of(spelling: Callable) -> Callable:
-    """A program that multiplies rows by several matrices in turn."""
+def make_weights(form: str) -> Any:
+    """Draws the weights of all layers and of the head, in the type of a form."""
+    shapes = [(WIDTH + KEYS, WIDTH), (WIDTH, WIDTH), (2 * MLP, WIDTH), (WIDTH, MLP)]
+    rng = np.random.default_rng(0)
 
-    @jax.jit
-    def run(rows: jax.Array, weights: list[jax.Array]) -> jax.Array:
-        for weight in weights:
-            rows = spelling(rows, weight)
-        return rows
+    def draw(shape: tuple[int, int]) -> Any:
+        weight = jnp.asarray(rng.normal(size=shape) * shape[1] ** -0.5, jnp.float32)
+        return quantise(weight, form) if form in KINDS else weight  # type: ignore[arg-type]
 
-    return run
+    return [[draw(shape) for shape in shapes] for _ in range(LAYERS)], draw((VOCABULARY, WIDTH))
 
 
-def milliseconds(run: Callable, rows: jax.Array, weights: list[jax.Array]) -> float:
-    """Time of one call, averaged over a few."""
+@partial(jax.jit, static_argnames="form")
+def run_steps(weights: Any, rows: jax.Array, *, form: str) -> jax.Array:
+    """Multiplies rows by all weights, several times; each product depends on the one before it."""
+    product = FORMS[form]
+
+    def step(_: Any, x: jax.Array) -> jax.Array:
+        layers, head = weights
+        for qkv, output, gate_up, down in layers:
+            x = x + product(product(x, qkv)[:, :WIDTH], output)
+            gate, up = jnp.split(product(x, gate_up), 2, axis=-1)
+            x = x + product(gate * up, down)
+            x = x / (1 + jnp.abs(x).max())
+        return x + product(x, head).max(-1, keepdims=True)
+
+    return jax.lax.fori_loop(0, STEPS, step, rows)
+
+
+def milliseconds(weights: Any, rows: jax.Array, form: str) -> float:
+    """Time of a step."""
     started = time.perf_counter()
-    for _ in range(CALLS):
-        jax.block_until_ready(run(rows, weights))
-    return 1000 * (time.perf_counter() - started) / CALLS
+    jax.block_until_ready(run_steps(weights, rows, form=form))
+    return 1000 * (time.perf_counter() - started) / STEPS
 
 
-def compare(width: int, num_rows: int) -> dict[str, float]:
-    """Medians of interleaved repeats, and the median of their ratios."""
-    keys = jax.random.split(jax.random.key(0), MATRICES + 1)
-    weights = [jax.random.normal(key, (width, width)) * width**-0.5 for key in keys[1:]]
-    rows = jax.random.normal(keys[0], (num_rows, width))
-    plain, transposed = stack_of(_plain), stack_of(_few_rows_on_cpu)
-    for run in (plain, transposed):
-        milliseconds(run, rows, weights)
-    pairs = np.array(
-        [[milliseconds(run, rows, weights) for run in (plain, transposed)] for _ in range(REPEATS)]
-    )
-    return {
-        "width": width,
-        "rows": num_rows,
-        "plain_ms": round(float(np.median(pairs[:, 0])), 3),
-        "transposed_ms": round(float(np.median(pairs[:, 1])), 3),
-        "ratio": round(float(np.median(pairs[:, 0] / pairs[:, 1])), 2),
-    }
+def measure(num_rows: Sequence[int], repeats: int) -> dict[str, dict[int, float]]:
+    """Median time of a step by form and number of rows; forms take turns."""
+    weights = {form: make_weights(form) for form in FORMS if form != "plain"}
+    weights["plain"] = weights["float32"]
+    cases = [(form, count) for count in num_rows for form in FORMS]
+    times: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    for repeat in range(repeats + 1):
+        for form, count in cases:
+            taken = milliseconds(weights[form], jnp.ones((count, WIDTH)), form)
+            times[form, count] += [taken] if repeat else []  # the first one compiles
+    medians = {case: round(float(np.median(taken)), 2) for case, taken in times.items()}
+    return {form: {count: medians[form, count] for count in num_rows} for form in FORMS}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
-    Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
-    results = [compare(width, num_rows) for width in WIDTHS for num_rows in ROWS]
-    print("| width | rows | x @ w.T ms | (w @ x.T).T ms | ratio |\n|---|---|---|---|---|")
-    for row in results:
-        print("| " + " | ".join(str(value) for value in row.values()) + " |")
-    print(json.dumps({"device": jax.devices()[0].device_kind, "results": results}))
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--repeats", type=int, default=7, help="Timed calls of each form.")
+    args = parser.parse_args(arguments)
+    found = measure(args.rows, args.repeats)
+    print("| rows | " + " | ".join(found) + " |\n|" + "---|" * (1 + len(found)))
+    for count in args.rows:
+        print(
+            f"| {count} | " + " | ".join(f"{times[count]:.1f}" for times in found.values()) + " |"
+        )
+    print(json.dumps({"device": jax.devices()[0].device_kind, "milliseconds": found}))
 
 
 if __name__ == "__main__":

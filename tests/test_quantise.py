@@ -157,7 +157,7 @@ def test_items_are_those_of_the_whole(kind):
 
 
 @kinds
-@pytest.mark.parametrize("shape", [(1,), (7,), (40,), (1, 1), (2, 3)])
+@pytest.mark.parametrize("shape", [(1,), (3,), (7,), (20,), (40,), (1, 1), (2, 3)])
 def test_linear_is_that_of_the_dequantised_weight(kind, shape):
     rng = np.random.default_rng(0)
     weight = quantise(jnp.asarray(rng.normal(size=(24, 16)), jnp.float32), kind)
@@ -178,11 +178,38 @@ def test_blocks_give_the_same_product(monkeypatch, num_outputs):
     """CPUs convert large weights in blocks of outputs, here of five; the last may be shorter."""
     rng = np.random.default_rng(0)
     weight = quantise(jnp.asarray(rng.normal(size=(num_outputs, 16)), jnp.float32), "int8")
-    x = jnp.asarray(rng.normal(size=(2, 3, 16)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(5, 7, 16)), jnp.float32)
     whole = linear(x, weight)
     monkeypatch.setattr("poss_jax.model.linear._BLOCK", 5 * 16)
     assert ("scan" in str(jax.make_jaxpr(linear)(x, weight))) == (num_outputs > 5)
     np.testing.assert_allclose(linear(x, weight), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_outputs", [(24,), (4, 6)])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 5, 8, 16, 17, 32])
+def test_few_rows_of_int8_are_exact_where_products_are(num_rows, num_outputs):
+    """Whole numbers leave nothing to round, so that padding and chunks must not show."""
+    rng = np.random.default_rng(num_rows)
+    values = rng.integers(-127, 128, (*num_outputs, 16))
+    rows = rng.integers(-9, 10, (num_rows, 16))
+    weight = Quantised(jnp.asarray(values, jnp.int8), jnp.full(num_outputs, 0.5))
+    got = linear(jnp.asarray(rows, jnp.float32), weight)
+    np.testing.assert_array_equal(got, np.tensordot(rows, values, (-1, -1)) * 0.5)
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("num_rows", [1, 4, 20])
+def test_a_loop_reads_int8_in_every_turn(num_rows):
+    """XLA would widen a weight once before the loop, and read four times as much in each turn."""
+    weight = quantise(jnp.ones((96, 96)), "int8")
+
+    def decode(rows, weight):
+        return jax.lax.fori_loop(0, 9, lambda _, x: linear(x, weight), rows)
+
+    text = jax.jit(decode).lower(jnp.ones((num_rows, 96)), weight).compile().as_text()
+    (loop,) = (line for line in text.splitlines() if " while(" in line)
+    assert "s8[96,96]" in loop
+    assert "f32[96,96]" not in loop
 
 
 @kinds

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,11 @@ from poss_jax.shapes import Array, Float
 # XLA on CPU multiplies a few rows by `x @ w.T` 1.1 to 1.7 times slower than as `(w @ x.T).T`
 # (benchmarks/linear.py).
 _FEW_ROWS = 64
+
+# Numbers of rows that CPUs multiply by an int8 weight in one loop; 1 row, or 5 to 7, would take
+# longer than the next of these. Up to `_FEW_SUMMED` rows several such loops are fastest.
+_SUMMED_ROWS = (2, 4, 8, 16)
+_FEW_SUMMED = 32
 
 # Numbers of a quantised weight that CPUs convert at a time.
 _BLOCK = 1 << 19
@@ -64,18 +70,43 @@ def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> A
     # The scale comes after the product, whose operand is then a conversion of 8 bits alone, which
     # compilers for TPU and GPU make part of the product.
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    blocks, converted = (partial(one, dtype=dtype) for one in (_blocks_on_cpu, _converted))
-    if weight.values.size <= _BLOCK:
-        out = converted(rows, weight.values)
-    else:
-        out = lax.platform_dependent(rows, weight.values, cpu=blocks, default=converted)
+    on_cpu, converted = (
+        partial(spelling, dtype=dtype) for spelling in (_spelling_on_cpu(rows, weight), _converted)
+    )
+    out = lax.platform_dependent(rows, weight.values, cpu=on_cpu, default=converted)
     out = (out.astype(jnp.float32) * weight.scale[None]).astype(dtype)
     out = out if bias is None else out + bias[None]
     return out.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
+def _spelling_on_cpu(rows: Array, weight: Quantised) -> Callable[..., Array]:
+    is_fast = (rows.dtype, weight.values.dtype) == (jnp.float32, jnp.int8)  # fp8 converts slowly
+    if is_fast and len(rows) <= _FEW_SUMMED:
+        return _summed_on_cpu
+    return _converted if weight.values.size <= _BLOCK else _blocks_on_cpu
+
+
 def _converted(rows: Array, values: Array, *, dtype: Any) -> Array:
     return linear(rows, values.astype(rows.dtype), dtype=dtype)
+
+
+def _summed_on_cpu(rows: Array, values: Array, *, dtype: Any) -> Array:
+    most = _SUMMED_ROWS[-1]
+    chunks = (rows[first : first + most] for first in range(0, len(rows), most))
+    out = jnp.concatenate([_sum_products(chunk, values) for chunk in chunks])
+    return out.reshape(-1, *values.shape[:-1]).astype(dtype)
+
+
+def _sum_products(rows: Array, values: Array) -> Array:
+    # XLA on CPU makes one loop of conversion, product and sum, which reads the 8 bits once for all
+    # rows. The first barrier ties the conversion to the loop of decoding: XLA would move what does
+    # not change out of it, and read 32 bits in every turn. The second keeps the sum from becoming
+    # a plain product.
+    padding = next(count for count in _SUMMED_ROWS if count >= len(rows)) - len(rows)
+    padded = jnp.pad(rows, ((0, padding), (0, 0)))
+    flat, padded = lax.optimization_barrier((values.reshape(-1, values.shape[-1]), padded))
+    sums = (flat.astype(jnp.float32)[:, None] * padded[None]).sum(-1)
+    return lax.optimization_barrier(sums).T[: len(rows)]
 
 
 def _blocks_on_cpu(rows: Array, values: Array, *, dtype: Any) -> Array:
