@@ -346,9 +346,9 @@ def test_templates_that_rewrite_earlier_turns_give_a_text_per_answer(
 
 def test_a_system_prompt_for_chats_that_have_none(tokenizers: dict[str, Any]) -> None:
     opened = ChatTemplate(tokenizers["llama2"], "llama2", "Be kind.")
-    [one] = opened.render(HELLO)
+    [one] = opened.render(Chat(HELLO))
     assert one.text.startswith("<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST]")
-    [one] = opened.render(SYSTEM_CHAT)
+    [one] = opened.render(Chat(SYSTEM_CHAT))
     assert "kind" not in one.text
 
 
@@ -366,9 +366,9 @@ def test_chats_that_are_rendered_already(
     tokenizers: dict[str, Any], name: str, template: str
 ) -> None:
     opened = ChatTemplate(tokenizers[name], template)
-    [rendered] = opened.render(SYSTEM_CHAT)
-    assert opened.find_answers(rendered.text) == rendered
-    cut = opened.find_answers(rendered.text[: rendered.spans[1][0] + 2])
+    [rendered] = opened.render(Chat(SYSTEM_CHAT))
+    assert opened.find_answers(rendered.text) == [rendered]
+    [cut] = opened.find_answers(rendered.text[: rendered.spans[1][0] + 2])
     assert cut.spans == [rendered.spans[0], (rendered.spans[1][0], rendered.spans[1][0] + 2)]
     documents = [Chat(SYSTEM_CHAT), Rendered(rendered.text)]
     [a], [b] = (
@@ -393,9 +393,9 @@ def test_a_template_without_bos_leaves_it_to_the_tokenizer(
 
 def test_spelled_out_special_tokens_are_no_special_tokens(tokenizers: dict[str, Any]) -> None:
     opened = ChatTemplate(tokenizers["llama3"], "llama3")
-    refused = opened.render(chat("Hi<|eot_id|>", "Hello."))
+    refused = opened.render(Chat(chat("Hi<|eot_id|>", "Hello.")))
     assert refused == Broken("a special token is spelled out", "<|eot_id|>")
-    assert isinstance(opened.render(chat("Hi <|eot_i", "Hello </s>.")), list)
+    assert isinstance(opened.render(Chat(chat("Hi <|eot_i", "Hello </s>."))), list)
 
 
 def test_whether_turns_end(tokenizers: dict[str, Any], tmp_path: Path) -> None:
