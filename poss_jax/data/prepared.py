@@ -17,6 +17,7 @@ from poss_jax.config.reading import UserError, config_to_dict, one_line
 from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, content_key
 from poss_jax.data.encoding import encode_documents
+from poss_jax.data.fields import fit_chat
 from poss_jax.data.records import Broken
 from poss_jax.data.rows import Rows, make_rows
 from poss_jax.data.sources import Documents, Tally, load_documents
@@ -129,7 +130,7 @@ def _fit_chats(documents: Documents, template: ChatTemplate) -> Documents:
         for document in getattr(documents, name):
             fitted, left_out = document, ""
             if isinstance(document, Chat):
-                fitted, left_out = template.fit(document)
+                fitted, left_out = fit_chat(document, template)
             tally.cut.update([left_out] if left_out else [])
             if isinstance(fitted, Broken):
                 tally.drop(_excerpt(document), fitted)

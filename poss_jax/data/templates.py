@@ -12,20 +12,13 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
 from poss_jax.config.paths import as_path, read_text
 from poss_jax.config.reading import UserError, one_line
-from poss_jax.data.conversations import (
-    CALLS,
-    Chat,
-    Message,
-    end_with_answer,
-    is_trained,
-    plain_text,
-)
+from poss_jax.data.conversations import Chat, Message, is_trained, plain_text
 from poss_jax.data.records import Broken
 from poss_jax.data.rendering import Part, RenderEnded, RenderError, Step, render_steps
 from poss_jax.data.tokenizer import match_any, special_ids
@@ -53,10 +46,6 @@ BUILT_IN = {
 _NEEDED = {  # special tokens; a name of an attribute or the token itself
     "llama2": ("bos_token", "eos_token"),
     "llama3": ("bos_token", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-}
-_FIELDS = {  # of an answer, which not every template writes
-    "tool calls": CALLS,
-    "reasoning": ("reasoning_content", "reasoning", "thinking"),
 }
 
 
@@ -119,34 +108,6 @@ class ChatTemplate:
         learnt = turns.example[: self._length_trained(turns.example)]
         self.ends_turns = bool(self._special_end.search(learnt))
 
-    def fit(self, chat: Chat) -> tuple[Chat | Broken, str]:
-        """Cuts a chat before the first turn of which the template leaves out calls or reasoning.
-
-        Returns:
-          The chat, and why a part of it was left out ("" if it is whole); or why none of it can be
-          used, as where tools are offered that the template leaves out.
-        """
-        held = {
-            what: keys
-            for what, keys in _FIELDS.items()
-            if any(_holds(message, keys) for message in chat.messages)
-        }
-        if not held and not chat.tools:
-            return chat, ""
-        try:
-            parts = self._render_answers(chat.messages, chat.tools)
-        except RenderError:
-            return chat, ""  # `render` says why
-        if chat.tools and self._is_same(parts, chat.messages, None):
-            return Broken("tools that the chat template does not write"), ""
-        cuts = [(self._first_left_out(chat, parts, keys), what) for what, keys in held.items()]
-        end, what = min(cuts, default=(len(chat.messages), ""))
-        if end == len(chat.messages):
-            return chat, ""
-        why = f"{what} that the chat template does not write"
-        messages = end_with_answer(chat.messages[:end])
-        return (replace(chat, messages=messages), why) if messages else (Broken(why), "")
-
     def render(self, chat: Chat) -> list[RenderedChat] | Broken:
         """Writes a chat whose last turn is an assistant's.
 
@@ -160,11 +121,25 @@ class ChatTemplate:
             if found := self._special.search(text):
                 return Broken("a special token is spelled out", found.group())
         try:
-            parts = self._render_answers(chat.messages, chat.tools)
+            parts = self.write_answers(chat)
         except RenderError as error:
             return _explain(error)
         trained = [is_trained(one) for one in chat.messages if one["role"] == "assistant"]
         return self._join(parts[::2], parts[1::2], trained)
+
+    def write_answers(self, chat: Chat) -> list[Part]:
+        """Writes, for every answer, the chat up to its prompt and the chat up to its end.
+
+        Raises:
+          RenderError: the template does not write it.
+        """
+        messages, tools = chat.messages, chat.tools
+        if self._system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        messages = [self._settle_content(message) for message in messages]
+        ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+        steps = [step for end in ends for step in (Step(end - 1, True), Step(end, False))]
+        return render_steps(self._tokenizer, messages, steps, template=self.text, tools=tools)
 
     def find_answers(self, text: str) -> list[RenderedChat] | Broken:
         """Finds the answers in a chat that this template has written already.
@@ -188,19 +163,10 @@ class ChatTemplate:
             last = turns.end.search(text, header.end())
             end = last.end() if last else len(text)
             spans.append((header.end(), end))
-            if opening := turns.opening.search(text, *spans[-1]):
+            if opening := turns.opening.search(text, header.end() + len(turns.lead), end):
                 excerpt = text[max(0, opening.start() - 40) : opening.end() + 20]
                 return Broken("an answer runs into the next turn", repr(excerpt))
         return [RenderedChat(text, spans)]
-
-    def _render_answers(self, messages: Sequence[Message], tools: list[Any] | None) -> list[Part]:
-        """What asks for each answer, then what answers it; raises RenderError."""
-        if self._system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self._system_prompt}, *messages]
-        messages = [self._settle_content(message) for message in messages]
-        ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
-        steps = [step for end in ends for step in (Step(end - 1, True), Step(end, False))]
-        return render_steps(self._tokenizer, messages, steps, template=self.text, tools=tools)
 
     def _write(
         self, messages: Sequence[Message], steps: Sequence[Step], tools: list[Any] | None = None
@@ -211,35 +177,6 @@ class ChatTemplate:
         for part in parts:
             texts.append(texts[-1][: part.shared] + part.text)
         return texts[1:]
-
-    def _is_same(
-        self, parts: Sequence[Part], messages: Sequence[Message], tools: list[Any] | None
-    ) -> bool:
-        """Tells whether a chat is written like another, of which these are the parts."""
-        try:
-            return self._render_answers(messages, tools) == parts
-        except RenderError:
-            return False
-
-    def _first_left_out(self, chat: Chat, parts: Sequence[Part], keys: Sequence[str]) -> int:
-        """Index of the first turn that would be written alike without some of its fields."""
-        bare = [
-            {"content": ""} | {key: value for key, value in message.items() if key not in keys}
-            for message in chat.messages
-        ]
-        try:
-            others = self._render_answers(bare, chat.tools)
-        except RenderError:  # it cannot do without
-            return len(bare)
-        answers = [i for i, one in enumerate(chat.messages) if one["role"] == "assistant"]
-        return next(
-            (
-                index
-                for index, part, other in zip(answers, parts[1::2], others[1::2], strict=True)
-                if _holds(chat.messages[index], keys) and part.text == other.text
-            ),
-            len(bare),
-        )
 
     def _settle_content(self, message: Message) -> Message:
         """Joins parts of text where the template takes text alone."""
@@ -252,15 +189,13 @@ class ChatTemplate:
     def _roles_of_parts(self) -> frozenset[str]:
         """Roles whose content may come in parts: one part is then written like its text."""
         chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-        [wanted] = self._write(chat, [Step(2, False)])
-        found = set()
-        for one in chat:
-            parts = [{"type": "text", "text": one["content"]}]
-            others = [{**one, "content": parts} if other is one else other for other in chat]
+        steps, found = [Step(2, False)], set[str]()
+        wanted = self._write(chat, steps)
+        for index, one in enumerate(chat):
+            in_parts = {**one, "content": [{"type": "text", "text": one["content"]}]}
             with contextlib.suppress(RenderError):
-                found |= (
-                    {one["role"]} if self._write(others, [Step(2, False)]) == [wanted] else set()
-                )
+                if self._write([*chat[:index], in_parts, *chat[index + 1 :]], steps) == wanted:
+                    found.add(one["role"])
         return frozenset(found | ({"system", "tool"} if "user" in found else set()))
 
     def _join(
@@ -308,11 +243,6 @@ def _explain(error: RenderError) -> Broken:
     if isinstance(error, RenderEnded):
         return Broken("the process of the chat template ended", str(error))
     return Broken("the chat template refuses it", str(error))
-
-
-def _holds(message: Message, keys: Sequence[str]) -> bool:
-    """Tells whether an answer has one of some fields."""
-    return message["role"] == "assistant" and any(message.get(key) for key in keys)
 
 
 def _strings(value: Any) -> Iterator[str]:

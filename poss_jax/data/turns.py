@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ class Turns:
       stop: matches a token that ends an answer when it is generated.
       example: what follows the prompt of a small chat that is answered.
       header: matches what stands before an answer; None: nothing that could be found.
+      lead: what every answer begins with, where nothing asks for it.
       end: matches what stands behind an answer in any turn; None: nothing that could be found.
       opening: matches what begins a turn, so that no answer holds it.
     """
@@ -51,6 +53,7 @@ class Turns:
     stop: re.Pattern[str]
     example: str
     header: re.Pattern[str] | None
+    lead: str
     end: re.Pattern[str] | None
     opening: re.Pattern[str]
 
@@ -99,14 +102,15 @@ def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) ->
     for one in filter(None, (seen, call)):
         same, different = _end_marks(one, special, match_any(stops))
         marks, others = marks | same, others | different
-    textual = _shared_start(seen.behind, seen.followed or seen.behind).strip()
+    textual = _shared_start(seen.behind, seen.followed or seen.behind)
     has_mark = any(match_any(marks | others).search(one) for one in (seen.behind, seen.answer))
-    ends = marks | others | ({textual} if textual and not has_mark else set())
-    end = match_any(ends) if has_mark or textual else None
+    ends = marks | others | ({textual} if textual.strip() and not has_mark else set())
+    end = match_any(ends) if has_mark or textual.strip() else None
     return Turns(
         stop=match_any(marks),
         example=seen.answer,
         header=_header(seen, call, special, end),
+        lead=_lead(seen),
         end=end,
         opening=match_any(_openings(seen, special, end) - ends),
     )
@@ -114,8 +118,10 @@ def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) ->
 
 def _look(write: Write, chat: Sequence[Message], said: str, tools: Any = None) -> _Sight | Broken:
     """Writes a question, the answer that says something, and a turn that follows."""
-    steps = [Step(1, False), Step(1, True), Step(2, False), Step(3, True)]
-    question, prompt, whole, last = write(chat, steps, tools)
+    question, prompt, whole = write(chat, [Step(1, False), Step(1, True), Step(2, False)], tools)
+    last = ""
+    with suppress(RenderError):  # a template may know chats of one turn only
+        [last] = write(chat, [Step(3, True)], tools)
     if not whole.startswith(prompt):
         return Broken("the chat template begins a finished answer otherwise than it asks for it")
     answer, asked_at = whole[len(prompt) :], prompt.rfind(QUESTION)
@@ -154,13 +160,14 @@ def _end_marks(
     A template may write more behind the last answer, so only what it writes in both places counts.
     """
     followed = seen.behind if seen.followed is None else seen.followed
-    common = _shared_start(seen.behind, followed)
-    if stop.search(common):
+    pieces = [re.split(f"({special.pattern})", text) for text in (seen.behind, followed)]
+    common = [one for one, other in takewhile(_are_equal, zip(*pieces, strict=False))]
+    if any(map(stop.fullmatch, common)):
         return set(), set()
-    if found := re.search(f"(?:{special.pattern})$", common.rstrip()):
-        return {found.group()}, set()
-    found = [special.search(text) for text in (seen.behind, followed)]
-    return set(), {one.group() for one in found if one} if found[0] else set()
+    if marks := common[1::2]:
+        return {marks[-1]}, set()
+    firsts = {text for one in pieces for text in one[1:2]}
+    return set(), firsts if len(pieces[0]) > 1 else set()
 
 
 def _header(
@@ -169,7 +176,7 @@ def _header(
     """What asks for an answer, if a special token shows it; else all between two turns' texts."""
     if special.search(seen.asks):
         return re.compile(re.escape(seen.asks))
-    lead = re.escape(seen.lead) if not seen.asks and seen.lead.strip() else ""
+    lead = re.escape(_lead(seen))
     is_end = end is not None and end.fullmatch(seen.before.strip())
     if not seen.before.strip() or (is_end and not lead):
         return None
@@ -178,6 +185,10 @@ def _header(
     if marks := list(special.finditer(result)):
         headers.append(re.escape(result[marks[-1].start() :]))
     return re.compile("|".join(headers))
+
+
+def _lead(seen: _Sight) -> str:
+    return seen.lead if not seen.asks and seen.lead.strip() else ""
 
 
 def _openings(seen: _Sight, special: re.Pattern[str], end: re.Pattern[str] | None) -> set[str]:
@@ -194,6 +205,8 @@ def _openings(seen: _Sight, special: re.Pattern[str], end: re.Pattern[str] | Non
 
 
 def _shared_start(one: str, other: str) -> str:
-    return "".join(
-        a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    )
+    return "".join(letter for letter, _ in takewhile(_are_equal, zip(one, other, strict=False)))
+
+
+def _are_equal(pair: tuple[str, str]) -> bool:
+    return pair[0] == pair[1]
