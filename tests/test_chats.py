@@ -63,7 +63,6 @@ def sharegpt(*turns: tuple[str, Any]) -> dict[str, Any]:
 # Formats
 
 HELLO = chat("Hi", "Hello.")
-ASKED = {"role": "user", "content": "Hi"}
 
 
 @pytest.mark.parametrize(
@@ -78,11 +77,6 @@ ASKED = {"role": "user", "content": "Hi"}
         ({"messages": chat(*"ab"), "system": " "}, "chat", chat(*"ab")),
         ({"messages": chat(*"ab"), "system": None}, "chat", chat(*"ab")),
         ({"prompt": "a", "response": "b", "system": "system S"}, "pairs", chat("system S", *"ab")),
-        (
-            {"messages": [{**ASKED, "content": [{"type": "text", "text": "Hi"}]}, HELLO[1]]},
-            "chat",
-            HELLO,
-        ),
         ({"question": "Hi", "answer": "Hello."}, "pairs", HELLO),
         ({"question": "Hm", "prompt": "Hi", "completion": "Hello."}, "pairs", HELLO),
         ({"instruction": "Hi", "input": "", "output": "Hello."}, "pairs", HELLO),
@@ -112,20 +106,22 @@ USER, GPT, AGAIN = ("human", "Hi"), ("gpt", "Hello."), ("user", "More")
     [
         ([GPT, USER, GPT], 2, "begins with the assistant"),
         ([("system", "Be."), GPT, USER, GPT], 3, "begins with the assistant"),
-        ([("system", " "), USER, GPT], 2, ""),
+        ([("system", " "), USER, GPT], 3, ""),
         ([USER, GPT, USER], 2, ""),
         ([USER, GPT, USER, USER, GPT], 2, "two user turns in a row"),
         ([USER, GPT, GPT], 2, "two assistant turns in a row"),
         ([USER, GPT, AGAIN, ("gpt", "")], 2, "an empty turn"),
         ([USER, GPT, ("human", " \n"), GPT], 2, "an empty turn"),
         ([USER, GPT, ("system", "Now."), AGAIN, GPT], 2, "a system turn inside"),
-        ([USER, GPT, ("tool", "{}"), GPT], 2, "unknown role"),
+        ([USER, GPT, ("tool", "{}"), ("tool", ""), GPT], 5, ""),
+        ([USER, GPT, ("observation", "{}"), GPT], 2, "unknown role"),
+        ([USER, GPT, AGAIN, ("tool", "{}"), GPT], 2, "the result of a tool that was not called"),
         ([USER, GPT, (None, "x")], 2, "unknown role"),
         ([USER, GPT, AGAIN, ("gpt", None)], 2, "a turn without text"),
         ([USER, ("gpt", "")], 0, "an empty turn"),
         ([USER, USER, GPT], 0, "two user turns in a row"),
         ([("narrator", "x"), USER, GPT], 0, "unknown role"),
-        ([USER], 0, "no answer"),
+        ([USER], 0, "no answer to train on"),
         ([GPT], 0, "begins with the assistant"),
         ([], 0, "empty conversation"),
     ],

@@ -49,6 +49,7 @@ CHATS = {
     "thoughts": {"messages": [USER, answer("<think>\nhm\n</think>\n\nyes"), USER, answer("no")]},
 }
 FEW = ("three turns", "a call later", "reasoning and a call")
+TOTAL = {"whole": 455, "cut": 87, "a text per answer": 23, "left out": 257, "refused": 28}
 USED = {name for name, kind in KINDS.items() if not kind.refused}
 
 

@@ -210,7 +210,7 @@ def _read_tools(record: dict[str, Any]) -> list[Any] | Broken | None:
     if record.get("functions"):
         return Broken("functions beside a chat, which no template takes; give tools")
     try:
-        tools = parse_json(tools) if isinstance(tools, str) and tools.strip() else tools
+        tools = parse_json(tools.strip() or "null") if isinstance(tools, str) else tools
     except JsonError as error:
         return Broken("tools that are no list", str(error))
     if tools and not isinstance(tools, list):

@@ -94,10 +94,10 @@ def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) ->
     Raises:
       RenderError: the template does not write a small chat.
     """
-    seen = _look(write, _CHAT, ANSWER)
+    seen = _look(write, special, _CHAT, ANSWER)
     if isinstance(seen, Broken):
         return seen
-    call = _look_at_call(write)
+    call = _look_at_call(write, special)
     marks, others = set(stops), set[str]()
     for one in filter(None, (seen, call)):
         same, different = _end_marks(one, special, match_any(stops))
@@ -116,7 +116,13 @@ def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) ->
     )
 
 
-def _look(write: Write, chat: Sequence[Message], said: str, tools: Any = None) -> _Sight | Broken:
+def _look(
+    write: Write,
+    special: re.Pattern[str],
+    chat: Sequence[Message],
+    said: str,
+    tools: list[Any] | None = None,
+) -> _Sight | Broken:
     """Writes a question, the answer that says something, and a turn that follows."""
     question, prompt, whole = write(chat, [Step(1, False), Step(1, True), Step(2, False)], tools)
     last = ""
@@ -124,17 +130,18 @@ def _look(write: Write, chat: Sequence[Message], said: str, tools: Any = None) -
         [last] = write(chat, [Step(3, True)], tools)
     if not whole.startswith(prompt):
         return Broken("the chat template begins a finished answer otherwise than it asks for it")
-    answer, asked_at = whole[len(prompt) :], prompt.rfind(QUESTION)
+    answer = whole[len(prompt) :]
     lead, found, behind = answer.partition(said)
-    if asked_at < 0 or not found:
+    if QUESTION not in prompt or not found:
         return Broken("want questions and answers written as they are, got a text without them")
+    before, unasked = (text.rpartition(QUESTION)[2] for text in (prompt, question))
     followed = None
     if last.startswith(prompt):
         _, found, rest = last[len(prompt) :].partition(said)
         followed = rest if found else None
     return _Sight(
-        before=prompt[asked_at + len(QUESTION) :],
-        asks=prompt[len(question) :] if prompt.startswith(question) else "",
+        before=before,
+        asks=before[len("".join(_common_pieces(before, unasked, special))) :],
         answer=answer,
         lead=lead,
         behind=behind,
@@ -143,10 +150,10 @@ def _look(write: Write, chat: Sequence[Message], said: str, tools: Any = None) -
     )
 
 
-def _look_at_call(write: Write) -> _Sight | None:
+def _look_at_call(write: Write, special: re.Pattern[str]) -> _Sight | None:
     """The same where the answer calls a tool; None if the template knows none."""
     try:
-        seen = _look(write, _CALLING, _WORD, _TOOLS)
+        seen = _look(write, special, _CALLING, _WORD, _TOOLS)
     except RenderError:
         return None
     return None if isinstance(seen, Broken) else seen
@@ -160,14 +167,19 @@ def _end_marks(
     A template may write more behind the last answer, so only what it writes in both places counts.
     """
     followed = seen.behind if seen.followed is None else seen.followed
-    pieces = [re.split(f"({special.pattern})", text) for text in (seen.behind, followed)]
-    common = [one for one, other in takewhile(_are_equal, zip(*pieces, strict=False))]
+    common = _common_pieces(seen.behind, followed, special)
     if any(map(stop.fullmatch, common)):
         return set(), set()
     if marks := common[1::2]:
         return {marks[-1]}, set()
-    firsts = {text for one in pieces for text in one[1:2]}
-    return set(), firsts if len(pieces[0]) > 1 else set()
+    first, *others = [special.search(text) for text in (seen.behind, followed)]
+    return set(), {mark.group() for mark in (first, *others) if mark} if first else set()
+
+
+def _common_pieces(one: str, other: str, special: re.Pattern[str]) -> list[str]:
+    """What both begin with, of special tokens (every second) and the texts between them."""
+    pieces = [re.split(f"({special.pattern})", text) for text in (one, other)]
+    return [piece for piece, _ in takewhile(_are_equal, zip(*pieces, strict=False))]
 
 
 def _header(
