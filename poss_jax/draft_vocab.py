@@ -90,9 +90,10 @@ def count_tokens(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
     """
     if config.stage != "draft" or config.target is None:
         raise UserError("want the config of a draft (stage: draft), got one of a target")
-    vocab_size = read_target(config.target).llama.vocab_size
+    llama = read_target(config.target).llama
+    vocab_size, stop_ids = llama.vocab_size, llama.eos_token_ids
     tokenizer = load_tokenizer(as_path(config.target))
-    rows = make_prepared(load_documents(config.data), config.data, tokenizer, vocab_size)
+    rows = make_prepared(load_documents(config.data), config.data, tokenizer, vocab_size, stop_ids)
     return count_trained(rows.train, vocab_size), count_trained(rows.validation, vocab_size)
 
 

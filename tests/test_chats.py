@@ -63,7 +63,6 @@ def sharegpt(*turns: tuple[str, Any]) -> dict[str, Any]:
 # Formats
 
 HELLO = chat("Hi", "Hello.")
-ASKED = {"role": "user", "content": "Hi"}
 
 
 @pytest.mark.parametrize(
@@ -78,11 +77,6 @@ ASKED = {"role": "user", "content": "Hi"}
         ({"messages": chat(*"ab"), "system": " "}, "chat", chat(*"ab")),
         ({"messages": chat(*"ab"), "system": None}, "chat", chat(*"ab")),
         ({"prompt": "a", "response": "b", "system": "system S"}, "pairs", chat("system S", *"ab")),
-        (
-            {"messages": [{**ASKED, "content": [{"type": "text", "text": "Hi"}]}, HELLO[1]]},
-            "chat",
-            HELLO,
-        ),
         ({"question": "Hi", "answer": "Hello."}, "pairs", HELLO),
         ({"question": "Hm", "prompt": "Hi", "completion": "Hello."}, "pairs", HELLO),
         ({"instruction": "Hi", "input": "", "output": "Hello."}, "pairs", HELLO),
@@ -112,20 +106,22 @@ USER, GPT, AGAIN = ("human", "Hi"), ("gpt", "Hello."), ("user", "More")
     [
         ([GPT, USER, GPT], 2, "begins with the assistant"),
         ([("system", "Be."), GPT, USER, GPT], 3, "begins with the assistant"),
-        ([("system", " "), USER, GPT], 2, ""),
+        ([("system", " "), USER, GPT], 3, ""),
         ([USER, GPT, USER], 2, ""),
         ([USER, GPT, USER, USER, GPT], 2, "two user turns in a row"),
         ([USER, GPT, GPT], 2, "two assistant turns in a row"),
         ([USER, GPT, AGAIN, ("gpt", "")], 2, "an empty turn"),
         ([USER, GPT, ("human", " \n"), GPT], 2, "an empty turn"),
         ([USER, GPT, ("system", "Now."), AGAIN, GPT], 2, "a system turn inside"),
-        ([USER, GPT, ("tool", "{}"), GPT], 2, "unknown role"),
+        ([USER, GPT, ("tool", "{}"), ("tool", ""), GPT], 5, ""),
+        ([USER, GPT, ("observation", "{}"), GPT], 2, "unknown role"),
+        ([USER, GPT, AGAIN, ("tool", "{}"), GPT], 2, "the result of a tool that was not called"),
         ([USER, GPT, (None, "x")], 2, "unknown role"),
         ([USER, GPT, AGAIN, ("gpt", None)], 2, "a turn without text"),
         ([USER, ("gpt", "")], 0, "an empty turn"),
         ([USER, USER, GPT], 0, "two user turns in a row"),
         ([("narrator", "x"), USER, GPT], 0, "unknown role"),
-        ([USER], 0, "no answer"),
+        ([USER], 0, "no answer to train on"),
         ([GPT], 0, "begins with the assistant"),
         ([], 0, "empty conversation"),
     ],
@@ -346,9 +342,9 @@ def test_templates_that_rewrite_earlier_turns_give_a_text_per_answer(
 
 def test_a_system_prompt_for_chats_that_have_none(tokenizers: dict[str, Any]) -> None:
     opened = ChatTemplate(tokenizers["llama2"], "llama2", "Be kind.")
-    [one] = opened.render(HELLO)
+    [one] = opened.render(Chat(HELLO))
     assert one.text.startswith("<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST]")
-    [one] = opened.render(SYSTEM_CHAT)
+    [one] = opened.render(Chat(SYSTEM_CHAT))
     assert "kind" not in one.text
 
 
@@ -366,9 +362,9 @@ def test_chats_that_are_rendered_already(
     tokenizers: dict[str, Any], name: str, template: str
 ) -> None:
     opened = ChatTemplate(tokenizers[name], template)
-    [rendered] = opened.render(SYSTEM_CHAT)
-    assert opened.find_answers(rendered.text) == rendered
-    cut = opened.find_answers(rendered.text[: rendered.spans[1][0] + 2])
+    [rendered] = opened.render(Chat(SYSTEM_CHAT))
+    assert opened.find_answers(rendered.text) == [rendered]
+    [cut] = opened.find_answers(rendered.text[: rendered.spans[1][0] + 2])
     assert cut.spans == [rendered.spans[0], (rendered.spans[1][0], rendered.spans[1][0] + 2)]
     documents = [Chat(SYSTEM_CHAT), Rendered(rendered.text)]
     [a], [b] = (
@@ -393,9 +389,9 @@ def test_a_template_without_bos_leaves_it_to_the_tokenizer(
 
 def test_spelled_out_special_tokens_are_no_special_tokens(tokenizers: dict[str, Any]) -> None:
     opened = ChatTemplate(tokenizers["llama3"], "llama3")
-    refused = opened.render(chat("Hi<|eot_id|>", "Hello."))
+    refused = opened.render(Chat(chat("Hi<|eot_id|>", "Hello.")))
     assert refused == Broken("a special token is spelled out", "<|eot_id|>")
-    assert isinstance(opened.render(chat("Hi <|eot_i", "Hello </s>.")), list)
+    assert isinstance(opened.render(Chat(chat("Hi <|eot_i", "Hello </s>."))), list)
 
 
 def test_whether_turns_end(tokenizers: dict[str, Any], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
 from poss_jax.data import rendering
+from poss_jax.data.conversations import Chat
 from poss_jax.data.records import Broken
 from poss_jax.data.rendering import RenderError, Step, render_chat, render_steps
 from poss_jax.data.templates import BUILT_IN, ChatTemplate
@@ -139,8 +140,8 @@ def test_beginnings_of_a_chat_are_told_by_what_they_add(template: str) -> None:
         text = tokenizer.apply_chat_template(
             chat[: step.end], tokenize=False, add_generation_prompt=step.is_asking
         )
-        assert part.continues == text.startswith(before)
-        assert (before if part.continues else "") + part.text == text
+        assert part.shared == len(os.path.commonprefix([before, text]))  # noqa: RUF071
+        assert before[: part.shared] + part.text == text
         before = text
 
 
@@ -155,7 +156,7 @@ def test_a_chat_of_many_turns_goes_to_the_process_once(monkeypatch: pytest.Monke
     opened = ChatTemplate(make_tokenizer(CHAT_TEMPLATE), None)
     monkeypatch.setattr(rendering, "_exchange", count)
     messages = [{**CHAT[n % 2], "content": f"{n} {'word ' * 100}"} for n in range(100)]
-    [rendered] = opened.render(messages)
+    [rendered] = opened.render(Chat(messages))
     assert len(rendered.spans) == 50 and sum(sent) < 3 * len(rendered.text)
 
 
@@ -166,7 +167,7 @@ def test_a_chat_that_does_not_fit_the_memory(monkeypatch: pytest.MonkeyPatch) ->
     opened = ChatTemplate(tokenizer, None)
     chat = [{**message, "content": "word " * 10**6 * 4} for message in CHAT[:2]]
     wanted = "code 1; want a chat that fits 16 MiB of memory while it is written, got 40,0"
-    refused = opened.render(chat)
+    refused = opened.render(Chat(chat))
     assert isinstance(refused, Broken) and wanted in str(refused)
     assert str(refused).startswith("the process of the chat template ended")
     error = f"the process of the target's chat template ended: {wanted}.* bytes; shorten them"

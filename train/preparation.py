@@ -66,7 +66,8 @@ def prepare_rows(
     """
 
     def make() -> Prepared:
-        return prepare(folder, config.data, tokenizer, llama.vocab_size, load)
+        stop_ids = llama.eos_token_ids
+        return prepare(folder, config.data, tokenizer, llama.vocab_size, load, stop_ids)
 
     made: list[Prepared] = []
     ask_first(lambda: made.append(make()))

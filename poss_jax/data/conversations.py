@@ -3,24 +3,31 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
+from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.data.records import Broken
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""A turn: "role", "content" (text, or parts {"type": "text", "text"}), and its other fields."""
 
 
 @dataclass(frozen=True)
 class Chat:
     """A conversation: optionally a system message, then users' and assistants' turns in turn.
 
+    Results of tools may stand between two turns of the assistant.
+
     Attributes:
-      messages: {"role", "content"}; the last one is an assistant's.
+      messages: turns; the last one is an assistant's that is trained on.
+      tools: what the assistant may call, as JSON schemas; None: nothing.
     """
 
     messages: list[Message]
+    tools: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,11 @@ ROLES = {
     "system": "system",
     **dict.fromkeys(["user", "human", "prompter"], "user"),
     **dict.fromkeys(["assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"], "assistant"),
+    "tool": "tool",
 }
+CALLS = ("tool_calls", "function_call")  # fields of a turn
+_TRAINED = ("weight", "train")  # fields that say whether a turn is trained on
+_TEXT_PARTS = ("text", "input_text", "output_text")
 _CHAT_KEYS = ("messages", "conversations", "conversation")
 _PAIRS = (
     ("question", "answer"),
@@ -99,7 +110,7 @@ def read_questions(record: dict[str, Any]) -> list[Message] | Broken:
 
     Beside chats and pairs it knows `turns` (a list of texts) and questions that stand alone.
     """
-    asked = _read_asked(record)
+    asked = Broken("tools beside a question") if _read_tools(record) else _read_asked(record)
     return asked if isinstance(asked, Broken) else _with_system(record, asked)
 
 
@@ -107,7 +118,8 @@ def content_key(document: Document) -> str:
     """A text that two documents share only if they are the same."""
     match document:
         case Chat():
-            return json.dumps(document.messages, ensure_ascii=False)
+            content = [document.messages, document.tools] if document.tools else document.messages
+            return json.dumps(content, ensure_ascii=False, default=str)
         case Tokens():
             return json.dumps(document.ids.tolist())
         case Rendered():
@@ -120,11 +132,28 @@ def plain_texts(documents: Sequence[Document]) -> list[str]:
     texts = []
     for document in documents:
         if isinstance(document, Chat):
-            turns = (f"### {turn['role']}\n{turn['content']}\n" for turn in document.messages)
+            turns = (f"### {turn['role']}\n{plain_text(turn)}\n" for turn in document.messages)
             texts.append("".join(turns))
         elif not isinstance(document, Tokens):
             texts.append(content_key(document))
     return texts
+
+
+def plain_text(message: Message) -> str:
+    """The content of a turn, its parts joined; "" if there is none."""
+    content = message.get("content", "")
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def is_trained(message: Message) -> bool:
+    """Tells whether a turn is an answer that its `weight` and `train` do not leave out."""
+    return message["role"] == "assistant" and all(message.get(key, 1) for key in _TRAINED)
+
+
+def end_with_answer(messages: Sequence[Message]) -> list[Message]:
+    """Leaves out the turns behind the last answer that is trained on."""
+    count = max((i for i, one in enumerate(messages, start=1) if is_trained(one)), default=0)
+    return list(messages[:count])
 
 
 def _read_asked(record: dict[str, Any]) -> list[Message] | Broken:
@@ -135,7 +164,12 @@ def _read_asked(record: dict[str, Any]) -> list[Message] | Broken:
         question = _read_question(record)
         return question if isinstance(question, Broken) else [question]
     messages, oddity = _read_turns(turns)
-    asked = [message for message in messages if message["role"] != "assistant"]
+    without_tools = takewhile(lambda turn: turn["role"] != "tool" and not _calls(turn), messages)
+    asked = [
+        turn | {"content": plain_text(turn)}
+        for turn in without_tools
+        if turn["role"] != "assistant"
+    ]
     if asked and asked[-1]["role"] == "user":
         return asked
     return oddity or Broken("empty conversation")
@@ -159,11 +193,29 @@ def _read_chat(record: dict[str, Any]) -> tuple[Chat | Broken, str]:
     if not turns:
         return Broken("no list of messages" if turns is None else "empty conversation"), ""
     messages, oddity = _read_turns(turns)
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if messages:
-        return Chat(_with_system(record, messages)), oddity.reason if oddity else ""
-    return oddity or Broken("no answer"), ""
+    if messages := end_with_answer(messages):
+        return _make_chat(record, messages), oddity.reason if oddity else ""
+    return oddity or Broken("no answer to train on"), ""
+
+
+def _make_chat(record: dict[str, Any], messages: list[Message]) -> Chat | Broken:
+    """Puts what stands beside the turns of a chat to them."""
+    tools = _read_tools(record)
+    return tools if isinstance(tools, Broken) else Chat(_with_system(record, messages), tools)
+
+
+def _read_tools(record: dict[str, Any]) -> list[Any] | Broken | None:
+    """Reads the tools of a record, a list or its JSON; an empty one is none."""
+    tools = record.get("tools")
+    if record.get("functions"):
+        return Broken("functions beside a chat, which no template takes; give tools")
+    try:
+        tools = parse_json(tools.strip() or "null") if isinstance(tools, str) else tools
+    except JsonError as error:
+        return Broken("tools that are no list", str(error))
+    if tools and not isinstance(tools, list):
+        return Broken("tools that are no list", type(tools).__name__)
+    return tools if isinstance(tools, list) and tools else None
 
 
 def _read_turns(turns: list[Any]) -> tuple[list[Message], Broken | None]:
@@ -177,8 +229,7 @@ def _read_turns(turns: list[Any]) -> tuple[list[Message], Broken | None]:
             if message is _ASSISTANT_FIRST:
                 continue
             break
-        if message["content"]:
-            messages.append(message)
+        messages.append(message)
     return messages, oddity
 
 
@@ -189,39 +240,67 @@ def _read_user_turns(texts: list[Any]) -> list[Message] | Broken:
         message = _read_turn({"role": "user", "content": text}, after=None)
         if isinstance(message, Broken):
             return asked or message
-        asked.append(message)
+        asked.append(message | {"content": plain_text(message)})
     return asked or Broken("empty conversation")
 
 
 def _read_turn(turn: Any, *, after: str | None) -> Message | Broken:
-    """Reads a turn that follows one of the role `after`; only a system's may come out empty."""
+    """Reads a turn that follows one of the role `after`; its other fields are kept."""
     fields = turn if isinstance(turn, dict) else {}
     fields = {key: value for key, value in fields.items() if value is not None}
-    name = fields.get("role", fields.get("from"))
+    name, content = (
+        fields.pop(first, fields.pop(second, None))
+        for first, second in (("role", "from"), ("content", "value"))
+    )
     role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
-    text = _join_parts(fields.get("content", fields.get("value")))
     if role is None:
         return Broken("unknown role", str(name)[:20])
-    if not isinstance(text, str):
+    content = _read_content(content)
+    if content is not None:
+        fields = {"content": content, **fields}
+    message = {"role": role, **fields}
+    return _oddity_of_turn(message, after) or message
+
+
+def _oddity_of_turn(message: Message, after: str | None) -> Broken | None:
+    """Says why a turn cannot follow one of the role `after`."""
+    role, calls = message["role"], _calls(message)
+    if "content" not in message and not calls:
         return Broken("a turn without text")
     if role == "assistant" and after in (None, "system"):
         return _ASSISTANT_FIRST
-    if role == after:
+    if role == after != "tool":
         return Broken(f"two {role} turns in a row")
     if role == "system" and after is not None:
         return Broken("a system turn inside")
-    if role != "system" and not text.strip():
+    if role == "tool" and after not in ("assistant", "tool"):
+        return Broken("the result of a tool that was not called")
+    if role in ("user", "assistant") and not (plain_text(message).strip() or calls):
         return Broken("an empty turn")
-    return {"role": role, "content": text if text.strip() else ""}
+    if role == "assistant" and any(message.get(key, 1) not in (0, 1) for key in _TRAINED):
+        return Broken("a weight that is not 0 or 1")
+    return None
 
 
-def _join_parts(content: Any) -> Any:
-    """Joins content that comes in parts of text."""
-    if not isinstance(content, list):
+def _calls(message: Message) -> bool:
+    """Tells whether a turn calls tools."""
+    return message["role"] == "assistant" and any(message.get(key) for key in CALLS)
+
+
+def _read_content(content: Any) -> str | list[dict[str, str]] | None:
+    """Reads the content of a turn, whose parts must be text; None if it is none."""
+    if isinstance(content, str):
         return content
-    texts = [part.get("text") for part in content if isinstance(part, dict)]
-    is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-    return "".join(map(str, texts)) if is_text else None
+    parts = content if isinstance(content, list) else []
+    texts = [
+        part["text"]
+        for part in parts
+        if isinstance(part, dict)
+        and part.get("type", "text") in _TEXT_PARTS
+        and isinstance(part.get("text"), str)
+    ]
+    is_text = bool(parts) and len(texts) == len(parts)
+    return [{"type": "text", "text": text} for text in texts] if is_text else None
 
 
 def _pair_keys(record: dict[str, Any]) -> tuple[str, str] | None:
@@ -241,7 +320,7 @@ def _read_pair(record: dict[str, Any]) -> Chat | Broken:
         return Broken("a turn without text")
     if not answer.strip():
         return Broken("an empty turn")
-    return Chat(_with_system(record, [question, {"role": "assistant", "content": answer}]))
+    return _make_chat(record, [question, {"role": "assistant", "content": answer}])
 
 
 def _read_question(record: dict[str, Any]) -> Message | Broken:

@@ -54,9 +54,9 @@ def _encode_texts(texts: Sequence[Any], tokenizer: Any) -> Iterator[list[Tokens]
 
 def _render(document: Document, template: ChatTemplate) -> list[RenderedChat] | Broken:
     if isinstance(document, Chat):
-        return template.render(document.messages)
+        return template.render(document)
     assert isinstance(document, Rendered)
-    return [template.find_answers(document.text)]
+    return template.find_answers(document.text)
 
 
 def _encode_chats(

@@ -17,6 +17,7 @@ from poss_jax.config.reading import UserError, config_to_dict, one_line
 from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, content_key
 from poss_jax.data.encoding import encode_documents
+from poss_jax.data.fields import fit_chat
 from poss_jax.data.records import Broken
 from poss_jax.data.rows import Rows, make_rows
 from poss_jax.data.sources import Documents, Tally, load_documents
@@ -51,6 +52,7 @@ def prepare(
     tokenizer: Any,
     vocab_size: int,
     load: Callable[[], Documents] | None = None,
+    stop_ids: Sequence[int] = (),
 ) -> Prepared:
     """Makes the rows of a run, or reads those that it made before.
 
@@ -60,6 +62,7 @@ def prepare(
       tokenizer: tokenizer of the target.
       vocab_size: vocabulary size of the target.
       load: gives the documents; None reads them as `config` says.
+      stop_ids: tokens that end a text of the target, beside the tokenizer's eos.
 
     Raises:
       UserError: what `load_documents` refuses; a chat template that cannot be used; token ids
@@ -67,23 +70,28 @@ def prepare(
         otherwise.
     """
     path = folder / _FILE
-    made_from = _fingerprint(config, tokenizer, vocab_size)
+    made_from = _fingerprint(config, tokenizer, vocab_size, stop_ids)
     if path.exists():
         return _read(path, made_from)
     documents = load() if load else load_documents(config)
-    prepared = make_prepared(documents, config, tokenizer, vocab_size)
+    prepared = make_prepared(documents, config, tokenizer, vocab_size, stop_ids)
     _write(path, prepared, made_from)
     return prepared
 
 
 def make_prepared(
-    documents: Documents, config: DataConfig, tokenizer: Any, vocab_size: int
+    documents: Documents,
+    config: DataConfig,
+    tokenizer: Any,
+    vocab_size: int,
+    stop_ids: Sequence[int] = (),
 ) -> Prepared:
     """Tokenises documents and lays them into rows (see `prepare`)."""
     first, tally = documents.train[0], documents.tally
     template = None
     if isinstance(first, Chat | Rendered):
-        template = ChatTemplate(tokenizer, config.template, config.system_prompt)
+        template = ChatTemplate(tokenizer, config.template, config.system_prompt, stop_ids)
+        documents = _fit_chats(documents, template)
     elif isinstance(first, str):
         _refuse_spelled_out(documents.train, config, tokenizer)
     packing = config.packing or _default_packing(first)
@@ -113,6 +121,22 @@ def make_prepared(
     }
     files = tuple(file for part in parts.values() for file in part.files)
     return Prepared(**rows, report=report, files=files)
+
+
+def _fit_chats(documents: Documents, template: ChatTemplate) -> Documents:
+    """Leaves out what the template does not write of chats, and counts it."""
+    tally, parts = documents.tally, {name: list[Document]() for name in _PARTS}
+    for name, kept in parts.items():
+        for document in getattr(documents, name):
+            fitted, left_out = document, ""
+            if isinstance(document, Chat):
+                fitted, left_out = fit_chat(document, template)
+            tally.cut.update([left_out] if left_out else [])
+            if isinstance(fitted, Broken):
+                tally.drop(_excerpt(document), fitted)
+            else:
+                kept.append(fitted)
+    return Documents(**parts, tally=tally)
 
 
 def _default_packing(first: Document) -> str:
@@ -210,7 +234,9 @@ def _refuse_spelled_out(texts: Sequence[Any], config: DataConfig, tokenizer: Any
         )
 
 
-def _fingerprint(config: DataConfig, tokenizer: Any, vocab_size: int) -> str:
+def _fingerprint(
+    config: DataConfig, tokenizer: Any, vocab_size: int, stop_ids: Sequence[int]
+) -> str:
     """Hash of what decides the rows, the source's content aside."""
     template = config.template
     if template is not None and (path := as_path(template)).is_file():
@@ -221,6 +247,7 @@ def _fingerprint(config: DataConfig, tokenizer: Any, vocab_size: int) -> str:
         tokenizer.chat_template,
         vocab_size,
         sorted(tokenizer.get_vocab().items()),
+        sorted(stop_ids),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -37,8 +37,12 @@ def main() -> None:
 
 def _part(before: str, text: str) -> dict[str, Any]:
     """Compares a text with the one before (see `rendering.Part`)."""
-    continues = text.startswith(before)
-    return {"continues": continues, "text": text[len(before) :] if continues else text}
+    least, most = 0, min(len(before), len(text))
+    while least < most:
+        middle = (least + most + 1) // 2
+        is_same = before[least:middle] == text[least:middle]
+        least, most = (middle, most) if is_same else (least, middle - 1)
+    return {"shared": least, "text": text[least:]}
 
 
 def _render(chat: Any, template: dict[str, Any], most_characters: int) -> tuple[str, str]:

@@ -48,11 +48,11 @@ class Part(NamedTuple):
     """A text, as it differs from the one before.
 
     Attributes:
-      continues: True if it begins with the whole text before; of the first that is nothing.
-      text: what follows the text before, or the whole text if it does not continue it.
+      shared: characters that both begin with; of the first text that is none.
+      text: what follows them.
     """
 
-    continues: bool
+    shared: int
     text: str
 
 
@@ -61,11 +61,12 @@ def render_chat(
     messages: Sequence[dict[str, Any]],
     *,
     template: str | None = None,
+    tools: Sequence[Any] | None = None,
     is_asking: bool,
 ) -> str:
     """Writes a whole chat (see `render_steps`)."""
     step = Step(len(messages), is_asking)
-    return render_steps(tokenizer, messages, [step], template=template)[0].text
+    return render_steps(tokenizer, messages, [step], template=template, tools=tools)[0].text
 
 
 def render_steps(
@@ -74,31 +75,34 @@ def render_steps(
     steps: Sequence[Step],
     *,
     template: str | None = None,
+    tools: Sequence[Any] | None = None,
 ) -> list[Part]:
     """Writes beginnings of a chat as `tokenizer.apply_chat_template` does.
 
     Args:
       tokenizer: tokenizer of the target.
-      messages: messages {"role", "content"} of the chat.
+      messages: messages of the chat, all their fields.
       steps: texts to write.
       template: text of the template; None takes the tokenizer's own.
+      tools: JSON schemas of what the assistant may call.
 
     Raises:
       RenderError: the template is missing or raises an error, or a text takes too much.
       RenderEnded: the process that renders has ended.
     """
     try:
-        chosen = tokenizer.get_chat_template(template)
+        chosen = tokenizer.get_chat_template(template, tools)
         chat = json.dumps([_without_none(message) for message in messages])
+        offered = json.dumps(tools)
     except (ValueError, TypeError, RecursionError) as error:
         raise RenderError(one_line(error)) from error
     limits = {
         "seconds": SECONDS,
         "bytes": MEMORY_BYTES,
-        "characters": CHARACTERS + GROWTH * len(chat),
+        "characters": CHARACTERS + GROWTH * (len(chat) + len(offered)),
     }
-    template_settings = tokenizer.special_tokens_map | {"chat_template": chosen}
-    about = json.dumps({"template": template_settings, "limits": limits, "steps": steps})
+    settings = tokenizer.special_tokens_map | {"chat_template": chosen, "tools": tools}
+    about = json.dumps({"template": settings, "limits": limits, "steps": steps})
     return _WORKER.render(f'{about[:-1]}, "chat": {chat}}}\n'.encode(), len(steps))
 
 

@@ -8,17 +8,21 @@ So a draft is trained on what a target has to write when it is asked with the sa
 token that ends its turn included.
 """
 
+import contextlib
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from poss_jax.config.paths import as_path, read_text
 from poss_jax.config.reading import UserError, one_line
-from poss_jax.data.conversations import Message
+from poss_jax.data.conversations import Chat, Message, is_trained, plain_text
 from poss_jax.data.records import Broken
 from poss_jax.data.rendering import Part, RenderEnded, RenderError, Step, render_steps
-from poss_jax.data.tokenizer import special_pattern
+from poss_jax.data.tokenizer import match_any, special_ids
+from poss_jax.data.turns import ANSWER, QUESTION, learn_turns
 
 BUILT_IN = {
     "llama2": (
@@ -43,7 +47,6 @@ _NEEDED = {  # special tokens; a name of an attribute or the token itself
     "llama2": ("bos_token", "eos_token"),
     "llama3": ("bos_token", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-_PROBE = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,20 @@ class ChatTemplate:
         to stop.
     """
 
-    def __init__(self, tokenizer: Any, name: str | None, system_prompt: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        name: str | None,
+        system_prompt: str | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
         """Opens a template.
 
         Args:
           tokenizer: tokenizer of the target.
           name: None (the tokenizer's own), a key of `BUILT_IN`, or the path of a Jinja file.
           system_prompt: system message of chats that have none.
+          stop_ids: tokens that end a text of the target, beside the tokenizer's eos.
 
         Raises:
           UserError: no such template, or one that does not fit the tokenizer or cannot be used.
@@ -83,24 +93,22 @@ class ChatTemplate:
         self._tokenizer, self._system_prompt = tokenizer, system_prompt
         self.text = _read_template(tokenizer, name)
         self.name = name or "the tokenizer's own"
-        self._special = special_pattern(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        known = [*stop_ids, *special_ids(tokenizer, "eos")]
+        stops = {added[token].content for token in known if token in added}
+        self._special = match_any({one.content for one in added.values() if one.special} | stops)
         self._special_end = re.compile(f"(?:{self._special.pattern})$")
-        probe = self.render(_PROBE)
-        if isinstance(probe, Broken):
-            raise UserError(f"chat template ({self.name}): {probe}; set data.template to another")
-        text, ((begin, end),) = probe[0].text, probe[0].spans
-        question, answer = (message["content"] for message in _PROBE)
-        asked_at, answered_at = text.rfind(question, 0, begin), text.find(answer, begin)
-        if min(asked_at, answered_at) < 0:
-            raise UserError(
-                f"chat template ({self.name}): want questions and answers written as they are, "
-                "got a text without them; set data.template to another"
-            )
-        self.ends_turns = bool(self._special_end.search(text[begin:end]))
-        self._before = text[asked_at + len(question) : begin]
-        self._after = text[answered_at + len(answer) : end].strip()
+        try:
+            turns = learn_turns(self._write, self._special, sorted(stops))
+        except RenderError as error:
+            turns = _explain(error)
+        if isinstance(turns, Broken):
+            raise UserError(f"chat template ({self.name}): {turns}; set data.template to another")
+        self._turns = turns
+        learnt = turns.example[: self._length_trained(turns.example)]
+        self.ends_turns = bool(self._special_end.search(learnt))
 
-    def render(self, messages: Sequence[Message]) -> list[RenderedChat] | Broken:
+    def render(self, chat: Chat) -> list[RenderedChat] | Broken:
         """Writes a chat whose last turn is an assistant's.
 
         A template may change earlier turns when later ones come (drop what was thought, move the
@@ -109,62 +117,143 @@ class ChatTemplate:
         Returns:
           The texts; or why the chat cannot be written.
         """
-        for message in messages:
-            if found := self._special.search(message["content"]):
+        for text in _strings([chat.messages, chat.tools]):
+            if found := self._special.search(text):
                 return Broken("a special token is spelled out", found.group())
-        if self._system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self._system_prompt}, *messages]
-        ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
-        steps = [step for end in ends for step in (Step(end - 1, True), Step(end, False))]
         try:
-            parts = render_steps(self._tokenizer, messages, steps, template=self.text)
-        except RenderEnded as error:
-            return Broken("the process of the chat template ended", str(error))
+            parts = self.write_answers(chat)
         except RenderError as error:
-            return Broken("the chat template refuses it", str(error))
-        asked, answered = parts[::2], parts[1::2]
-        if not all(part.continues for part in answered):
-            return Broken(
-                "the chat template begins a finished answer otherwise than it asks for it"
-            )
-        return self._join(asked, answered)
+            return _explain(error)
+        trained = [is_trained(one) for one in chat.messages if one["role"] == "assistant"]
+        return self._join(parts[::2], parts[1::2], trained)
 
-    def find_answers(self, text: str) -> RenderedChat:
-        """Finds the answers in a chat that this template has written already.
+    def write_answers(self, chat: Chat) -> list[Part]:
+        """Writes, for every answer, the chat up to its prompt and the chat up to its end.
 
         Raises:
-          UserError: the template ends answers with nothing that could be found.
+          RenderError: the template does not write it.
         """
-        if not self._after:
+        messages, tools = chat.messages, chat.tools
+        if self._system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        messages = [self._settle_content(message) for message in messages]
+        ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+        steps = [step for end in ends for step in (Step(end - 1, True), Step(end, False))]
+        return render_steps(self._tokenizer, messages, steps, template=self.text, tools=tools)
+
+    def find_answers(self, text: str) -> list[RenderedChat] | Broken:
+        """Finds the answers in a chat that this template has written already.
+
+        Returns:
+          The text; or where an answer has no end, so that it would hold the next turn.
+
+        Raises:
+          UserError: the template writes nothing around answers that could be found.
+        """
+        turns = self._turns
+        if turns.end is None or turns.header is None:
+            where = "at the end of" if turns.end is None else "before"
             raise UserError(
-                "data.format rendered: the chat template writes nothing at the end of an answer, "
+                f"data.format rendered: the chat template writes nothing {where} an answer, "
                 "so that answers cannot be found; give chats, or another data.template"
             )
         spans: list[tuple[int, int]] = []
         end = 0
-        while self._before and (found := text.find(self._before, end)) >= 0:
-            begin = found + len(self._before)
-            last = text.find(self._after, begin)
-            end = last + len(self._after) if last >= 0 else len(text)
-            spans.append((begin, end))
-        return RenderedChat(text, spans)
+        while header := turns.header.search(text, end):
+            last = turns.end.search(text, header.end())
+            end = last.end() if last else len(text)
+            spans.append((header.end(), end))
+            if opening := turns.opening.search(text, header.end() + len(turns.lead), end):
+                excerpt = text[max(0, opening.start() - 40) : opening.end() + 20]
+                return Broken("an answer runs into the next turn", repr(excerpt))
+        return [RenderedChat(text, spans)]
 
-    def _join(self, asked: Sequence[Part], answered: Sequence[Part]) -> list[RenderedChat]:
-        """Joins parts to one text, or to one per answer where any begins otherwise."""
-        is_one = all(part.continues for part in asked)
-        text, spans, chats = "", [], []
+    def _write(
+        self, messages: Sequence[Message], steps: Sequence[Step], tools: list[Any] | None = None
+    ) -> list[str]:
+        """Whole texts of a small chat; raises RenderError."""
+        parts = render_steps(self._tokenizer, messages, steps, template=self.text, tools=tools)
+        texts = [""]
+        for part in parts:
+            texts.append(texts[-1][: part.shared] + part.text)
+        return texts[1:]
+
+    def _settle_content(self, message: Message) -> Message:
+        """Joins parts of text where the template takes text alone."""
+        is_text = isinstance(message.get("content", ""), str)
+        if is_text or message["role"] in self._roles_of_parts:
+            return message
+        return message | {"content": plain_text(message)}
+
+    @functools.cached_property
+    def _roles_of_parts(self) -> frozenset[str]:
+        """Roles whose content may come in parts: one part is then written like its text."""
+        chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+        steps, found = [Step(2, False)], set[str]()
+        wanted = self._write(chat, steps)
+        for index, one in enumerate(chat):
+            in_parts = {**one, "content": [{"type": "text", "text": one["content"]}]}
+            with contextlib.suppress(RenderError):
+                if self._write([*chat[:index], in_parts, *chat[index + 1 :]], steps) == wanted:
+                    found.add(one["role"])
+        return frozenset(found | ({"system", "tool"} if "user" in found else set()))
+
+    def _join(
+        self, asked: Sequence[Part], answered: Sequence[Part], trained: Sequence[bool]
+    ) -> list[RenderedChat] | Broken:
+        """Joins parts to one text, or to one per answer where a prompt does not hold those before.
+
+        What a template writes behind an answer's end may go when another turn follows.
+        """
+        is_one, end, spans = True, 0, []
         for before, answer in zip(asked, answered, strict=True):
-            text = text + before.text if before.continues else before.text
-            spans.append((len(text), len(text) + self._length_trained(answer.text)))
-            text += answer.text
-            if not is_one:
-                chats.append(RenderedChat(text, spans[-1:]))
-        return chats or [RenderedChat(text, spans)]
+            is_one &= before.shared >= end
+            begin = before.shared + len(before.text)
+            if answer.shared < begin:
+                return Broken(
+                    "the chat template begins a finished answer otherwise than it asks for it"
+                )
+            end = begin + self._length_trained(answer.text)
+            spans.append((begin, end))
+        texts = _join_pairs(asked, answered)
+        if is_one:
+            *_, text = texts
+            return [RenderedChat(text, list(compress(spans, trained)))]
+        chats = (RenderedChat(text, [span]) for text, span in zip(texts, spans, strict=True))
+        return list(compress(chats, trained))
 
     def _length_trained(self, answer: str) -> int:
-        """Leaves out blanks after the special token that ends a turn: nobody generates them."""
+        """Up to the token at which the target stops; else up to a special token before blanks."""
+        if stop := self._turns.stop.search(answer):
+            return stop.end()
         stripped = answer.rstrip()
         return len(stripped) if self._special_end.search(stripped) else len(answer)
+
+
+def _join_pairs(asked: Sequence[Part], answered: Sequence[Part]) -> Iterator[str]:
+    """Yields the text up to each answer."""
+    text = ""
+    for before, answer in zip(asked, answered, strict=True):
+        text = text[: before.shared] + before.text + answer.text
+        yield text
+
+
+def _explain(error: RenderError) -> Broken:
+    """Why a chat is not written."""
+    if isinstance(error, RenderEnded):
+        return Broken("the process of the chat template ended", str(error))
+    return Broken("the chat template refuses it", str(error))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Texts of nested lists and objects, their keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _strings([*value, *value.values()])
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
 
 
 def _read_template(tokenizer: Any, name: str | None) -> str | None:

@@ -117,8 +117,13 @@ def special_ids(tokenizer: Any, name: str) -> list[int]:
 def special_pattern(tokenizer: Any) -> re.Pattern[str]:
     """Matches the special tokens of a tokenizer where a text spells them out."""
     added = tokenizer.added_tokens_decoder.values()
-    names = sorted((token.content for token in added if token.special), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names)) or "(?!)")
+    return match_any(token.content for token in added if token.special)
+
+
+def match_any(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches one of some texts, the longest first; nothing if there are none."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def encode_plain(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

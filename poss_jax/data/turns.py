@@ -1,0 +1,224 @@
+"""What a chat template writes around answers, learnt from how it writes small chats."""
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from poss_jax.data.conversations import Message
+from poss_jax.data.records import Broken
+from poss_jax.data.rendering import RenderError, Step
+from poss_jax.data.tokenizer import match_any
+
+Write = Callable[[Sequence[Message], Sequence[Step], list[Any] | None], list[str]]
+"""Writes beginnings of a chat with tools; raises RenderError."""
+
+QUESTION, ANSWER, NEXT = "a question", "an answer", "another question"
+_WORD, _RESULT = "some word", "some result"
+_CHAT = [
+    {"role": "user", "content": QUESTION},
+    {"role": "assistant", "content": ANSWER},
+    {"role": "user", "content": NEXT},
+]
+_CALL = {"name": "look_up", "arguments": {"word": _WORD}}
+_CALLING = [
+    {"role": "user", "content": QUESTION},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00001", "type": "function", "function": _CALL}],
+    },
+    {"role": "tool", "name": "look_up", "tool_call_id": "call00001", "content": _RESULT},
+]
+_WORDS = {"type": "object", "properties": {"word": {"type": "string", "description": "a word"}}}
+_TOOL = {"name": "look_up", "description": "looks a word up", "parameters": _WORDS}
+_TOOLS = [{"type": "function", "function": _TOOL}]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a template writes around answers.
+
+    Attributes:
+      stop: matches a token that ends an answer when it is generated.
+      example: what follows the prompt of a small chat that is answered.
+      header: matches what stands before an answer; None: nothing that could be found.
+      lead: what every answer begins with, where nothing asks for it.
+      end: matches what stands behind an answer in any turn; None: nothing that could be found.
+      opening: matches what begins a turn, so that no answer holds it.
+    """
+
+    stop: re.Pattern[str]
+    example: str
+    header: re.Pattern[str] | None
+    lead: str
+    end: re.Pattern[str] | None
+    opening: re.Pattern[str]
+
+
+class _Sight(NamedTuple):
+    """A small chat as it is written.
+
+    Attributes:
+      before: what stands between the question and the prompt's end.
+      asks: the part of it that asks for an answer, and is left out otherwise.
+      answer: what follows the prompt.
+      lead: the part of it before what was said.
+      behind: what follows what was said.
+      followed: the same where another turn follows; None: the answer is written otherwise then.
+      last: all of the chat with another turn.
+    """
+
+    before: str
+    asks: str
+    answer: str
+    lead: str
+    behind: str
+    followed: str | None
+    last: str
+
+
+def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) -> Turns | Broken:
+    """Learns what a template writes around answers.
+
+    Args:
+      write: writes with the template.
+      special: matches special tokens.
+      stops: tokens that the model is known to stop at.
+
+    Returns:
+      What it writes; or why the template cannot be used.
+
+    Raises:
+      RenderError: the template does not write a small chat.
+    """
+    seen = _look(write, special, _CHAT, ANSWER)
+    if isinstance(seen, Broken):
+        return seen
+    call = _look_at_call(write, special)
+    marks, others = set(stops), set[str]()
+    for one in filter(None, (seen, call)):
+        same, different = _end_marks(one, special, match_any(stops))
+        marks, others = marks | same, others | different
+    textual = _shared_start(seen.behind, seen.followed or seen.behind)
+    has_mark = any(match_any(marks | others).search(one) for one in (seen.behind, seen.answer))
+    ends = marks | others | ({textual} if textual.strip() and not has_mark else set())
+    end = match_any(ends) if has_mark or textual.strip() else None
+    return Turns(
+        stop=match_any(marks),
+        example=seen.answer,
+        header=_header(seen, call, special, end),
+        lead=_lead(seen),
+        end=end,
+        opening=match_any(_openings(seen, special, end) - ends),
+    )
+
+
+def _look(
+    write: Write,
+    special: re.Pattern[str],
+    chat: Sequence[Message],
+    said: str,
+    tools: list[Any] | None = None,
+) -> _Sight | Broken:
+    """Writes a question, the answer that says something, and a turn that follows."""
+    question, prompt, whole = write(chat, [Step(1, False), Step(1, True), Step(2, False)], tools)
+    last = ""
+    with suppress(RenderError):  # a template may know chats of one turn only
+        [last] = write(chat, [Step(3, True)], tools)
+    if not whole.startswith(prompt):
+        return Broken("the chat template begins a finished answer otherwise than it asks for it")
+    answer = whole[len(prompt) :]
+    lead, found, behind = answer.partition(said)
+    if QUESTION not in prompt or not found:
+        return Broken("want questions and answers written as they are, got a text without them")
+    before, unasked = (text.rpartition(QUESTION)[2] for text in (prompt, question))
+    followed = None
+    if last.startswith(prompt):
+        _, found, rest = last[len(prompt) :].partition(said)
+        followed = rest if found else None
+    return _Sight(
+        before=before,
+        asks=before[len("".join(_common_pieces(before, unasked, special))) :],
+        answer=answer,
+        lead=lead,
+        behind=behind,
+        followed=followed,
+        last=last,
+    )
+
+
+def _look_at_call(write: Write, special: re.Pattern[str]) -> _Sight | None:
+    """The same where the answer calls a tool; None if the template knows none."""
+    try:
+        seen = _look(write, special, _CALLING, _WORD, _TOOLS)
+    except RenderError:
+        return None
+    return None if isinstance(seen, Broken) else seen
+
+
+def _end_marks(
+    seen: _Sight, special: re.Pattern[str], stop: re.Pattern[str]
+) -> tuple[set[str], set[str]]:
+    """Special tokens that end the answer: in any turn, and those that differ by turn.
+
+    A template may write more behind the last answer, so only what it writes in both places counts.
+    """
+    followed = seen.behind if seen.followed is None else seen.followed
+    common = _common_pieces(seen.behind, followed, special)
+    if any(map(stop.fullmatch, common)):
+        return set(), set()
+    if marks := common[1::2]:
+        return {marks[-1]}, set()
+    first, *others = [special.search(text) for text in (seen.behind, followed)]
+    return set(), {mark.group() for mark in (first, *others) if mark} if first else set()
+
+
+def _common_pieces(one: str, other: str, special: re.Pattern[str]) -> list[str]:
+    """What both begin with, of special tokens (every second) and the texts between them."""
+    pieces = [re.split(f"({special.pattern})", text) for text in (one, other)]
+    return [piece for piece, _ in takewhile(_are_equal, zip(*pieces, strict=False))]
+
+
+def _header(
+    seen: _Sight, call: _Sight | None, special: re.Pattern[str], end: re.Pattern[str] | None
+) -> re.Pattern[str] | None:
+    """What asks for an answer, if a special token shows it; else all between two turns' texts."""
+    if special.search(seen.asks):
+        return re.compile(re.escape(seen.asks))
+    lead = re.escape(_lead(seen))
+    is_end = end is not None and end.fullmatch(seen.before.strip())
+    if not seen.before.strip() or (is_end and not lead):
+        return None
+    headers = [f"{re.escape(seen.before)}(?={lead})"]
+    result = call.last.rpartition(_RESULT)[2] if call else ""
+    if marks := list(special.finditer(result)):
+        headers.append(re.escape(result[marks[-1].start() :]))
+    return re.compile("|".join(headers))
+
+
+def _lead(seen: _Sight) -> str:
+    return seen.lead if not seen.asks and seen.lead.strip() else ""
+
+
+def _openings(seen: _Sight, special: re.Pattern[str], end: re.Pattern[str] | None) -> set[str]:
+    """What begins the turns of users and assistants: its first special token, if it has one."""
+    turn = (seen.followed or "").partition(NEXT)[0]
+    mark = end.search(turn) if end else None
+    begun = [turn[mark.end() :] if mark else turn, seen.asks or seen.before]
+    marks = [special.search(text) for text in begun]
+    return {
+        mark.group() if mark else text
+        for text, mark in zip(begun, marks, strict=True)
+        if text.strip()
+    }
+
+
+def _shared_start(one: str, other: str) -> str:
+    return "".join(letter for letter, _ in takewhile(_are_equal, zip(one, other, strict=False)))
+
+
+def _are_equal(pair: tuple[str, str]) -> bool:
+    return pair[0] == pair[1]

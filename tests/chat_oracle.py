@@ -1,0 +1,186 @@
+"""What is to be trained on in a chat, by transformers' own `apply_chat_template`."""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from chat_templates import KINDS, tokenizer_of
+
+from poss_jax.config.reading import UserError
+from poss_jax.data.conversations import Chat, read_document
+from poss_jax.data.encoding import encode_documents
+from poss_jax.data.fields import fit_chat
+from poss_jax.data.records import Broken
+from poss_jax.data.templates import ChatTemplate, RenderedChat
+
+Record = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """An answer as its target writes it.
+
+    Attributes:
+      prompt: what it is asked.
+      written: what the template writes behind the prompt.
+      learnt: the beginning of that, up to the token at which the target stops.
+      is_trained: whether the chat wants it to be trained on.
+    """
+
+    prompt: str
+    written: str
+    learnt: str
+    is_trained: bool
+
+
+@functools.cache
+def opened(name: str, *, knows_ends: bool) -> ChatTemplate:
+    """A template, with or without the model's own stop tokens."""
+    tokenizer = tokenizer_of(name)
+    ends = KINDS[name].ends if knows_ends or KINDS[name].needs_ends else ()
+    return ChatTemplate(tokenizer, None, stop_ids=tokenizer.convert_tokens_to_ids(list(ends)))
+
+
+def ask_transformers(name: str, messages: list[Any], tools: Any) -> list[Answer] | None:
+    """All answers of a chat; None where the template refuses it, or does not write what it asks."""
+    kind, answers = KINDS[name], []
+    messages = [message if kind.takes_parts else _joined(message) for message in messages]
+
+    def write(count: int, *, asks: bool) -> str:
+        return tokenizer_of(name).apply_chat_template(
+            messages[:count], tools=tools, tokenize=False, add_generation_prompt=asks
+        )
+
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            try:
+                prompt, whole = write(index, asks=True), write(index + 1, asks=False)
+            except Exception:  # of Jinja's, or what Python raises in it
+                return None
+            if not whole.startswith(prompt):
+                return None
+            written = whole[len(prompt) :]
+            found = [written.index(end) + len(end) for end in kind.ends if end in written]
+            learnt = written[: min(found, default=len(written))]
+            is_trained = bool(message.get("weight", 1) and message.get("train", True))
+            answers.append(Answer(prompt, written, learnt, is_trained))
+    return answers
+
+
+def expected_texts(answers: list[Answer]) -> list[RenderedChat]:
+    """One text if every prompt holds the answers before it, else one per answer."""
+    pairs = itertools.pairwise(answers)
+    is_one = all(after.prompt.startswith(one.prompt + one.learnt) for one, after in pairs)
+    spans = [(len(one.prompt), len(one.prompt + one.learnt)) for one in answers]
+    texts = [one.prompt + one.written for one in answers]
+    used = [index for index, one in enumerate(answers) if one.is_trained]
+    if is_one:
+        return [RenderedChat(texts[-1], [spans[index] for index in used])]
+    return [RenderedChat(texts[index], [spans[index]]) for index in used]
+
+
+def expected_end(name: str, messages: list[Any], tools: Any) -> int:
+    """How many turns a template writes whole, by the words that are found in its text.
+
+    Tools, calls, results and reasoning hold words that occur nowhere else.
+    """
+    answers = iter(ask_transformers(name, messages, tools) or [])
+    prompt = None
+    results: list[tuple[int, str]] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "tool":
+            results.append((index, message["content"]))
+        if message["role"] != "assistant":
+            continue
+        if (answer := next(answers, None)) is None:
+            return len(messages)
+        if prompt is None and tools and tools[0]["function"]["description"] not in answer.prompt:
+            return 0
+        prompt = answer.prompt
+        for place, result in results:
+            if result not in prompt:
+                return place
+        words = [message.get("reasoning_content") or ""]
+        words += [str(call["function"]["arguments"]) for call in message.get("tool_calls") or []]
+        results = []
+        if not all(_word(word) in answer.written for word in words):
+            return index
+    return len(messages)
+
+
+def check_chat(name: str, record: Record, *, knows_ends: bool) -> str:
+    """Compares texts, spans and masks of a chat with the oracle's; returns what became of it."""
+    template, tools = opened(name, knows_ends=knows_ends), record.get("tools") or None
+    document, _ = read_document(record, "chat")
+    assert isinstance(document, Chat) and document.tools == tools
+    if ask_transformers(name, document.messages, tools) is None:
+        refused = template.render(document)
+        assert isinstance(refused, Broken) and refused.reason.startswith("the chat template ")
+        return "refused"
+    fitted, why = fit_chat(document, template)
+    end = expected_end(name, document.messages, tools)
+    trained = [i for i, one in enumerate(document.messages[:end], 1) if _is_trained(one)]
+    if not trained:
+        assert isinstance(fitted, Broken) and fitted.reason.endswith("the chat template leaves out")
+        return "left out"
+    assert isinstance(fitted, Chat) and fitted.messages == document.messages[: trained[-1]]
+    assert bool(why) == (trained[-1] < len(document.messages))
+    answers = ask_transformers(name, fitted.messages, tools)
+    assert answers
+    expected = expected_texts(answers)
+    assert template.render(fitted) == expected
+    _check_masks(name, fitted, template, expected)
+    _check_found(name, template, answers, expected)
+    return "cut" if why else "whole" if len(expected) == 1 else "a text per answer"
+
+
+def _check_masks(
+    name: str, chat: Chat, template: ChatTemplate, expected: list[RenderedChat]
+) -> None:
+    tokenizer = tokenizer_of(name)
+    [sequences] = encode_documents([chat], tokenizer, template)
+    assert not isinstance(sequences, Broken)
+    for one, wanted in zip(sequences, expected, strict=True):
+        assert tokenizer.decode(one.ids) == wanted.text
+        bounds = np.flatnonzero(np.diff(one.trained, prepend=False, append=False)).reshape(-1, 2)
+        learnt = [tokenizer.decode(one.ids[begin:end]) for begin, end in bounds]
+        assert learnt == [wanted.text[begin:end] for begin, end in wanted.spans]
+
+
+def _check_found(
+    name: str, template: ChatTemplate, answers: list[Answer], expected: list[RenderedChat]
+) -> None:
+    """Spans found in the written chat are the oracle's, of trained answers and others.
+
+    Of an answer that holds headers of its own some are left out.
+    """
+    text = answers[-1].prompt + answers[-1].written
+    if KINDS[name].cannot_find:
+        with pytest.raises(UserError, match="answers cannot be found"):
+            template.find_answers(text)
+        return
+    found = template.find_answers(text)
+    assert isinstance(found, list)
+    [(same, spans)] = [(one.text, one.spans) for one in found]
+    wanted = [(len(one.prompt), len(one.prompt + one.learnt)) for one in answers]
+    assert same == text and spans[-1][1] == wanted[-1][1]
+    assert spans[-1][0] == wanted[-1][0] or KINDS[name].needs_ends
+    if len(expected) == 1 and not KINDS[name].needs_ends:
+        assert spans == wanted
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return message | ({"content": "".join(part["text"] for part in parts)} if parts else {})
+
+
+def _is_trained(message: dict[str, Any]) -> bool:
+    is_wanted = bool(message.get("weight", 1) and message.get("train", True))
+    return message["role"] == "assistant" and is_wanted
+
+
+def _word(text: str) -> str:
+    """The word of a call's arguments that occurs nowhere else, or the text itself."""
+    return text.split("'")[-2] if "'" in text else text.split('"')[-2] if '"' in text else text

@@ -1,0 +1,542 @@
+"""Chat templates of many kinds, each with the tokens that it needs and what ends its answers."""
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A template.
+
+    Attributes:
+      text: template, or several by name.
+      ends: tokens at which its model stops; the first in an answer ends it.
+      specials: other special tokens.
+      eos: the tokenizer's eos; None: the first of `ends`.
+      bos: the tokenizer's bos.
+      takes_parts: whether content may come in parts.
+      needs_ends: whether they must be told, since the template does not show them.
+      refused: what is said when it is opened; "": it is not refused.
+      cannot_find: whether answers cannot be found in its texts.
+    """
+
+    text: str | dict[str, str]
+    ends: tuple[str, ...] = ()
+    specials: tuple[str, ...] = ()
+    eos: str | None = None
+    bos: str = "<s>"
+    takes_parts: bool = False
+    needs_ends: bool = False
+    refused: str = ""
+    cannot_find: bool = False
+
+
+def each(turn: str, ask: str = "", *, first: str = "", last: str = "") -> str:
+    """Writes a text for each message `m`, then asks or ends."""
+    end = f"{{% if add_generation_prompt %}}{ask}{{% else %}}{last}{{% endif %}}"
+    return f"{first}{{% for m in messages %}}{turn}{{% endfor %}}{end}"
+
+
+def by_role(**turns: str) -> str:
+    """A text per role; `other` for the rest."""
+    other = turns.pop("other", "")
+    cases = [f"{{% elif m.role == '{role}' %}}{text}" for role, text in turns.items()]
+    return "{% if not m %}" + "".join(cases) + "{% else %}" + other + "{% endif %}"
+
+
+REFUSE = "{{ raise_exception('roles must be system, user, assistant') }}"
+IM = ("<|im_start|>",)
+IM_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+IM_ASK = "<|im_start|>assistant\n"
+CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    "{{ (c.function or c) | tojson }}\n</tool_call>{% endfor %}"
+)
+IM_TOOLS = (
+    "{% if tools %}<|im_start|>system\nYou may call:{% for t in tools %}\n{{ t | tojson }}"
+    "{% endfor %}<|im_end|>\n{% endif %}"
+)
+IM_RESULT = "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+IM_CALLING = by_role(
+    tool=IM_RESULT,
+    assistant=IM_ASK + "{{ m.content or '' }}" + CALLS + "<|im_end|>\n",
+    other=IM_TURN,
+)
+THOUGHT = "<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+IM_THINKING = by_role(
+    tool=IM_RESULT,
+    assistant=IM_ASK + "{% if m.reasoning_content and CONDITION %}" + THOUGHT + "{% endif %}"
+    "{{ m.content or '' }}" + CALLS + "<|im_end|>\n",
+    other=IM_TURN,
+)
+LAST_ASKED = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+)
+L3 = ("<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>")
+L3_HEAD = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+L3_ASK = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+L3_CALL = (
+    L3_ASK + "{% if m.tool_calls %}<|python_tag|>{{ m.tool_calls[0].function | tojson }}<|eom_id|>"
+    "{% else %}{{ m.content }}<|eot_id|>{% endif %}"
+)
+L3_RESULT = "<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
+L3_TOOLS = (
+    "{{ bos_token }}{% if tools %}<|start_header_id|>system<|end_header_id|>\n\nYou may call "
+    "{% for t in tools %}{{ t | tojson(indent=2) }}{% endfor %}<|eot_id|>{% endif %}"
+)
+FOLDED = (  # the system message goes into the first question
+    "{% set s = messages[0].content ~ '\n\n' if messages[0].role == 'system' else '' %}"
+)
+INST = by_role(
+    user="[INST] {{ m.content }} [/INST]", assistant=" {{ m.content | trim }} {{ eos_token }}"
+)
+MISTRAL = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]")
+MISTRAL += ("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
+MISTRAL_TOOLS = by_role(
+    user="{% if tools and loop.index0 == ns.last %}[AVAILABLE_TOOLS]{{ tools | tojson }}"
+    "[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]",
+    assistant="{% if m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}{{ eos_token }}",
+    tool="[TOOL_RESULTS]{{ {'content': m.content, 'id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]",
+    system="[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]",
+)
+COHERE = ("<|START|>", "<|USER|>", "<|CHATBOT|>", "<|SYSTEM|>")
+HARMONY = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>")
+HARMONY_TURN = by_role(
+    assistant="{% if m.reasoning_content and loop.last %}<|start|>assistant<|channel|>analysis"
+    "<|message|>{{ m.reasoning_content }}<|end|>{% endif %}<|start|>assistant<|channel|>final"
+    "<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}",
+    tool=REFUSE,
+    other="<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>",
+)
+PIPES = ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>")
+PIPE_TURN = "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n"
+PLAIN = by_role(
+    user="User: {{ m.content }}\n\n",
+    assistant="Assistant: {{ m.content }}{{ eos_token }}",
+    system="{{ m.content }}\n\n",
+)
+PARTS = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if not loop.first %}\n{% endif %}{{ p.text }}{% endfor %}{% endif %}"
+)
+
+KINDS = {
+    # ChatML
+    "chatml": Kind(each(IM_TURN, IM_ASK), ("<|im_end|>",), IM),
+    "chatml, bos": Kind(each(IM_TURN, IM_ASK, first="{{ bos_token }}"), ("<|im_end|>",), IM),
+    "chatml, no newline behind turns": Kind(
+        each(IM_TURN.removesuffix("\n"), IM_ASK), ("<|im_end|>",), IM
+    ),
+    "chatml, no newline behind the last turn": Kind(
+        each(IM_TURN.removesuffix("\n") + "{{ '' if loop.last else '\n' }}", "{{ '\n' }}" + IM_ASK),
+        ("<|im_end|>",),
+        IM,
+    ),
+    "chatml, trimmed": Kind(
+        each(IM_TURN.replace("m.content", "m.content | trim"), IM_ASK), ("<|im_end|>",), IM
+    ),
+    "chatml, another eos": Kind(each(IM_TURN, IM_ASK), ("<|im_end|>",), IM, eos="<|endoftext|>"),
+    "chatml, eos once": Kind(
+        each(IM_TURN, IM_ASK, last="{{ eos_token }}"), ("<|im_end|>",), IM, eos="<|endoftext|>"
+    ),
+    "chatml, default system message": Kind(
+        each(
+            "{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n"
+            "{% endif %}" + IM_TURN,
+            IM_ASK,
+        ),
+        ("<|im_end|>",),
+        IM,
+    ),
+    "chatml, marks of generation": Kind(
+        each(
+            by_role(
+                assistant=IM_ASK + "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n",
+                other=IM_TURN,
+            ),
+            IM_ASK,
+        ),
+        ("<|im_end|>",),
+        IM,
+    ),
+    "chatml, never asks": Kind(each(IM_TURN), ("<|im_end|>",), IM),
+    "chatml, always asks": Kind(
+        "{% for m in messages %}" + IM_TURN + "{% endfor %}"
+        "{% if messages[-1].role != 'assistant' %}" + IM_ASK + "{% endif %}",
+        ("<|im_end|>",),
+        IM,
+    ),
+    "chatml, names": Kind(
+        each(IM_TURN.replace("{{ m.role }}", "{{ m.role }}{{ ' ' ~ m.name if m.name }}"), IM_ASK),
+        ("<|im_end|>",),
+        IM,
+    ),
+    "chatml, parts": Kind(
+        each(IM_TURN.replace("{{ m.content }}", PARTS), IM_ASK),
+        ("<|im_end|>",),
+        IM,
+        takes_parts=True,
+    ),
+    "chatml, tools": Kind(each(IM_CALLING, IM_ASK, first=IM_TOOLS), ("<|im_end|>",), IM),
+    "chatml, tools in a template apart": Kind(
+        {
+            "default": each(IM_TURN, IM_ASK),
+            "tool_use": each(IM_CALLING, IM_ASK, first=IM_TOOLS),
+        },
+        ("<|im_end|>",),
+        IM,
+    ),
+    "chatml, keeps reasoning": Kind(
+        each(IM_THINKING.replace("CONDITION", "true"), IM_ASK, first=IM_TOOLS),
+        ("<|im_end|>",),
+        IM,
+    ),
+    "chatml, forgets reasoning": Kind(
+        LAST_ASKED
+        + each(IM_THINKING.replace("CONDITION", "loop.index0 > ns.last"), IM_ASK, first=IM_TOOLS),
+        ("<|im_end|>",),
+        IM,
+    ),
+    "chatml, an empty thought": Kind(
+        LAST_ASKED
+        + each(
+            by_role(
+                assistant=IM_ASK + "{% if loop.index0 > ns.last %}<think>\n"
+                "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
+                "<|im_end|>\n",
+                other=IM_TURN,
+            ),
+            IM_ASK,
+        ),
+        ("<|im_end|>",),
+        IM,
+    ),
+    "chatml, a thought in the content": Kind(
+        each(
+            IM_TURN.replace(
+                "{{ m.content }}",
+                "{{ m.content if loop.last else m.content.split('</think>')[-1] | trim }}",
+            ),
+            IM_ASK,
+        ),
+        ("<|im_end|>",),
+        IM,
+    ),
+    "chatml, thinks in the prompt": Kind(
+        each(IM_TURN, IM_ASK + "<think>\n"),
+        ("<|im_end|>",),
+        IM,
+        refused="begins a finished answer otherwise than it asks for it",
+    ),
+    # Llama
+    "llama-2": Kind(
+        FOLDED
+        + each(
+            by_role(
+                user="{{ bos_token }}[INST] {{ '<<SYS>>\n' ~ s ~ '<</SYS>>\n\n' if s and "
+                "loop.index0 < 2 }}{{ m.content | trim }} [/INST]",
+                assistant=" {{ m.content | trim }} {{ eos_token }}",
+            )
+        ),
+        ("</s>",),
+    ),
+    "llama-2, strict": Kind(
+        each(INST.replace("{% else %}", "{% else %}" + REFUSE), first="{{ bos_token }}"), ("</s>",)
+    ),
+    "llama-3": Kind(
+        each(L3_HEAD + "{{ m.content | trim }}<|eot_id|>", L3_ASK, first="{{ bos_token }}"),
+        ("<|eot_id|>",),
+        L3,
+        eos="<|end_of_text|>",
+    ),
+    "llama-3.1, tools": Kind(
+        each(
+            by_role(assistant=L3_CALL, tool=L3_RESULT, other=L3_HEAD + "{{ m.content }}<|eot_id|>"),
+            L3_ASK,
+            first=L3_TOOLS,
+        ),
+        ("<|eot_id|>", "<|eom_id|>"),
+        L3,
+        eos="<|end_of_text|>",
+    ),
+    "alpaca": Kind(
+        each(
+            by_role(
+                user="### Instruction:\n{{ m.content }}\n\n",
+                assistant="### Response:\n{{ m.content }}{{ eos_token }}\n\n",
+                system="{{ m.content }}\n\n",
+            ),
+            "### Response:\n",
+            first="{{ bos_token }}",
+        ),
+        ("</s>",),
+    ),
+    "vicuna": Kind(
+        each(
+            by_role(
+                user="USER: {{ m.content }} ",
+                assistant="ASSISTANT: {{ m.content }}{{ eos_token }}",
+                system="{{ m.content }} ",
+            ),
+            "ASSISTANT:",
+            first="{{ bos_token }}{% if messages[0].role != 'system' %}A chat. {% endif %}",
+        ),
+        ("</s>",),
+    ),
+    # Mistral
+    "mistral": Kind(each(INST, first="{{ bos_token }}"), ("</s>",), MISTRAL),
+    "mistral, no blanks": Kind(
+        FOLDED
+        + each(
+            by_role(
+                user="[INST]{{ s if loop.last or loop.index0 == messages | length - 2 }}"
+                "{{ m.content }}[/INST]",
+                assistant="{{ m.content }}{{ eos_token }}",
+            ),
+            first="{{ bos_token }}",
+        ),
+        ("</s>",),
+        MISTRAL,
+    ),
+    "mistral, tools": Kind(
+        LAST_ASKED + each(MISTRAL_TOOLS, first="{{ bos_token }}"), ("</s>",), MISTRAL
+    ),
+    # Others
+    "phi-3": Kind(
+        each(PIPE_TURN, "<|assistant|>\n", last="{{ eos_token }}"),
+        ("<|end|>",),
+        PIPES,
+        eos="<|endoftext|>",
+    ),
+    "phi-3, marks with a bos": Kind(
+        each(PIPE_TURN, "<|assistant|>\n", first="{{ bos_token }}"),
+        ("<|end|>",),
+        PIPES,
+        eos="<|endoftext|>",
+    ),
+    "phi-4": Kind(
+        each(
+            "<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>",
+            "<|im_start|>assistant<|im_sep|>",
+        ),
+        ("<|im_end|>",),
+        ("<|im_start|>", "<|im_sep|>"),
+        eos="<|endoftext|>",
+    ),
+    "zephyr": Kind(
+        each("<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n", "<|assistant|>\n"), ("</s>",)
+    ),
+    "tulu": Kind(
+        each(
+            by_role(
+                assistant="<|assistant|>\n{{ m.content }}{{ eos_token if loop.last else '</s>' }}"
+                "{{ '' if loop.last else '\n' }}",
+                other="<|{{ m.role }}|>\n{{ m.content }}\n",
+            ),
+            "<|assistant|>\n",
+        ),
+        ("</s>",),
+    ),
+    "gemma": Kind(
+        each(
+            by_role(
+                system=REFUSE,
+                assistant="<turn>model\n{{ m.content | trim }}<end_of_turn>\n",
+                other="<turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n",
+            ),
+            "<turn>model\n",
+            first="{{ bos_token }}",
+        ),
+        ("<end_of_turn>",),
+        ("<turn>",),
+        eos="<eos>",
+        bos="<bos>",
+    ),
+    "gemma, system in the question": Kind(
+        FOLDED
+        + each(
+            by_role(
+                system="",
+                assistant="<turn>model\n{{ m.content | trim }}<end_of_turn>\n",
+                user="<turn>user\n{{ s if loop.index0 < 2 }}{{ m.content | trim }}<end_of_turn>\n",
+            ),
+            "<turn>model\n",
+            first="{{ bos_token }}",
+        ),
+        ("<end_of_turn>",),
+        ("<turn>",),
+        eos="<eos>",
+        bos="<bos>",
+    ),
+    "deepseek": Kind(each(PLAIN, "Assistant:", first="{{ bos_token }}"), ("<eos>",)),
+    "deepseek, forgets thoughts": Kind(
+        each(
+            by_role(
+                user="<|User|>{{ m.content }}",
+                assistant="<|Assistant|>{{ m.content if loop.last else "
+                "m.content.split('</think>')[-1] }}{{ eos_token }}",
+                system="{{ m.content }}",
+            ),
+            "<|Assistant|>",
+            first="{{ bos_token }}",
+        ),
+        ("<eos>",),
+        ("<|User|>", "<|Assistant|>"),
+    ),
+    "command-r": Kind(
+        each(
+            by_role(
+                user="<|START|><|USER|>{{ m.content }}<|END_OF_TURN|>",
+                assistant="<|START|><|CHATBOT|>{{ m.content }}<|END_OF_TURN|>",
+                system="<|START|><|SYSTEM|>{{ m.content }}<|END_OF_TURN|>",
+            ),
+            "<|START|><|CHATBOT|>",
+            first="{{ bos_token }}",
+        ),
+        ("<|END_OF_TURN|>",),
+        COHERE,
+    ),
+    "granite": Kind(
+        each(
+            "<|role|>{{ m.role }}<|/role|>{{ m.content }}<|end_of_text|>\n",
+            "<|role|>assistant<|/role|>",
+        ),
+        ("<|end_of_text|>",),
+        ("<|role|>", "<|/role|>"),
+    ),
+    "harmony": Kind(
+        each(HARMONY_TURN, "<|start|>assistant"), ("<|return|>",), HARMONY, needs_ends=True
+    ),
+    "exaone": Kind(
+        each(
+            by_role(
+                user="[|user|]{{ m.content }}\n",
+                assistant="[|assistant|]{{ m.content }}[|endofturn|]\n",
+                system="[|system|]{{ m.content }}[|endofturn|]\n",
+            ),
+            "[|assistant|]",
+        ),
+        ("[|endofturn|]",),
+        ("[|user|]", "[|assistant|]", "[|system|]"),
+    ),
+    "internlm": Kind(
+        each(
+            by_role(
+                user="<|User|>:{{ m.content }}<eoh>\n", assistant="<|Bot|>:{{ m.content }}<eoa>\n"
+            ),
+            "<|Bot|>:",
+            first="{{ bos_token }}",
+        ),
+        ("<eoa>",),
+        ("<eoh>",),
+        eos="</s>",
+    ),
+    "glm": Kind(
+        each("<|{{ m.role }}|>\n{{ m.content }}", "<|assistant|>\n", first="[gMASK]<sop>"),
+        (),
+        (*PIPES, "[gMASK]", "<sop>"),
+        eos="<|endoftext|>",
+        cannot_find=True,
+    ),
+    "nemotron": Kind(
+        each("<extra>{{ m.role }}\n{{ m.content }}\n", "<extra>assistant\n"),
+        (),
+        ("<extra>",),
+        eos="</s>",
+        cannot_find=True,
+    ),
+    "no end, headings": Kind(
+        each("### {{ m.role }}\n{{ m.content }}\n", "### assistant\n"),
+        (),
+        eos="</s>",
+        cannot_find=True,
+    ),
+    "an end in plain text": Kind(
+        each("{{ m.role }}> {{ m.content }} //\n", "assistant>"), (), eos="</s>"
+    ),
+    "eos between turns": Kind(
+        each("{{ m.role }}: {{ m.content }}{{ '' if loop.last else eos_token }}", "</s>assistant:"),
+        ("</s>",),
+        cannot_find=True,
+    ),
+    "no roles": Kind(each("{{ m.content }}{{ eos_token }}"), ("</s>",), cannot_find=True),
+    "system message moved": Kind(
+        FOLDED
+        + each(
+            by_role(
+                user="<|user|>{{ s if loop.index0 >= messages | length - 2 }}{{ m.content }}",
+                assistant="<|assistant|>{{ m.content }}{{ eos_token }}",
+            ),
+            "<|assistant|>",
+        ),
+        ("</s>",),
+        PIPES,
+    ),
+    "upper case": Kind(
+        each("{{ m.role | upper }}: {{ m.content | upper }}{{ eos_token }}", "ASSISTANT: "),
+        ("</s>",),
+        refused="want questions and answers written as they are",
+    ),
+    "one turn only": Kind(
+        each("{% if messages | length > 2 %}" + REFUSE + "{% endif %}" + IM_TURN, IM_ASK),
+        ("<|im_end|>",),
+        IM,
+    ),
+}
+
+
+@functools.cache
+def _base() -> str:
+    """A byte-level tokenizer without special tokens, as JSON."""
+    model = Tokenizer(models.BPE(unk_token=None))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(["the answer is that this is the question\n\n"] * 9, trainer)
+    return model.to_str()
+
+
+@functools.cache
+def tokenizer_of(name: str) -> Any:
+    """The tokenizer of a template, which carries it."""
+    kind = KINDS[name]
+    model = Tokenizer.from_str(_base())
+    eos = kind.eos or kind.ends[0]
+    model.add_special_tokens(list(dict.fromkeys([kind.bos, eos, *kind.ends, *kind.specials])))
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        bos_token=kind.bos,
+        eos_token=eos,
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = kind.text
+    return made
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "tells the weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def call(city: str, *, as_text: bool = False) -> dict[str, Any]:
+    """A call of the tool."""
+    arguments: Any = {"city": city}
+    arguments = json.dumps(arguments) if as_text else arguments
+    function = {"name": "weather", "arguments": arguments}
+    return {"id": "call00001", "type": "function", "function": function}

@@ -1,0 +1,78 @@
+"""Chats under templates of every kind: what is asked and trained on is what transformers writes."""
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+from chat_oracle import check_chat, opened
+from chat_templates import KINDS, TOOL, call
+
+from poss_jax.config.reading import UserError
+
+USER = {"role": "user", "content": "what is the sum of 2 and 3?"}
+THINKS = {"reasoning_content": "two and three make five"}
+
+
+def answer(content: str | None = "that is 5", **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def result(content: str) -> dict[str, Any]:
+    return {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": content}
+
+
+CALLED = [USER, answer("let me look", tool_calls=[call("Lisbon")]), result("rainy")]
+CALLED_MUTELY = [USER, answer(None, tool_calls=[call("Porto", as_text=True)]), result("mild")]
+THOUGHT = [USER, answer("", tool_calls=[call("Faro")], **THINKS), result("hot")]
+WEIGHTED = [USER, answer("bad", weight=0), USER, answer("good", weight=1)]
+FLAGGED = [USER, answer("no", train=False), USER, answer("yes", train=True)]
+PARTS = [{"type": "text", "text": text} for text in ("what", "now?")]
+SYSTEM = {"role": "system", "content": "be brief"}
+CHATS = {
+    "one turn": {"messages": [USER, answer()]},
+    "three turns": {"messages": [USER, answer("a\nb"), USER, answer("é 😀"), USER, answer("c d")]},
+    "blanks": {"messages": [USER, answer(" a \n"), USER, answer("\nb\n\n")]},
+    "system": {"messages": [SYSTEM, USER, answer(), USER, answer("no")]},
+    "empty system": {"messages": [{**SYSTEM, "content": ""}, USER, answer()]},
+    "name": {"messages": [{**USER, "name": "ann"}, answer(), USER, answer("no")]},
+    "parts": {"messages": [{**USER, "content": PARTS}, answer()]},
+    "weights": {"messages": [*WEIGHTED, *FLAGGED]},
+    "nothing called": {"messages": [USER, answer(), USER, answer("no")], "tools": [TOOL]},
+    "a call": {"messages": [*CALLED, answer("it rains")], "tools": [TOOL]},
+    "a call later": {"messages": [USER, answer(), *CALLED, answer("it rains"), USER, answer()]},
+    "a call without text": {"messages": [*CALLED_MUTELY, answer("it is mild")], "tools": [TOOL]},
+    "a call at the end": {"messages": CALLED[:2], "tools": [TOOL]},
+    "reasoning": {"messages": [USER, answer(**THINKS), USER, answer("6", **THINKS)]},
+    "reasoning later": {"messages": [USER, answer(), USER, answer("6", **THINKS)]},
+    "reasoning and a call": {"messages": [*THOUGHT, answer("it is", **THINKS)], "tools": [TOOL]},
+    "thoughts": {"messages": [USER, answer("<think>\nhm\n</think>\n\nyes"), USER, answer("no")]},
+}
+FEW = ("three turns", "a call later", "reasoning and a call")
+TOTAL = {"whole": 455, "cut": 87, "a text per answer": 23, "left out": 257, "refused": 28}
+USED = {name for name, kind in KINDS.items() if not kind.refused}
+
+
+@functools.cache
+def outcomes(name: str) -> Counter[str]:
+    """What becomes of all chats under a template."""
+    return Counter(check_chat(name, record, knows_ends=True) for record in CHATS.values())
+
+
+@pytest.mark.parametrize("name", sorted(USED))
+def test_chats_under_templates_of_every_kind(name: str) -> None:
+    assert outcomes(name).total() == len(CHATS)
+    for title in FEW:  # ends that the template alone shows
+        check_chat(name, CHATS[title], knows_ends=False)
+
+
+@pytest.mark.parametrize("name", sorted(set(KINDS) - USED))
+def test_templates_that_no_chat_can_be_written_with(name: str) -> None:
+    with pytest.raises(UserError, match=KINDS[name].refused):
+        opened(name, knows_ends=True)
+
+
+def test_how_many_chats_equal_the_oracle() -> None:
+    total = sum(map(outcomes, USED), Counter())
+    print(f"{len(USED)} templates of {len(KINDS)}, {len(CHATS)} chats: {dict(total)}")
+    assert total == TOTAL
