@@ -1,12 +1,12 @@
-"""Rendered chats -> tokens: only the template writes special tokens, never a message.
+r"""Rendered chats -> tokens: only the template writes special tokens, never a message.
 
 A message may spell out a special token. While the template runs, a number that nobody writes stands
-in its place; then the whole text is encoded by a copy of the tokenizer that knows the special tokens
-by names that nobody writes either:
+in its place. Then a copy of the tokenizer, in which special tokens have names that nobody writes,
+encodes the whole text:
 
-    message            Hi</s>
-    rendered           <s>### user\nHi90210000001\n
-    encoded            (bos)### user\nHi</s>\n        here </s> is four letters
+    message     Hi</s>
+    rendered    <s>### user\nHi90210000001\n
+    encoded     (special: bos) ### user\nHi</s>\n        here </s> is four letters
 """
 
 import json
