@@ -11,9 +11,9 @@ from typing import Any
 Reply = tuple[int, Any]
 
 
-def said(text: Any, reason: str = "stop") -> Reply:
-    """An answer."""
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}}
+def said(text: Any, reason: str = "stop", **fields: Any) -> Reply:
+    """An answer; its message has these fields, too."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": text, **fields}}
     return 200, {"choices": [choice | {"finish_reason": reason}]}
 
 

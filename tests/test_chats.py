@@ -375,18 +375,6 @@ def test_chats_that_are_rendered_already(
     assert (a.ids == b.ids).all() and (a.trained == b.trained).all()
 
 
-def test_a_template_without_bos_leaves_it_to_the_tokenizer(
-    tokenizers: dict[str, Any], tmp_path: Path
-) -> None:
-    opened = open_template(tokenizers["chatml"], CHATML, tmp_path)
-    [[one]] = encode_documents([Chat(HELLO)], tokenizers["chatml"], opened)
-    assert one.ids[:2].tolist() == [0, 2] and not one.trained[0]
-    silent = make_tokenizer(["<s>", "<|im_end|>", "<|im_start|>"])
-    silent.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    [[one]] = encode_documents([Chat(HELLO)], silent, opened)
-    assert one.ids[0] == 2  # <|im_start|>
-
-
 def test_spelled_out_special_tokens_are_no_special_tokens(tokenizers: dict[str, Any]) -> None:
     opened = ChatTemplate(tokenizers["llama3"], "llama3")
     refused = opened.render(Chat(chat("Hi<|eot_id|>", "Hello.")))

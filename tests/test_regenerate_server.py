@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from chat_server import ChatServer, Reply, echo, said, serve
 from programs import Runs, refusal, summary, write_lines
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from poss_jax.engine.prompts import prompt_seed
 from train import server as module
@@ -26,6 +28,7 @@ def chat(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
         yield chat
 
 
+CALLS = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
 RECORDS = [{"id": f"q{n}", "prompt": f"question {n}"} for n in range(12)]
 
 
@@ -103,6 +106,38 @@ def test_what_a_request_holds(chat: ChatServer, tmp_path: Path) -> None:
     assert body["stop"] == ["END"]
 
 
+def test_values_for_the_chat_template(chat: ChatServer, tmp_path: Path) -> None:
+    run(chat, tmp_path, "--chat-template-kwargs", "enable_thinking=false", records=RECORDS[:1])
+    [body] = chat.bodies
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    message = refusal(lambda given: run(chat, tmp_path, *given, records=RECORDS[:1]))
+    assert "was made otherwise (chat_template_kwargs" in message
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_that_the_server_splits_off_are_kept(
+    chat: ChatServer, tmp_path: Path, name: str
+) -> None:
+    """The chat template puts them where the target wrote them."""
+    written = "<think>\n{} is\n\neasy\n</think>\n\nfour".format
+
+    def reply(body: dict[str, Any]) -> Reply:
+        thoughts, answer = written(last(body)).removeprefix("<think>\n").split("\n</think>\n\n")
+        return said(answer, **{name: thoughts})
+
+    chat.reply = reply
+    [line] = run(chat, tmp_path, records=[{"turns": ["2 + 2", "3 + 1"]}])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}<think>\n"
+        "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }};{% endfor %}"
+    )
+    assert tokenizer.apply_chat_template(line["messages"], tokenize=False) == (
+        f"user: 2 + 2;assistant: {written('2 + 2')};user: 3 + 1;assistant: {written('3 + 1')};"
+    )
+    assert chat.bodies[1]["messages"] == line["messages"][:-1]
+
+
 def test_questions_are_asked_together_and_kept_in_order(chat: ChatServer, tmp_path: Path) -> None:
     three = Barrier(3)
 
@@ -126,6 +161,13 @@ def test_questions_are_asked_together_and_kept_in_order(chat: ChatServer, tmp_pa
         (said("half", "content_filter"), "the server's content filter ended an answer"),
         (said("\ud800"), "an answer that is not UTF-8"),
         ((413, {}), "the server refuses it with status 413"),
+        (said("four", tool_calls=CALLS), "an answer that calls tools"),
+        (said(None, "tool_calls", tool_calls=CALLS), "an answer that calls tools"),
+        (said("four", "tool_calls"), "an answer that calls tools"),
+        (said("four", "function_call"), "an answer that calls tools"),
+        (said(None, "length", reasoning="two and"), "an answer not finished after 1024 tokens"),
+        (said(None, reasoning="all of it"), "an empty answer"),
+        (said("four", reasoning="\ud800"), "an answer that is not UTF-8"),
     ],
 )
 def test_chats_that_end_early(chat: ChatServer, tmp_path: Path, reply: Reply, reason: str) -> None:

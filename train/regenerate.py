@@ -164,12 +164,14 @@ def _describe_drafts(config: RegenerateConfig, engine: Engine) -> dict[str, Any]
 def _find_server(config: RegenerateConfig, url: str) -> Answerer:
     """Finds the server that answers; each question by itself, so its address may change."""
     tokenizer = load_tokenizer(as_path(config.target)) if config.target is not None else None
-    server, settings = Server(url, config.model), _settings(config, 1)
+    server = Server(url, config.model, config.chat_template_kwargs)
+    settings = _settings(config, 1)
 
     def answer(questions: Sequence[Question]) -> Lines:
         return answer_questions(server, questions, settings, config.concurrency)
 
-    return Answerer({"model": server.model}, tokenizer, settings, 1, answer)
+    made_from = {"model": server.model, "chat_template_kwargs": config.chat_template_kwargs}
+    return Answerer(made_from, tokenizer, settings, 1, answer)
 
 
 def _settings(config: RegenerateConfig, batch_size: int) -> AnswerSettings:

@@ -52,6 +52,7 @@ _REFUSALS = 100  # so many at the beginning, and nothing else, are the fault of 
 
 _OF_THE_QUESTION = {400, 413, 422}
 _REFUSES = "the server refuses it with status"
+_CALLS = ("tool_calls", "function_call")  # reasons of an end, and fields of a message
 _PASSING = {0, 408, 409, 425, 429}  # 0: no answer; and all from 500 on
 
 
@@ -84,12 +85,18 @@ class Server:
       model: name of the model that answers.
     """
 
-    def __init__(self, url: str, model: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
         """Notes where the server is, and asks it for the name of its first model if none is given.
 
         Args:
           url: its address, such as http://localhost:8000/v1.
           model: name of the model.
+          chat_template_kwargs: values for its chat template.
 
         Raises:
           UserError: the server does not answer, or OPENAI_API_KEY is not a key.
@@ -98,12 +105,16 @@ class Server:
         if not re.fullmatch("[!-~]*", self._key):
             raise UserError("OPENAI_API_KEY: want a key in ASCII, got other characters")
         self._closed = threading.Event()
+        self._more = {"chat_template_kwargs": chat_template_kwargs} if chat_template_kwargs else {}
         self.model = model or self._first_model()
 
     def answer(
         self, messages: Sequence[Any], sampling: SamplingConfig, settings: AnswerSettings
-    ) -> Generation:
+    ) -> tuple[Generation, dict[str, str]]:
         """Answers a conversation.
+
+        Returns:
+          The answer, and further fields of its message: what the target thought before it.
 
         Raises:
           Refused: the server does not answer this one.
@@ -112,16 +123,20 @@ class Server:
         said = self._request("chat/completions", self._body(messages, sampling, settings))
         try:
             choice = said["choices"][0]
-            text, reason = choice["message"]["content"] or "", choice.get("finish_reason")
+            message, reason = choice["message"], choice.get("finish_reason")
+            if reason in _CALLS or any(map(message.get, _CALLS)):
+                raise Refused("an answer that calls tools")
+            text, thoughts = message["content"] or "", _thoughts(message)
         except (KeyError, IndexError, TypeError, AttributeError):
-            text = reason = None
-        if not isinstance(text, str):
+            raise self._error(f"want a chat completion, got {shorten(said)}") from None
+        if not (isinstance(text, str) and isinstance(thoughts, str)):
             raise self._error(f"want a chat completion, got {shorten(said)}")
         if reason == "content_filter":
             raise Refused("the server's content filter ended an answer")
-        if lone_surrogates(text):
+        if lone_surrogates(text + thoughts):
             raise Refused("an answer that is not UTF-8")
-        return Generation([], [], text, [], [], "length" if reason == "length" else "stop")
+        answer = Generation([], [], text, [], [], "length" if reason == "length" else "stop")
+        return answer, {"reasoning_content": thoughts} if thoughts else {}
 
     def close(self) -> None:
         """Lets requests that wait for another try give up."""
@@ -144,6 +159,7 @@ class Server:
         return {
             "model": self.model,
             "messages": messages,
+            **self._more,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": sampling.seed,
@@ -318,7 +334,7 @@ def _answer(server: Server, question: Question, settings: AnswerSettings) -> Lin
     while dialogue.left and not dialogue.ended:
         messages = [*dialogue.messages, dialogue.left[0]]
         try:
-            answer = server.answer(messages, dialogue.sampling, settings)
+            answer, fields = server.answer(messages, dialogue.sampling, settings)
         except Refused as error:
             dialogue.end(str(error))
             said = {"said": error.said} if error.said else {}
@@ -326,7 +342,7 @@ def _answer(server: Server, question: Question, settings: AnswerSettings) -> Lin
         if reason := refuse_answer(answer, settings):
             dialogue.end(reason)
         else:
-            dialogue.take(answer)
+            dialogue.take(answer, fields)
     return answer_line(question, dialogue) | said
 
 
@@ -336,6 +352,11 @@ def _take(waiting: deque[Future[Line]]) -> list[Line]:
     while waiting and waiting[0].done() and not waiting[0].exception():
         lines.append(waiting.popleft().result())
     return lines
+
+
+def _thoughts(message: dict[str, Any]) -> Any:
+    """What a server splits off an answer as the target's reasoning, by the names of any server."""
+    return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
 def _message(content: bytes) -> str:

@@ -306,7 +306,7 @@ async def read_events(response: httpx.Response) -> AsyncIterator[Event | None]:
 def chat_logprobs(logprobs: dict[str, Any]) -> dict[str, Any]:
     """Log-probabilities of a completion as chats have them.
 
-    Completions name tokens by their text, so of two that look the same only one is here.
+    Completions name tokens by their text, but of two that look the same one by its id.
     """
     columns = (logprobs[key] for key in ("tokens", "token_logprobs", "top_logprobs"))
     content = [

@@ -3,10 +3,10 @@
 import math
 import re
 from dataclasses import fields
-from typing import Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config.decoding import AnswerConfig
@@ -26,6 +26,15 @@ from poss_jax.config.numbers import (
     Seed,
 )
 from poss_jax.config.reading import change_config, shorten
+from poss_jax.config.yaml_text import parse_yaml
+
+
+def _read_scalar(value: Any) -> Any:
+    """Reads the text of an option as a config would, so that false is no text."""
+    return parse_yaml(value) if isinstance(value, str) else value
+
+
+Scalar = Annotated[bool | int | float | str, BeforeValidator(_read_scalar)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -372,6 +381,8 @@ class RegenerateConfig(AnswerConfig):
         http://localhost:8000/v1; the environment variable OPENAI_API_KEY holds its key.
       model: Name of the model that the server is to answer with; null takes the first it lists.
       concurrency: Number of questions that the server is asked at a time.
+      chat_template_kwargs: Values that the server gives its chat template, such as
+        enable_thinking=false.
       data: The questions; of its keys, those about rows and training have no effect here.
       output: JSONL file of chats to write; failures go into a file beside it.
       keeps_unfinished: Keep answers that reach max_new_tokens; otherwise their chat ends before
@@ -382,6 +393,7 @@ class RegenerateConfig(AnswerConfig):
     server: str | None = None
     model: str | None = None
     concurrency: Concurrency = 16
+    chat_template_kwargs: dict[str, Scalar] | None = None
     output: str
     data: DataConfig = Field(default_factory=DataConfig)
     max_new_tokens: Count = 1024
@@ -399,7 +411,7 @@ class RegenerateConfig(AnswerConfig):
             self._check_server(self.server)
         elif self.target is None:
             raise ValueError("want a target (--target DIR), or a server (--server URL)")
-        elif name := self._first_given("model", "concurrency"):
+        elif name := self._first_given("model", "concurrency", "chat_template_kwargs"):
             raise ValueError(f"{name}: is for a server; give server, or leave it out")
 
     def _check_server(self, url: str) -> None:

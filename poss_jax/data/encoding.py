@@ -8,9 +8,10 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens
+from poss_jax.data.marks import encode_rendered
 from poss_jax.data.records import Broken
 from poss_jax.data.templates import ChatTemplate, RenderedChat
-from poss_jax.data.tokenizer import call_tokenizer, encode_plain, special_ids
+from poss_jax.data.tokenizer import encode_plain, special_ids
 
 _DOCUMENTS_PER_CHUNK = 64
 
@@ -21,7 +22,7 @@ def encode_documents(
     """Tokenises documents of one kind.
 
     A text becomes bos + tokens + eos, all trained on; what looks like a special token in it is
-    plain text. Of a chat the answers are trained on.
+    plain text. Of a chat the answers are trained on, each behind the tokens that ask for it.
 
     Args:
       documents: all of them texts, chats, chats as text, or tokens.
@@ -30,7 +31,7 @@ def encode_documents(
 
     Yields:
       For every document the sequences it becomes (of a chat perhaps several, see
-      `ChatTemplate.render`), or why it cannot be used.
+      `ChatTemplate.render` and `_join`), or why it cannot be used.
     """
     with tqdm(total=len(documents), desc="tokenise", unit="doc", delay=2) as progress:
         for start in range(0, len(documents), _DOCUMENTS_PER_CHUNK):
@@ -63,77 +64,61 @@ def _encode_chats(
     rendered: Sequence[list[RenderedChat] | Broken], tokenizer: Any
 ) -> Iterator[list[Tokens] | Broken]:
     chats = [chat for one in rendered if not isinstance(one, Broken) for chat in one]
-    encoded = _encode_rendered(chats, tokenizer)
+    bounds = [[*itertools.chain(*chat.spans), len(chat.text)] for chat in chats]
+    beginnings = [chat.text[:end] for chat, ends in zip(chats, bounds, strict=True) for end in ends]
+    encoded = iter(encode_rendered(tokenizer, beginnings) if beginnings else [])
+    sequences = (
+        _join(chat, list(itertools.islice(encoded, len(ends))), tokenizer)
+        for chat, ends in zip(chats, bounds, strict=True)
+    )
     for one in rendered:
         if isinstance(one, Broken):
             yield one
-            continue
-        sequences = list(itertools.islice(encoded, len(one)))
-        broken = next((item for item in sequences if isinstance(item, Broken)), None)
-        yield broken or [item for item in sequences if isinstance(item, Tokens)]
-
-
-def _encode_rendered(chats: Sequence[RenderedChat], tokenizer: Any) -> Iterator[Tokens | Broken]:
-    if not chats:
-        return
-    texts = [chat.text for chat in chats]
-    bos = special_ids(tokenizer, "bos")
-    adds_bos = bos != [] and call_tokenizer(tokenizer, "")["input_ids"][:1] == bos
-    encoded = _call(tokenizer, texts, return_offsets_mapping=tokenizer.is_fast)
-    for index, chat in enumerate(chats):
-        ids = encoded["input_ids"][index]
-        if tokenizer.is_fast:
-            trained = _inside(_begins(encoded["offset_mapping"][index]), chat.spans)
         else:
-            trained = _inside_by_prefixes(ids, chat, tokenizer)
-        if isinstance(trained, Broken):
-            yield trained
-            continue
-        # As the engine does for prompts: a template that writes no bos leaves it to the tokenizer.
-        head = bos if adds_bos and not chat.text.startswith(tokenizer.bos_token) else []
-        yield Tokens(
-            np.asarray([*head, *ids], np.int32),
-            np.concatenate([np.zeros(len(head), bool), trained]),
-        )
+            yield list(itertools.chain(*itertools.islice(sequences, len(one))))
 
 
-def _call(tokenizer: Any, texts: Any, **settings: Any) -> Any:
-    return call_tokenizer(
-        tokenizer,
-        texts,
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        **settings,
-    )
+def _join(chat: RenderedChat, encoded: Sequence[list[int]], tokenizer: Any) -> Iterator[Tokens]:
+    """Joins prompts, as the target is asked with them, and answers, as it writes them.
 
+    One sequence holds all turns, unless a prompt has other tokens than the turns before it: where
+    an answer begins with what merges with the end of its prompt, later prompts hold the merged
+    tokens. Then another sequence begins with that prompt.
 
-def _begins(offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """First character of every token.
-
-    Some tokenizers leave blanks out of the offsets; a token that has them begins where the token
-    before it ends. Tokens that share a character have the same offsets.
+    Args:
+      chat: chat.
+      encoded: tokens up to the begin and the end of each answer, then of the whole text.
+      tokenizer: tokenizer of the target.
     """
-    begin, end = np.asarray(offsets, np.int64).reshape(-1, 2).T
-    previous = np.concatenate([[0], np.maximum.accumulate(end)])[:-1]
-    return np.minimum(begin, previous)
+    ids: list[int] = []
+    trained: list[bool] = []
+    *bounds, whole = encoded
+    for asked, answered, span in zip(bounds[::2], bounds[1::2], chat.spans, strict=True):
+        if asked[: len(ids)] != ids:
+            yield _as_tokens(ids, trained)
+            trained = []
+        answer = answered[len(asked) :]
+        if answered[: len(asked)] != asked:
+            answer = _encode_alone(tokenizer, chat.text[slice(*span)])
+        trained += [False] * (len(asked) - len(trained)) + [True] * len(answer)
+        ids = asked + answer
+    yield _as_tokens(whole if whole[: len(ids)] == ids else ids, trained)
 
 
-def _inside(begins: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Marks characters that lie in one of the spans, which are in order."""
-    bounds = np.asarray(spans, np.int64).reshape(-1)
-    return np.searchsorted(bounds, begins, side="right") % 2 == 1
+def _as_tokens(ids: Sequence[int], trained: Sequence[bool]) -> Tokens:
+    """Makes a document; what follows the last answer is not trained on."""
+    mask = np.zeros(len(ids), bool)
+    mask[: len(trained)] = trained
+    return Tokens(np.asarray(ids, np.int32), mask)
 
 
-def _inside_by_prefixes(
-    ids: Sequence[int], chat: RenderedChat, tokenizer: Any
-) -> np.ndarray | Broken:
-    """For tokenizers that tell no characters: tokenises up to every bound."""
-    bounds = []
-    for bound in itertools.chain(*chat.spans):
-        prefix = _call(tokenizer, chat.text[:bound])["input_ids"]
-        if list(ids[: len(prefix)]) != list(prefix):
-            return Broken("tokens reach across the bound of an answer")
-        bounds.append(len(prefix))
-    pairs = list(zip(bounds[::2], bounds[1::2], strict=True))
-    return _inside(np.arange(len(ids)), pairs)
+def _encode_alone(tokenizer: Any, answer: str) -> list[int]:
+    """Encodes an answer behind a letter that it does not merge with.
+
+    Some tokenizers put a space before a text that nothing precedes.
+    """
+    for before in ("x", "\n", "1"):
+        alone, both = encode_rendered(tokenizer, [before, before + answer])
+        if both[: len(alone)] == alone:
+            return both[len(alone) :]
+    return encode_rendered(tokenizer, [answer])[0]

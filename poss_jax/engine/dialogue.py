@@ -27,11 +27,11 @@ from poss_jax.engine.prompts import (
 PROMPT_KEYS = {
     "prompt": "a string",
     "prompt_ids": "a list of token ids",
-    "messages": "a list of {role, content}",
+    "messages": "a list of {role, content}, and other fields that the chat template reads",
     "turns": "a list of strings",
 }
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Decode = Callable[[Sequence[PreparedPrompt]], list[Generation]]
 """Answers prepared prompts, at most a batch of them."""
 
@@ -88,11 +88,11 @@ class Dialogue:
                 self.ended, self.is_too_long = str(error), isinstance(error, PromptTooLong)
         return self.prompt is not None
 
-    def take(self, answer: Generation) -> None:
-        """Lets the answer to the next prompt join the conversation."""
+    def take(self, answer: Generation, fields: dict[str, Any] | None = None) -> None:
+        """Lets the answer to the next prompt, and other fields of its message, join."""
         turn, self.left = self.left[0], self.left[1:]
         if isinstance(turn, dict):
-            answered = {"role": "assistant", "content": answer.text or ""}
+            answered = {"role": "assistant", "content": answer.text or "", **(fields or {})}
             self.messages = [*self.messages, turn, answered]
         self.num_answered, self.prompt = self.num_answered + 1, None
 

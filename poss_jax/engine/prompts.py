@@ -15,13 +15,14 @@ import numpy as np
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError, shorten
 from poss_jax.config.yaml_text import lone_surrogates
+from poss_jax.data.marks import encode_rendered, hide_marks
 from poss_jax.data.rendering import RenderEnded, RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer
 from poss_jax.decode.sampling import Sampling
 from poss_jax.decode.state import Request
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
-"""Text, token ids, or chat messages ({"role", "content"})."""
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+"""Text, token ids, or chat messages ({"role", "content"}, and what else the template reads)."""
 
 
 HostRequest = dict[str, Any]
@@ -55,7 +56,11 @@ class PromptTooLong(UserError):
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
-    """Turns a prompt into token ids; a BOS that it begins with is not doubled.
+    """Turns a prompt into token ids.
+
+    A text gets the special tokens that the tokenizer adds, its BOS once, and those that it spells
+    out. Messages become what `apply_chat_template` gives: a BOS only if the template writes one,
+    and no special tokens from what they say.
 
     Args:
       prompt: a prompt of any kind.
@@ -75,18 +80,22 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
     if len(prompt) == 0:
         raise UserError("prompt: want at least one token, got an empty prompt; write something")
     if isinstance(prompt, str):
-        return _check_range(_tokenise(prompt, tokenizer), vocab_size)
+        return _check_range(_encode_text(prompt, tokenizer), vocab_size)
     if isinstance(prompt[0], dict):
-        text = _apply_chat_template(prompt, tokenizer)
-        return _check_range(_tokenise(text, tokenizer), vocab_size)
+        return _check_range(_encode_chat(prompt, tokenizer), vocab_size)
     return _check_range(list(map(_token_id, prompt)), vocab_size)
 
 
 def is_message(value: Any) -> bool:
-    """Tells whether a value is a chat message: a role, and a content, which may be empty."""
+    """Tells whether a value is a chat message: a role, and a content, which may be empty.
+
+    Beside another field, such as `tool_calls`, there may be no content.
+    """
     fields = value if isinstance(value, dict) else {}
-    role = fields.get("role")
-    return isinstance(role, str) and role != "" and isinstance(fields.get("content"), str)
+    given = {key for key, item in fields.items() if item is not None}
+    role, content = fields.get("role"), fields.get("content")
+    is_content = isinstance(content, str) or (content is None and len(given) > 1)
+    return isinstance(role, str) and role != "" and is_content
 
 
 def check_bias(sampling: SamplingConfig, vocab_size: int) -> None:
@@ -218,19 +227,16 @@ def _check_range(ids: list[int], vocab_size: int) -> list[int]:
     return ids
 
 
-def _tokenise(text: str, tokenizer: Any) -> list[int]:
+def _encode_text(text: str, tokenizer: Any) -> list[int]:
     _check_tokenizer(tokenizer)
     if lone_surrogates(text):
         raise UserError("prompt: want text as UTF-8, got half a character; convert it")
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     encoded = call_tokenizer(tokenizer, text, add_special_tokens=not has_bos)
-    ids = list(encoded["input_ids"])
-    if not set(ids) - {tokenizer.bos_token_id}:
-        raise UserError(f"prompt: want at least one token, got none from {text!r:.80}; write more")
-    return ids
+    return _check_some(list(encoded["input_ids"]), text, tokenizer)
 
 
-def _apply_chat_template(messages: Any, tokenizer: Any) -> str:
+def _encode_chat(messages: Any, tokenizer: Any) -> list[int]:
     for message in messages:
         if not is_message(message):
             raise UserError(
@@ -244,7 +250,7 @@ def _apply_chat_template(messages: Any, tokenizer: Any) -> str:
             "give `prompt` (text) instead"
         )
     try:
-        return render_chat(tokenizer, messages, is_asking=True)
+        text = render_chat(tokenizer, hide_marks(tokenizer, messages), is_asking=True)
     except RenderEnded as error:
         raise UserError(
             f"messages: the process of the target's chat template ended: {error}; shorten them"
@@ -253,6 +259,13 @@ def _apply_chat_template(messages: Any, tokenizer: Any) -> str:
         raise UserError(
             f"messages: the target's chat template refuses them: {error}; change their roles"
         ) from error
+    return _check_some(encode_rendered(tokenizer, [text])[0], text, tokenizer)
+
+
+def _check_some(ids: list[int], text: str, tokenizer: Any) -> list[int]:
+    if not set(ids) - {tokenizer.bos_token_id}:
+        raise UserError(f"prompt: want at least one token, got none from {text!r:.80}; write more")
+    return ids
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

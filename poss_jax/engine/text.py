@@ -184,6 +184,27 @@ def find_anchor(tokenizer: Any, tokens: Sequence[int]) -> int | None:
     return None
 
 
+def token_bytes(tokenizer: Any, token: int) -> bytes | None:
+    """Reads the bytes of a token from its name; None if the name does not tell them.
+
+    Names of bytes are such as <0xE4>; those of byte-level tokenizers have a letter for each byte.
+    """
+    name = tokenizer.convert_ids_to_tokens(token) or ""
+    if _BYTE.fullmatch(name):
+        return bytes([int(name[1:-1], 16)])
+    known = _byte_letters()
+    return bytes(map(known.__getitem__, name)) if name and known.keys() >= set(name) else None
+
+
+@lru_cache(maxsize=1)
+def _byte_letters() -> dict[str, int]:
+    """Bytes by the letters of byte-level names: themselves, or from U+0100 on if not printed."""
+    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in kept)
+    moved = {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in kept} | moved
+
+
 class _Alone(NamedTuple):
     """Facts about a token by itself.
 

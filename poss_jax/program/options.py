@@ -45,6 +45,7 @@ _METAVARS = {
     **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
     **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE", "stop": "TEXT", "prompt": "TEXT"},
     **{"server": "URL", "output": "PATH", "data.source": "DATA", "data.system_prompt": "TEXT"},
+    "chat_template_kwargs": "NAME=VALUE",
 }
 
 

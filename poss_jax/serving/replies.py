@@ -1,6 +1,7 @@
 """Chunks of answers -> the bodies and events of the OpenAI API."""
 
 import json
+import re
 import secrets
 import time
 from collections import Counter
@@ -10,10 +11,12 @@ from typing import Any
 from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.text import TextStream, decode_behind, find_anchor
+from poss_jax.engine.text import TextStream, decode_behind, find_anchor, token_bytes
 from poss_jax.serving.requests import Job
 
 DONE = b"data: [DONE]\n\n"
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_PART = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")
 
 
 def event(data: Any) -> bytes:
@@ -165,38 +168,46 @@ class Reply:
                 "refusal": None,
             }
         return {
-            "tokens": [self._name(token) for token in tokens],
+            "tokens": [self._names([*one.ids[:most], token])[token] for token, one in pairs],
             "token_logprobs": [one.chosen for _, one in pairs],
-            "top_logprobs": [self._by_name(one.ids[:most], one.top[:most]) for _, one in pairs],
+            "top_logprobs": [
+                dict(zip(self._names(one.ids[:most]).values(), one.top[:most], strict=True))
+                for _, one in pairs
+            ],
             "text_offset": list(map(self._places[index].take, tokens)),
         }
 
-    def _by_name(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:
-        """The best log-probability of each name; parts of characters all have one name."""
-        named: dict[str, float] = {}
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            named.setdefault(self._name(token), logprob)
-        return named
+    def _names(self, tokens: Sequence[int]) -> dict[int, str]:
+        """Names of tokens by their ids; of several with one text, the first has it as its name."""
+        names: dict[int, str] = {}
+        for token in dict.fromkeys(tokens):
+            name = self._name(token)
+            names[token] = f"token_id:{token}" if not name or name in names.values() else name
+        return names
 
     def _of_token(self, token: int, logprob: float) -> dict[str, Any]:
         return format_token(self._name(token), logprob)
 
     def _name(self, token: int) -> str:
+        """The text of a token; of a part of a character its bytes, as OpenAI names them."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             return str(token)
-        return decode_behind(tokenizer, self._anchor, [token], skip_special_tokens=False)
+        text = decode_behind(tokenizer, self._anchor, [token], skip_special_tokens=False)
+        spelled = token_bytes(tokenizer, token) if _UNKNOWN in text else None
+        if spelled is None or spelled == text.encode():
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 def format_token(name: str, logprob: float) -> dict[str, Any]:
-    """Writes a token as the log-probabilities of chats have it."""
-    # The bytes of a part of a character are not those of its name.
-    is_whole = "\N{REPLACEMENT CHARACTER}" not in name
-    return {
-        "token": name,
-        "logprob": logprob,
-        "bytes": list(name.encode()) if is_whole else None,
-    }
+    """Writes a token, by the name that it has in completions, as chats have it."""
+    if found := _PART.fullmatch(name):
+        spelled = bytes.fromhex(found.group(1).replace("\\x", ""))
+        text = spelled.decode(errors="replace")
+        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
+    spelled_out = None if _UNKNOWN in name else list(name.encode())
+    return {"token": name, "logprob": logprob, "bytes": spelled_out}
 
 
 def _join(*parts: dict[str, Any]) -> dict[str, Any]:

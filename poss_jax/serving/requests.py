@@ -8,6 +8,7 @@ import logging
 import re
 import secrets
 from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -24,6 +25,9 @@ _LOG = logging.getLogger(__package__)
 _MOST_CHOICES = 128
 _LONGEST_STOP = 1000
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+_ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers takes one for another
+_WORD = re.compile("""['"]([A-Za-z][A-Za-z0-9_-]*)['"]""")  # quoted
 
 Real = Annotated[float, Field(allow_inf_nan=False)]
 # A list of millions has one mistake, not millions, each with a report of its own.
@@ -146,7 +150,7 @@ class ContentPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a chat."""
+    """One message of a chat; all its fields reach the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -236,6 +240,10 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: want logprobs to be true", param="top_logprobs")
     messages = [_read_message(message) for message in body.messages]
+    if engine.tokenizer is not None:
+        template = str(engine.tokenizer.chat_template or "")
+        _check_roles(template, messages)
+        _log_unused(template, messages)
     limit = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs)
@@ -251,13 +259,42 @@ def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> lis
     return _encode(engine, config, body.prompt)
 
 
-def _read_message(message: Message) -> dict[str, str]:
+def _read_message(message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         if any(part.type != "text" for part in content):
             raise ApiError(400, "messages: only content of type text is served", param="messages")
         content = "".join(part.text or "" for part in content)
-    return {"role": message.role, "content": content or ""}
+    others = {key: value for key, value in (message.model_extra or {}).items() if value is not None}
+    # A template reads "no content" beside tool calls otherwise than an empty one.
+    return {"role": message.role, "content": content if others else content or "", **others}
+
+
+def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
+    """Refuses roles that a chat template does not know: none of the API's, and not named in it.
+
+    Raises:
+      ApiError: such a role.
+    """
+    known = {*_ROLES, *_WORD.findall(template)}
+    for message in messages:
+        if message["role"] not in known:
+            wanted, got = ", ".join(_ROLES), cut(ascii(message["role"]))
+            raise ApiError(400, f"messages: want a role of {wanted}, got {got}", param="messages")
+
+
+def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:
+    """Says of the first field of messages that a chat template does not read that it is ignored."""
+    for name in (name for message in messages for name, value in message.items() if value):
+        names = _REASONING if name in _REASONING else (name,)
+        if not any(re.search(rf"[.'\"]{re.escape(one)}\b", template) for one in names):
+            _warn_of_unused(cut(ascii(name)))
+            return
+
+
+@lru_cache(maxsize=256)  # once each, however many requests have it
+def _warn_of_unused(name: str) -> None:
+    _LOG.warning("the chat template does not read the field %s of a message", name)
 
 
 def _refuse(body: CommonRequest, *names: str) -> None:
@@ -326,10 +363,13 @@ def _encode(engine: Engine, config: ServeConfig, prompt: Prompt) -> list[int]:
         raise ApiError(400, str(error), param=param) from error
 
 
-def _num_characters(prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(one["content"]) for one in prompt if isinstance(one, dict))
+def _num_characters(value: Any) -> int:
+    """Characters of all texts in a prompt, however deep; a template may write any of them."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_characters, (*value, *value.values())))
+    return sum(map(_num_characters, value)) if isinstance(value, list) else 0
 
 
 def _prepare(

@@ -1,0 +1,146 @@
+r"""Rendered chats -> tokens: only the template writes special tokens, never a message.
+
+A message may spell out a special token. While the template runs, a number that nobody writes stands
+in its place. Then a copy of the tokenizer, in which special tokens have names that nobody writes,
+encodes the whole text:
+
+    message     Hi</s>
+    rendered    <s>### user\nHi90210000001\n
+    encoded     (special: bos) ### user\nHi</s>\n        here </s> is four letters
+"""
+
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from poss_jax.config.reading import UserError
+from poss_jax.data.tokenizer import call_tokenizer, special_pattern
+
+_NUMBER = str(secrets.randbits(128))  # digits: no filter of a template changes them
+_STAND_IN = re.compile(_NUMBER + "([0-9]{6})")
+_NAME = f"\U000f0000{secrets.token_hex(16)}-{{}}\U000f0001"  # clients must not guess it
+
+
+class _Marks(NamedTuple):
+    """Special tokens of a tokenizer.
+
+    Attributes:
+      ids: id of each, by its text.
+      known: their ids, without the one of unknown letters, which comes from any text.
+      pattern: matches them where a text spells them out.
+    """
+
+    ids: dict[str, int]
+    known: frozenset[int]
+    pattern: re.Pattern[str]
+
+
+def hide_marks(tokenizer: Any, value: Any) -> Any:
+    """Puts stand-ins where messages spell out special tokens, in keys and values at any depth."""
+    marks = _find_marks(tokenizer)
+    numbers = {text: f"{_NUMBER}{index:06}" for index, text in enumerate(marks.ids)}
+
+    def hide(value: Any) -> Any:
+        if isinstance(value, str):
+            return marks.pattern.sub(lambda found: numbers[found.group()], value)
+        if isinstance(value, dict):
+            return {hide(key): hide(item) for key, item in value.items()}
+        return list(map(hide, value)) if isinstance(value, list | tuple) else value
+
+    return hide(value)
+
+
+def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes chats as `apply_chat_template` does: special tokens are those that the text spells.
+
+    So there is no bos that the template does not write. What `hide_marks` hid becomes plain text.
+
+    Args:
+      tokenizer: tokenizer of the target.
+      texts: chats as their template wrote them, or beginnings of them.
+
+    Raises:
+      UserError: a special token is spelled out, and the tokenizer cannot tell it from its own.
+    """
+    encoded = call_tokenizer(
+        tokenizer,
+        list(texts),
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+    )["input_ids"]
+    return [
+        _encode_apart(tokenizer, text) if _has_foreign_mark(tokenizer, text, ids) else list(ids)
+        for text, ids in zip(texts, encoded, strict=True)
+    ]
+
+
+def _has_foreign_mark(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
+    """True if a special token is hidden in a text, or comes from it but not from its name.
+
+    Some tokenizers change letters before they look for special tokens.
+    """
+    if _STAND_IN.search(text):
+        return True
+    marks = _find_marks(tokenizer)
+    found = Counter(token for token in ids if token in marks.known)
+    return bool(found - Counter(marks.ids[name] for name in marks.pattern.findall(text)))
+
+
+def _encode_apart(tokenizer: Any, text: str) -> list[int]:
+    """Encodes a text whose special tokens are the template's, and whose stand-ins are plain."""
+    marks, renamed = _find_marks(tokenizer), _rename_marks(tokenizer)
+    names, spelled = _names(marks), list(marks.ids)
+    own = marks.pattern.sub(lambda found: names[found.group()], text)
+    plain = _STAND_IN.sub(lambda found: spelled[int(found.group(1))], own)
+    return renamed.encode(plain, add_special_tokens=False).ids
+
+
+@lru_cache(maxsize=8)
+def _find_marks(tokenizer: Any) -> _Marks:
+    added = tokenizer.added_tokens_decoder
+    ids = {token.content: token_id for token_id, token in added.items() if token.special}
+    known = frozenset(ids.values()) - {tokenizer.unk_token_id}
+    return _Marks(ids, known, special_pattern(tokenizer))
+
+
+def _names(marks: _Marks) -> dict[str, str]:
+    return {text: _NAME.format(index) for index, text in enumerate(marks.ids)}
+
+
+@lru_cache(maxsize=8)
+def _rename_marks(tokenizer: Any) -> Any:
+    """Copies a tokenizer, whose special tokens get other names there."""
+    from tokenizers import Tokenizer
+
+    marks = _find_marks(tokenizer)
+    names = _names(marks)
+    try:
+        about = json.loads(tokenizer.backend_tokenizer.to_str()) | {"post_processor": None}
+        about |= {"truncation": None, "padding": None}
+        for token in about["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = about["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(key, key): i for key, i in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(key, key), score] for key, score in model["vocab"]]
+        if "unk_token" in model:
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        renamed = Tokenizer.from_str(json.dumps(about))
+    except Exception as error:  # the tokenizer's Rust side raises nothing narrower
+        raise _cannot_tell() from error
+    if any(renamed.token_to_id(names[text]) != token_id for text, token_id in marks.ids.items()):
+        raise _cannot_tell()
+    return renamed
+
+
+def _cannot_tell() -> UserError:
+    return UserError(
+        "messages: a special token is spelled out in one, and this tokenizer cannot tell it from "
+        "its own; leave it out"
+    )
