@@ -93,6 +93,8 @@ class ObjectiveConfig:
 
     Attributes:
       feature_weight: Weight of the SmoothL1 loss between predicted and true feature.
+      normalised_features: Divide that difference by the standard deviation of each dimension over
+        the target's features, so that no dimension outweighs the others.
       probability_weight: Weight of the cross-entropy against the target's distribution.
       top_k_weight: Weight of the cross-entropy over the top_k most likely tokens; 0 leaves it out.
       top_k: Number of tokens in that cross-entropy.
@@ -106,6 +108,7 @@ class ObjectiveConfig:
     """
 
     feature_weight: PositiveOrZero = 1.0
+    normalised_features: bool = False
     probability_weight: PositiveOrZero = 0.1
     top_k_weight: PositiveOrZero = 1.0
     top_k: Count = 10
@@ -117,6 +120,8 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if not self.feature_weight + self.probability_weight + self.top_k_weight:
             raise ValueError("want a weight above 0, got none")
+        if self.normalised_features and not self.feature_weight:
+            raise ValueError("normalised_features wants a feature_weight above 0; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -141,20 +146,26 @@ class OptimizerConfig:
     Attributes:
       learning_rate: Peak learning rate.
       warmup_fraction: Share of the steps in which the learning rate rises.
+      warmup_steps: Least number of such steps; null takes 2 / (1 - b2), in which Adam learns how
+        large gradients are (arXiv 1910.04209), but at most a fifth of the run.
       b1: Decay of the mean of gradients.
       b2: Decay of the mean of squared gradients.
       eps: Number added to the denominator of an update.
       weight_decay: Decay of the weights.
       clip_value: Largest absolute value of a gradient's element; null does not clip.
+      clip_norm: Largest norm of all gradients together, to which larger ones are scaled down before
+        they are clipped by value; null does not scale.
     """
 
     learning_rate: Positive = 3e-5
     warmup_fraction: Fraction = 0.01
+    warmup_steps: CountOrZero | None = None
     b1: Decay = 0.9
     b2: Decay = 0.95
     eps: Positive = 1e-8
     weight_decay: PositiveOrZero = 0.01
     clip_value: Positive | None = 0.5
+    clip_norm: Positive | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -176,6 +187,8 @@ class SpecialistsConfig:
         n - 3 of n layers.
       draft_vocabulary: File of the tokens that the draft can propose, written by
         `python -m poss_jax.draft_vocab`; null takes that of init_draft, or all.
+      start: Parameters of a draft from scratch: `random`, or `pass_through`, with which an eagle
+        draft begins by predicting the feature it reads, plus a little of the token.
     """
 
     positions_per_specialist: Spans = (1,)
@@ -186,6 +199,7 @@ class SpecialistsConfig:
     family: str | None = None
     aux_layers: tuple[CountOrZero, ...] | None = None
     draft_vocabulary: str | None = None
+    start: Literal["random", "pass_through"] = "random"
 
     def __post_init__(self) -> None:
         num_specialists = len(self.positions_per_specialist)
