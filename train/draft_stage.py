@@ -262,7 +262,7 @@ class DraftStage:
         """See `Stage`."""
         task, depth = self._task, self._validation_depth
         if self._run.objective.normalised_features:
-            task = task._replace(deviations=self._measure_deviations())
+            task = task._replace(deviations=self.measure_deviations())
         self._validation = compile_on(self.mesh, make_draft_validation(task, depth))
         step = make_step_on(self.mesh, make_draft_step(task, optimizer), state)
 
@@ -271,7 +271,8 @@ class DraftStage:
 
         return run
 
-    def _measure_deviations(self) -> tuple[float, ...]:
+    def measure_deviations(self) -> tuple[float, ...]:
+        """Measures how far each dimension of the target's features varies."""
         return measure_deviations(self._target, self._run, self._record, self.rows, self.mesh)
 
     def validate(

@@ -129,7 +129,7 @@ def draft_losses(
     dtype, predictions = predictions.dtype, predictions.astype(jnp.float32)
     log_z = normaliser(head, predictions, chunk, dtype)
     difference = predictions - targets.features.astype(jnp.float32)
-    difference = difference if deviations is None else difference / deviations
+    difference = difference if deviations is None else difference / deviations[None, None]
     known = loss_mask & targets.is_known
 
     def averaged(mask: Array, per_row: Array) -> Array:
