@@ -30,6 +30,7 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError, shorten
 from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.engine.answers import Generation
+from poss_jax.engine.dialogue import Dialogue
 
 from .answers import (
     AnswerSettings,
@@ -40,6 +41,7 @@ from .answers import (
     open_dialogue,
     refuse_answer,
 )
+from .self_prompt import TurnWriter
 
 _TRIES = 8
 _FIRST_WAIT = 1.0  # seconds; every further one is twice as long
@@ -109,14 +111,27 @@ class Server:
           Refused: the server does not answer this one.
           UserError: it answers none.
         """
-        said = self._request("chat/completions", self._body(messages, sampling, settings))
+        body = {"messages": messages, **self._limits(settings.max_new_tokens, settings.stop)}
+        return self._answer("chat/completions", body, sampling)
+
+    def complete(
+        self, prompt: Sequence[int], sampling: SamplingConfig, max_tokens: int, stop: Sequence[str]
+    ) -> Generation:
+        """Continues a prompt of token ids; raises what `answer` raises."""
+        body = {"prompt": prompt, **self._limits(max_tokens, stop)}
+        return self._answer("completions", body, sampling)
+
+    def _answer(self, path: str, body: dict[str, Any], sampling: SamplingConfig) -> Generation:
+        said = self._request(path, body | self._sampling(sampling))
+        is_chat = "messages" in body
         try:
             choice = said["choices"][0]
-            text, reason = choice["message"]["content"] or "", choice.get("finish_reason")
+            text = choice["message"]["content"] or "" if is_chat else choice["text"]
+            reason = choice.get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError):
             text = reason = None
         if not isinstance(text, str):
-            raise self._error(f"want a chat completion, got {shorten(said)}")
+            raise self._error(f"want a {'chat ' * is_chat}completion, got {shorten(said)}")
         if reason == "content_filter":
             raise Refused("the server's content filter ended an answer")
         if lone_surrogates(text):
@@ -127,10 +142,11 @@ class Server:
         """Lets requests that wait for another try give up."""
         self._closed.set()
 
-    def _body(
-        self, messages: Sequence[Any], sampling: SamplingConfig, settings: AnswerSettings
-    ) -> dict[str, Any]:
-        """Request for an answer; what not all servers know is sent only if it is asked for."""
+    def _limits(self, max_tokens: int, stop: Sequence[str]) -> dict[str, Any]:
+        return {"max_tokens": max_tokens, **({"stop": list(stop)} if stop else {})}
+
+    def _sampling(self, sampling: SamplingConfig) -> dict[str, Any]:
+        """How tokens are chosen; what not all servers know is sent only if it is asked for."""
         default = SamplingConfig()
         names = (
             "top_k",
@@ -143,12 +159,9 @@ class Server:
         asked = {name: getattr(sampling, name) for name in names}
         return {
             "model": self.model,
-            "messages": messages,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": sampling.seed,
-            "max_tokens": settings.max_new_tokens,
-            **({"stop": list(settings.stop)} if settings.stop else {}),
             **{name: value for name, value in asked.items() if value != getattr(default, name)},
         }
 
@@ -218,7 +231,11 @@ class Server:
 
 
 def answer_questions(
-    server: Server, questions: Sequence[Question], settings: AnswerSettings, concurrency: int
+    server: Server,
+    questions: Sequence[Question],
+    settings: AnswerSettings,
+    concurrency: int,
+    writer: TurnWriter | None = None,
 ) -> Lines:
     """Lets a server answer questions, many at a time.
 
@@ -227,6 +244,7 @@ def answer_questions(
       questions: what to ask.
       settings: settings of all answers.
       concurrency: number of questions under way together.
+      writer: lets the server write the user's turns that are its own; None: there are none.
 
     Yields:
       Lines of the output (see `train.answers.answer_window`), in the order of the questions.
@@ -240,7 +258,7 @@ def answer_questions(
         while task := tasks.get():
             question, line = task
             try:
-                line.set_result(_answer(server, question, settings))
+                line.set_result(_answer(server, question, settings, writer))
             except BaseException as error:
                 line.set_exception(error)
 
@@ -312,12 +330,19 @@ def _refuses_all(refused: Sequence[Line]) -> UserError:
     )
 
 
-def _answer(server: Server, question: Question, settings: AnswerSettings) -> Line:
+def _answer(
+    server: Server, question: Question, settings: AnswerSettings, writer: TurnWriter | None
+) -> Line:
     """Lets the server answer every turn of a chat, its own answers before the next turn."""
     dialogue, said = open_dialogue(question, settings), {}
-    while dialogue.left and not dialogue.ended:
-        messages = [*dialogue.messages, dialogue.left[0]]
+    while not dialogue.ended:
         try:
+            if writer is not None and writer.is_due(question, dialogue):
+                _write_turn(server, dialogue, writer)
+                continue
+            if not dialogue.left:
+                break
+            messages = [*dialogue.messages, dialogue.left[0]]
             answer = server.answer(messages, dialogue.sampling, settings)
         except Refused as error:
             dialogue.end(str(error))
@@ -328,6 +353,11 @@ def _answer(server: Server, question: Question, settings: AnswerSettings) -> Lin
         else:
             dialogue.take(answer)
     return answer_line(question, dialogue) | said
+
+
+def _write_turn(server: Server, dialogue: Dialogue, writer: TurnWriter) -> None:
+    prompt, sampling = writer.prompt(dialogue), writer.sampling(dialogue)
+    writer.take(dialogue, server.complete(prompt, sampling, writer.max_new_tokens, writer.stop))
 
 
 def _take(waiting: deque[Future[Line]]) -> list[Line]:

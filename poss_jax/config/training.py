@@ -23,7 +23,9 @@ from poss_jax.config.numbers import (
     NumTokens,
     Positive,
     PositiveOrZero,
+    Probability,
     Seed,
+    Temperature,
 )
 from poss_jax.config.reading import change_config, shorten
 
@@ -390,6 +392,16 @@ class RegenerateConfig(AnswerConfig):
       output: JSONL file of chats to write; failures go into a file beside it.
       keeps_unfinished: Keep answers that reach max_new_tokens; otherwise their chat ends before
         them.
+      temperatures: Temperatures of the answers, which the chats take in turn; empty takes
+        sampling.temperature.
+      self_prompt: Number of chats in which the target writes the user's turns, too; what cannot be
+        used of them is counted.
+      source_share: Share of these chats that ask what data.source asks instead.
+      self_prompt_turns: Most user's turns of a chat that the target writes.
+      self_prompt_tokens: Most tokens of such a turn; a longer one is not used.
+      self_prompt_temperature: Temperature of such turns.
+      self_prompt_top_p: Sample them from the most likely tokens that together have this
+        probability.
     """
 
     target: str | None = None
@@ -401,20 +413,39 @@ class RegenerateConfig(AnswerConfig):
     max_new_tokens: Count = 1024
     batch_size: Count = 8
     keeps_unfinished: bool = False
+    temperatures: tuple[Temperature, ...] = ()
+    self_prompt: Count | None = None
+    source_share: Fraction = 0.0
+    self_prompt_turns: Count = 1
+    self_prompt_tokens: Count = 192
+    self_prompt_temperature: Temperature = 1.0
+    self_prompt_top_p: Probability = Field(default=0.95, gt=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data.is_code:
-            raise ValueError(
-                f"data.source: want chats or questions (--source DATA), got {self.data.source}, "
-                "which holds none"
-            )
+        self._check_questions()
         if self.server is not None:
             self._check_server(self.server)
         elif self.target is None:
             raise ValueError("want a target (--target DIR), or a server (--server URL)")
         elif name := self._first_given("model", "concurrency"):
             raise ValueError(f"{name}: is for a server; give server, or leave it out")
+
+    def _check_questions(self) -> None:
+        """Checks where the questions come from."""
+        of_self_prompt = [f"self_prompt_{name}" for name in ("turns", "tokens", "temperature")]
+        of_self_prompt += ["self_prompt_top_p", "source_share"]
+        if self.self_prompt is None and (name := self._first_given(*of_self_prompt)):
+            raise ValueError(f"{name}: is for turns that the target writes; give self_prompt")
+        if self.self_prompt is not None and self.data.is_code == (self.source_share > 0):
+            raise ValueError("source_share: want it above 0 with a data.source, and only then")
+        if self.self_prompt is not None and self.target is None:
+            raise ValueError("self_prompt wants a target, whose tokenizer opens a user's turn")
+        if self.self_prompt is None and self.data.is_code:
+            raise ValueError(
+                f"data.source: want chats or questions (--source DATA), got {self.data.source}, "
+                "which holds none; or self_prompt, for questions of the target's own"
+            )
 
     def _check_server(self, url: str) -> None:
         address = urlsplit(url)
