@@ -16,7 +16,7 @@ is read from OPENAI_API_KEY.
 Without a data set, a chat model writes the questions, too:
 
     python -m train.regenerate --target models/llama --self-prompt 20000 --output chats.jsonl \
-        --temperatures 0 0.7 1 --batch-size 16
+        --batch-size 16 'temperatures=[0, 0.7, 1]'
 """
 
 import argparse

@@ -464,5 +464,6 @@ class RegenerateConfig(AnswerConfig):
 
     def _first_given(self, *names: str) -> str | None:
         """First of some keys that differs from its default."""
-        defaults = {field.name: field.default for field in fields(self)}
+        declared = {field.name: field.default for field in fields(self)}
+        defaults = {name: getattr(value, "default", value) for name, value in declared.items()}
         return next((name for name in names if getattr(self, name) != defaults[name]), None)
