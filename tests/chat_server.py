@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.chat.counted():
             self.chat.bodies.append(body)
             self.chat.keys.append(self.headers["Authorization"])
-            known = self.path == "/v1/chat/completions"
+            known = self.path in ("/v1/chat/completions", "/v1/completions")
             reply = self.chat.reply(body) if known else (404, {})
         self._send(*reply)
 

@@ -99,6 +99,20 @@ def test_losses_restricted_to_a_vocabulary(has_own_head):
         np.testing.assert_allclose(ours_of, wanted, atol=1e-6)
 
 
+def test_the_feature_loss_in_deviations_of_the_target():
+    deviations = jnp.linspace(0.1, 20.0, D)
+    targets = describe_targets(HEAD, FEATURES, ObjectiveConfig(), chunk=4)
+    count = MASK.sum(dtype=jnp.float32)
+    run = partial(draft_losses, HEAD, PREDICTIONS, targets, MASK, count, ObjectiveConfig(), chunk=4)
+    got, as_it_was = run(deviations=deviations), run()
+    size = np.abs(PREDICTIONS - FEATURES) / np.asarray(deviations)
+    smooth_l1 = np.where(size < 1, size**2 / 2, size - 0.5).mean(axis=-1)
+    want = smooth_l1[np.asarray(MASK)].sum() / (count + 1e-5)
+    np.testing.assert_allclose(got.feature, want, rtol=1e-6)
+    assert abs(got.feature - as_it_was.feature) > 0.1
+    np.testing.assert_allclose(got.total - got.feature, as_it_was.total - as_it_was.feature)
+
+
 # 11 positions in chunks that hold them all, or do not divide them.
 @pytest.mark.parametrize(("chunk", "top_k"), [(1024, 4), (11, 1), (4, V + 1)])
 def test_draft_losses_and_their_gradient(chunk, top_k):

@@ -11,6 +11,7 @@ from poss_jax.decode import drafting
 from poss_jax.decode.drafting import commit_pairs, join_pairs
 from poss_jax.learn.recursion import DraftInputs, first_version, unroll
 from poss_jax.model.cache import init_cache
+from poss_jax.model.families import family_of
 from poss_jax.model.specialists import attach
 from poss_jax.model.target import encode
 
@@ -56,6 +57,23 @@ def test_recursion_equals_drafting_a_chain(method):
     )
     for d in range(depth):
         np.testing.assert_allclose(chain[d], predictions[d, 0, starts + d], atol=1e-5, rtol=1e-5)
+
+
+def test_a_pass_through_start_predicts_the_feature_it_reads():
+    """At depth d it has added the tokens' parts of `fc` d + 1 times, and nothing else."""
+    llama = tiny_llama()
+    config = DraftConfig(layer=llama, positions_per_specialist=(1, 2), trained_depth=3)
+    draft = random_draft(config)
+    started = family_of(config).pass_through(draft)
+    features, embedded = (jax.random.normal(jax.random.key(n), (1, T, 32)) for n in range(2))
+    inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
+    predictions = predict_depths(stacked(started), config, inputs, 3, block=5)
+    of_tokens = embedded[0] @ draft["fc"]["weight"][:, :32].T
+    for d in range(3):
+        rows = range(d, T)
+        added = np.stack([of_tokens[row - d : row + 1].sum(axis=0) for row in rows])
+        want = features[0, : T - d] + added
+        np.testing.assert_allclose(predictions[d, 0, d:], want, atol=1e-5)
 
 
 def draft_chains(config, params, tokens, features, starts, depth):

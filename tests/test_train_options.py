@@ -32,8 +32,10 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.families import FAMILIES
+from poss_jax.model.target import encode, stack_layers
 from train import loop, preparation
 from train.devices import put_batch
+from train.draft_stage import DraftStage
 from train.loop import validation_batches
 from train.main import main
 from train.preparation import prepare_rows
@@ -111,6 +113,40 @@ def test_parts_of_a_batch_give_the_same_run(runs: Runs, plain: Path, tmp_path: P
             np.testing.assert_allclose(got[name], want[name], atol=2e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_features_are_normalised_by_their_deviations(
+    runs: Runs, tmp_path: Path, has_cache: bool
+) -> None:
+    """Online and from a cache; the oracle encodes every row by itself."""
+    features = {"cache": str(tmp_path / "cache")} if has_cache else {}
+    objective = {"normalised_features": True}
+    values = POSS2 | {"features": features, "objective": objective}
+    config = load_config(TrainConfig, config_file(runs, tmp_path, values))
+    stage = open_stage(config, tmp_path)
+    stage.load_weights()
+    stage.write_features()
+    assert isinstance(stage, DraftStage)
+    record, target = load_target(runs.model("target"))
+    target |= {"layers": stack_layers(target["layers"])}
+    encoded = jax.jit(encode, static_argnums=1)(target, record.llama, stage.rows.tokens[:64])
+    if has_cache:
+        encoded = encoded.astype(jnp.bfloat16)
+    wanted = np.asarray(encoded, np.float64).reshape(-1, 32).std(axis=0)
+    np.testing.assert_allclose(stage.measure_deviations(), wanted, rtol=1e-4)
+
+
+def test_a_start_that_passes_features_through(runs: Runs, tmp_path: Path) -> None:
+    started = {"positions_per_specialist": [2, 2], "depth": 4, "start": "pass_through"}
+    config = load_config(TrainConfig, config_file(runs, tmp_path, POSS2, specialists=started))
+    stage = open_stage(config, tmp_path)
+    stage.load_weights()
+    params = stage.init_params()
+    np.testing.assert_array_equal(params["fc"]["weight"][:, 32:], np.eye(32))
+    assert np.any(params["fc"]["weight"][:, :32])
+    for _, leaf in _named({"o": params["specialists"]["attention"]["o"]}):
+        assert not leaf.any()
+
+
 def test_narrow_computation(runs: Runs, plain: Path, tmp_path: Path) -> None:
     trained = train(runs, tmp_path, dtype="bfloat16")
     assert {leaf.dtype.name for tree in trained for leaf in tree.values()} == {"float32"}
@@ -144,6 +180,10 @@ def test_narrow_computation(runs: Runs, plain: Path, tmp_path: Path) -> None:
         (
             [f"objective.{name}_weight=0" for name in ("feature", "probability", "top_k")],
             "want a weight above 0, got none",
+        ),
+        (
+            ["objective.feature_weight=0", "objective.normalised_features=true"],
+            "normalised_features wants a feature_weight above 0",
         ),
         (
             ["objective.probability_weight=-1"],

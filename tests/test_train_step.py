@@ -45,6 +45,41 @@ def test_learning_rate_of_every_step():
     np.testing.assert_allclose(steps, want, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_steps", "peak_at"),
+    [
+        ({}, 10_000, 100),  # 1 %
+        ({}, 1000, 40),  # 2 / (1 - b2)
+        ({"b2": 0.98}, 1000, 100),
+        ({}, 100, 20),  # a fifth of the run
+        ({"warmup_steps": 7}, 100, 7),
+        ({"warmup_steps": 0}, 100, 1),
+        ({"warmup_steps": 500}, 100, 99),
+    ],
+)
+def test_least_warmup_of_a_new_optimizer(changes, num_steps: int, peak_at: int):
+    config = OptimizerConfig(learning_rate=0.5, weight_decay=0.0, eps=1e-30, **changes)
+    params = apply(make_optimizer(config, num_steps), jnp.array(0.0), jnp.full(num_steps, 0.3))
+    steps = -np.diff(np.asarray(params), prepend=0.0)
+    assert int(np.argmax(steps)) == peak_at
+    np.testing.assert_allclose(steps[: peak_at + 1], np.linspace(0, 0.5, peak_at + 1), atol=2e-5)
+
+
+def test_clipping_by_norm():
+    """Gradients that are too long together are scaled, and keep their direction."""
+    config = OptimizerConfig(clip_norm=2.0, clip_value=None, eps=1.0)  # not scale-free
+    gradients = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
+    adam = make_optimizer(dataclasses.replace(config, clip_norm=None, warmup_steps=0), 9)
+    for factor, kept in [(1.0, 0.4), (0.2, 0.2)]:
+        given, wanted = (jax.tree.map(lambda x, f=f: x * f, gradients) for f in (factor, kept))
+        optimizer = make_optimizer(dataclasses.replace(config, warmup_steps=0), 9)
+        with jax.numpy_dtype_promotion("standard"):
+            _, got = optimizer.update(given, optimizer.init(gradients), gradients)
+            _, want = adam.update(wanted, adam.init(gradients), gradients)
+        for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
 def test_adamw_with_clipping_by_value():
     config = OptimizerConfig(learning_rate=0.1, warmup_fraction=0.0, weight_decay=0.1)
     gradients = np.array([[0.4, -3.0], [0.7, 0.2], [-0.1, 9.0], [0.3, 0.0]])

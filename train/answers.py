@@ -11,7 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class AnswerSettings:
       batch_size: number of chats answered together.
       stop: strings that end an answer.
       keeps_unfinished: keep answers that reach the limit.
+      temperatures: those of the answers of chat 0, 1, ..., in turn; empty takes that of `sampling`.
     """
 
     sampling: SamplingConfig
@@ -70,6 +71,7 @@ class AnswerSettings:
     batch_size: int
     stop: Sequence[str] = ()
     keeps_unfinished: bool = False
+    temperatures: Sequence[float] = ()
 
 
 def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
@@ -117,6 +119,18 @@ def answer_window(
     Returns:
       For every question a line of the output (`messages`) or of the failures (`reason`).
     """
+    dialogues = [open_dialogue(question, settings) for question in questions]
+    answer_dialogues(engine, dialogues, settings)
+    return [
+        answer_line(question, dialogue, engine.max_length)
+        for question, dialogue in zip(questions, dialogues, strict=True)
+    ]
+
+
+def answer_dialogues(
+    engine: Engine, dialogues: Sequence[Dialogue], settings: AnswerSettings
+) -> None:
+    """Lets the target answer all turns that are left."""
 
     def refuse(answer: Generation) -> str:
         return refuse_answer(answer, settings)
@@ -124,16 +138,11 @@ def answer_window(
     def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
         return engine.decode(prompts, batch_size=settings.batch_size, stop=settings.stop)
 
-    dialogues = [open_dialogue(question, settings) for question in questions]
     answers = answer_all(
         engine, dialogues, decode, batch_size=settings.batch_size, refuse=refuse, by_length=True
     )
     for _ in answers:
         pass
-    return [
-        answer_line(question, dialogue, engine.max_length)
-        for question, dialogue in zip(questions, dialogues, strict=True)
-    ]
 
 
 def refuse_answer(answer: Generation, settings: AnswerSettings) -> str:
@@ -146,6 +155,8 @@ def refuse_answer(answer: Generation, settings: AnswerSettings) -> str:
 def open_dialogue(question: Question, settings: AnswerSettings) -> Dialogue:
     """Makes the conversation of a question; it has ended if there is nothing to ask."""
     sampling = with_seed(settings.sampling, question.index)
+    if temperatures := settings.temperatures:
+        sampling = replace(sampling, temperature=temperatures[question.index % len(temperatures)])
     if isinstance(question.messages, Broken):
         return Dialogue([], settings.max_new_tokens, sampling, ended=question.messages.reason)
     count = sum(message["role"] == "system" for message in question.messages)
@@ -168,7 +179,8 @@ def answer_line(question: Question, dialogue: Dialogue, max_length: int = 0) -> 
     if dialogue.num_answered:
         early = {"ended_early": ended} if ended else {}
         return line | early | {"messages": dialogue.messages}
-    asked = {} if isinstance(question.messages, Broken) else {"messages": question.messages}
+    asked = {"messages": [*dialogue.messages, *dialogue.left]}
+    asked = {} if isinstance(question.messages, Broken) else asked
     return line | {"where": question.where, "reason": ended, **asked}
 
 

@@ -48,7 +48,14 @@ from .devices import (
     make_step_on,
     write_together,
 )
-from .features import fill_cache, find_features, is_complete, load_layers, make_encode
+from .features import (
+    fill_cache,
+    find_features,
+    is_complete,
+    load_layers,
+    make_encode,
+    measure_deviations,
+)
 from .memory import PlannedStep, plan_draft_step
 from .preparation import prepare_rows, read_unquantised, run_dtype
 
@@ -64,7 +71,7 @@ class DraftStage:
         assert config.target is not None
         self._run, self._key, self.mesh = config, jax.random.key(config.seed), mesh
         self._record, self._dtype = read_unquantised(config.target), run_dtype(config, mesh)
-        validation_depth = _check_depths(config)
+        self._validation_depth = _check_depths(config)
         self._open_draft()
         self._refuse_other_models(folder)
         self.tokenizer = load_tokenizer(as_path(config.target))
@@ -77,7 +84,6 @@ class DraftStage:
             num_frozen=config.specialists.num_frozen,
             vocabulary=self._vocabulary,
         )
-        self._validation = compile_on(mesh, make_draft_validation(self._task, validation_depth))
 
     def _open_draft(self) -> None:
         """Settles the draft's shape, after the one it starts from if there is one."""
@@ -104,6 +110,11 @@ class DraftStage:
             raise UserError(
                 f"objective.zero_scores: drafts of the family {draft.family} attend no version of "
                 "features that it could count for; set it to false"
+            )
+        if wanted.start == "pass_through" and family.pass_through is None:
+            raise UserError(
+                f"specialists.start: a draft of the family {draft.family} starts at random; leave "
+                "it out"
             )
         if family.is_trained_in_chains and wanted.kv == "shared":
             raise UserError(
@@ -227,13 +238,16 @@ class DraftStage:
 
     def init_params(self) -> Params:
         """See `Stage`; a head of the draft's own begins as the target's rows of its tokens."""
+        passes = self._run.specialists.start == "pass_through"
+        pass_through = family_of(self.config).pass_through if passes else None
         is_tied = self.config.kv == "shared" and not family_of(self.config).is_trained_in_chains
 
         def stack(draft: Params) -> Params:
             return draft | {"specialists": stack_layers(draft["specialists"])}
 
         def init(key: Array, head: Array) -> Params:
-            draft = stack(init_draft(self.config, key))
+            draft = init_draft(self.config, key)
+            draft = stack(draft if pass_through is None else pass_through(draft))
             if "head" in draft:
                 ids = self._task.vocabulary_ids
                 draft["head"] = {"weight": (head if ids is None else head[ids]).astype(jnp.float32)}
@@ -246,12 +260,20 @@ class DraftStage:
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
         """See `Stage`."""
-        step = make_step_on(self.mesh, make_draft_step(self._task, optimizer), state)
+        task, depth = self._task, self._validation_depth
+        if self._run.objective.normalised_features:
+            task = task._replace(deviations=self.measure_deviations())
+        self._validation = compile_on(self.mesh, make_draft_validation(task, depth))
+        step = make_step_on(self.mesh, make_draft_step(task, optimizer), state)
 
         def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
             return step(state, self._target, batch, self._key)
 
         return run
+
+    def measure_deviations(self) -> tuple[float, ...]:
+        """Measures how far each dimension of the target's features varies."""
+        return measure_deviations(self._target, self._run, self._record, self.rows, self.mesh)
 
     def validate(
         self, params: Params, batches: Iterable[TrainBatch]

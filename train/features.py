@@ -34,6 +34,9 @@ from .devices import ask_first, compile_on, is_first_process, meet, put_batch, s
 
 EncodeFunction = Callable[[TrainBatch], Array]
 
+_MEASURED_ROWS = 64
+_SMALLEST_DEVIATION = 0.01  # of the mean one; a dimension that never moves is not divided by 0
+
 
 def find_features(
     config: TrainConfig,
@@ -154,6 +157,37 @@ def fill_cache(
                 _write(cache, shard, _encode_rows(rows, chosen, encode_batch, batch_size, mesh))
             progress.update(len(chosen))
         meet("features written")
+
+
+def measure_deviations(
+    target: Params, config: TrainConfig, record: ModelRecord, rows: Rows, mesh: Mesh
+) -> tuple[float, ...]:
+    """Standard deviation of each dimension of the target's features, over the first rows.
+
+    Args:
+      target: its layers are used where the rows bring no features.
+      config: the run.
+      record: record of the target.
+      rows: the rows to train on; padding does not count.
+      mesh: the devices.
+    """
+    encode_batch = make_encode(target, config, record, mesh) if "layers" in target else None
+
+    def moments(features: Array, documents: Array) -> Array:
+        is_text = (documents > 0)[..., None]
+        final = features[..., -record.llama.hidden_size :].astype(jnp.float32) * is_text
+        ones = jnp.broadcast_to(is_text, final.shape)
+        return jnp.stack([power.sum(axis=(0, 1)) for power in (ones, final, final**2)])
+
+    sum_up, size = compile_on(mesh, moments), config.batch_size // config.step.accumulation_steps
+    total = np.zeros((3, record.llama.hidden_size))
+    for first in range(0, _MEASURED_ROWS, size):
+        batch = put_batch(rows[np.arange(first, first + size) % len(rows)], mesh)
+        features = batch.features if encode_batch is None else encode_batch(batch)
+        total += np.asarray(sum_up(features, batch.documents))
+    mean, mean_square = total[1:] / total[0]
+    deviations = np.sqrt(np.maximum(mean_square - mean**2, 0.0))
+    return tuple(np.maximum(deviations, _SMALLEST_DEVIATION * deviations.mean()).tolist())
 
 
 def _join(parts: Sequence[Rows]) -> Rows:

@@ -12,6 +12,11 @@ is read from OPENAI_API_KEY.
         --output answers.jsonl --temperature 0.7 --template llama3
     python -m train.regenerate --server http://localhost:8000/v1 --source questions.jsonl \
         --output answers.jsonl --concurrency 64
+
+Without a data set, a chat model writes the questions, too:
+
+    python -m train.regenerate --target models/llama --self-prompt 20000 --output chats.jsonl \
+        --batch-size 16 'temperatures=[0, 0.7, 1]'
 """
 
 import argparse
@@ -47,8 +52,8 @@ from .answers import (
     answer_files,
     answer_window,
     hash_questions,
-    list_questions,
 )
+from .self_prompt import TurnWriter, plan_questions, read_asked, talk_window
 from .server import Server, answer_questions, hold_refusals
 
 _BATCHES_PER_WINDOW = 4
@@ -95,19 +100,22 @@ def _regenerate(config: RegenerateConfig, output: Path, *, overwrite: bool) -> d
     answerer = (
         _load_target(config) if config.server is None else _find_server(config, config.server)
     )
-    questions = list_questions(config.data, answerer.tokenizer)
+    questions = plan_questions(config, answerer.tokenizer)
     made_from = {
         **answerer.made_from,
         "data": config_to_dict(config.data),
         "questions": len(questions),
         "questions_sha256": hash_questions(questions),
-        **asdict(answerer.settings),
+        **_describe(answerer.settings),
+        **_describe_self_prompt(config),
     }
     files = AnswerFiles(output, made_from, answerer.window, overwrite=overwrite)
     started, before = time.monotonic(), files.num_done
     lines_to_come = answerer.answer(questions[before:])
     if config.server is not None and not files.num_done:
         lines_to_come = hold_refusals(lines_to_come)
+    if config.self_prompt is not None:
+        lines_to_come = read_asked(files.output, before).drop_repeated(lines_to_come)
     with (
         tqdm(total=len(questions), initial=before, desc="answer", unit="chat") as progress,
         closing(lines_to_come) as answers,
@@ -134,11 +142,15 @@ def _load_target(config: RegenerateConfig) -> Answerer:
     check_bias(settings.sampling, engine.target_config.vocab_size)
     _set_template(engine, config.data)
     engine.check_stop(settings.stop, settings.max_new_tokens)
-    window = _BATCHES_PER_WINDOW * config.batch_size
+    window, writer = _BATCHES_PER_WINDOW * config.batch_size, _find_writer(config, engine.tokenizer)
 
     def answer(questions: Sequence[Question]) -> Lines:
         for first in range(0, len(questions), window):
-            yield answer_window(engine, questions[first : first + window], settings)
+            chosen = questions[first : first + window]
+            if writer is None:
+                yield answer_window(engine, chosen, settings)
+            else:
+                yield talk_window(engine, chosen, settings, writer)
 
     made_from = {
         "target": asdict(engine.record.target),
@@ -164,14 +176,32 @@ def _describe_drafts(config: RegenerateConfig, engine: Engine) -> dict[str, Any]
 def _find_server(config: RegenerateConfig, url: str) -> Answerer:
     """Finds the server that answers; each question by itself, so its address may change."""
     tokenizer = load_tokenizer(as_path(config.target)) if config.target is not None else None
+    writer = _find_writer(config, tokenizer)
     server = Server(url, config.model, config.chat_template_kwargs)
     settings = _settings(config, 1)
 
     def answer(questions: Sequence[Question]) -> Lines:
-        return answer_questions(server, questions, settings, config.concurrency)
+        return answer_questions(server, questions, settings, config.concurrency, writer)
 
     made_from = {"model": server.model, "chat_template_kwargs": config.chat_template_kwargs}
     return Answerer(made_from, tokenizer, settings, 1, answer)
+
+
+def _find_writer(config: RegenerateConfig, tokenizer: Any) -> TurnWriter | None:
+    return None if config.self_prompt is None else TurnWriter(config, tokenizer)
+
+
+def _describe(settings: AnswerSettings) -> dict[str, Any]:
+    """Describes the settings of answers; a file from before there were `temperatures` goes on."""
+    described = asdict(settings)
+    return described if settings.temperatures else described | {"temperatures": None}
+
+
+def _describe_self_prompt(config: RegenerateConfig) -> dict[str, Any]:
+    """Describes what decides the turns that the target writes."""
+    if config.self_prompt is None:
+        return {}
+    return {name: value for name, value in vars(config).items() if name.startswith("self_prompt_")}
 
 
 def _settings(config: RegenerateConfig, batch_size: int) -> AnswerSettings:
@@ -181,6 +211,7 @@ def _settings(config: RegenerateConfig, batch_size: int) -> AnswerSettings:
         batch_size=batch_size,
         stop=config.stop,
         keeps_unfinished=config.keeps_unfinished,
+        temperatures=config.temperatures,
     )
 
 

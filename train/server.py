@@ -30,6 +30,7 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError, shorten
 from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.engine.answers import Generation
+from poss_jax.engine.dialogue import Dialogue
 
 from .answers import (
     AnswerSettings,
@@ -40,6 +41,7 @@ from .answers import (
     open_dialogue,
     refuse_answer,
 )
+from .self_prompt import TurnWriter
 
 _TRIES = 8
 _FIRST_WAIT = 1.0  # seconds; every further one is twice as long
@@ -120,32 +122,52 @@ class Server:
           Refused: the server does not answer this one.
           UserError: it answers none.
         """
-        said = self._request("chat/completions", self._body(messages, sampling, settings))
+        body = {"messages": messages, **self._more}
+        limits = settings.max_new_tokens, settings.stop
+        choice = self._choose("chat/completions", body, sampling, *limits)
+        message = choice["message"] if isinstance(choice.get("message"), dict) else {}
+        if choice.get("finish_reason") in _CALLS or any(map(message.get, _CALLS)):
+            raise Refused("an answer that calls tools")
+        text, thoughts = message.get("content", 0), _thoughts(message)
+        text = "" if text is None else text
+        if not (isinstance(text, str) and isinstance(thoughts, str)):
+            raise self._error(f"want a chat completion, got {shorten(choice)}")
+        return _read(choice, text, thoughts), {"reasoning_content": thoughts} if thoughts else {}
+
+    def complete(
+        self, prompt: Sequence[int], sampling: SamplingConfig, max_tokens: int, stop: Sequence[str]
+    ) -> Generation:
+        """Continues a prompt of token ids; raises what `answer` raises."""
+        choice = self._choose("completions", {"prompt": prompt}, sampling, max_tokens, stop)
+        if not isinstance(text := choice.get("text"), str):
+            raise self._error(f"want a completion, got {shorten(choice)}")
+        return _read(choice, text)
+
+    def _choose(
+        self,
+        path: str,
+        body: dict[str, Any],
+        sampling: SamplingConfig,
+        max_tokens: int,
+        stop: Sequence[str],
+    ) -> dict[str, Any]:
+        """Asks for one text; returns what the server says of it."""
+        body = body | {"max_tokens": max_tokens} | ({"stop": list(stop)} if stop else {})
+        said = self._request(path, body | self._sampling(sampling))
         try:
             choice = said["choices"][0]
-            message, reason = choice["message"], choice.get("finish_reason")
-            if reason in _CALLS or any(map(message.get, _CALLS)):
-                raise Refused("an answer that calls tools")
-            text, thoughts = message["content"] or "", _thoughts(message)
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise self._error(f"want a chat completion, got {shorten(said)}") from None
-        if not (isinstance(text, str) and isinstance(thoughts, str)):
+        except (KeyError, IndexError, TypeError):
+            choice = said
+        if not isinstance(choice, dict):
             raise self._error(f"want a chat completion, got {shorten(said)}")
-        if reason == "content_filter":
-            raise Refused("the server's content filter ended an answer")
-        if lone_surrogates(text + thoughts):
-            raise Refused("an answer that is not UTF-8")
-        answer = Generation([], [], text, [], [], "length" if reason == "length" else "stop")
-        return answer, {"reasoning_content": thoughts} if thoughts else {}
+        return choice
 
     def close(self) -> None:
         """Lets requests that wait for another try give up."""
         self._closed.set()
 
-    def _body(
-        self, messages: Sequence[Any], sampling: SamplingConfig, settings: AnswerSettings
-    ) -> dict[str, Any]:
-        """Request for an answer; what not all servers know is sent only if it is asked for."""
+    def _sampling(self, sampling: SamplingConfig) -> dict[str, Any]:
+        """How tokens are chosen; what not all servers know is sent only if it is asked for."""
         default = SamplingConfig()
         names = (
             "top_k",
@@ -158,13 +180,9 @@ class Server:
         asked = {name: getattr(sampling, name) for name in names}
         return {
             "model": self.model,
-            "messages": messages,
-            **self._more,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": sampling.seed,
-            "max_tokens": settings.max_new_tokens,
-            **({"stop": list(settings.stop)} if settings.stop else {}),
             **{name: value for name, value in asked.items() if value != getattr(default, name)},
         }
 
@@ -234,7 +252,11 @@ class Server:
 
 
 def answer_questions(
-    server: Server, questions: Sequence[Question], settings: AnswerSettings, concurrency: int
+    server: Server,
+    questions: Sequence[Question],
+    settings: AnswerSettings,
+    concurrency: int,
+    writer: TurnWriter | None = None,
 ) -> Lines:
     """Lets a server answer questions, many at a time.
 
@@ -243,6 +265,7 @@ def answer_questions(
       questions: what to ask.
       settings: settings of all answers.
       concurrency: number of questions under way together.
+      writer: lets the server write the user's turns that are its own; None: there are none.
 
     Yields:
       Lines of the output (see `train.answers.answer_window`), in the order of the questions.
@@ -256,7 +279,7 @@ def answer_questions(
         while task := tasks.get():
             question, line = task
             try:
-                line.set_result(_answer(server, question, settings))
+                line.set_result(_answer(server, question, settings, writer))
             except BaseException as error:
                 line.set_exception(error)
 
@@ -328,12 +351,19 @@ def _refuses_all(refused: Sequence[Line]) -> UserError:
     )
 
 
-def _answer(server: Server, question: Question, settings: AnswerSettings) -> Line:
+def _answer(
+    server: Server, question: Question, settings: AnswerSettings, writer: TurnWriter | None
+) -> Line:
     """Lets the server answer every turn of a chat, its own answers before the next turn."""
     dialogue, said = open_dialogue(question, settings), {}
-    while dialogue.left and not dialogue.ended:
-        messages = [*dialogue.messages, dialogue.left[0]]
+    while not dialogue.ended:
         try:
+            if writer is not None and writer.is_due(question, dialogue):
+                _write_turn(server, dialogue, writer)
+                continue
+            if not dialogue.left:
+                break
+            messages = [*dialogue.messages, dialogue.left[0]]
             answer, fields = server.answer(messages, dialogue.sampling, settings)
         except Refused as error:
             dialogue.end(str(error))
@@ -346,12 +376,31 @@ def _answer(server: Server, question: Question, settings: AnswerSettings) -> Lin
     return answer_line(question, dialogue) | said
 
 
+def _write_turn(server: Server, dialogue: Dialogue, writer: TurnWriter) -> None:
+    prompt, sampling = writer.prompt(dialogue), writer.sampling(dialogue)
+    writer.take(dialogue, server.complete(prompt, sampling, writer.max_new_tokens, writer.stop))
+
+
 def _take(waiting: deque[Future[Line]]) -> list[Line]:
     """Takes the first line, and those behind it that are ready."""
     lines = [waiting.popleft().result()]
     while waiting and waiting[0].done() and not waiting[0].exception():
         lines.append(waiting.popleft().result())
     return lines
+
+
+def _read(choice: dict[str, Any], text: str, thoughts: str = "") -> Generation:
+    """Makes an answer of a text.
+
+    Raises:
+      Refused: it is of no use.
+    """
+    reason = choice.get("finish_reason")
+    if reason == "content_filter":
+        raise Refused("the server's content filter ended an answer")
+    if lone_surrogates(text + thoughts):
+        raise Refused("an answer that is not UTF-8")
+    return Generation([], [], text, [], [], "length" if reason == "length" else "stop")
 
 
 def _thoughts(message: dict[str, Any]) -> Any:

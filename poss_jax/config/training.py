@@ -23,7 +23,9 @@ from poss_jax.config.numbers import (
     NumTokens,
     Positive,
     PositiveOrZero,
+    Probability,
     Seed,
+    Temperature,
 )
 from poss_jax.config.reading import change_config, shorten
 from poss_jax.config.yaml_text import parse_yaml
@@ -102,6 +104,8 @@ class ObjectiveConfig:
 
     Attributes:
       feature_weight: Weight of the SmoothL1 loss between predicted and true feature.
+      normalised_features: Divide that difference by the standard deviation of each dimension over
+        the target's features, so that no dimension outweighs the others.
       probability_weight: Weight of the cross-entropy against the target's distribution.
       top_k_weight: Weight of the cross-entropy over the top_k most likely tokens; 0 leaves it out.
       top_k: Number of tokens in that cross-entropy.
@@ -115,6 +119,7 @@ class ObjectiveConfig:
     """
 
     feature_weight: PositiveOrZero = 1.0
+    normalised_features: bool = False
     probability_weight: PositiveOrZero = 0.1
     top_k_weight: PositiveOrZero = 1.0
     top_k: Count = 10
@@ -126,6 +131,8 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if not self.feature_weight + self.probability_weight + self.top_k_weight:
             raise ValueError("want a weight above 0, got none")
+        if self.normalised_features and not self.feature_weight:
+            raise ValueError("normalised_features wants a feature_weight above 0; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -150,20 +157,26 @@ class OptimizerConfig:
     Attributes:
       learning_rate: Peak learning rate.
       warmup_fraction: Share of the steps in which the learning rate rises.
+      warmup_steps: Least number of such steps; null takes 2 / (1 - b2), in which Adam learns how
+        large gradients are (arXiv 1910.04209), but at most a fifth of the run.
       b1: Decay of the mean of gradients.
       b2: Decay of the mean of squared gradients.
       eps: Number added to the denominator of an update.
       weight_decay: Decay of the weights.
       clip_value: Largest absolute value of a gradient's element; null does not clip.
+      clip_norm: Largest norm of all gradients together, to which larger ones are scaled down before
+        they are clipped by value; null does not scale.
     """
 
     learning_rate: Positive = 3e-5
     warmup_fraction: Fraction = 0.01
+    warmup_steps: CountOrZero | None = None
     b1: Decay = 0.9
     b2: Decay = 0.95
     eps: Positive = 1e-8
     weight_decay: PositiveOrZero = 0.01
     clip_value: Positive | None = 0.5
+    clip_norm: Positive | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -185,6 +198,8 @@ class SpecialistsConfig:
         n - 3 of n layers.
       draft_vocabulary: File of the tokens that the draft can propose, written by
         `python -m poss_jax.draft_vocab`; null takes that of init_draft, or all.
+      start: Parameters of a draft from scratch: `random`, or `pass_through`, with which an eagle
+        draft begins by predicting the feature it reads, plus a little of the token.
     """
 
     positions_per_specialist: Spans = (1,)
@@ -195,6 +210,7 @@ class SpecialistsConfig:
     family: str | None = None
     aux_layers: tuple[CountOrZero, ...] | None = None
     draft_vocabulary: str | None = None
+    start: Literal["random", "pass_through"] = "random"
 
     def __post_init__(self) -> None:
         num_specialists = len(self.positions_per_specialist)
@@ -387,6 +403,16 @@ class RegenerateConfig(AnswerConfig):
       output: JSONL file of chats to write; failures go into a file beside it.
       keeps_unfinished: Keep answers that reach max_new_tokens; otherwise their chat ends before
         them.
+      temperatures: Temperatures of the answers, which the chats take in turn; empty takes
+        sampling.temperature.
+      self_prompt: Number of chats in which the target writes the user's turns, too; what cannot be
+        used of them is counted.
+      source_share: Share of these chats that ask what data.source asks instead.
+      self_prompt_turns: Most user's turns of a chat that the target writes.
+      self_prompt_tokens: Most tokens of such a turn; a longer one is not used.
+      self_prompt_temperature: Temperature of such turns.
+      self_prompt_top_p: Sample them from the most likely tokens that together have this
+        probability.
     """
 
     target: str | None = None
@@ -399,20 +425,39 @@ class RegenerateConfig(AnswerConfig):
     max_new_tokens: Count = 1024
     batch_size: Count = 8
     keeps_unfinished: bool = False
+    temperatures: tuple[Temperature, ...] = ()
+    self_prompt: Count | None = None
+    source_share: Fraction = 0.0
+    self_prompt_turns: Count = 1
+    self_prompt_tokens: Count = 192
+    self_prompt_temperature: Temperature = 1.0
+    self_prompt_top_p: Probability = Field(default=0.95, gt=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data.is_code:
-            raise ValueError(
-                f"data.source: want chats or questions (--source DATA), got {self.data.source}, "
-                "which holds none"
-            )
+        self._check_questions()
         if self.server is not None:
             self._check_server(self.server)
         elif self.target is None:
             raise ValueError("want a target (--target DIR), or a server (--server URL)")
         elif name := self._first_given("model", "concurrency", "chat_template_kwargs"):
             raise ValueError(f"{name}: is for a server; give server, or leave it out")
+
+    def _check_questions(self) -> None:
+        """Checks where the questions come from."""
+        of_self_prompt = [f"self_prompt_{name}" for name in ("turns", "tokens", "temperature")]
+        of_self_prompt += ["self_prompt_top_p", "source_share"]
+        if self.self_prompt is None and (name := self._first_given(*of_self_prompt)):
+            raise ValueError(f"{name}: is for turns that the target writes; give self_prompt")
+        if self.self_prompt is not None and self.data.is_code == (self.source_share > 0):
+            raise ValueError("source_share: want it above 0 with a data.source, and only then")
+        if self.self_prompt is not None and self.target is None:
+            raise ValueError("self_prompt wants a target, whose tokenizer opens a user's turn")
+        if self.self_prompt is None and self.data.is_code:
+            raise ValueError(
+                f"data.source: want chats or questions (--source DATA), got {self.data.source}, "
+                "which holds none; or self_prompt, for questions of the target's own"
+            )
 
     def _check_server(self, url: str) -> None:
         address = urlsplit(url)
@@ -431,5 +476,6 @@ class RegenerateConfig(AnswerConfig):
 
     def _first_given(self, *names: str) -> str | None:
         """First of some keys that differs from its default."""
-        defaults = {field.name: field.default for field in fields(self)}
+        declared = {field.name: field.default for field in fields(self)}
+        defaults = {name: getattr(value, "default", value) for name, value in declared.items()}
         return next((name for name in names if getattr(self, name) != defaults[name]), None)

@@ -108,6 +108,7 @@ def draft_losses(
     *,
     chunk: int,
     trains_head: bool = False,
+    deviations: Float[Array, " D"] | None = None,
 ) -> DraftLosses:
     """Loss of the features predicted at one depth.
 
@@ -122,17 +123,19 @@ def draft_losses(
       objective: weights of the terms.
       chunk: see `describe_targets`.
       trains_head: whether the head is trained, too. Static.
+      deviations: units of the feature term's differences, per dimension; None: 1.
     """
     normaliser: Any = trained_log_normaliser if trains_head else log_normaliser
     dtype, predictions = predictions.dtype, predictions.astype(jnp.float32)
     log_z = normaliser(head, predictions, chunk, dtype)
-    targets_wide = targets.features.astype(jnp.float32)
+    difference = predictions - targets.features.astype(jnp.float32)
+    difference = difference if deviations is None else difference / deviations[None, None]
     known = loss_mask & targets.is_known
 
     def averaged(mask: Array, per_row: Array) -> Array:
         return jnp.where(mask, per_row, 0.0).sum() / (num_trained + 1e-5)
 
-    feature = averaged(loss_mask, _smooth_l1(predictions - targets_wide).mean(axis=-1))
+    feature = averaged(loss_mask, _smooth_l1(difference).mean(axis=-1))
     probability = averaged(known, log_z - (predictions * targets.expected_head).sum(axis=-1))
     of_top = jnp.zeros(())
     mass, expected = targets.top_mass, targets.top_expected_head

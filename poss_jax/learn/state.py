@@ -20,8 +20,8 @@ class TrainState(struct.PyTreeNode):
 
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """AdamW, linear warm-up then linear decay to zero, gradients clipped by value."""
-    warmup = min(round(config.warmup_fraction * num_steps), num_steps - 1)
+    """AdamW, linear warm-up then linear decay to zero, gradients clipped by norm and by value."""
+    warmup = _count_warmup(config, num_steps)
     schedule = optax.linear_schedule(config.learning_rate, 0.0, num_steps - warmup)
     if warmup:
         rising = optax.linear_schedule(0.0, config.learning_rate, warmup)
@@ -29,7 +29,17 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
     adamw = optax.adamw(
         schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
     )
-    return adamw if config.clip_value is None else optax.chain(optax.clip(config.clip_value), adamw)
+    limits = (optax.clip_by_global_norm, config.clip_norm), (optax.clip, config.clip_value)
+    clips = [clip(limit) for clip, limit in limits if limit is not None]
+    return optax.chain(*clips, adamw) if clips else adamw
+
+
+def _count_warmup(config: OptimizerConfig, num_steps: int) -> int:
+    """Number of steps in which the learning rate rises."""
+    least = config.warmup_steps
+    if least is None:
+        least = min(round(2 / (1 - config.b2)), num_steps // 5)
+    return min(max(round(config.warmup_fraction * num_steps), least), num_steps - 1)
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:

@@ -117,6 +117,7 @@ def _depth_loss(
         data.num_trained,
         task.objective,
         chunk=chunk,
+        deviations=task.feature_deviations,
     )
     return weight * losses.total, (prediction, losses)
 

@@ -27,6 +27,8 @@ class DraftTask(NamedTuple):
     Attributes:
       num_frozen: specialists, from the first, that stay as they are, and with them all they share.
       vocabulary: target ids of the tokens that the draft can propose; None: all.
+      deviations: standard deviation of each dimension of the target's features, where the feature
+        loss is normalised.
     """
 
     target: LlamaConfig
@@ -35,6 +37,12 @@ class DraftTask(NamedTuple):
     step: StepConfig = StepConfig()
     num_frozen: int = 0
     vocabulary: tuple[int, ...] | None = None
+    deviations: tuple[float, ...] | None = None
+
+    @property
+    def feature_deviations(self) -> Float[Array, " D"] | None:
+        """The deviations as an array."""
+        return None if self.deviations is None else jnp.asarray(self.deviations, jnp.float32)
 
     @property
     def vocabulary_ids(self) -> Int[Array, " Vd"] | None:

@@ -237,7 +237,14 @@ def _measure_depth(
     """Measures the predictions of one depth, as the head reads them."""
     chunk, num_trained = task.step.vocabulary_chunk, data.num_trained
     means = draft_losses(
-        head, rows, data.targets, is_predicted, num_trained, task.objective, chunk=chunk
+        head,
+        rows,
+        data.targets,
+        is_predicted,
+        num_trained,
+        task.objective,
+        chunk=chunk,
+        deviations=task.feature_deviations,
     )
     sums = {name: mean * num_trained for name, mean in vars(means).items()}
     return Measured(sums, None, None, most_likely_tokens(head, rows, chunk), is_predicted)

@@ -38,6 +38,8 @@ class Family:
         new draft that its family decides.
       fuse: (params, config, the target's features) -> the state that the first specialist reads.
       feed_back: (params, config, predicted features) -> the state that the next one reads.
+      pass_through: random parameters -> those of a draft that predicts the feature it reads; None:
+        the family has none.
       is_trained_in_chains: whether training follows a chain behind every row, with gradients
         through all of it, rather than all rows of one depth after the other.
     """
@@ -52,6 +54,7 @@ class Family:
     settle: Callable[[LlamaConfig, int], dict[str, Any]] = lambda target, num_tokens: {}
     fuse: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, features: features
     feed_back: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, h: h
+    pass_through: Callable[[Params], Params] | None = None
     is_trained_in_chains: bool = False
 
 
@@ -72,6 +75,15 @@ def draw_specialists(
     """
     drawn = layer(replace(config, layer=replace(config.layer, num_layers=_DRAWN_AMONG)))
     return [init_layer(drawn, key, width=width) for key in keys]
+
+
+def silence(specialist: Params) -> Params:
+    """Makes a specialist return what it is given: its output projections become zero."""
+
+    def zero_outputs(path: tuple[Any, ...], leaf: Array) -> Array:
+        return jnp.zeros_like(leaf) if path[1].key in ("o", "down") else leaf
+
+    return jax.tree.map_with_path(zero_outputs, specialist)
 
 
 def extend_specialists(draft: Params, num_specialists: int) -> Params:

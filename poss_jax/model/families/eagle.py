@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from poss_jax.config.models import DraftConfig
 from poss_jax.model.layers import DecoderLayer, layer_rows, linear_rows
 from poss_jax.model.linear import linear
-from poss_jax.model.specialists import Family, draw_specialists
+from poss_jax.model.specialists import Family, draw_specialists, silence
 from poss_jax.shapes import Array, Float, Params
 
 
@@ -22,6 +22,14 @@ def init(config: DraftConfig, key: Array) -> Params:
     if config.fc_bias:
         fc["bias"] = jnp.zeros(D)
     return {"fc": fc, "specialists": draw_specialists(layer, config, keys, width=D)}
+
+
+def pass_through(draft: Params) -> Params:
+    """Lets the feature pass: `fc` becomes [as it was | identity], and specialists add nothing."""
+    weight = draft["fc"]["weight"]
+    of_tokens = weight[:, : len(weight)]
+    fc = draft["fc"] | {"weight": jnp.concatenate([of_tokens, jnp.eye(len(weight))], axis=1)}
+    return draft | {"fc": fc, "specialists": [silence(one) for one in draft["specialists"]]}
 
 
 def layer(config: DraftConfig) -> DecoderLayer:
@@ -74,4 +82,5 @@ EAGLE = Family(
     join_tokens=join_tokens,
     join_features=join_features,
     read=read,
+    pass_through=pass_through,
 )

@@ -1,0 +1,344 @@
+"""Chats whose user's turns the target writes itself: openings, what is dropped, the program."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_server import ChatServer, said, serve
+from programs import Runs, copy_model, refusal, summary, write_lines
+
+from poss_jax.config.paths import as_path
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import DataConfig, RegenerateConfig
+from poss_jax.data.sources import load_documents
+from poss_jax.data.templates import BUILT_IN
+from poss_jax.data.tokenizer import load_tokenizer
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.dialogue import Dialogue
+from poss_jax.engine.prompts import prompt_seed
+from train.answers import AnswerFiles
+from train.regenerate import main
+from train.self_prompt import Asked, TurnWriter, find_opening, plan_questions, repeats_itself
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WITH_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nHi<|im_end|>\n' }}{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == "
+    "'assistant' else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(runs: Runs) -> Any:
+    return load_tokenizer(as_path(runs.model("target")))
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    roles = ["user", "assistant"] * len(texts)
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Openings
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "after"),
+    [
+        (CHATML, "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            WITH_SYSTEM + CHATML,
+            "<|im_start|>system\nHi<|im_end|>\n<|im_start|>user\n",
+            "<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (GEMMA, "<s><start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n"),
+        (PLAIN, "### user\n", "\n### assistant\n"),
+        (BUILT_IN["llama2"], "<s>[INST] ", " [/INST]"),
+        (
+            BUILT_IN["llama3"],
+            "<s><|start_header_id|>user<|end_header_id|>\n\n",
+            "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+    ],
+)
+def test_openings_of_all_kinds_of_templates(
+    tokenizer: Any, template: str, before: str, after: str
+) -> None:
+    tokenizer.chat_template = template
+    opening = find_opening(tokenizer, [])
+    assert (opening.before, opening.after) == (before, after)
+    later = find_opening(tokenizer, turns("Hello", "Hi"))
+    assert later.after == after and later.before.endswith(before.removeprefix("<s>")[-8:])
+    assert "Hello" in later.before and "Hi" in later.before
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{{ messages[0].content }}", "opening cannot be found; give questions instead"),
+        ("{{ 'user: ' + messages[0].content | upper }}", "opening cannot be found"),
+        ("{{ 'a' * messages[0].content | length + messages[0].content }}", "cannot be found"),
+        ("{{ messages[0].content + ' or ' + messages[0].content }}", "cannot be found"),
+        ("{{ 'user:' }}", "cannot be found"),
+        ("{{ raise_exception('no user') }}", "the chat template refuses a user's turn: no user"),
+    ],
+)
+def test_templates_without_an_opening_are_refused(
+    tokenizer: Any, template: str, error: str
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=error):
+        find_opening(tokenizer, [])
+
+
+def make_writer(tokenizer: Any, **changes: Any) -> TurnWriter:
+    config = RegenerateConfig(target="t", output="o", self_prompt=1, **changes)
+    return TurnWriter(config, tokenizer)
+
+
+def test_a_turn_ends_as_the_template_ends_it(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ bos_token + ' [INST] ' + messages[0].content + ' [/INST] ' }}"
+    writer = make_writer(tokenizer)
+    assert (writer.stop, writer.stop_ids) == (("[/INST]",), [])
+    assert tokenizer.decode(writer.prompt(Dialogue([], 5))) == "<s> [INST]"
+    tokenizer.chat_template = "{{ 'user: ' + messages[0].content + eos_token + 'x' }}"
+    writer = make_writer(tokenizer)
+    assert (writer.stop, writer.stop_ids) == ((), [tokenizer.eos_token_id])
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="whose tokenizer has a chat template, got none"):
+        make_writer(tokenizer)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is dropped
+
+
+@pytest.mark.parametrize(
+    ("text", "stop_reason", "ended"),
+    [
+        ("  What is a noun?\n", "stop", ""),
+        ("What is a noun?", "length", "a user's turn not finished after 192 tokens"),
+        ("What is </s>?", "stop", "a special token is spelled out"),
+        ("Hi there.", "stop", "a user's turn that is too short"),
+        ("What is a \ufffd?", "stop", "a user's turn that is not UTF-8"),
+        ("Tell me more. " * 20, "stop", "a user's turn that repeats itself"),
+    ],
+)
+def test_turns_that_are_used(tokenizer: Any, text: str, stop_reason: Any, ended: str) -> None:
+    tokenizer.chat_template = PLAIN
+    dialogue = Dialogue([], 5)
+    make_writer(tokenizer).take(dialogue, Generation([], [], text, [], [], stop_reason))
+    assert dialogue.ended == ended
+    assert dialogue.left == [{"role": "user", "content": text.strip()}]
+
+
+def test_ordinary_texts_do_not_repeat_themselves() -> None:
+    code = Path(__file__).read_text()
+    assert not any(repeats_itself(code[n : n + 600]) for n in range(0, 6000, 600))
+    assert repeats_itself(code[:40] * 20)
+
+
+def test_repeated_questions_are_found() -> None:
+    rng = np.random.default_rng(0)
+    words = [f"w{n}" for n in rng.permutation(5000)]
+    texts = [" ".join(words[n : n + 40]) for n in range(0, 4000, 40)]
+    asked = Asked({"messages": turns(text)} for text in texts)
+    for text in texts:
+        assert asked.add(text.upper().replace(" ", "\n")) == "a question that was asked before"
+        parts = text.split()
+        nearly = " ".join([*parts[:20], "other", *parts[21:]])  # 3 of 38 shingles differ
+        assert asked.add(nearly) == "a question that was nearly asked before"
+    assert asked.add(" ".join(words[4500:4540])) == ""
+    assert asked.add("Why?") == "" and asked.add("How?") == ""
+    half = " ".join([*texts[0].split()[:20], *words[-20:]])
+    assert asked.add(half) == ""
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+def run(runs: Runs, folder: Path, *arguments: str, template: str = PLAIN) -> list[dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
+    (folder / "template.jinja").write_text(template)
+    options = {"--target": runs.model("target"), "--max-new-tokens": "5", "--batch-size": "2"}
+    options |= {"--template": str(folder / "template.jinja"), "--output": str(folder / "out.jsonl")}
+    given = [text for pair in options.items() for text in pair]
+    main([*given, "--keep-unfinished", *arguments])
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def failures(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out.failed.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns that reach their limit are used: a tiny target hardly ever ends one."""
+    refuse = TurnWriter._refuse
+    monkeypatch.setattr(TurnWriter, "_refuse", lambda self, text, _: refuse(self, text, "stop"))
+
+
+TEMPERATURES = ["temperatures=[0, 1]"]
+OWN = ["--self-prompt", "12", "--self-prompt-tokens", "12", "--seed", "3"]
+
+
+@pytest.mark.usefixtures("finished")
+def test_a_run_that_is_stopped_ends_with_the_same_chats(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*OWN, "--self-prompt-turns", "2", *TEMPERATURES]
+    lines = run(runs, tmp_path / "whole", *options)
+    printed = summary(capsys)
+    assert printed["questions"] == 12 == printed["answered"] + sum(printed["not_answered"].values())
+    assert printed["answered"] == len(lines) > 5
+    assert {line["source"] for line in lines} == {"self"}
+    assert {len(line["messages"]) for line in lines} >= {4}
+    roles = [turn["role"] for turn in lines[0]["messages"]]
+    assert roles == ["user", "assistant"] * (len(roles) // 2)
+    questions = [line["messages"][0]["content"] for line in lines]
+    assert len(set(questions)) == len(questions)
+    found = load_documents(
+        DataConfig(source=str(tmp_path / "whole/out.jsonl"), validation_fraction=0.5)
+    )
+    assert found.tally.dropped == {}
+    add = AnswerFiles.add
+
+    def stop(files: AnswerFiles, lines: Any) -> None:
+        monkeypatch.setattr(AnswerFiles, "add", add)
+        raise KeyboardInterrupt
+
+    def add_once(files: AnswerFiles, lines: Any) -> None:
+        add(files, lines)
+        monkeypatch.setattr(AnswerFiles, "add", stop)
+
+    monkeypatch.setattr(AnswerFiles, "add", add_once)
+    with pytest.raises(KeyboardInterrupt):
+        run(runs, tmp_path / "stopped", *options)
+    assert run(runs, tmp_path / "stopped", *options) == lines
+    assert summary(capsys)["answered_before"] == 8
+    assert failures(tmp_path / "stopped") == failures(tmp_path / "whole")
+    assert "self_prompt_turns" in refusal(
+        lambda given: run(runs, tmp_path / "stopped", *given), *OWN, *TEMPERATURES
+    )
+
+
+@pytest.mark.usefixtures("finished")
+def test_a_question_that_was_asked_before_a_stop_is_not_asked_again(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy = ["--self-prompt-temperature", "0", "--self-prompt", "9", "--self-prompt-tokens", "12"]
+    [line] = run(runs, tmp_path, *greedy)
+    assert line["index"] == 0
+    reasons = {failed["reason"] for failed in failures(tmp_path)}
+    assert reasons == {"a question that was asked before"}
+    whole = (tmp_path / "out.failed.jsonl").read_bytes()
+    (tmp_path / "out.failed.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:7]))
+    assert run(runs, tmp_path, *greedy) == [line]  # its second window, 8 and on, is made again
+    assert (tmp_path / "out.failed.jsonl").read_bytes() == whole
+
+
+def test_questions_of_a_source_are_mixed_in(runs: Runs, tmp_path: Path, tokenizer: Any) -> None:
+    records = [{"prompt": f"question {n}"} for n in range(4)]
+    source = write_lines(tmp_path / "asked.jsonl", {"text": "no question"}, *records)
+
+    def plan(number: int, share: float) -> list[Any]:
+        config = RegenerateConfig(
+            target="t",
+            output="o",
+            self_prompt=number,
+            source_share=share,
+            data=DataConfig(source=source, system_prompt="Be brief."),
+        )
+        return plan_questions(config, tokenizer)
+
+    planned = plan(10, 0.3)
+    assert [question.index for question in planned] == list(range(10))
+    given = [question for question in planned if question.ids["source"] == "asked"]
+    assert [question.index for question in given] == [3, 6, 9]
+    assert [question.messages[-1]["content"] for question in given] == [
+        "question 0",
+        "question 1",
+        "question 2",
+    ]
+    system = [{"role": "system", "content": "Be brief."}]
+    assert all(question.messages == system for question in planned if question not in given)
+    with pytest.raises(UserError, match="want 5 questions, which is its share, got 4; lower"):
+        plan(10, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("--self-prompt-turns 2 --source s.jsonl", "--self-prompt-turns: is for turns that the"),
+        ("--source-share 0.5 --source s.jsonl", "--source-share: is for turns that the target"),
+        ("--self-prompt 3 --source s.jsonl", "source_share: want it above 0 with a data.source"),
+        (
+            "--self-prompt 3 --source-share 0.5",
+            "--source-share: want it above 0 with a data.source",
+        ),
+        ("--self-prompt 0", "--self-prompt: Input should be greater than 0"),
+        ("", "or self_prompt, for questions of the target's own"),
+    ],
+)
+def test_bad_arguments(runs: Runs, tmp_path: Path, arguments: str, error: str) -> None:
+    given = ["--target", runs.model("target"), "--output", str(tmp_path / "out.jsonl")]
+    assert error in refusal(main, *given, *arguments.split())
+    assert not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------------------------------------
+# A server
+
+
+def reply(body: dict[str, Any]) -> Any:
+    """Writes a turn for token ids, and answers messages."""
+    if "prompt" in body:
+        text = f"question of seed {body['seed']}?"
+        return 200, {"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]}
+    return said(f"<{body['messages'][-1]['content']}>")
+
+
+def test_a_server_writes_turns_and_answers_them(runs: Runs, tmp_path: Path) -> None:
+    target = Path(copy_model(runs.model("target"), tmp_path / "target"))
+    settings = json.loads((target / "tokenizer_config.json").read_text())
+    content = json.dumps(settings | {"chat_template": PLAIN})
+    (target / "tokenizer_config.json").write_text(content)
+    tokenizer = load_tokenizer(target)
+    given = ["--target", str(target), "--output", str(tmp_path / "out.jsonl")]
+    given += ["--self-prompt", "6", "--self-prompt-turns", "2", "--max-new-tokens", "7"]
+    with serve(ChatServer(reply=reply)) as chat:
+        main([*given, "--server", chat.url, *TEMPERATURES])
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(6))
+    seeds = [prompt_seed(0, index) for index in range(6)]
+    for line, seed in zip(lines, seeds, strict=True):
+        question = f"question of seed {seed}?"
+        assert line["messages"] == turns(question, f"<{question}>") * 2
+    written = {body["seed"]: body for body in chat.bodies if "prompt" in body}
+    body = written[seeds[1]]
+    assert tokenizer.decode(body.pop("prompt")).startswith("### user\n")
+    assert body == {
+        "model": "tiny",
+        "max_tokens": 192,
+        "stop": ["### assistant"],
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "seed": seeds[1],
+    }
+    answered = [(body["seed"], body["temperature"]) for body in chat.bodies if "messages" in body]
+    assert {(seed, float(n % 2)) for n, seed in enumerate(seeds)} == set(answered)
+    without = ["--server", "http://localhost:1/v1", *given[2:]]
+    assert "self_prompt wants a target" in refusal(main, *without)

@@ -1,0 +1,319 @@
+r"""User's turns that the target writes itself, so that no data set is needed.
+
+Of a chat model it is enough to write what its template puts before a user's turn: what the model
+writes then is a question of the kind it was trained on (Magpie, arXiv 2406.08464).
+
+    <|im_start|>user\n   ->   What is the capital of France?   ->   answered like any question
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import DataConfig, RegenerateConfig
+from poss_jax.data.files import json_lines
+from poss_jax.data.records import Broken
+from poss_jax.data.rendering import RenderError, render_chat
+from poss_jax.data.tokenizer import call_tokenizer, special_pattern
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.dialogue import Dialogue
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+
+from .answers import (
+    AnswerSettings,
+    Line,
+    Lines,
+    Question,
+    answer_dialogues,
+    answer_line,
+    list_questions,
+    open_dialogue,
+)
+
+_PROBES = "a first question", "something else"
+_LEAST_CHARACTERS = 10
+_MOST_REPETITION = 0.3  # a text that zlib makes smaller than this share says one thing many times
+_SHINGLE = 3  # words
+_BANDS, _BAND_SIZE = 16, 4  # texts that share half of their shingles mostly share a band
+_MOST_ALIKE = 0.6  # of the shingles of two texts
+
+
+def plan_questions(config: RegenerateConfig, tokenizer: Any) -> list[Question]:
+    """Lists what is asked: the source's questions, the target's own, or both by their shares.
+
+    Those that the target is to write have no user's turn yet.
+
+    Raises:
+      UserError: the source holds too few.
+    """
+    if config.self_prompt is None:
+        return list_questions(config.data, tokenizer)
+    number = config.self_prompt
+    num_given = np.floor(np.arange(number + 1) * config.source_share + 1e-9).astype(int)
+    given = _usable(config.data, tokenizer, int(num_given[-1]))
+    system = config.data.system_prompt
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    own = Question(0, "self-prompted", {"source": "self"}, opening)
+    planned = (given[before] if before < after else own for before, after in pairwise(num_given))
+    return [replace(question, index=index) for index, question in enumerate(planned)]
+
+
+def _usable(data: DataConfig, tokenizer: Any, number: int) -> list[Question]:
+    """The first questions of a source, which each say what it is called."""
+    if not number:
+        return []
+    found = list_questions(data, tokenizer)
+    usable = [question for question in found if not isinstance(question.messages, Broken)]
+    if len(usable) < number:
+        raise UserError(
+            f"source {data.source!r}: want {number} questions, which is its share, got "
+            f"{len(usable)}; lower source_share or self_prompt"
+        )
+    named = {"source": Path(data.source).stem}
+    return [replace(question, ids=question.ids | named) for question in usable[:number]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing a turn
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a template writes around a user's turn.
+
+    Attributes:
+      before: text up to the turn.
+      after: text behind it, up to where the answer begins.
+    """
+
+    before: str
+    after: str
+
+
+def find_opening(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Opening:
+    """Finds what the tokenizer's template writes before a user's next turn, and behind it.
+
+    Args:
+      tokenizer: tokenizer of the target.
+      messages: the conversation so far.
+
+    Raises:
+      UserError: the template does not write turns as they are, or refuses these messages.
+    """
+    found = []
+    for probe in _PROBES:
+        try:
+            chat = [*messages, {"role": "user", "content": probe}]
+            text = render_chat(tokenizer, chat, is_asking=True)
+        except RenderError as error:
+            raise UserError(f"the chat template refuses a user's turn: {error}") from error
+        before, is_there, after = text.rpartition(probe)
+        found.append(Opening(before if is_there else "", after))
+    if found[0] != found[1] or not found[0].before.strip():
+        raise UserError(
+            "self_prompt: want a chat template that opens a user's turn and then writes it as it "
+            "is, got one whose opening cannot be found; give questions instead (--source DATA)"
+        )
+    return found[0]
+
+
+class TurnWriter:
+    """Lets a target write the user's turns of conversations.
+
+    Attributes:
+      num_turns: user's turns of a conversation.
+      max_new_tokens: most tokens of a turn.
+      stop: strings that end a turn, where no special token does.
+      stop_ids: tokens that end it, beside those that end answers.
+    """
+
+    def __init__(self, config: RegenerateConfig, tokenizer: Any) -> None:
+        """Looks how the tokenizer's template opens and ends a user's turn.
+
+        Raises:
+          UserError: that cannot be found.
+        """
+        if tokenizer is None or not tokenizer.chat_template:
+            raise UserError(
+                "self_prompt: want a target whose tokenizer has a chat template, got none; give "
+                "--template, or questions (--source DATA)"
+            )
+        self._tokenizer, self._special = tokenizer, special_pattern(tokenizer)
+        self._sampling = SamplingConfig(
+            temperature=config.self_prompt_temperature, top_p=config.self_prompt_top_p
+        )
+        self.num_turns, self.max_new_tokens = config.self_prompt_turns, config.self_prompt_tokens
+        ending = find_opening(tokenizer, []).after.strip()
+        special = self._special.match(ending)
+        token = special and tokenizer.convert_tokens_to_ids(special.group())
+        self.stop_ids = [] if token is None else [token]
+        self.stop = () if special or not ending else (ending.splitlines()[0],)
+
+    def is_due(self, question: Question, dialogue: Dialogue) -> bool:
+        """Tells whether the target has to write the next turn of a conversation."""
+        asked = [] if isinstance(question.messages, Broken) else question.messages
+        is_own = not any(message["role"] == "user" for message in asked)
+        is_open = not dialogue.left and not dialogue.ended
+        return is_own and is_open and dialogue.num_answered < self.num_turns
+
+    def prompt(self, dialogue: Dialogue) -> list[int]:
+        """Token ids of a conversation up to where the next turn begins.
+
+        Raises:
+          UserError: see `find_opening`.
+        """
+        text = find_opening(self._tokenizer, dialogue.messages).before
+        # A blank at the end is part of the first word's token.
+        ids = call_tokenizer(self._tokenizer, text.rstrip(" "), add_special_tokens=False)
+        return list(ids["input_ids"])
+
+    def sampling(self, dialogue: Dialogue) -> SamplingConfig:
+        """Says how the tokens of a conversation's turns are chosen."""
+        return replace(self._sampling, seed=dialogue.sampling.seed)
+
+    def take(self, dialogue: Dialogue, turn: Generation) -> None:
+        """Makes what was written the next turn, or ends the conversation before it."""
+        text = (turn.text or "").strip()
+        dialogue.left = [{"role": "user", "content": text}]
+        if reason := self._refuse(text, turn.stop_reason):
+            dialogue.end(reason)
+
+    def _refuse(self, text: str, stop_reason: str) -> str:
+        """Reason not to use a turn; "" uses it."""
+        if stop_reason == "length":
+            return f"a user's turn not finished after {self.max_new_tokens} tokens"
+        if self._special.search(text):
+            return "a special token is spelled out"
+        if len(text) < _LEAST_CHARACTERS:
+            return "a user's turn that is too short"
+        if "\ufffd" in text:
+            return "a user's turn that is not UTF-8"
+        return "a user's turn that repeats itself" if repeats_itself(text) else ""
+
+
+def talk_window(
+    engine: Engine, questions: Sequence[Question], settings: AnswerSettings, writer: TurnWriter
+) -> list[Line]:
+    """Does what `answer_window` does, and lets the target write the turns that are its own."""
+    dialogues = [open_dialogue(question, settings) for question in questions]
+    pairs = list(zip(questions, dialogues, strict=True))
+    for _ in range(writer.num_turns):
+        due = [dialogue for question, dialogue in pairs if writer.is_due(question, dialogue)]
+        _write_turns(engine, due, settings, writer)
+        answer_dialogues(engine, dialogues, settings)
+    return [answer_line(*pair, engine.max_length) for pair in pairs]
+
+
+def _write_turns(
+    engine: Engine, dialogues: Sequence[Dialogue], settings: AnswerSettings, writer: TurnWriter
+) -> None:
+    """Writes the next turn of some conversations, or ends them."""
+    stop_ids = [*engine.stop_ids, *writer.stop_ids]
+    prompts: dict[int, PreparedPrompt] = {}
+    for index, dialogue in enumerate(dialogues):
+        try:
+            prompt = engine.prepare(
+                writer.prompt(dialogue), writer.max_new_tokens, writer.sampling(dialogue)
+            )
+            prompts[index] = prompt._replace(stop_ids=stop_ids)
+        except UserError as error:
+            dialogue.end(str(error))
+    turns = engine.decode(list(prompts.values()), batch_size=settings.batch_size, stop=writer.stop)
+    for index, turn in zip(prompts, turns, strict=True):
+        writer.take(dialogues[index], turn)
+
+
+def repeats_itself(text: str) -> bool:
+    """Tells whether a text says the same over and over."""
+    content = text.encode()
+    return len(zlib.compress(content)) < _MOST_REPETITION * len(content)
+
+
+# --------------------------------------------------------------------------------------------------
+# Repeated questions
+
+
+class Asked:
+    """Questions that were asked, to find those that are asked again or nearly again.
+
+    A text is the set of its shingles, three words each. Its signature keeps the smallest of many
+    hashes (MinHash): the share that two signatures have in common is about that of their sets, so
+    texts which share a band of the signature are compared.
+    """
+
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
+        """Begins with the chats of an output file."""
+        rng = np.random.default_rng(0)
+        size = _BANDS * _BAND_SIZE
+        self._factors, self._shifts = rng.integers(1, 1 << 63, (2, size, 1), np.uint64)
+        self._shingles: list[frozenset[int]] = []
+        self._places: dict[tuple[int, bytes], list[int]] = {}
+        self._exact: set[str] = set()
+        for line in lines:
+            self.add(_first_question(line))
+
+    def add(self, text: str) -> str:
+        """Notes a question; returns why it is not new and then does not note it, or ""."""
+        words = text.casefold().split()
+        if " ".join(words) in self._exact:
+            return "a question that was asked before"
+        shingles = frozenset(map(_hash, _runs(words)))
+        bands = list(self._bands(shingles))
+        near = {index for band in bands for index in self._places.get(band, ())}
+        if any(_likeness(shingles, self._shingles[index]) >= _MOST_ALIKE for index in near):
+            return "a question that was nearly asked before"
+        for band in bands:
+            self._places.setdefault(band, []).append(len(self._shingles))
+        self._shingles.append(shingles)
+        self._exact.add(" ".join(words))
+        return ""
+
+    def drop_repeated(self, answers: Lines) -> Lines:
+        """Turns chats whose first question is not new into failures; yields all lines in order."""
+        for lines in answers:
+            yield [self._checked(line) for line in lines]
+
+    def _checked(self, line: Line) -> Line:
+        if "reason" in line or not (reason := self.add(_first_question(line))):
+            return line
+        kept = {key: value for key, value in line.items() if key != "ended_early"}
+        return kept | {"reason": reason}
+
+    def _bands(self, shingles: frozenset[int]) -> Iterator[tuple[int, bytes]]:
+        hashes = np.array(sorted(shingles), np.uint64)[None] * self._factors + self._shifts
+        signature = hashes.min(axis=1).reshape(_BANDS, _BAND_SIZE)
+        return ((number, band.tobytes()) for number, band in enumerate(signature))
+
+
+def read_asked(path: Path, num_done: int) -> Asked:
+    """Reads the questions of the chats that an output file holds already."""
+    lines = (line for _, line in json_lines(path)) if num_done else ()
+    return Asked(lines)
+
+
+def _first_question(line: Line) -> str:
+    return next(turn["content"] for turn in line["messages"] if turn["role"] == "user")
+
+
+def _runs(words: Sequence[str]) -> list[str]:
+    """All runs of so many words; of a shorter text, the whole."""
+    ends = range(min(_SHINGLE, len(words)), len(words) + 1)
+    return [" ".join(words[max(0, end - _SHINGLE) : end]) for end in ends]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _likeness(a: frozenset[int], b: frozenset[int]) -> float:
+    """Share of the shingles of two texts that both have."""
+    return len(a & b) / len(a | b)
