@@ -80,9 +80,9 @@ def write_file(path: AnyPath, text: str) -> None:
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         partial.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names none
 
 
 def write_output(path: AnyPath, text: str, *, name: str = "output") -> None:

@@ -8,13 +8,13 @@ import logging
 import re
 import secrets
 from dataclasses import asdict, replace
-from typing import Annotated, Any, NamedTuple
+from itertools import islice
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.reading import UserError, cut
-from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, Prompt, prompt_seed
 from poss_jax.engine.slots import MOST_BIASED, MOST_STOP_IDS
@@ -22,7 +22,11 @@ from poss_jax.engine.text import longest_token
 
 _LOG = logging.getLogger(__package__)
 _MOST_CHOICES = 128
+_MOST_MESSAGES = 4_000
+_MOST_CONTAINERS = 10_000
+_MOST_LOGPROBS = 200_000  # of a reply, unless one choice of full length has more
 _LONGEST_STOP = 1000
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 Real = Annotated[float, Field(allow_inf_nan=False)]
@@ -35,6 +39,7 @@ KINDS = {
     "prompt": f"want text, token ids, or a list of up to {_MOST_CHOICES} of either",
     "stop": "want text or a list of texts",
 }
+NO_OBJECT = "body: want a JSON object, with Content-Type: application/json"
 
 
 def _few(biases: Any) -> Any:
@@ -157,7 +162,9 @@ class Message(BaseModel):
 class ChatRequest(CommonRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -192,13 +199,48 @@ class Job(NamedTuple):
     echo: list[str]
 
 
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
+    """Parses the body of a request; types are JSON's own, so that "3" is no number.
+
+    Raises:
+      ApiError: no JSON, too many lists and objects, or another value than a field may have.
+    """
+    if _num_containers(content) > _MOST_CONTAINERS:
+        raise ApiError(400, f"body: want at most {_MOST_CONTAINERS:,} lists and objects")
+    try:
+        return kind.model_validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        raise ApiError(400, f"body: want JSON, got none: {first['ctx']['error']}")
+    if not first["loc"]:
+        raise ApiError(400, NO_OBJECT)
+    field, *rest = map(str, first["loc"])
+    where, message = ".".join([field, *rest]), explain(first)
+    if rest and field in KINDS:
+        where, message = field, KINDS[field]
+    shown = where if where.isascii() and len(where) <= 100 else field
+    raise ApiError(400, f"{shown}: {message}", param=field)
+
+
+def _num_containers(content: bytes) -> int:
+    """Counts the lists and objects of JSON; brackets in texts only where all are few enough."""
+    for pattern in (None, _STRING):
+        outside = pattern.sub(b"", content) if pattern else content
+        if (count := outside.count(b"[") + outside.count(b"{")) <= _MOST_CONTAINERS:
+            break
+    return count
+
+
 def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest) -> Job:
     """Turns a completion request into a job.
 
     Raises:
       ApiError: something in it cannot be served.
     """
-    _check_text(body)
     _refuse(body, "suffix")
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, "best_of: want the same as n", param="best_of")
@@ -227,7 +269,6 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     Raises:
       ApiError: something in it cannot be served.
     """
-    _check_text(body)
     _refuse(body, "tools", "functions")
     if (body.response_format or {}).get("type", "text") != "text":
         raise ApiError(400, "response_format: only text is served", param="response_format")
@@ -245,9 +286,8 @@ def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> lis
     """Token ids of a text.
 
     Raises:
-      ApiError: half a character, or far more text than could be answered.
+      ApiError: far more text than could be answered.
     """
-    _check_text(body)
     return _encode(engine, config, body.prompt)
 
 
@@ -303,6 +343,8 @@ def _make_job(
         for choice in range(body.n or 1):
             seed = prompt_seed(sampling.seed, index * (body.n or 1) + choice)
             prepared.append(one._replace(sampling=replace(sampling, seed=seed)))
+    if logprobs is not None:
+        _check_logprobs(config, prepared, 1 + logprobs)
     try:
         engine.check_stop(stop, config.max_length or engine.max_length)
     except UserError as error:
@@ -312,10 +354,22 @@ def _make_job(
     return Job(prepared, [*config.stop, *stop], logprobs, num_tokens, [""] * len(prepared))
 
 
+def _check_logprobs(config: ServeConfig, prompts: list[PreparedPrompt], per_token: int) -> None:
+    """Refuses a reply that would hold too many log-probabilities."""
+    longest = (config.max_length or 0) * (1 + config.max_logprobs)
+    most = max(_MOST_LOGPROBS, longest)
+    if (got := per_token * sum(prompt.max_new_tokens for prompt in prompts)) > most:
+        message = f"logprobs: want at most {most:,} in all choices, got up to {got:,}"
+        raise ApiError(400, f"{message}; ask for fewer choices or tokens", param="logprobs")
+
+
 def _encode(engine: Engine, config: ServeConfig, prompt: Prompt) -> list[int]:
     param = "messages" if prompt and isinstance(prompt[0], dict) else "prompt"
-    length = _num_characters(prompt)
     most = config.max_length or engine.max_length
+    if isinstance(prompt, list) and len(prompt) > most and isinstance(prompt[0], int):
+        message = f"prompt of {len(prompt):,} tokens does not fit a length of {most:,}"
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
+    length = _num_characters(prompt)
     # To tokenise megabytes takes seconds. (A tokenizer that folds spaces could fit more in.)
     if engine.tokenizer is not None and length > most * longest_token(engine.tokenizer):
         message = f"prompt of {length:,} characters does not fit a length of {most:,} tokens"
@@ -326,10 +380,13 @@ def _encode(engine: Engine, config: ServeConfig, prompt: Prompt) -> list[int]:
         raise ApiError(400, str(error), param=param) from error
 
 
-def _num_characters(prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(one["content"]) for one in prompt if isinstance(one, dict))
+def _num_characters(value: Any) -> int:
+    """Characters of all texts in a prompt, however deep; a template may write any of them."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_characters, (*value, *value.values())))
+    return sum(map(_num_characters, value)) if isinstance(value, list) else 0
 
 
 def _prepare(
@@ -386,31 +443,16 @@ def explain(error: Any) -> str:
     return error["msg"].removeprefix("Value error, ")
 
 
-_seen: set[str] = set()
+_SEEN_NAMES = 256
+_seen: dict[str, None] = {}
 
 
 def _log_unknown(body: CommonRequest) -> None:
-    """Says once of every field that is not known that it is ignored."""
-    new = [name for name in body.model_extra or {} if name not in _seen]
-    for name in new[: max(0, 100 - len(_seen))]:
-        _seen.add(name)
-        _LOG.warning("the field %s of a request is not known; it is ignored", cut(ascii(name)))
-
-
-def _check_text(body: BaseModel) -> None:
-    """Refuses text that is not UTF-8 anywhere in a body, however deep.
-
-    Raises:
-      ApiError: half a character.
-    """
-    rest: list[Any] = [body]
-    while rest:
-        value = rest.pop()
-        if isinstance(value, str) and lone_surrogates(value):
-            raise ApiError(400, "want text as UTF-8, got half a character")
-        if isinstance(value, BaseModel):
-            rest += [value.__dict__, value.model_extra]
-        elif isinstance(value, dict):
-            rest += [*value, *value.values()]
-        elif isinstance(value, list):
-            rest += value
+    """Says of fields that are not known that they are ignored: ten of a request, not every time."""
+    for name in islice(body.model_extra or {}, 10):
+        shown = cut(ascii(name))
+        if shown not in _seen:
+            _LOG.warning("the field %s of a request is not known; it is ignored", shown)
+            if len(_seen) >= _SEEN_NAMES:
+                _seen.pop(next(iter(_seen)), None)  # another thread may have been faster
+            _seen[shown] = None
