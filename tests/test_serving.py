@@ -490,7 +490,11 @@ def test_what_completions_are_refused(client: openai.OpenAI, param: str, options
 @pytest.mark.parametrize(
     ("body", "message", "param"),
     [
-        ('{"prompt": "x", }', "body: want JSON, got none: trailing comma at line 1 column 17", None),
+        (
+            '{"prompt": "x", }',
+            "body: want JSON, got none: trailing comma at line 1 column 17",
+            None,
+        ),
         ('{"prompt": [1, "a"]}', "prompt: want text, token ids, or a list of up to 128", "prompt"),
         ('{"prompt": "x", "stop": 5}', "stop: want text or a list of texts", "stop"),
         ('{"prompt": "x", "logit_bias": {"5": 101}}', "logit_bias.5: Input should", "logit_bias"),

@@ -294,7 +294,13 @@ def test_types_are_those_of_json(field: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [[], {"a": [{}, [[]]]}, {"[": "]{"}, ['"[', '\\"[', "\\", [["\\\\["]]], [{"\u5b57[": ["\u00e9{"]}]],
+    [
+        [],
+        {"a": [{}, [[]]]},
+        {"[": "]{"},
+        ['"[', '\\"[', "\\", [["\\\\["]]],
+        [{"\u5b57[": ["\u00e9{"]}],
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("is_ascii", [True, False])
@@ -322,7 +328,7 @@ def test_how_many_lists_and_objects_a_body_may_have() -> None:
 def test_how_many_messages_a_chat_may_have() -> None:
     message = {"role": "user", "content": ""}
     assert parse_body(ChatRequest, json.dumps({"messages": [message] * 4000}).encode())
-    with pytest.raises(ApiError, match="messages: .* at most 4000"):
+    with pytest.raises(ApiError, match=r"messages: .* at most 4000"):
         parse_body(ChatRequest, json.dumps({"messages": [message] * 4001}).encode())
 
 

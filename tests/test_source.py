@@ -11,7 +11,7 @@ import pytest
 from convert_sources import run, target_tensors, write_shards, write_source
 
 from poss_jax.checkpoint import torch_io
-from poss_jax.checkpoint.folder import copy_tokenizer, load_target
+from poss_jax.checkpoint.folder import copy_tokenizer
 from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.sums import write_sums
 from poss_jax.config import json_reading

@@ -42,7 +42,6 @@ _WORDS = {"embed": "embedding", "head": "head"}
 _CHUNK = 1 << 22
 
 
-
 @dataclass(frozen=True)
 class Conversion:
     """Everything `checkpoint.write_model` wants, and what to tell the user.

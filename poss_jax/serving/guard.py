@@ -156,8 +156,8 @@ class Guard:
             return None
         return ApiError(
             403,
-            "Host: want localhost, an address or one of allowed_hosts; with an API key any name "
-            "will do",
+            "Host: want localhost, an address or the name of an --allowed-host; with an API key "
+            "any name will do",
         )
 
 
