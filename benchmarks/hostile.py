@@ -1,7 +1,7 @@
 """The server under a hostile client: memory, and how soon /health answers meanwhile.
 
-Starts `python -m infer.serve --batch-size 4` on the bundled models. While an attack runs, /health is
-asked every 20 ms over new connections, and the server's memory is read.
+Starts `python -m infer.serve --batch-size 4` on the bundled models. While an attack runs, /health
+is asked every 20 ms over new connections, and the server's memory is read.
 
     bodies        one body of --mib MiB, and then 16 clients with --small-mib MiB each: a long role,
                   empty lists or objects for a prompt, many token ids, messages, parts or fields

@@ -24,14 +24,14 @@ from poss_jax.config.decoding import ServeConfig, ServedSampling
 from poss_jax.config.reading import UserError
 from poss_jax.engine.scheduler import Scheduler
 from poss_jax.serving import app as app_module
-from poss_jax.serving import requests
+from poss_jax.serving import bodies, requests
 from poss_jax.serving.app import create_app, make_slots
+from poss_jax.serving.bodies import parse_body
 from poss_jax.serving.guard import Guard, read_api_key
 from poss_jax.serving.requests import (
     ApiError,
     ChatRequest,
     CompletionRequest,
-    parse_body,
     read_completion,
 )
 
@@ -311,9 +311,9 @@ def test_lists_and_objects_are_counted_outside_of_texts(
         parts = list(value.values()) if isinstance(value, dict) else value
         return 1 + sum(map(count, parts)) if isinstance(value, list | dict) else 0
 
-    monkeypatch.setattr(requests, "_MOST_CONTAINERS", -1)  # the short look does not suffice
+    monkeypatch.setattr(bodies, "_MOST_CONTAINERS", -1)  # the short look does not suffice
     content = json.dumps(value, ensure_ascii=is_ascii).encode()
-    assert requests._num_containers(content) == count(value)
+    assert bodies._num_containers(content) == count(value)
 
 
 def test_how_many_lists_and_objects_a_body_may_have() -> None:
@@ -426,14 +426,24 @@ def test_more_requests_than_there_may_be(served: Served) -> None:
 
 
 def test_bodies_that_are_too_large_together(served: Served) -> None:
-    bodies = served.server.config.app._bodies
-    bodies.held += 65 * bodies.most
+    all_bodies = served.server.config.app._bodies
+    all_bodies.held += 65 * all_bodies.most
     try:
         response = post(served, LONG)
     finally:
-        bodies.held -= 65 * bodies.most
+        all_bodies.held -= 65 * all_bodies.most
     assert response.status_code == 503 and response.headers["retry-after"] == "1"
-    assert post(served, LONG | {"max_tokens": 1}).status_code == 200 and bodies.held == 0
+    assert post(served, LONG | {"max_tokens": 1}).status_code == 200 and all_bodies.held == 0
+
+
+def test_a_body_that_breaks_off_is_no_error_of_the_server(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        served.connect(request_bytes("/v1/completions", LONG, AUTH)[:-9]).close()
+    until(lambda: served.server.config.app._num_requests == 0)
+    assert served.get("/health").status_code == 200
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ same application runs under Ray Serve (examples/ray_serve) or any other ASGI ser
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,6 @@ import jax
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import generate_latest
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -35,18 +33,17 @@ from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.slots import Slots, check_room
 from poss_jax.engine.streams import Stream, merge
 from poss_jax.program.options import load_engine
+from poss_jax.serving.bodies import add_schemas, parse_body, receive_body, schema_of
 from poss_jax.serving.guard import PATIENCE, Guard
 from poss_jax.serving.metrics import Metrics
 from poss_jax.serving.replies import DONE, Reply, event
 from poss_jax.serving.requests import (
-    NO_OBJECT,
     ApiError,
     ChatRequest,
     CommonRequest,
     CompletionRequest,
     Job,
     TokenizeRequest,
-    parse_body,
     read_chat,
     read_completion,
     read_text,
@@ -135,7 +132,7 @@ class Service:
         Raises:
           ApiError: something in it cannot be served.
         """
-        content = await _receive(request)
+        content = await receive_body(request)
 
         def parse() -> Any:
             body = parse_body(kind, content)
@@ -382,57 +379,27 @@ def _add_api(app: FastAPI) -> None:
         service.check_model(name)
         return JSONResponse(service.about_model)
 
-    @app.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continues prompts."""
         service = _service(request)
         body, job = await service.read(request, CompletionRequest, read_completion)
         return await service.answer(request, body, job)
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatRequest))
+    @app.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
     async def chat(request: Request) -> Response:
         """Answers a chat."""
         service = _service(request)
         body, job = await service.read(request, ChatRequest, read_chat)
         return await service.answer(request, body, job)
 
-    @app.post("/tokenize", openapi_extra=_body_of(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, as /v1/completions would read it."""
         _, ids = await _service(request).read(request, TokenizeRequest, read_text)
         return JSONResponse({"tokens": ids, "count": len(ids)})
 
-    _describe_bodies(app, CompletionRequest, ChatRequest, TokenizeRequest)
-
-
-def _body_of(kind: type[Any]) -> dict[str, Any]:
-    """Says in the OpenAPI schema what body an endpoint wants, since it reads it itself."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _describe_bodies(app: FastAPI, *kinds: type[Any]) -> None:
-    """Adds the schemas that `_body_of` names."""
-    template, without = "#/components/schemas/{model}", app.openapi
-    _, found = models_json_schema([(one, "validation") for one in kinds], ref_template=template)
-
-    def openapi() -> dict[str, Any]:
-        schema = without()
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
-        return schema
-
-    app.openapi = openapi
-
-
-async def _receive(request: Request) -> bytes:
-    """The body of a request, which must be JSON by its type, so that no web page can send it."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not re.fullmatch(r"application/(.+\+)?json", kind):
-        raise ApiError(400, NO_OBJECT)
-    content = b"".join([part async for part in request.stream()])
-    if not content:
-        raise ApiError(400, NO_OBJECT)
-    return content
+    add_schemas(app, CompletionRequest, ChatRequest, TokenizeRequest)
 
 
 def _service(request: Request) -> Service:

@@ -9,7 +9,7 @@ import re
 import secrets
 from dataclasses import asdict, replace
 from itertools import islice
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -23,10 +23,8 @@ from poss_jax.engine.text import longest_token
 _LOG = logging.getLogger(__package__)
 _MOST_CHOICES = 128
 _MOST_MESSAGES = 4_000
-_MOST_CONTAINERS = 10_000
 _MOST_LOGPROBS = 200_000  # of a reply, unless one choice of full length has more
 _LONGEST_STOP = 1000
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 Real = Annotated[float, Field(allow_inf_nan=False)]
@@ -39,7 +37,6 @@ KINDS = {
     "prompt": f"want text, token ids, or a list of up to {_MOST_CHOICES} of either",
     "stop": "want text or a list of texts",
 }
-NO_OBJECT = "body: want a JSON object, with Content-Type: application/json"
 
 
 def _few(biases: Any) -> Any:
@@ -197,42 +194,6 @@ class Job(NamedTuple):
     num_logprobs: int | None
     num_prompt_tokens: int
     echo: list[str]
-
-
-BodyT = TypeVar("BodyT", bound=BaseModel)
-
-
-def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
-    """Parses the body of a request; types are JSON's own, so that "3" is no number.
-
-    Raises:
-      ApiError: no JSON, too many lists and objects, or another value than a field may have.
-    """
-    if _num_containers(content) > _MOST_CONTAINERS:
-        raise ApiError(400, f"body: want at most {_MOST_CONTAINERS:,} lists and objects")
-    try:
-        return kind.model_validate_json(content, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        raise ApiError(400, f"body: want JSON, got none: {first['ctx']['error']}")
-    if not first["loc"]:
-        raise ApiError(400, NO_OBJECT)
-    field, *rest = map(str, first["loc"])
-    where, message = ".".join([field, *rest]), explain(first)
-    if rest and field in KINDS:
-        where, message = field, KINDS[field]
-    shown = where if where.isascii() and len(where) <= 100 else field
-    raise ApiError(400, f"{shown}: {message}", param=field)
-
-
-def _num_containers(content: bytes) -> int:
-    """Counts the lists and objects of JSON; brackets in texts only where all are few enough."""
-    for pattern in (None, _STRING):
-        outside = pattern.sub(b"", content) if pattern else content
-        if (count := outside.count(b"[") + outside.count(b"{")) <= _MOST_CONTAINERS:
-            break
-    return count
 
 
 def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest) -> Job:
