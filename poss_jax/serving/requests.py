@@ -8,6 +8,7 @@ import logging
 import re
 import secrets
 from dataclasses import asdict, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
@@ -404,16 +405,12 @@ def explain(error: Any) -> str:
     return error["msg"].removeprefix("Value error, ")
 
 
-_SEEN_NAMES = 256
-_seen: dict[str, None] = {}
-
-
 def _log_unknown(body: CommonRequest) -> None:
-    """Says of fields that are not known that they are ignored: ten of a request, not every time."""
+    """Says of fields that are not known, of ten per request, that they are ignored."""
     for name in islice(body.model_extra or {}, 10):
-        shown = cut(ascii(name))
-        if shown not in _seen:
-            _LOG.warning("the field %s of a request is not known; it is ignored", shown)
-            if len(_seen) >= _SEEN_NAMES:
-                _seen.pop(next(iter(_seen)), None)  # another thread may have been faster
-            _seen[shown] = None
+        _warn_of_unknown(cut(ascii(name)))
+
+
+@lru_cache(maxsize=256)  # once each, unless there are many
+def _warn_of_unknown(name: str) -> None:
+    _LOG.warning("the field %s of a request is not known; it is ignored", name)
