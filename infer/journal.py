@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from poss_jax.checkpoint.whole import write_file
+from poss_jax.checkpoint.whole import naming, write_file
 from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Generation
@@ -162,7 +162,8 @@ class Journal:
         """Takes in an answer, and writes it to the file before it returns."""
         self.answers[answer.key] = answer
         if self._folder is not None:
-            with (self._folder / ANSWERS).open("a", encoding="utf-8") as file:
+            path = self._folder / ANSWERS
+            with naming(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(answer)) + "\n")
 
     def describe(self, name: str, numbers: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from poss_jax.checkpoint.record import provenance
-from poss_jax.checkpoint.whole import refuse_non_empty
+from poss_jax.checkpoint.whole import refuse_non_empty, write_file
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import config_to_dict
 from poss_jax.program.options import check_writable
@@ -196,8 +196,8 @@ def write_report(
       plot: draws pictures in that folder; called where matplotlib is installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    (folder / "report.md").write_text(table + "\n")
+    write_file(folder / "report.json", json.dumps(report, indent=2) + "\n")
+    write_file(folder / "report.md", table + "\n")
     try:
         import matplotlib
     except ImportError:

@@ -16,7 +16,6 @@ the first one listens; the model is cut among the devices of all.
 """
 
 import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -42,10 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, _ = read_arguments(ServeConfig, arguments, prog="infer.serve", doc=__doc__)
     try:
         from poss_jax.serving.app import create_app, make_slots
+        from poss_jax.serving.guard import read_api_key
         from poss_jax.serving.server import listen, make_server
     except ImportError as error:
         raise UserError(f"{error.name} is missing; pip install 'poss-jax[serve]'") from error
-    config = _on_all_devices(config)
+    config, key = _on_all_devices(config), read_api_key()
     if jax.process_index() > 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process 0 drains, and then dismisses
         follow(make_slots(load_engine(config), config))
@@ -56,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         slots = make_slots(load_engine(config), config)
         logging.getLogger("poss_jax.access").setLevel(logging.INFO)
         app = create_app(config, slots=slots)
-        key = os.environ.get("POSS_API_KEY") or None
         server = make_server(app, config, api_key=key)
         server.run(sockets=[sock])
     if server.error is not None:

@@ -329,8 +329,13 @@ def test_whole_answers_are_waited_for_no_longer_than_they_may_take(
         return httpx.Response(200)
 
     monkeypatch.setattr(Pool, "fetch", fetch)
-    with TestClient(create_proxy(["http://127.0.0.1:1"], Settings(timeout_seconds=70.0))) as client:
+    proxy = create_proxy(
+        ["http://127.0.0.1:1"], Settings(timeout_seconds=70.0), allowed_hosts=["poss.example"]
+    )
+    with TestClient(proxy, base_url="http://poss.example") as client:
         assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        foreign = client.get("/health", headers={"host": "evil.example"})
+        assert foreign.status_code == 403
     assert [call.silence for call in calls] == [100.0]
 
 

@@ -141,7 +141,6 @@ def test_tied_head(tmp_path, head):
     elif head == "equal":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     elif head == "rounded":
-        tensors["model.embed_tokens.weight"][0, 0] = np.nan
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].astype(jnp.bfloat16)
     folder = write_source(tmp_path / "source", tensors, tie_word_embeddings=True)
     if head == "other":

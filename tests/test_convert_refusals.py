@@ -258,11 +258,12 @@ def test_a_refusal_as_a_process(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_warning_as_a_process(tmp_path):
+def test_a_refusal_of_weights_as_a_process(tmp_path):
     tensors = target_tensors() | {"lm_head.weight": np.full((16, 8), np.nan, np.float32)}
     source = write_source(tmp_path / "source", tensors)
     result = as_a_process(source, tmp_path / "out")
-    assert result.returncode == 0
+    assert result.returncode == 2
     file = source / "model.safetensors"
-    line = f"{file}: lm_head.weight holds NaN or infinity; it is converted as it is\n"
-    assert result.stderr == line
+    line = f"error: {file}: lm_head.weight holds NaN or infinity; fetch the file again"
+    assert result.stderr.startswith(line) and result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()

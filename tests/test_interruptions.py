@@ -3,11 +3,12 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import time
-from errno import EACCES
+from errno import EACCES, ENOSPC
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="the disk is gone"):
         write_file(path, "new")
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+    monkeypatch.undo()
+
+    def fill(partial, *_, **__):
+        raise OSError(ENOSPC, "No space left on device")  # as `write` does, without a name
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{path}'")):
+        write_file(path, "new")
     monkeypatch.undo()
     write_file(path, "new")
     assert [file.read_text() for file in tmp_path.iterdir()] == ["new"]

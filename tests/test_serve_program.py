@@ -39,7 +39,7 @@ class Process:
             self.popen = subprocess.Popen(
                 [*command, *SMALL, "--port", "0", *arguments],
                 cwd=ROOT,
-                env=os.environ | {"POSS_API_KEY": ""},
+                env={name: value for name, value in os.environ.items() if name != "POSS_API_KEY"},
                 stdout=file,
                 stderr=file,
             )

@@ -25,7 +25,6 @@ from poss_jax.config.decoding import ServedSampling
 from poss_jax.engine.prompts import prompt_seed
 from poss_jax.model.target import encode, stack_layers
 from poss_jax.serving.app import Service
-from poss_jax.serving.guard import is_loopback
 
 N = 24
 PROMPTS = ["def area_7", "def area_1_1(width, heig"]
@@ -491,7 +490,11 @@ def test_what_completions_are_refused(client: openai.OpenAI, param: str, options
 @pytest.mark.parametrize(
     ("body", "message", "param"),
     [
-        ('{"prompt": "x", }', "body: want JSON, got none at character 16: ", None),
+        (
+            '{"prompt": "x", }',
+            "body: want JSON, got none: trailing comma at line 1 column 17",
+            None,
+        ),
         ('{"prompt": [1, "a"]}', "prompt: want text, token ids, or a list of up to 128", "prompt"),
         ('{"prompt": "x", "stop": 5}', "stop: want text or a list of texts", "stop"),
         ('{"prompt": "x", "logit_bias": {"5": 101}}', "logit_bias.5: Input should", "logit_bias"),
@@ -526,7 +529,7 @@ def test_images_are_refused(client: openai.OpenAI) -> None:
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("prompt", [[5] * 256, "width " * 300, "x" * 2_000_000], ids=len)
+@pytest.mark.parametrize("prompt", [[5] * 256, "width " * 300, "x" * 1_000_000], ids=len)
 def test_prompts_that_are_too_long(client: openai.OpenAI, prompt: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, prompt, max_tokens=1)
@@ -587,22 +590,6 @@ def test_foreign_names_are_refused(served: Served, path: str) -> None:
     for name in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.x"):
         answer = served.get(path, host=name)
         assert answer.status_code == 403 and "localhost" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("address", "is_local"),
-    [
-        ("127.0.0.1", True),
-        ("127.8.1.2", True),
-        ("::1", True),
-        ("::ffff:127.0.0.1", True),  # of a server that listens at ::
-        ("::1234", False),
-        ("10.0.0.1", False),
-        ("/run/server.sock", False),
-    ],
-)
-def test_addresses_that_only_this_machine_reaches(address: str, is_local: bool) -> None:
-    assert is_loopback(address) == is_local
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from http.client import HTTPConnection
@@ -19,11 +20,20 @@ from pydantic import ValidationError
 from serving import MODEL, Served, request_bytes, serving, until
 
 from poss_jax import Engine, TreeConfig
-from poss_jax.config.decoding import ServedSampling
+from poss_jax.config.decoding import ServeConfig, ServedSampling
 from poss_jax.config.reading import UserError
 from poss_jax.engine.scheduler import Scheduler
+from poss_jax.serving import app as app_module
+from poss_jax.serving import bodies, requests
 from poss_jax.serving.app import create_app, make_slots
-from poss_jax.serving.requests import ApiError, ChatRequest, CompletionRequest, read_completion
+from poss_jax.serving.bodies import parse_body
+from poss_jax.serving.guard import Guard, read_api_key
+from poss_jax.serving.requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    read_completion,
+)
 
 KEY = "secret"
 PATIENCE = 1.5
@@ -191,6 +201,12 @@ def test_either_all_choices_are_taken_or_none(served: Served) -> None:
     soon(served)
 
 
+def test_a_client_reads_why_its_body_is_refused_while_it_sends(served: Served) -> None:
+    for size, header, status in ((2**23, AUTH, b"413"), (2**17, "authorization: x", b"401")):
+        answer = served.exchange(request_bytes("/v1/completions", b" " * size, header))
+        assert answer.startswith(b"HTTP/1.1 " + status) and answer.endswith(b"}}")
+
+
 def test_bodies_that_are_too_large(served: Served) -> None:
     body = json.dumps({"prompt": "x" * 300_000}).encode()
     response = post(served, body)
@@ -238,8 +254,256 @@ def test_thousands_of_mistakes_are_one(served: Served, body: Any) -> None:
     assert caught.value.error_count() <= 4  # one per kind of prompt
 
 
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({}, 2**20),
+        ({"max_length": 8192}, 2**20),
+        ({"max_length": 10**6}, 16 * 10**6),
+        ({"max_length": 10**6, "max_body_mib": 0.5}, 2**19),
+    ],
+)
+def test_how_large_a_body_may_be(given: dict[str, Any], most: int) -> None:
+    assert ServeConfig(**given).max_body_bytes == most
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", True),
+        ("n", "3"),
+        ("n", 1.0),
+        ("prompt", [1.0]),
+        ("prompt", [True]),
+        ("prompt", [[1.0]]),
+        ("stream", 1),
+        ("temperature", "0.5"),
+        ("temperature", True),
+        ("stop_token_ids", ["1"]),
+        ("logit_bias", {"5": "1"}),
+        ("stream_options", {"include_usage": 1}),
+    ],
+    ids=str,
+)
+def test_types_are_those_of_json(field: str, value: Any) -> None:
+    content = json.dumps({"prompt": "a", field: value}).encode()
+    with pytest.raises(ApiError) as caught:
+        parse_body(CompletionRequest, content)
+    assert caught.value.status == 400 and (caught.value.param or "").startswith(field)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {"a": [{}, [[]]]},
+        {"[": "]{"},
+        ['"[', '\\"[', "\\", [["\\\\["]]],
+        [{"\u5b57[": ["\u00e9{"]}],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_lists_and_objects_are_counted_outside_of_texts(
+    monkeypatch: pytest.MonkeyPatch, value: Any, is_ascii: bool
+) -> None:
+    def count(value: Any) -> int:
+        parts = list(value.values()) if isinstance(value, dict) else value
+        return 1 + sum(map(count, parts)) if isinstance(value, list | dict) else 0
+
+    monkeypatch.setattr(bodies, "_MOST_CONTAINERS", -1)  # the short look does not suffice
+    content = json.dumps(value, ensure_ascii=is_ascii).encode()
+    assert bodies._num_containers(content) == count(value)
+
+
+def test_how_many_lists_and_objects_a_body_may_have() -> None:
+    brackets = "[{" * 10_000
+    content = json.dumps({"prompt": brackets}).encode()
+    assert parse_body(CompletionRequest, content).prompt == brackets
+    for nested in ("[]," * 10_000 + "[]", "{}," * 10_000 + "{}"):
+        with pytest.raises(ApiError, match="at most 10,000 lists and objects"):
+            parse_body(CompletionRequest, f'{{"prompt": "a", "zz": [{nested}]}}'.encode())
+
+
+def test_how_many_messages_a_chat_may_have() -> None:
+    message = {"role": "user", "content": ""}
+    assert parse_body(ChatRequest, json.dumps({"messages": [message] * 4000}).encode())
+    with pytest.raises(ApiError, match=r"messages: .* at most 4000"):
+        parse_body(ChatRequest, json.dumps({"messages": [message] * 4001}).encode())
+
+
+@pytest.mark.parametrize("where", ["role", "content"])
+def test_no_part_of_a_message_is_too_long(served: Served, where: str) -> None:
+    """A role of 7 MiB was rendered and tokenised, which took 2.2 GB."""
+    message = {"role": "user", "content": "x", where: "a b " * 50_000}
+    error = post(served, {"messages": [message]}, "/v1/chat/completions").json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_how_many_log_probabilities_a_reply_may_have(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One choice of full length may always have all."""
+    monkeypatch.setattr(requests, "_MOST_LOGPROBS", 1000)
+
+    def ask(num_choices: int, num_tokens: int) -> int:
+        body = CompletionRequest(prompt=[5], n=num_choices, logprobs=5, max_tokens=num_tokens)
+        return len(read_completion(served.service.engine, served.service.limits, body).prompts)
+
+    assert ask(1, 255) == 1 and ask(16, 16) == 16
+    with pytest.raises(ApiError, match=r"logprobs: want at most 1,536 in all choices, got up to"):
+        ask(16, 17)
+
+
+def test_bodies_are_read_beside_the_event_loop_and_large_ones_in_turn(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse, loops, together, most = app_module.parse_body, [], 0, 0
+
+    def watch(*args: Any) -> Any:
+        nonlocal together, most
+        with suppress(RuntimeError):
+            loops.append(asyncio.get_running_loop())
+        together += 1
+        most = max(most, together)
+        time.sleep(0.1)
+        together -= 1
+        return parse(*args)
+
+    monkeypatch.setattr(app_module, "parse_body", watch)
+    large = {"prompt": "a", "max_tokens": 1, "user": "x" * 2**17}
+    for body, expected in ((large, 1), (large | {"user": "x"}, 4)):
+        most = 0
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda body: post(served, body).status_code, [body] * 4))
+        assert set(found) <= {200, 429} and (most == 1) == (expected == 1)
+    assert not loops
+
+
+def test_names_of_fields_that_are_made_up_hide_no_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def log(*names: str) -> list[str]:
+        caplog.clear()
+        requests._log_unknown(CompletionRequest(prompt="a", **dict.fromkeys(names, 1)))
+        return [record.getMessage().split("'")[1] for record in caplog.records]
+
+    for start in range(0, 1000, 10):
+        names = [f"made_up_{start + i}" for i in range(10)]
+        assert log(*names) == names
+    assert log("new_field") == ["new_field"] and log("new_field") == []
+    assert len(log(*(f"more_{i}" for i in range(1000)))) == 10
+
+
 # --------------------------------------------------------------------------------------------------
 # Keys, ids, connections
+
+
+def test_probes_are_answered_however_many_are_connected(served: Served) -> None:
+    """430 idle connections let /health answer 503 for a minute."""
+    most = served.service.config.max_requests + 100
+    half = request_bytes("/v1/completions", LONG, AUTH)[:-9]
+    for sent in (b"", b"GET /hea", half):
+        socks = [served.connect(sent) for _ in range(most + 30)]
+        assert served.get("/health").status_code == 200
+        assert len(served.server.server_state.connections) <= most + 2
+        for sock in socks:
+            sock.close()
+
+
+def test_more_requests_than_there_may_be(served: Served) -> None:
+    half = request_bytes("/v1/completions", LONG, AUTH)[:-9]
+    guard = served.server.config.app
+    socks = [served.connect(half) for _ in range(served.service.config.max_requests)]
+    until(lambda: guard._num_requests == len(socks), seconds=PATIENCE)
+    response = post(served, LONG)
+    assert response.status_code == 503 and response.headers["retry-after"] == "1"
+    assert response.json()["error"]["message"] and served.get("/health").status_code == 200
+    for sock in socks:
+        sock.close()
+    until(lambda: guard._num_requests == 0)
+    assert guard._bodies.held == 0
+
+
+def test_bodies_that_are_too_large_together(served: Served) -> None:
+    all_bodies = served.server.config.app._bodies
+    all_bodies.held += 65 * all_bodies.most
+    try:
+        response = post(served, LONG)
+    finally:
+        all_bodies.held -= 65 * all_bodies.most
+    assert response.status_code == 503 and response.headers["retry-after"] == "1"
+    assert post(served, LONG | {"max_tokens": 1}).status_code == 200 and all_bodies.held == 0
+
+
+def test_a_body_that_breaks_off_is_no_error_of_the_server(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        served.connect(request_bytes("/v1/completions", LONG, AUTH)[:-9]).close()
+    until(lambda: served.server.config.app._num_requests == 0)
+    assert served.get("/health").status_code == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        (f"Bearer {KEY}", 200),
+        (f"bearer {KEY}", 200),
+        (f"BEARER   {KEY}", 200),
+        (KEY, 401),
+        (f"Basic {KEY}", 401),
+        (f"Bearer{KEY}", 401),
+        ("Bearer", 401),
+    ],
+)
+def test_the_scheme_of_a_key(served: Served, given: str, status: int) -> None:
+    assert served.get("/v1/models", authorization=given).status_code == status
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "\u00e9"])
+def test_keys_that_no_header_can_carry(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.delenv("POSS_API_KEY", raising=False)
+    assert read_api_key() is None
+    monkeypatch.setenv("POSS_API_KEY", KEY)
+    assert read_api_key() == KEY
+    monkeypatch.setenv("POSS_API_KEY", key)
+    with pytest.raises(UserError, match="POSS_API_KEY: want printable ASCII"):
+        read_api_key()
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "is_known"),
+    [
+        ("localhost:8000", (), True),
+        ("10.1.2.3", (), True),
+        ("[fd00::1]:80", (), True),
+        ("", (), True),
+        ("poss.example", (), False),
+        ("poss.example", ("poss.example",), True),
+        ("POSS.example:8000", ("poss.Example",), True),
+        ("poss.example.evil", ("poss.example",), False),
+        ("poss.example:80:80", ("poss.example",), False),
+        ("evil", ("*",), True),
+    ],
+)
+def test_names_of_a_server(name: str, allowed: tuple[str, ...], is_known: bool) -> None:
+    """Whatever address it listens at: a page of that name may reach it in its own network."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    guard = Guard(answer, api_key=None, max_body_bytes=9, allowed_hosts=allowed)
+    scope = {"type": "http", "method": "GET", "path": "/", "server": ("10.1.2.3", 80)}
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(guard(scope | {"headers": [(b"host", name.encode())]}, lambda: None, send))
+    assert sent[0]["status"] == (200 if is_known else 403)
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/openapi.json", "/tokenize", "/v1/../health"])

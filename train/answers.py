@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint.whole import write_file
+from poss_jax.checkpoint.whole import naming, write_file
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import DataConfig
@@ -238,7 +238,7 @@ class AnswerFiles:
             self._to_start = None
         for path, key in ((self.output, "messages"), (self.failed, "reason")):
             mine = [line for line in lines if ("reason" in line) == (key == "reason")]
-            with path.open("a", encoding="utf-8") as file:
+            with naming(path), path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in mine)
                 file.flush()
                 os.fsync(file.fileno())

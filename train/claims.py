@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from etils import epath
 
-from poss_jax.checkpoint.locks import sole_writer
+from poss_jax.checkpoint.locks import hold_folder, sole_writer
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.paths import (
@@ -73,6 +73,18 @@ def hold_together(config: TrainConfig) -> Iterator[None]:
     """
     with ExitStack() as held:
         ask_first(lambda: held.enter_context(sole_writer(config.output)))
+        yield
+
+
+@contextmanager
+def hold_moved_together(config: TrainConfig) -> Iterator[None]:
+    """Keeps other runs out of the folder of this one, which exists now, also once it is moved.
+
+    Raises:
+      UserError: in every process, another run is at work there.
+    """
+    with ExitStack() as held:
+        ask_first(lambda: held.enter_context(hold_folder(config.output)))
         yield
 
 

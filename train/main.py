@@ -30,7 +30,7 @@ from poss_jax.program.options import read_arguments
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
-from .claims import check_output, claim_together, hold_together
+from .claims import check_output, claim_together, hold_moved_together, hold_together
 from .devices import is_first_process, make_on
 from .loggers import check_loggers
 from .loop import run_steps
@@ -60,7 +60,10 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
                 stage.load_weights()
         if stage is None and is_damaged(config):
             return {"model": str(absolute(config.output) / "model")}
-        with closing(RunFolder(config, is_checked=stage is None)) as folder:
+        with (
+            hold_moved_together(config),
+            closing(RunFolder(config, is_checked=stage is None)) as folder,
+        ):
             if stage is not None:
                 config = config.with_budget(len(stage.rows))
                 if is_first_process():

@@ -10,7 +10,6 @@ it when its decoding fails.
 
 import asyncio
 import json
-import os
 from typing import Any
 
 from ray import serve
@@ -19,7 +18,7 @@ from ray.serve import Application
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.reading import build_config, read_values
 from poss_jax.serving.app import create_app, guarded
-from poss_jax.serving.guard import Guard
+from poss_jax.serving.guard import Guard, read_api_key
 
 
 @serve.deployment(num_replicas=2, max_ongoing_requests=64)
@@ -33,7 +32,7 @@ class Server:
     def __serve_build_asgi_app__(self) -> Guard:
         """Makes the application; Ray calls this in the replica, and then starts it."""
         self._poss = create_app(self._config)
-        return guarded(self._poss, self._config, api_key=os.environ.get("POSS_API_KEY") or None)
+        return guarded(self._poss, self._config, api_key=read_api_key())
 
     async def check_health(self) -> None:
         """Waits for the warm-up at the first call; raises RuntimeError if decoding has failed."""

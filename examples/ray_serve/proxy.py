@@ -55,12 +55,18 @@ async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -
         gone.cancel()
 
 
-def create_proxy(urls: Sequence[str], settings: Settings = Settings()) -> Guard:  # noqa: B008
+def create_proxy(
+    urls: Sequence[str],
+    settings: Settings = Settings(),  # noqa: B008
+    *,
+    allowed_hosts: Sequence[str] = (),
+) -> Guard:
     """Makes the ASGI application.
 
     Args:
       urls: addresses of the upstreams.
       settings: settings.
+      allowed_hosts: see `Guard`.
     """
 
     @asynccontextmanager
@@ -102,7 +108,7 @@ def create_proxy(urls: Sequence[str], settings: Settings = Settings()) -> Guard:
     for path in ("/", "/version", "/tokenize", "/v1/{rest:path}"):
         routes.append(Route(path, forward, methods=["GET", "POST"]))
     app = Starlette(routes=routes, lifespan=lifespan)
-    return Guard(app, api_key=None, max_body_bytes=_MAX_BODY_BYTES)
+    return Guard(app, api_key=None, max_body_bytes=_MAX_BODY_BYTES, allowed_hosts=allowed_hosts)
 
 
 def read_object(content: bytes) -> dict[str, Any]:
@@ -148,11 +154,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=defaults.timeout_seconds,
         help="as the servers have it",
     )
+    parser.add_argument(
+        "--allowed-host", action="append", default=[], help="name it is reached by; '*': any"
+    )
     args = parser.parse_args(arguments)
     settings = Settings(args.max_new_tokens, args.timeout_seconds)
-    uvicorn.run(
-        create_proxy(args.upstream, settings), host=args.host, port=args.port, access_log=False
-    )
+    proxy = create_proxy(args.upstream, settings, allowed_hosts=args.allowed_host)
+    uvicorn.run(proxy, host=args.host, port=args.port, access_log=False)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The lock is the operating system's and ends with its process, however that ends.
 has it, and is there only as long as somebody does (or was when he was killed).
 """
 
+import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -68,8 +69,36 @@ def sole_writer(output: str | AnyPath) -> Iterator[None]:
             is_inside = real.is_dir() and not os.access(real.parent, os.W_OK)
             place = real / ".lock" if is_inside else real.parent / f".{real.name}.lock"
             held.enter_context(hold_lock(place, refuse))
+            with hold_folder(output):  # somebody may have moved it here while it is written
+                pass
         except OSError as error:
             raise UserError(f"output {output}: {error.strerror}; name another place") from error
+        yield
+
+
+@contextmanager
+def hold_folder(output: str | AnyPath) -> Iterator[None]:
+    """Keeps other processes from writing a folder wherever it is moved; nothing if there is none.
+
+    Raises:
+      UserError: another process writes it.
+    """
+    real = None if is_uri(output) else local_path(str(output), "output").resolve()
+    if real is None or not real.is_dir():
+        yield
+        return
+    with ExitStack() as held:
+        folder = os.open(real, os.O_RDONLY)
+        held.callback(os.close, folder)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"output {output} is in use by another process, which began before it was moved "
+                "here; wait for it, or name another output"
+            ) from error
+        except OSError:  # this file system has no such locks
+            pass
         yield
 
 

@@ -78,11 +78,23 @@ def write_file(path: AnyPath, text: str) -> None:
         return
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with naming(path):
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def naming(path: AnyPath) -> Iterator[None]:
+    """Lets errors of the system name the file that is written; that of a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_output(path: AnyPath, text: str, *, name: str = "output") -> None:

@@ -204,7 +204,10 @@ class ServeConfig(AnswerConfig):
       stream_interval_seconds: Shortest time between two events of a stream; what comes meanwhile is
         one event. The first token and the end do not wait.
       drain_seconds: Longest time to finish answers after SIGTERM.
-      max_body_mib: Largest body of a request, in MiB.
+      max_body_mib: Largest body of a request, in MiB; null takes 1, or 16 bytes per token of
+        max_length where that is more.
+      allowed_hosts: Names that the header Host of a request may have, besides localhost and
+        addresses; `*` stands for all. With an API key any name will do.
       model_name: Name of the model in the API; null takes the name of the target's folder.
     """
 
@@ -220,13 +223,26 @@ class ServeConfig(AnswerConfig):
     timeout_seconds: Positive = 600.0
     stream_interval_seconds: PositiveOrZero = 0.04
     drain_seconds: PositiveOrZero = 30.0
-    max_body_mib: Positive = 8.0
+    max_body_mib: Positive | None = None
+    allowed_hosts: tuple[str, ...] = ()
     model_name: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.slots is not None and max(self.slots, default=0) != self.batch_size:
             raise ValueError(f"slots: want the largest to be batch_size, {self.batch_size}")
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest body of a request."""
+        if self.max_body_mib is not None:
+            return int(self.max_body_mib * 2**20)
+        return max(2**20, 16 * (self.max_length or 0))
+
+    @property
+    def max_requests(self) -> int:
+        """Most requests at once: those that are decoded, those that wait, and some to refuse."""
+        return self.max_queue + 4 * self.batch_size
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

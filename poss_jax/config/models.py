@@ -22,6 +22,7 @@ from poss_jax.config.reading import UserError
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Spans = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
+_MOST_STOP_IDS = 64  # of files: what decodes may have fewer
 Divisors = tuple[Positive, ...]
 Quantisation = Literal["int8", "fp8"]
 Drafting = Literal["coupled", "argmax", "sampled"]
@@ -121,7 +122,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     fused_projections: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
     bos_token_id: TokenId | None = None
-    eos_token_ids: tuple[TokenId, ...] = ()
+    eos_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=_MOST_STOP_IDS)] = ()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

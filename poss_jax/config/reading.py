@@ -235,6 +235,9 @@ def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:
         case "too_short":
             least, got = (error["ctx"][key] for key in ("min_length", "actual_length"))
             return where, f"{where}: want at least {least}, got {got}"
+        case "too_long":
+            most, got = (error["ctx"][key] for key in ("max_length", "actual_length"))
+            return where, f"{where}: want at most {most}, got {got}"
         case "dataclass_type":
             return where, f"{where}: want a mapping of keys, got {shorten(error['input'])}"
     return where, f"{where}: {error['msg']}, got {shorten(error['input'])}"

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.models import LlamaConfig, Spans
-from poss_jax.config.numbers import CountOrZero, Depth
+from poss_jax.config.numbers import INT32_MAX, CountOrZero, Depth
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
 from poss_jax.convert.rope import read_rope
@@ -191,7 +191,7 @@ def _head_dim(values: Mapping[str, Any], origin: str) -> Any:
         raise UserError(
             f"{origin}: want counts, got {shorten(hidden_size)} over {shorten(num_heads)} heads"
         )
-    if hidden_size % num_heads:
+    if hidden_size % num_heads and max(hidden_size, num_heads) <= INT32_MAX:  # else it says that
         raise UserError(
             f"{origin}: hidden_size {hidden_size} is not a multiple of {num_heads} heads; add "
             "head_dim"

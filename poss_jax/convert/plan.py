@@ -1,6 +1,5 @@
 """A conversion that is checked and ready: the model to write, and the stream of its items."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -41,8 +40,6 @@ _WORDS = {"embed": "embedding", "head": "head"}
 
 # Values looked at a time, so that no mask as long as an embedding is made.
 _CHUNK = 1 << 22
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -288,7 +285,11 @@ def _read(tensor: LazyTensor, key: str, cast: Any) -> np.ndarray:
     if cast is not None:
         array = array.astype(cast, copy=False)
     if not is_finite(array):
-        _LOG.warning("%s: %s holds NaN or infinity; it is converted as it is", tensor.file, key)
+        kind = "" if cast is None else f" as {np.dtype(cast).name}"
+        raise UserError(
+            f"{tensor.file}: {key} holds NaN or infinity{kind}; fetch the file again, or ask its "
+            "author"
+        )
     return array
 
 

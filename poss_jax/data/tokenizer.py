@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from poss_jax.checkpoint.record import TOKENIZER_FILES
 from poss_jax.config.paths import AnyPath, local_files, uploaded
 from poss_jax.config.reading import UserError, one_line
+from poss_jax.data.normalisers import check_growth
 
 if TYPE_CHECKING:
     import transformers
@@ -93,9 +94,11 @@ def _load_local(folder: Path, origin: AnyPath) -> "transformers.PreTrainedTokeni
     has_json = (folder / "tokenizer.json").exists()  # else, AutoTokenizer converts (imports torch)
     kind = "PreTrainedTokenizerFast" if has_json else "AutoTokenizer"
     with _errors_of_tokenizer(f"{origin}: want a tokenizer, got", "copy its files there"):
-        return getattr(_transformers(), kind).from_pretrained(
+        tokenizer = getattr(_transformers(), kind).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+    check_growth(tokenizer, origin)
+    return tokenizer
 
 
 def call_tokenizer(tokenizer: Any, texts: Any, **settings: Any) -> Any:

@@ -39,13 +39,16 @@ _LOG = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT")
 
 _INDENT = 6 * " "
-_NAMES = {"drafts": "draft", "datasets": "dataset", "keeps_unfinished": "keep-unfinished"}
+_NAMES = {
+    **{"drafts": "draft", "datasets": "dataset", "keeps_unfinished": "keep-unfinished"},
+    **{"allowed_hosts": "allowed-host"},
+}
 _METAVARS = {
     **dict.fromkeys(["target", "draft", "init_target", "init_draft"], "DIR"),
     **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
     **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE", "stop": "TEXT", "prompt": "TEXT"},
     **{"server": "URL", "output": "PATH", "data.source": "DATA", "data.system_prompt": "TEXT"},
-    "chat_template_kwargs": "NAME=VALUE",
+    **{"chat_template_kwargs": "NAME=VALUE", "allowed_hosts": "NAME"},
 }
 
 

@@ -1,7 +1,8 @@
 """The OpenAI-compatible server; `python -m infer.serve` runs it.
 
 app.py         the ASGI application: endpoints, life cycle
-requests.py    bodies of requests -> jobs for the scheduler; errors of the API
+bodies.py      bodies of requests: received, bounded, parsed
+requests.py    requests -> jobs for the scheduler; errors of the API
 replies.py     chunks of answers -> bodies and events
 guard.py       what every request passes: key, size, id, access log, slow readers
 server.py      uvicorn's server: draining, slow clients

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 
 import jax
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
@@ -33,18 +33,17 @@ from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.slots import Slots, check_room
 from poss_jax.engine.streams import Stream, merge
 from poss_jax.program.options import load_engine
+from poss_jax.serving.bodies import add_schemas, parse_body, receive_body, schema_of
 from poss_jax.serving.guard import PATIENCE, Guard
 from poss_jax.serving.metrics import Metrics
 from poss_jax.serving.replies import DONE, Reply, event
 from poss_jax.serving.requests import (
-    KINDS,
     ApiError,
     ChatRequest,
     CommonRequest,
     CompletionRequest,
     Job,
     TokenizeRequest,
-    explain,
     read_chat,
     read_completion,
     read_text,
@@ -54,6 +53,7 @@ _LOG = logging.getLogger(__package__)
 _KEEP_ALIVE = b": waiting\n\n"
 _KEEP_ALIVE_SECONDS = 10.0
 _POLL_SECONDS = 0.25
+_LARGE_BYTES = 2**16
 _CSP = (
     "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'"
@@ -117,6 +117,30 @@ class Service:
         self.metrics = Metrics(scheduler)
         self.model = config.model_name or as_path(config.target).name
         self.is_warm = self.is_draining = False
+        self._reader_of_large = ThreadPoolExecutor(1)
+
+    def close(self) -> None:
+        """Ends decoding and reading."""
+        self._reader_of_large.shutdown(wait=False, cancel_futures=True)
+        self.scheduler.close()
+
+    async def read(self, request: Request, kind: type[Any], read: Callable[..., Any]) -> Any:
+        """Reads a request beside the event loop: its body, and what `read` makes of it.
+
+        Large ones are read one after the other, so that they take memory and time once.
+
+        Raises:
+          ApiError: something in it cannot be served.
+        """
+        content = await receive_body(request)
+
+        def parse() -> Any:
+            body = parse_body(kind, content)
+            self.check_model(getattr(body, "model", None))
+            return body, read(self.engine, self.limits, body)
+
+        pool = self._reader_of_large if len(content) > _LARGE_BYTES else None
+        return await asyncio.get_running_loop().run_in_executor(pool, parse)
 
     @property
     def is_ready(self) -> bool:
@@ -244,7 +268,7 @@ def create_app(
             yield
         finally:
             warm_up.cancel()
-            await asyncio.to_thread(scheduler.close)
+            await asyncio.to_thread(service.close)
 
     app = FastAPI(
         title="poss_jax",
@@ -268,8 +292,14 @@ def guarded(
     app: FastAPI, config: ServeConfig, *, api_key: str | None, patience: float = PATIENCE
 ) -> Guard:
     """Puts an application behind the checks of `guard.py`."""
-    most = int(config.max_body_mib * 2**20)
-    return Guard(app, api_key=api_key, max_body_bytes=most, patience=patience)
+    return Guard(
+        app,
+        api_key=api_key,
+        max_body_bytes=config.max_body_bytes,
+        max_requests=config.max_requests,
+        allowed_hosts=config.allowed_hosts,
+        patience=patience,
+    )
 
 
 async def _warm_up(service: Service) -> None:
@@ -285,22 +315,6 @@ def _add_errors(app: FastAPI) -> None:
         headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
         return JSONResponse(error.body(), error.status, headers)
 
-    async def of_validation(request: Request, error: Any) -> Response:
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            where = f"at character {first['loc'][1]}: {first['ctx']['error']}"
-            return await of_api(request, ApiError(400, f"body: want JSON, got none {where}"))
-        _, *path = first["loc"]
-        if not path:
-            message = "body: want a JSON object, with Content-Type: application/json"
-            return await of_api(request, ApiError(400, message))
-        field = path[0]
-        where, message = ".".join(map(str, path)), explain(first)
-        if len(path) > 1 and field in KINDS:
-            where, message = field, KINDS[field]
-        shown = where if where.isascii() and len(where) <= 100 else field
-        return await of_api(request, ApiError(400, f"{shown}: {message}", param=field))
-
     async def of_http(request: Request, error: Any) -> Response:
         told = ApiError(error.status_code, str(error.detail))
         response = await of_api(request, told)
@@ -312,7 +326,6 @@ def _add_errors(app: FastAPI) -> None:
         return await of_api(request, ApiError(500, "an error of the server; see its log"))
 
     app.add_exception_handler(ApiError, of_api)
-    app.add_exception_handler(RequestValidationError, of_validation)
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(Exception, of_anything)
 
@@ -366,28 +379,27 @@ def _add_api(app: FastAPI) -> None:
         service.check_model(name)
         return JSONResponse(service.about_model)
 
-    async def answer(request: Request, body: Any, read: Callable[..., Job]) -> Response:
+    @app.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continues prompts."""
         service = _service(request)
-        service.check_model(body.model)
-        job = await asyncio.to_thread(read, service.engine, service.limits, body)
+        body, job = await service.read(request, CompletionRequest, read_completion)
         return await service.answer(request, body, job)
 
-    @app.post("/v1/completions")
-    async def completions(request: Request, body: CompletionRequest) -> Response:
-        """Continues prompts."""
-        return await answer(request, body, read_completion)
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: ChatRequest) -> Response:
+    @app.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
+    async def chat(request: Request) -> Response:
         """Answers a chat."""
-        return await answer(request, body, read_chat)
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-        """Token ids of a text, as /v1/completions would read it."""
         service = _service(request)
-        ids = await asyncio.to_thread(read_text, service.engine, service.limits, body)
+        body, job = await service.read(request, ChatRequest, read_chat)
+        return await service.answer(request, body, job)
+
+    @app.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, as /v1/completions would read it."""
+        _, ids = await _service(request).read(request, TokenizeRequest, read_text)
         return JSONResponse({"tokens": ids, "count": len(ids)})
+
+    add_schemas(app, CompletionRequest, ChatRequest, TokenizeRequest)
 
 
 def _service(request: Request) -> Service:

@@ -9,13 +9,13 @@ import re
 import secrets
 from dataclasses import asdict, replace
 from functools import lru_cache
+from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.reading import UserError, cut
-from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, Prompt, prompt_seed
 from poss_jax.engine.slots import MOST_BIASED, MOST_STOP_IDS
@@ -23,6 +23,8 @@ from poss_jax.engine.text import longest_token
 
 _LOG = logging.getLogger(__package__)
 _MOST_CHOICES = 128
+_MOST_MESSAGES = 4_000
+_MOST_LOGPROBS = 200_000  # of a reply, unless one choice of full length has more
 _LONGEST_STOP = 1000
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
@@ -161,7 +163,9 @@ class Message(BaseModel):
 class ChatRequest(CommonRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -202,7 +206,6 @@ def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest
     Raises:
       ApiError: something in it cannot be served.
     """
-    _check_text(body)
     _refuse(body, "suffix")
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, "best_of: want the same as n", param="best_of")
@@ -231,7 +234,6 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     Raises:
       ApiError: something in it cannot be served.
     """
-    _check_text(body)
     _refuse(body, "tools", "functions")
     if (body.response_format or {}).get("type", "text") != "text":
         raise ApiError(400, "response_format: only text is served", param="response_format")
@@ -253,9 +255,8 @@ def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> lis
     """Token ids of a text.
 
     Raises:
-      ApiError: half a character, or far more text than could be answered.
+      ApiError: far more text than could be answered.
     """
-    _check_text(body)
     return _encode(engine, config, body.prompt)
 
 
@@ -340,6 +341,8 @@ def _make_job(
         for choice in range(body.n or 1):
             seed = prompt_seed(sampling.seed, index * (body.n or 1) + choice)
             prepared.append(one._replace(sampling=replace(sampling, seed=seed)))
+    if logprobs is not None:
+        _check_logprobs(config, prepared, 1 + logprobs)
     try:
         engine.check_stop(stop, config.max_length or engine.max_length)
     except UserError as error:
@@ -349,10 +352,22 @@ def _make_job(
     return Job(prepared, [*config.stop, *stop], logprobs, num_tokens, [""] * len(prepared))
 
 
+def _check_logprobs(config: ServeConfig, prompts: list[PreparedPrompt], per_token: int) -> None:
+    """Refuses a reply that would hold too many log-probabilities."""
+    longest = (config.max_length or 0) * (1 + config.max_logprobs)
+    most = max(_MOST_LOGPROBS, longest)
+    if (got := per_token * sum(prompt.max_new_tokens for prompt in prompts)) > most:
+        message = f"logprobs: want at most {most:,} in all choices, got up to {got:,}"
+        raise ApiError(400, f"{message}; ask for fewer choices or tokens", param="logprobs")
+
+
 def _encode(engine: Engine, config: ServeConfig, prompt: Prompt) -> list[int]:
     param = "messages" if prompt and isinstance(prompt[0], dict) else "prompt"
-    length = _num_characters(prompt)
     most = config.max_length or engine.max_length
+    if isinstance(prompt, list) and len(prompt) > most and isinstance(prompt[0], int):
+        message = f"prompt of {len(prompt):,} tokens does not fit a length of {most:,}"
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
+    length = _num_characters(prompt)
     # To tokenise megabytes takes seconds. (A tokenizer that folds spaces could fit more in.)
     if engine.tokenizer is not None and length > most * longest_token(engine.tokenizer):
         message = f"prompt of {length:,} characters does not fit a length of {most:,} tokens"
@@ -426,31 +441,12 @@ def explain(error: Any) -> str:
     return error["msg"].removeprefix("Value error, ")
 
 
-_seen: set[str] = set()
-
-
 def _log_unknown(body: CommonRequest) -> None:
-    """Says once of every field that is not known that it is ignored."""
-    new = [name for name in body.model_extra or {} if name not in _seen]
-    for name in new[: max(0, 100 - len(_seen))]:
-        _seen.add(name)
-        _LOG.warning("the field %s of a request is not known; it is ignored", cut(ascii(name)))
+    """Says of fields that are not known, of ten per request, that they are ignored."""
+    for name in islice(body.model_extra or {}, 10):
+        _warn_of_unknown(cut(ascii(name)))
 
 
-def _check_text(body: BaseModel) -> None:
-    """Refuses text that is not UTF-8 anywhere in a body, however deep.
-
-    Raises:
-      ApiError: half a character.
-    """
-    rest: list[Any] = [body]
-    while rest:
-        value = rest.pop()
-        if isinstance(value, str) and lone_surrogates(value):
-            raise ApiError(400, "want text as UTF-8, got half a character")
-        if isinstance(value, BaseModel):
-            rest += [value.__dict__, value.model_extra]
-        elif isinstance(value, dict):
-            rest += [*value, *value.values()]
-        elif isinstance(value, list):
-            rest += value
+@lru_cache(maxsize=256)  # once each, unless there are many
+def _warn_of_unknown(name: str) -> None:
+    _LOG.warning("the field %s of a request is not known; it is ignored", name)

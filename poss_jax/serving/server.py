@@ -24,29 +24,53 @@ from poss_jax.serving.guard import PATIENCE
 
 _LOG = logging.getLogger(__package__)
 _BACKLOG = 2048  # as uvicorn's
-_SPARE_CONNECTIONS = 100  # beside those of all that run and wait: probes, pools of clients
+_SPARE_CONNECTIONS = 100  # beside those of all requests: probes, pools of clients
 
 
 class Connection(H11Protocol):
-    """A connection that is cut when its client takes too long to ask, or to read."""
+    """A connection that is cut when its client takes too long to ask, or to read.
 
-    def __init__(self, *args: Any, patience: float, **options: Any) -> None:
+    Where there are too many, the one is cut whose client has been waited for longest, so that those
+    who come can always ask.
+    """
+
+    def __init__(self, *args: Any, patience: float, most: int, **options: Any) -> None:
         """Makes a connection.
 
         Args:
           args: uvicorn's.
           patience: seconds for the head of a request, and for reading what was sent.
+          most: number of connections from which on some are cut.
           options: uvicorn's.
         """
         super().__init__(*args, **options)
-        self._patience = patience
+        self._patience, self._most = patience, most
+        self._since = 0.0
         self._to_ask: Any = None
         self._to_read: Any = None
 
     def connection_made(self, transport: Any) -> None:
         """Begins to wait for a request."""
         super().connection_made(transport)
+        self._since = self.loop.time()
         self._await_request()
+        if len(self.connections) > self._most:
+            others = [one for one in self.connections if one is not self and one.waits_for_client]
+            if others:
+                min(others, key=lambda one: one._since).transport.abort()
+
+    @property
+    def waits_for_client(self) -> bool:
+        """True if the client is to act: to ask, to send a body, or to read."""
+        if self.transport.is_closing():
+            return False
+        has_asked = self.cycle is not None and not self.cycle.response_complete
+        return not has_asked or self.cycle.more_body or self._to_read is not None
+
+    def on_response_complete(self) -> None:
+        """Begins to wait for the next request."""
+        self._since = self.loop.time()
+        super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
         """Takes in a part of a request."""
@@ -154,15 +178,15 @@ def make_server(
       api_key: key that requests must carry; None: they need none.
       patience: see `Guard`.
     """
+    most = config.max_requests + _SPARE_CONNECTIONS
     settings = uvicorn.Config(
         guarded(app, config, api_key=api_key, patience=patience),
-        http=partial(Connection, patience=patience),  # type: ignore[arg-type]
+        http=partial(Connection, patience=patience, most=most),  # type: ignore[arg-type]
         ws="none",
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=5,
-        limit_concurrency=config.max_queue + 4 * config.batch_size + _SPARE_CONNECTIONS,
     )
     return DrainingServer(settings, app, drain_seconds=config.drain_seconds)
 

@@ -1,0 +1,93 @@
+"""Bodies of requests: bytes -> what pydantic makes of them, with limits on what that may take."""
+
+import re
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.requests import ClientDisconnect, Request
+
+from poss_jax.serving.requests import KINDS, ApiError, explain
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+_MOST_CONTAINERS = 10_000
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_JSON = re.compile(r"application/(.+\+)?json")
+_NO_OBJECT = "body: want a JSON object, with Content-Type: application/json"
+_SCHEMAS = "#/components/schemas/"
+
+
+async def receive_body(request: Request) -> bytes:
+    """Receives a body, which must be JSON by its type, so that no page of another site can send it.
+
+    Raises:
+      ApiError: it has another type, is empty, or breaks off.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not _JSON.fullmatch(kind):
+        raise ApiError(400, _NO_OBJECT)
+    try:
+        content = b"".join([part async for part in request.stream()])
+    except ClientDisconnect as error:
+        raise ApiError(400, "body: want all of it, got a part") from error
+    if not content:
+        raise ApiError(400, _NO_OBJECT)
+    return content
+
+
+def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
+    """Parses the body of a request; types are JSON's own, so that "3" is no number.
+
+    Raises:
+      ApiError: no JSON, too many lists and objects, or another value than a field may have.
+    """
+    if _num_containers(content) > _MOST_CONTAINERS:
+        raise ApiError(400, f"body: want at most {_MOST_CONTAINERS:,} lists and objects")
+    try:
+        return kind.model_validate_json(content, strict=True)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_input=False)[0]) from error
+
+
+def _num_containers(content: bytes) -> int:
+    """Counts the lists and objects of JSON; brackets in texts only where all are few enough."""
+    for pattern in (None, _STRING):
+        outside = pattern.sub(b"", content) if pattern else content
+        if (count := outside.count(b"[") + outside.count(b"{")) <= _MOST_CONTAINERS:
+            break
+    return count
+
+
+def _refusal(first: Any) -> ApiError:
+    """Says what pydantic found first."""
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"body: want JSON, got none: {first['ctx']['error']}")
+    if not first["loc"]:
+        return ApiError(400, _NO_OBJECT)
+    field, *rest = map(str, first["loc"])
+    where, message = ".".join([field, *rest]), explain(first)
+    if rest and field in KINDS:
+        where, message = field, KINDS[field]
+    shown = where if where.isascii() and len(where) <= 100 else field
+    return ApiError(400, f"{shown}: {message}", param=field)
+
+
+def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """What the OpenAPI schema says of an endpoint that receives such a body by itself."""
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS + kind.__name__}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def add_schemas(app: FastAPI, *kinds: type[BaseModel]) -> None:
+    """Adds to an application's OpenAPI schema those that `schema_of` names."""
+    wanted, template, without = [(one, "validation") for one in kinds], "{model}", app.openapi
+    _, found = models_json_schema(wanted, ref_template=_SCHEMAS + template)  # type: ignore[arg-type]
+
+    def openapi() -> dict[str, Any]:
+        schema = without()
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
+        return schema
+
+    app.openapi = openapi
