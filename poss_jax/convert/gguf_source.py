@@ -269,7 +269,7 @@ def _llama3_divisors(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.
 def _values_of(gguf: GgufFile, name: str) -> list[float]:
     if name not in gguf.tensors:
         raise UserError(f"{gguf.path}: {name} is missing; fetch the file again")
-    return [shortest(value) for value in gguf.tensors[name].read().ravel()]
+    return [shortest(value) for value in gguf.tensors[name].read().ravel().tolist()]
 
 
 # --------------------------------------------------------------------------------------------------
