@@ -1,12 +1,14 @@
-r"""Converts PyTorch checkpoints into model folders and back, and says what a checkpoint holds.
+r"""Converts checkpoints of other programs into model folders and back, and says what one holds.
 
-Needs a folder or Hub id with safetensors (or .bin, with the `torch` extra). Prints what had to be
-assumed, a table (source key -> our path, shape and type), and as its last line one JSON object.
+Needs a folder or Hub id with safetensors (or .bin, with the `torch` extra), or a GGUF file. Prints
+what had to be assumed, a table (source key -> our path, shape and type), and as its last line one
+JSON object.
 
     python -m poss_jax.convert inspect HINT-lab/PosS3-Llama3-8B-Instruct
     python -m poss_jax.convert target --source meta-llama/Meta-Llama-3-8B-Instruct \
         --output models/llama3-8b
     python -m poss_jax.convert target --source DIR_OR_HUB_ID --output DIR --quantise int8
+    python -m poss_jax.convert target --source FILE.gguf --output DIR --dtype bfloat16
     python -m poss_jax.convert draft --source HINT-lab/PosS3-Llama3-8B-Instruct \
         --target models/llama3-8b --output models/poss3
     python -m poss_jax.convert export --model models/poss3 --target models/llama3-8b \
@@ -155,7 +157,7 @@ def _fold_rows(rows: Iterable[Row]) -> list[Row]:
     return [
         Row(_join(key, first, last), _join(path, first + (shift or 0), last + (shift or 0)), *rest)
         for (key, path, shift, *rest), numbers in groups.items()
-        for first, last in _runs(numbers)
+        for first, last in _runs(sorted(numbers))
     ]
 
 
@@ -196,6 +198,12 @@ def _folder(text: str) -> dict[str, Any]:
     return {"type": as_path, "metavar": "DIR", "help": text}
 
 
+_TARGET_SOURCE = (
+    "Convert this checkpoint: a folder, a GGUF file, a folder or wheel (.whl, .zip) that holds one "
+    "such file, or an id on the Hugging Face Hub (owner/name)."
+)
+
+
 def _switch(text: str, **more: Any) -> dict[str, Any]:
     return {"action": "store_true", "help": text, **more}
 
@@ -203,7 +211,8 @@ def _switch(text: str, **more: Any) -> dict[str, Any]:
 _OPTIONS: dict[str, dict[str, Any]] = {
     "source": {
         "metavar": "SOURCE",
-        "help": "A folder of a PyTorch checkpoint, its Hub id (owner/name), or a model folder.",
+        "help": "A folder of a PyTorch checkpoint, its Hub id (owner/name), a GGUF file, or a "
+        "model folder.",
     },
     "--source": {
         "metavar": "DIR_OR_HUB_ID",
@@ -266,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         module="poss_jax.convert",
         description=(
-            "Convert PyTorch checkpoints into poss_jax model folders. Every key of the source is "
+            "Convert checkpoints into poss_jax model folders. Every key of the source is "
             "checked; anything unknown, missing or of another shape stops the conversion, and "
             "nothing is written."
         ),
@@ -306,9 +315,10 @@ def _parser() -> argparse.ArgumentParser:
         "target",
         "Convert a Llama-family target in Hugging Face's layout.",
         "Its config.json, tokenizer files and weights are read (safetensors, or .bin with the "
-        "`torch` extra; a single file or shards).",
+        "`torch` extra; a single file or shards), or a GGUF file, whose weights are dequantised.",
         required="--source --output",
         optional="--revision --dtype --quantise",
+        changes={"--source": {"metavar": "SOURCE", "help": _TARGET_SOURCE}},
     )
     add(
         _draft,

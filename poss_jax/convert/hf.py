@@ -74,7 +74,7 @@ def read_target_config(source: Source) -> LlamaConfig:
     """
     path = source.folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
-    return parse_llama_config(source.values, generation, origin=f"{source.folder}/config.json")
+    return parse_llama_config(source.values, generation, origin=source.config_name)
 
 
 def parse_llama_config(

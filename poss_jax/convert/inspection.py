@@ -64,10 +64,10 @@ class Inspection:
 
 
 def inspect(source: str, revision: str | None = None, *, verify: bool = False) -> Inspection:
-    """Looks at a PyTorch checkpoint or at a model folder of ours.
+    """Looks at a checkpoint of another program or at a model folder of ours.
 
     Args:
-      source: folder or Hub id.
+      source: folder, GGUF file or Hub id.
       revision: branch, tag or commit on the Hub.
       verify: compare a model folder with its checksums.
 
@@ -90,13 +90,23 @@ def inspect(source: str, revision: str | None = None, *, verify: bool = False) -
         found.refused = str(error)
         _list_unknown(found, opened)
     _count_weights(found)
-    files = [name for name in TOKENIZER_FILES if (opened.folder / name).is_file()]
-    found.add("tokenizer files", ", ".join(files) or "none")
+    found.facts += opened.facts.items()
+    found.add("tokenizer files", ", ".join(_list_tokenizer_files(found, opened)) or "none")
     if opened.revision is not None:
         found.add("commit", opened.revision)
     if found.refused is None:
         found.add("convert with", _command(found, revision))
     return found
+
+
+def _list_tokenizer_files(found: Inspection, source: Source) -> list[str]:
+    """Lists the tokenizer's files; a GGUF file may hold a tokenizer that they cannot be made of."""
+    try:
+        folder = source.tokenizer_folder
+    except UserError as error:
+        found.refused = found.refused or str(error)
+        return []
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 def _command(found: Inspection, revision: str | None) -> str:

@@ -81,7 +81,7 @@ def plan_target(
     """Opens and checks a target; nothing is written yet.
 
     Args:
-      source: folder or Hub id.
+      source: folder, GGUF file or Hub id.
       revision: branch, tag or commit on the Hub.
       dtype: type to store, of all that is not quantised.
       quantise: type to round the matrices to, from what the source holds; None keeps them.
@@ -91,6 +91,7 @@ def plan_target(
     """
     reading = read_checkpoint(open_source(source, revision), "target")
     config, opened, tensors = reading.llama, reading.source, reading.source.tensors
+    tokenizer = opened.tokenizer_folder
     embedding = tensors[_EMBED].read()
     head = embedding if config.tie_embeddings else tensors[HEAD].read()
     is_twice = config.tie_embeddings and HEAD in tensors
@@ -100,8 +101,8 @@ def plan_target(
             "set tie_word_embeddings to what the model was trained with"
         )
     identity = target_identity(*opened.identity, embedding, head)
-    record = new_record(config, identity, tokenizer_from=opened.folder, quantised=quantise)
-    return _convert(reading, record, reading.dropped, dtype, opened.folder)
+    record = new_record(config, identity, tokenizer_from=tokenizer, quantised=quantise)
+    return _convert(reading, record, reading.dropped, dtype, tokenizer)
 
 
 def plan_draft(

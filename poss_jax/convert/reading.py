@@ -89,7 +89,7 @@ def check_keys(
         listed = "; ".join(problems[:_MAX_LISTED])
         more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
         raise UserError(
-            f"{origin}: the weights do not fit what config.json describes: {listed}{more}; "
+            f"{origin}: the weights do not fit what the config describes: {listed}{more}; "
             "give the model's own files"
         )
 

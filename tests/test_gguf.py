@@ -1,0 +1,428 @@
+"""Targets from GGUF files: equal to the same model in Hugging Face's layout, bit for bit."""
+
+import json
+import math
+import zipfile
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from convert_sources import run, write_source
+from gguf import GGMLQuantizationType as Type
+from gguf_files import (
+    CONTEXT,
+    FAMILIES,
+    HEAD_DIM,
+    VOCABULARY,
+    config_of,
+    draw_tensors,
+    write_gguf,
+)
+
+from poss_jax.checkpoint.folder import load_target
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.reading import UserError
+from poss_jax.convert.gguf_file import open_gguf
+from poss_jax.convert.inspection import inspect
+from poss_jax.convert.source import open_source
+
+
+def convert(source, output):
+    run("target", source=source, output=output)
+    return load_target(output)
+
+
+def assert_same(tmp_path, family, tensors, *, config=None, **changes):
+    """Converts both files of a model, and compares configs and weights."""
+    source = write_source(tmp_path / "hf", tensors, **config_of(family, **(config or {})))
+    want, wanted = convert(source, tmp_path / "from_hf")
+    file = write_gguf(tmp_path / "model.gguf", family, tensors, **changes)
+    got, params = convert(file, tmp_path / "from_gguf")
+    assert got.config == want.config
+    assert got.target.same_weights(want.target)
+    jax.tree.map(np.testing.assert_array_equal, params, wanted)
+    return got
+
+
+# --------------------------------------------------------------------------------------------------
+# Families, ropes and heads
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(tmp_path, family):
+    assert_same(tmp_path, family, draw_tensors(family))
+
+
+def test_tied_head(tmp_path):
+    tensors = draw_tensors("llama", tied=True)
+    assert_same(tmp_path, "llama", tensors, config={"tie_word_embeddings": True})
+
+
+def test_heads_of_the_usual_width(tmp_path):
+    without = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    assert_same(tmp_path, "llama", draw_tensors("llama"), without=without)
+
+
+def add_linear(writer):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(2.5)
+
+
+def test_linear_rope(tmp_path):
+    scaling = {"rope_type": "linear", "factor": 2.5}
+    tensors, config = draw_tensors("qwen2"), {"rope_scaling": scaling}
+    assert_same(tmp_path, "qwen2", tensors, config=config, more=add_linear)
+
+
+def llama3_divisors(theta, factor, low, high, trained):
+    """Llama 3.1's divisors, as llama.cpp's converter computes them."""
+    for pair in range(HEAD_DIM // 2):
+        wavelength = 2 * math.pi * theta ** (2 * pair / HEAD_DIM)
+        if wavelength < trained / high:
+            yield 1.0
+        elif wavelength > trained / low:
+            yield factor
+        else:
+            smooth = (trained / wavelength - low) / (high - low)
+            yield 1 / ((1 - smooth) / factor + smooth)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_rope_of_llama_3(tmp_path, factor):
+    divisors = np.array([*llama3_divisors(5e5, factor, 1, 4, 8192)], np.float32)
+    assert 1 < divisors[2] < factor  # all three branches
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    extra, config = {"rope_freqs.weight": divisors}, {"rope_scaling": scaling}
+    assert_same(tmp_path, "llama", draw_tensors("llama"), config=config, extra=extra)
+
+
+def test_divisors_of_another_rope_divide_in_texts_of_any_length(tmp_path):
+    divisors = [1.0, 1.5, 3.25, 7.0]
+    extra = {"rope_freqs.weight": np.array(divisors, np.float32)}
+    file = write_gguf(tmp_path / "model.gguf", "llama", draw_tensors("llama"), extra=extra)
+    rope = convert(file, tmp_path / "out")[0].llama.rope
+    assert (rope.type, rope.scale) == ("longrope", 1.0)
+    assert [*rope.short_factor] == [*rope.long_factor] == divisors
+
+
+@pytest.mark.parametrize("factor", [None, 1.25])
+def test_longrope(tmp_path, factor):
+    trained, short, long = 16, [1.0, 1.25, 2.0, 3.0], [2.0, 4.0, 24.5, 60.0]
+    usual = math.sqrt(1 + math.log(CONTEXT / trained) / math.log(trained))
+
+    def add(writer):
+        writer.add_rope_scaling_orig_ctx_len(trained)
+        writer.add_rope_scaling_attn_factors(factor or usual)
+        writer.add_sliding_window(2 * CONTEXT)
+
+    extra = {"rope_factors_short.weight": np.array(short, np.float32)}
+    extra |= {"rope_factors_long.weight": np.array(long, np.float32)}
+    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    scaling |= {"attention_factor": factor} if factor else {}
+    config = {"rope_scaling": scaling, "original_max_position_embeddings": trained}
+    assert_same(tmp_path, "phi3", draw_tensors("phi3"), config=config, more=add, extra=extra)
+
+
+def test_stop_tokens(tmp_path):
+    def add(writer):
+        writer.add_eot_token_id(9)
+        writer.add_uint32("tokenizer.ggml.eom_token_id", 8)
+
+    tensors = draw_tensors("llama")
+    assert_same(tmp_path, "llama", tensors, config={"eos_token_id": [2, 9, 8, 3]}, more=add)
+
+
+# --------------------------------------------------------------------------------------------------
+# Types
+
+# Values that a type keeps exactly if every block holds the ends, and how long a block is.
+GRIDS = {
+    Type.F16: (np.arange(-512, 513) / 256, 32),
+    Type.BF16: (np.arange(-128, 129) / 64, 32),
+    Type.Q4_0: (np.arange(-8, 8) / 8, 32),
+    Type.Q4_1: (np.arange(16) / 8 - 1, 32),
+    Type.Q5_0: (np.arange(-16, 16) / 16, 32),
+    Type.Q5_1: (np.arange(32) / 16 - 1, 32),
+    Type.Q8_0: (np.arange(-127, 128) / 64, 32),
+    Type.TQ1_0: (np.arange(-1, 2) / 4, 256),
+    Type.TQ2_0: (np.arange(-1, 2) / 4, 256),
+    Type.MXFP4: (np.array([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]), 32),
+}
+
+
+def on_grid(shape, type):
+    values, block = GRIDS[type]
+    array = np.random.default_rng(0).choice(values, shape)
+    array[..., ::block], array[..., 1::block] = values[0], values[-1]
+    return array.astype(np.float32)
+
+
+@pytest.mark.parametrize("type", GRIDS, ids=lambda type: type.name)
+def test_types(tmp_path, type):
+    """A matrix of every type that the package can write, on values that it keeps exactly."""
+    writer = gguf.GGUFWriter(path := tmp_path / "model.gguf", "llama")
+    array = on_grid((6, 512), type)
+    writer.add_tensor("x", gguf.quants.quantize(array, type), raw_dtype=type)
+    writer.add_tensor("y", np.arange(3, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    stored = open_gguf(path).tensors
+    assert (stored["x"].type, stored["x"].shape, stored["y"].shape) == (type, (6, 512), (3,))
+    np.testing.assert_array_equal(stored["x"].read(), array)
+    np.testing.assert_array_equal(stored["y"].read(), np.arange(3))
+
+
+def test_rows_of_quantised_queries_and_keys(tmp_path):
+    drawn = draw_tensors("llama")
+    tensors = {
+        key: on_grid(array.shape, Type.Q8_0) if array.ndim == 2 else array
+        for key, array in drawn.items()
+        if "down_proj" not in key  # whose rows are no number of blocks
+    }
+    file = write_gguf(tmp_path / "model.gguf", "llama", tensors, type=Type.Q8_0)
+    read = open_source(str(file)).tensors
+    assert read.keys() == tensors.keys()
+    for key, array in tensors.items():
+        np.testing.assert_array_equal(read[key].read(), array, err_msg=key)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_type(tmp_path, dtype):
+    file = write_gguf(tmp_path / "model.gguf", "llama", draw_tensors("llama"), type=Type.F16)
+    run("target", source=file, output=tmp_path / "kept")
+    run("target", source=file, output=tmp_path / "cast", dtype=dtype)
+    _, kept = load_target(tmp_path / "kept")
+    _, cast = load_target(tmp_path / "cast")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(kept)} == {"float32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(cast)} == {dtype}
+    jax.tree.map(lambda k, c: np.testing.assert_array_equal(k.astype(dtype), c), kept, cast)
+
+
+# --------------------------------------------------------------------------------------------------
+# Where a file may lie
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return write_gguf(folder / "tiny-Q4.gguf", "llama", draw_tensors("llama"))
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "wheel", "zip"])
+def test_sources(tmp_path, tiny, form):
+    source = {"file": tiny, "folder": tiny.parent}.get(form)
+    if source is None:
+        source = tmp_path / f"package.{'whl' if form == 'wheel' else 'zip'}"
+        with zipfile.ZipFile(source, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("package/__init__.py", "")
+            archive.write(tiny, "package/tiny-Q4.gguf")
+    convert(source, tmp_path / "out")
+    record, want = read_record(tmp_path / "out"), convert(tiny, tmp_path / "want")[0]
+    assert record.target == want.target
+    assert record.target.name == "tiny-Q4"
+    assert record.weights_sha256 == want.weights_sha256
+
+
+def test_a_folder_with_safetensors_too_is_read_from_these(tmp_path):
+    write_gguf(tmp_path / "x.gguf", "llama", draw_tensors("llama"))
+    write_source(tmp_path, draw_tensors("llama"), **config_of("llama"))
+    assert open_source(str(tmp_path)).name == tmp_path.name
+
+
+def test_inspect(tiny):
+    found = inspect(str(tiny))
+    facts = dict(found.facts)
+    assert facts["stored as"] == "F32 (21 tensors)"
+    assert facts["holds"] == "a target of 2 layers"
+    assert facts["tokenizer files"] == "tokenizer.json, tokenizer_config.json"
+    assert facts["convert with"].endswith(f"convert target --source {tiny} --output DIR")
+    assert (found.family, found.refused) == ("target", None)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def refusal(source, output) -> str:
+    with pytest.raises(UserError) as error:
+        run("target", source=source, output=output)
+    assert "\n" not in str(error.value)
+    assert not output.exists()
+    return str(error.value)
+
+
+def write_changed(path, *, name="llama", **changes):
+    return write_gguf(path / "model.gguf", name, draw_tensors(name), **changes)
+
+
+def add_split(writer):
+    writer.add_uint16("split.count", 3)
+
+
+def add_scale(writer):
+    writer.add_float32("llama.attention.scale", 0.5)
+
+
+def add_experts(writer):
+    writer.add_uint32("llama.expert_count", 8)
+
+
+def add_window(writer):
+    writer.add_sliding_window(16)
+
+
+def add_yarn(writer):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_yarn_beta_fast(32.0)
+
+
+def add_partial(writer):
+    writer.add_rope_dimension_count(HEAD_DIM // 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (add_split, "is one of 3 parts of a model; join them with .*llama-gguf-split --merge"),
+        (add_scale, "llama.attention.scale is 0.5, which is not known"),
+        (add_experts, "a mixture of experts .num_experts 8"),
+        (add_window, "a sliding window of 16 tokens is active"),
+        (add_yarn, "rope type: want one of default, linear, .* got 'yarn'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_metadata_that_cannot_be_served(tmp_path, more, message):
+    file = write_changed(tmp_path, more=more)
+    text = refusal(file, tmp_path / "out")
+    assert text.startswith(str(file))
+    with pytest.raises(UserError, match=message):
+        raise UserError(text)
+
+
+def test_a_rope_of_half_a_head(tmp_path):
+    without = ("rope.dimension_count",)
+    file = write_changed(tmp_path, name="phi3", more=add_partial, without=without)
+    assert "partial_rotary_factor: want 1.0, got 0.5" in refusal(file, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3moe"])
+def test_other_architectures(tmp_path, name):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", name)
+    writer.add_tensor("x", np.zeros(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    text = refusal(tmp_path / "model.gguf", tmp_path / "out")
+    assert f"got '{name}'" in text if name == "gemma2" else f"experts ({name})" in text
+    assert inspect(str(tmp_path / "model.gguf")).refused == text
+
+
+def test_missing_and_unknown_tensors(tmp_path):
+    tensors = draw_tensors("llama")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    extra = {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}
+    file = write_gguf(tmp_path / "model.gguf", "llama", tensors, extra=extra)
+    text = refusal(file, tmp_path / "out")
+    assert "missing model.layers.1.mlp.up_proj.weight [48, 32]" in text
+    assert "unknown blk.0.attn_sinks.weight [4] in model.gguf" in text
+
+
+def test_missing_metadata(tmp_path):
+    file = write_changed(tmp_path, without=("block_count",))
+    assert "llama.block_count: want a number, got None" in refusal(file, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["falcon-x", None])
+def test_other_pre_tokenizers_are_refused_and_inspected(tmp_path, name):
+    def add(writer):
+        writer.add_tokenizer_model("gpt2")
+        if name:
+            writer.add_tokenizer_pre(name)
+        writer.add_token_list(["a"] * VOCABULARY)
+        writer.add_token_merges(["a a"])
+
+    file = write_changed(tmp_path, more=add, kind="none")
+    text = refusal(file, tmp_path / "out")
+    assert "pre-tokenizer: want one of gpt-2, " in text
+    assert f"got {name!r}" in text
+    found = inspect(str(file))
+    assert found.refused == text
+    assert dict(found.facts)["holds"] == "a target of 2 layers"
+
+
+@pytest.mark.parametrize("kind", ["bert", None])
+def test_other_tokenizers(tmp_path, kind):
+    def add(writer):
+        if kind:
+            writer.add_tokenizer_model(kind)
+
+    file = write_changed(tmp_path, more=add, kind="none")
+    assert f"tokenizer: want gpt2 or llama, got {kind!r}" in refusal(file, tmp_path / "out")
+
+
+def test_type_that_cannot_be_dequantised(tmp_path):
+    file = write_changed(tmp_path, extra={"x": np.zeros(4, np.int32)})
+    assert "x is of type I32, which cannot be dequantised" in refusal(file, tmp_path / "out")
+
+
+def test_damaged_files(tmp_path, tiny):
+    """Cut anywhere in its header, or in its weights, or with a size that lies outside."""
+    content, file = tiny.read_bytes(), tmp_path / "cut.gguf"
+    lengths = [*range(0, 200), *range(200, len(content), 997), len(content) - 1]
+    for length in lengths:
+        file.write_bytes(content[:length])
+        with pytest.raises(UserError, match="fetch"):
+            open_source(str(file))
+    huge = content.index(b"general.architecture") + len(b"general.architecture") + 4
+    file.write_bytes(content[:huge] + b"\xff" * 8 + content[huge + 8 :])
+    assert "damaged (its header ends" in refusal(file, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (b"PK\x03\x04", "want a GGUF file, got another kind"),
+        (b"GGUF\x01\x00\x00\x00", "want GGUF version 2 or 3, little-endian, got 1;"),
+        (b"GGUF\x00\x00\x00\x03", "want GGUF version 2 or 3, little-endian, got 50331648;"),
+    ],
+)
+def test_other_files(tmp_path, tiny, start, message):
+    file = tmp_path / "other.gguf"
+    file.write_bytes(start + tiny.read_bytes()[len(start) :])
+    assert message in refusal(file, tmp_path / "out")
+
+
+def test_several_files_or_none(tmp_path, tiny):
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(tiny.read_bytes())
+    assert "holds 2 GGUF files; give one of a.gguf, b.gguf" in refusal(tmp_path, tmp_path / "out")
+    wheel = tmp_path / "package.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("package/__init__.py", "")
+    assert "holds no .gguf file" in refusal(wheel, tmp_path / "out")
+    wheel.write_bytes(b"no archive")
+    assert "cannot be unpacked (File is not a zip file)" in refusal(wheel, tmp_path / "out")
+
+
+def test_a_revision_of_a_file(tmp_path, tiny):
+    with pytest.raises(UserError, match="has no revision main"):
+        run("target", source=tiny, output=tmp_path / "out", revision="main")
+
+
+def test_a_draft_command_for_a_target(tmp_path, tiny):
+    convert(tiny, tmp_path / "target")
+    with pytest.raises(UserError, match=r"a whole target .*convert it with the target command"):
+        run("draft", source=tiny, target=tmp_path / "target", output=tmp_path / "out")
+
+
+def test_json_of_a_source_is_not_looked_for(tmp_path, tiny):
+    """A repository of GGUF files may hold other files of the same names."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (tmp_path / "model.gguf").write_bytes(tiny.read_bytes())
+    assert convert(tmp_path, tmp_path / "out")[0].llama.eos_token_ids == (2, 3)

