@@ -34,7 +34,7 @@ from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import at_least, read_arguments
+from poss_jax.program.options import at_least, read_arguments, with_default_models
 from poss_jax.program.running import run_program
 
 from .answer_files import write_answer_files
@@ -271,6 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if action is not None and args.output is not None:
         flag = action.replace("_", "-")
         _LOG.warning("--%s prints its report; nothing is written to --output", flag)
+    config = with_default_models(config)
     if args.check_lossless:
         _check_lossless(config)
         return

@@ -1,7 +1,7 @@
 r"""Continues prompts with a target, speculatively if a draft is given.
 
-Takes model folders (see `python -m poss_jax.convert`), without --target the small models that come
-with the package. Prints the texts, or writes one JSON line per answer to --output; the last line
+Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make demo`
+fetches. Prints the texts, or writes one JSON line per answer to --output; the last line
 printed is one JSON summary. Interrupted, it keeps the answers that are finished.
 
     python -m infer.generate --prompt "def read_lines(path):" --stream --show-drafts
@@ -19,11 +19,9 @@ messages, each answered in turn: one line per answer, numbered by `turn`). Its `
 import json
 import logging
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.paths import as_path, local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.decode.metrics import mean_acceptance_length
-from poss_jax.engine.answers import Chunk, Generation
+from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import (
     PROMPT_KEYS,
     Dialogue,
@@ -46,43 +44,14 @@ from poss_jax.engine.dialogue import (
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import check_new_file, load_engine, read_arguments
-from poss_jax.program.running import run_program, text_marks
+from poss_jax.program.running import run_program
+
+from .screen import Screen
 
 _LOG = logging.getLogger(__name__)
 
 Answers = dict[tuple[int, int], Generation]
 """(index of the record, index of the turn) -> answer."""
-
-
-class Screen:
-    """Writes chunks to standard output, each at once.
-
-    Accepted drafts are green on a terminal (or with FORCE_COLOR), and in brackets elsewhere (or
-    with NO_COLOR).
-    """
-
-    def __init__(self, *, shows_drafts: bool) -> None:
-        self._marks = text_marks() if shows_drafts else ("", "")
-        self._is_in_line = False
-        if shows_drafts:
-            sys.stderr.write("accepted drafts look {}like this{}\n".format(*self._marks))
-
-    def show(self, chunk: Chunk) -> None:
-        """Writes the text that a round added."""
-        before, after = self._marks
-        parts = []
-        for is_drafted, pieces in groupby(chunk.pieces, lambda piece: piece.is_drafted):
-            text = "".join(piece.text for piece in pieces)
-            parts.append(f"{before}{text}{after}" if is_drafted else text)
-        self._is_in_line = True
-        sys.stdout.write("".join(parts))
-        sys.stdout.flush()
-
-    def end_line(self) -> None:
-        """Begins a new line, if an answer was begun."""
-        if self._is_in_line:
-            sys.stdout.write("\n")
-            self._is_in_line = False
 
 
 def answer_dialogues(

@@ -32,8 +32,10 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "pip install ": "needs a network; tests/test_wheel.py installs",
     "bash .ci/run": "this test is part of it",
     "make ": "runs the tests, or for minutes",
-    "python -m infer.generate --prompt ": "tests/test_bundled.py runs it",
-    "python -m infer.bench --config configs/bundled/": "make demo runs it",
+    "python -m infer.generate --prompt ": "wants the default model; tests/test_default.py has one",
+    "python -m infer.chat": "reads what is typed; tests/test_chat.py types",
+    "printf ": "likewise",
+    "python -m infer.bench --config configs/bundled/": "runs for minutes",
     "python -m infer.bench --config configs/study/": "runs for half an hour",
     "python -m infer.drift --config configs/demo/": "needs the models of make demo",
     "python -m infer.bench --target TARGET --draft NAME=DRAFT --autotune": "compiles many trees; "
