@@ -23,6 +23,7 @@ import jax
 from poss_jax.config.decoding import ChatConfig, SamplingConfig
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError, build_config, shorten
+from poss_jax.data.rendering import start_renderer
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.dialogue import Message
 from poss_jax.engine.engine import Engine
@@ -321,6 +322,7 @@ def read_lines() -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, and talks until the user leaves."""
     config, _ = read_arguments(ChatConfig, arguments, prog="infer.chat", doc=__doc__)
+    start_renderer()
     with _waiting("loading ..."):
         engine = load_engine(config)
     if not getattr(engine.tokenizer, "chat_template", None):

