@@ -235,20 +235,20 @@ def compare(drafted: Answered, plain: Answered, *, has_own_texts: bool = False) 
       plain: the answer without one.
       has_own_texts: their texts may differ, since the drafts were sampled.
     """
+    is_cut = drafted.is_stopped or plain.is_stopped
     ratio = drafted.tokens_per_second / plain.tokens_per_second
-    speed = (
-        f"with the draft {drafted.seconds:.1f} s, without {plain.seconds:.1f} s: "
-        f"{ratio:.2f} x as fast"
+    ours, theirs = (
+        f"{one.tokens_per_second:.1f} tokens/s" if is_cut else f"{one.seconds:.1f} s"
+        for one in (drafted, plain)
     )
+    speed = f"with the draft {ours}, without {theirs}: {ratio:.2f} x as fast"
     if has_own_texts:
         return f"{speed}; sampled drafts change the text"
-    ours, theirs = drafted.whole.output_ids, plain.whole.output_ids
-    shared = min(len(ours), len(theirs))
-    differing = [place for place in range(shared) if ours[place] != theirs[place]]
+    pairs = list(zip(drafted.whole.output_ids, plain.whole.output_ids, strict=False))
+    differing = [place for place, (a, b) in enumerate(pairs) if a != b]
     if differing:
         return f"{speed}; the texts differ from token {differing[0] + 1} on, as near ties can"
-    is_cut = drafted.is_stopped or plain.is_stopped
-    return f"{speed}; the texts are equal{f' for {shared} tokens' if is_cut else ''}"
+    return f"{speed}; the texts are equal{f' for {len(pairs)} tokens' if is_cut else ''}"
 
 
 def say(line: str) -> None:

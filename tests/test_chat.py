@@ -206,17 +206,25 @@ def answered(ids: list[int], *, seconds: float, is_stopped: bool = False) -> Ans
 
 
 @pytest.mark.parametrize(
-    ("ids", "is_stopped", "verdict"),
+    ("ids", "is_stopped", "line"),
     [
-        ([1, 2, 3, 4], False, "2.00 x as fast; the texts are equal"),
-        ([1, 2, 9, 4], False, "2.00 x as fast; the texts differ from token 3 on, as near ties can"),
-        ([1, 2], True, "1.00 x as fast; the texts are equal for 2 tokens"),
+        ([1, 2, 3, 4], False, "1.0 s, without 2.0 s: 2.00 x as fast; the texts are equal"),
+        (
+            [1, 2, 9, 4],
+            False,
+            "1.0 s, without 2.0 s: 2.00 x as fast; the texts differ from token 3 on, as near ties "
+            "can",
+        ),
+        (
+            [1, 2],
+            True,
+            "2.0 tokens/s, without 2.0 tokens/s: 1.00 x as fast; the texts are equal for 2 tokens",
+        ),
     ],
 )
-def test_comparison(ids: list[int], is_stopped: bool, verdict: str) -> None:
+def test_comparison(ids: list[int], is_stopped: bool, line: str) -> None:
     drafted = answered(ids, seconds=1, is_stopped=is_stopped)
-    line = compare(drafted, answered([1, 2, 3, 4], seconds=2))
-    assert line == f"with the draft 1.0 s, without 2.0 s: {verdict}"
+    assert compare(drafted, answered([1, 2, 3, 4], seconds=2)) == f"with the draft {line}"
     free = compare(drafted, answered([5], seconds=2), has_own_texts=True)
     assert free.endswith("; sampled drafts change the text")
 
