@@ -320,7 +320,7 @@ def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dic
     name = f"{runs[0].budget}-{tree.replace('/', '-')}"
     output = str(Path(config.output) / "bench" / name)
     settings = replace(
-        load_config(BenchConfig, config.bench), tree=config.trees[tree], output=output
+        load_config(BenchConfig, config.bench), tree=config.trees[tree], phases=True, output=output
     )
     reports, answers = {}, []
     for variant in config.variants:

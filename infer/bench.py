@@ -1,14 +1,16 @@
 """Compares drafts with autoregressive decoding of this same engine, over the same questions.
 
-Needs a target and drafts (model folders). Answers every question of every set, at every temperature
-and with every seed, autoregressively and with each draft; prints tables of acceptance length,
-acceptance by position, tokens per second and speed-up with 95 % intervals, the phases of a round,
-and as its last line everything as one JSON object. --output keeps every answer as it comes, so that
-the same command goes on after an interruption, and the report (report.html, .md, .json).
+Takes a target and drafts (model folders), without --target the model that `make demo` fetches.
+Answers every question of every set, at every temperature and with every seed, autoregressively and
+with each draft. A terminal is shown the main numbers; anything else all tables (acceptance length,
+acceptance by position, tokens per second and speed-up with 95 % intervals) and, as the last line,
+everything as one JSON object. --output keeps every answer as it comes, so that the same command
+goes on after an interruption, and the report (report.html, .md, .json).
 
     python -m infer.bench --config configs/demo/bench.yaml
     python -m infer.bench --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl
     python -m infer.bench --config configs/demo/bench.yaml --check-lossless
+    python -m infer.bench --config configs/demo/bench.yaml --phases
     python -m infer.bench --config configs/demo/bench.yaml --roofline
     python -m infer.bench --target T --draft PosS-3=P --autotune --batch-sizes 1,4,16
 """
@@ -17,6 +19,7 @@ import argparse
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -34,10 +37,11 @@ from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import at_least, read_arguments
+from poss_jax.program.options import at_least, read_arguments, with_default_models
 from poss_jax.program.running import run_program
 
 from .answer_files import write_answer_files
+from .brief import format_brief
 from .drift import study
 from .drift_report import format_report as format_drift
 from .journal import SETTINGS, Answer, Cell, Journal, Key, make_turn
@@ -55,6 +59,7 @@ from .phases import measure_card
 from .questions import Question, first_prompts, make_dialogues, read_questions, read_sets
 from .report import check_output, format_card, format_report, with_provenance, write_report
 from .roofline import device_name, find_roofline, measure_roofline
+from .screen import print_summary
 from .summary import make_grid, show_example, summarise_group
 from .tuning import autotune, places_of_trees
 
@@ -101,12 +106,13 @@ def bench(
         decoder.compile(every, batch_size=config.batch_size)
     by_depth = {"drift": study(config.by_depth)} if config.drift else {}
     _answer_missing(config, keys, decoders, sets, dialogues, journal)
+    prompt = first_prompts(next(iter(dialogues.values())))[0]
     report = {
         "baseline": AUTOREGRESSIVE,
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
         "groups": list(_summarise(config, decoders, dialogues, journal)),
-        **_describe_methods(decoders, first_prompts(next(iter(dialogues.values())))[0], journal),
+        **_describe_methods(decoders, prompt, journal, has_phases=config.phases),
     }
     report = with_provenance(report | by_depth, config)
     return report, [journal.answers[key] for key in keys]
@@ -223,28 +229,35 @@ def _summarise(
 
 
 def _describe_methods(
-    decoders: Sequence[Decoder], prompt: PreparedPrompt, journal: Journal
+    decoders: Sequence[Decoder],
+    prompt: PreparedPrompt,
+    journal: Journal,
+    *,
+    has_phases: bool,
 ) -> dict[str, Any]:
-    """Measures what does not depend on the questions: phases, floors, memory, a bare step."""
-    roofline = find_roofline()
+    """Measures what does not depend on the questions: memory, and phases if they are wanted."""
+    roofline = find_roofline() if has_phases else None
     for decoder in decoders:
         if decoder.name not in journal.methods:
             numbers = {
                 "compile_seconds": decoder.compile_seconds,
                 "first_token_seconds": decoder.first_token_seconds,
                 "memory": count_memory(decoder.engine),
-                **measure_card(decoder.engine, prompt, roofline.device),
             }
+            if roofline is not None:
+                numbers |= measure_card(decoder.engine, prompt, roofline.device)
             journal.describe(decoder.name, numbers)
-    steps = measure_steps(decoders[0].engine, prompt, roofline.device)
-    return {
+    about: dict[str, Any] = {
+        "device": device_name(),
         "methods": {
             decoder.name: {"tree": _tree_of(decoder)} | journal.methods[decoder.name]
             for decoder in decoders
         },
-        "autoregressive_step_milliseconds": steps,
-        "roofline": asdict(roofline),
     }
+    if roofline is None:
+        return about
+    steps = measure_steps(decoders[0].engine, prompt, roofline.device)
+    return about | {"autoregressive_step_milliseconds": steps, "roofline": asdict(roofline)}
 
 
 def _tree_of(decoder: Decoder) -> str | None:
@@ -271,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if action is not None and args.output is not None:
         flag = action.replace("_", "-")
         _LOG.warning("--%s prints its report; nothing is written to --output", flag)
+    config = with_default_models(config)
     if args.check_lossless:
         _check_lossless(config)
         return
@@ -303,14 +317,14 @@ def _compare(config: BenchConfig, *, from_scratch: bool) -> None:
     table = format_report(report)
     if "drift" in report:
         table += f"\n\n## By position\n\n{format_drift(report['drift'])}"
-    print(table)
+    print(format_brief(report) if sys.stdout.isatty() else table)
     if config.output is not None:
         folder = local_path(config.output, "output")
         write_report(report, table, folder)
         write_page(report, folder / "report.html")
         write_answer_files(answers, folder)
         print(f"report: {config.output}")
-    print(json.dumps(report))
+    print_summary(report)
 
 
 def _check_lossless(config: BenchConfig) -> None:
@@ -321,7 +335,7 @@ def _check_lossless(config: BenchConfig) -> None:
     prompts = first_prompts(read_questions(config, decoders[0].engine))
     report = check_lossless(decoders, prompts)
     print(format_check(report))
-    print(json.dumps(with_provenance(report, config)))
+    print_summary(with_provenance(report, config))
     if report["failures"]:
         raise SystemExit(1)
 
@@ -334,7 +348,7 @@ def _show_roofline(config: BenchConfig) -> None:
     methods = {one.name: measure_card(one.engine, prompt, roofline.device) for one in decoders}
     report = {"prompt_tokens": len(prompt.ids), "roofline": asdict(roofline), "methods": methods}
     print(format_card(report))
-    print(json.dumps(with_provenance(report, config)))
+    print_summary(with_provenance(report, config))
 
 
 def _batch_sizes(text: str) -> list[int]:

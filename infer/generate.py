@@ -1,8 +1,8 @@
 r"""Continues prompts with a target, speculatively if a draft is given.
 
-Takes model folders (see `python -m poss_jax.convert`), without --target the small models that come
-with the package. Prints the texts, or writes one JSON line per answer to --output; the last line
-printed is one JSON summary. Interrupted, it keeps the answers that are finished.
+Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make demo`
+fetches. Prints the texts, or writes one JSON line per answer to --output; the last line printed is
+a summary, as JSON unless a terminal shows it. Interrupted, it keeps the answers that are finished.
 
     python -m infer.generate --prompt "def read_lines(path):" --stream --show-drafts
     python -m infer.generate --target runs/demo/target/model --draft runs/demo/poss3/model \
@@ -19,11 +19,9 @@ messages, each answered in turn: one line per answer, numbered by `turn`). Its `
 import json
 import logging
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +31,9 @@ from poss_jax.checkpoint.whole import write_output
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.paths import as_path, local_path
 from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.data.rendering import start_renderer
 from poss_jax.decode.metrics import mean_acceptance_length
-from poss_jax.engine.answers import Chunk, Generation
+from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import (
     PROMPT_KEYS,
     Dialogue,
@@ -46,43 +45,14 @@ from poss_jax.engine.dialogue import (
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import check_new_file, load_engine, read_arguments
-from poss_jax.program.running import run_program, text_marks
+from poss_jax.program.running import run_program
+
+from .screen import Screen, print_summary
 
 _LOG = logging.getLogger(__name__)
 
 Answers = dict[tuple[int, int], Generation]
 """(index of the record, index of the turn) -> answer."""
-
-
-class Screen:
-    """Writes chunks to standard output, each at once.
-
-    Accepted drafts are green on a terminal (or with FORCE_COLOR), and in brackets elsewhere (or
-    with NO_COLOR).
-    """
-
-    def __init__(self, *, shows_drafts: bool) -> None:
-        self._marks = text_marks() if shows_drafts else ("", "")
-        self._is_in_line = False
-        if shows_drafts:
-            sys.stderr.write("accepted drafts look {}like this{}\n".format(*self._marks))
-
-    def show(self, chunk: Chunk) -> None:
-        """Writes the text that a round added."""
-        before, after = self._marks
-        parts = []
-        for is_drafted, pieces in groupby(chunk.pieces, lambda piece: piece.is_drafted):
-            text = "".join(piece.text for piece in pieces)
-            parts.append(f"{before}{text}{after}" if is_drafted else text)
-        self._is_in_line = True
-        sys.stdout.write("".join(parts))
-        sys.stdout.flush()
-
-    def end_line(self) -> None:
-        """Begins a new line, if an answer was begun."""
-        if self._is_in_line:
-            sys.stdout.write("\n")
-            self._is_in_line = False
 
 
 def answer_dialogues(
@@ -149,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.prompts is not None:
         records = read_prompts(as_path(config.prompts))
     dialogues = read_dialogues(records, config.sampling, config.max_new_tokens)
+    if any({"messages", "turns"} & record.keys() for record in records):
+        start_renderer()
     engine = _load_engine(config)
     check_dialogues(engine, dialogues)
     engine.check_stop(config.stop, config.max_new_tokens)
@@ -174,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "output": str(output) if output is not None and given else None,
         "interrupted": interruption is not None,
     }
-    print(json.dumps(summary))
+    print_summary(summary, _describe(summary))
     if interruption is not None:
         raise interruption
 
@@ -204,6 +176,15 @@ def _summarise(answers: Sequence[Generation]) -> dict[str, Any]:
             [answer.accepted_per_round for answer in answers]
         ),
     }
+
+
+def _describe(summary: dict[str, Any]) -> str:
+    """The summary as a person reads it."""
+    line = (
+        f"{summary['new_tokens']} tokens in {summary['seconds_with_compilation']:.1f} s, "
+        f"compilation included; {summary['mean_acceptance_length']:.2f} tokens per pass"
+    )
+    return line + (f"; answers: {summary['output']}" if summary["output"] else "")
 
 
 def _load_engine(config: GenerateConfig) -> Engine:

@@ -34,7 +34,7 @@ def write_page(report: dict[str, Any], path: Path) -> None:
         figures=figures,
         drift=by_depth and _draw(_drift, by_depth, colours),
         gap=by_depth and _draw(_gap, by_depth, colours),
-        phases=_draw(_phases, report) if has_figures else "",
+        phases=_draw(_phases, report) if has_figures and "roofline" in report else "",
         deepest=max(map(_deepest, report["groups"]), default=0),
     )
     path.write_text(page, encoding="utf-8")

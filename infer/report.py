@@ -14,6 +14,7 @@ from poss_jax.program.options import check_writable
 from poss_jax.program.tables import format_rows
 
 from .phases import PARTS
+from .screen import print_summary
 from .statistics import format_estimate
 from .summary import LOOPING_BELOW
 
@@ -38,7 +39,8 @@ def format_report(report: dict[str, Any]) -> str:
         if 0 < len(group["looping_questions"]) < group["questions"]:
             lines += ["", "without those whose answers loop", "", *table("not_looping")]
             lines += _comparison_table(group["comparisons_not_looping"])
-    return "\n".join([*lines, "", *_memory_table(report), *_phase_table(report)])
+    phases = _phase_table(report) if "roofline" in report else []
+    return "\n".join([*lines, "", *_memory_table(report), *phases])
 
 
 def _describe_sampling(config: dict[str, Any]) -> list[str]:
@@ -112,23 +114,22 @@ def _memory_table(report: dict[str, Any]) -> list[str]:
         cells = [name, entry["tree"] or "no draft"]
         cells += [f"{memory['draft_parameters']:,}", f"{memory['draft_bytes'] / 1e6:.2f}"]
         cells += [f"{memory[f'{of}_cache_bytes_per_token']:,}" for of in ("target", "draft")]
+        first = entry["first_token_seconds"]
+        cells += [f"{entry['compile_seconds']:.1f}", f"{first['cold']:.2f}", f"{first['warm']:.4f}"]
         table.append(cells)
     head = ["method", "tree: depth/top_k/nodes", "parameters of the draft", "MB"]
     head += ["cache, bytes per token: target", "draft"]
-    return ["## Trees and memory", "", *format_rows(head, table)]
+    head += ["compile s", "first token, cold s", "warm s"]
+    return ["## Trees, memory and compilation", "", *format_rows(head, table)]
 
 
 def _phase_table(report: dict[str, Any]) -> list[str]:
-    head = ["method", *(f"{name} ms" for name in (*PARTS, "round")), "sum / round", "compile s"]
-    head += ["first token, cold s", "warm s"]
+    head = ["method", *(f"{name} ms" for name in (*PARTS, "round")), "sum / round"]
     table = []
     for name, entry in report["methods"].items():
-        phases, first = entry["phase_milliseconds"], entry["first_token_seconds"]
-        cells = [name]
-        cells += [f"{phases[key]:.2f}" if key in phases else "" for key in (*PARTS, "round")]
-        cells += [f"{entry['phases_to_round']:.2f}", f"{entry['compile_seconds']:.1f}"]
-        cells += [f"{first['cold']:.2f}", f"{first['warm']:.4f}"]
-        table.append(cells)
+        phases = entry["phase_milliseconds"]
+        cells = [f"{phases[key]:.2f}" if key in phases else "" for key in (*PARTS, "round")]
+        table.append([name, *cells, f"{entry['phases_to_round']:.2f}"])
     steps = report["autoregressive_step_milliseconds"]
     return [
         "",
@@ -214,9 +215,9 @@ def show_report(
     *,
     plot: Callable[[Path], None] | None = None,
 ) -> None:
-    """Prints the table, and the report as one line of JSON; writes both where a folder is given."""
+    """Prints the table and, unless on a terminal, one line of JSON; writes both to a folder."""
     print(table)
     if folder is not None:
         write_report(report, table, folder, plot=plot)
         print(f"report: {folder}")
-    print(json.dumps(report))
+    print_summary(report)

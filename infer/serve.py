@@ -1,10 +1,10 @@
 r"""Serves a target as an OpenAI-compatible server, speculatively if a draft is given.
 
-Takes model folders (see `python -m poss_jax.convert`), without --target the small models that come
-with the package. Listens at 127.0.0.1:8000; http://127.0.0.1:8000/ is a page to chat with it. If
-the environment variable POSS_API_KEY is set, requests must carry it. SIGTERM finishes the answers
-that are under way and then exits, SIGINT cuts them; a second signal waits for nothing. Needs
-`pip install 'poss-jax[serve]'`.
+Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make demo`
+fetches. Listens at 127.0.0.1:8000; http://127.0.0.1:8000/ is a page to chat with it. If the
+environment variable POSS_API_KEY is set, requests must carry it. SIGTERM finishes the answers that
+are under way and then exits, SIGINT cuts them; a second signal waits for nothing. Needs `pip
+install 'poss-jax[serve]'`.
 
 Of several processes, started like those of a training run (docs/training.md, "Several hosts"),
 the first one listens; the model is cut among the devices of all.

@@ -148,6 +148,8 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
             [count for few in rows for one in few for count in one.accepted]
         ).tolist(),
         "looping_share": float(np.mean([is_looping(one) for few in rows for one in few])),
+        "new_tokens": int(tokens.sum()),
+        "seconds": float(seconds.sum()),
         "answers": sum(map(len, rows)),
         "equal_outputs": _count_equal(grid, baseline.first()),
     }

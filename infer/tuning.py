@@ -1,6 +1,5 @@
 """The action --autotune of `infer.bench`: the fastest trees of every draft, and their files."""
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from .autotune import tree_name, tune
 from .measure import load_decoders
 from .questions import first_prompts, read_questions
 from .report import with_provenance
+from .screen import print_summary
 
 
 def autotune(
@@ -64,7 +64,7 @@ def autotune(
         report["files"][name] = str(places[name])
     print(_format_tuning(report))
     print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
-    print(json.dumps(with_provenance(report, config)))
+    print_summary(with_provenance(report, config))
 
 
 def _gain(tuned: dict[int, dict[str, Any]]) -> float:

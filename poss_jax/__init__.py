@@ -10,7 +10,7 @@ Where things live, each folder importing from those above it:
     data              records, chats, tokenizer, rows and features for training
     convert           from and to the checkpoints of other programs
     engine            load, generate, stream, schedule: what users hold
-    bundled           small models that come with the package
+    bundled           models that come with the package, and the default target
     program           what the command-line programs share
     serving           the OpenAI-compatible server
 
@@ -18,6 +18,7 @@ Where things live, each folder importing from those above it:
 """
 
 from poss_jax.bundled import bundled_model
+from poss_jax.bundled.default import default_drafts, default_target
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
@@ -39,4 +40,6 @@ __all__ = [
     "UserError",
     "__version__",
     "bundled_model",
+    "default_drafts",
+    "default_target",
 ]

@@ -18,6 +18,7 @@ from infer import bench as program
 from infer import page as page_module
 from infer.answer_files import write_answer_files
 from infer.bench import main
+from infer.brief import align, describe, format_brief
 from infer.costs import Device
 from infer.journal import Answer, Cell, Journal, Key, Turn, make_turn
 from infer.measure import Decoder, Timed, load_decoders, play
@@ -258,6 +259,7 @@ def made_up_report() -> dict[str, Any]:
         },
         "autoregressive_step_milliseconds": steps,
         "roofline": {"device": device},
+        "device": "abacus",
         "config": {
             "target": "T",
             "sampling": config_to_dict(SamplingConfig()),
@@ -293,15 +295,52 @@ without those whose answers loop
     assert "without those" not in format_report(report)
     assert "| draft | 2.67 | 2.67 | 16 | 4.00 | 100 % | 50 % | 100 % | 0 % |" in text
     for table in (
-        "| plain | no draft | 1,234 | 0.00 | 1,024 | 64 |",
-        "| draft | 4/2/9 | 1,234 | 0.00 | 1,024 | 64 |",
-        "| draft | 1.50 | 2.00 | 0.00 | 0.50 | 5.00 | 0.80 | 2.2 | 1.50 | 0.0125 |",
+        "| plain | no draft | 1,234 | 0.00 | 1,024 | 64 | 1.0 | 1.50 | 0.0125 |",
+        "| draft | 4/2/9 | 1,234 | 0.00 | 1,024 | 64 | 2.2 | 1.50 | 0.0125 |",
+        "| draft | 1.50 | 2.00 | 0.00 | 0.50 | 5.00 | 0.80 |",
         "autoregressive loop 3.00 ms per token, plain decode step 2.50 ms: ratio 1.20; floor 1.50 "
         "ms: 50% of the loop",
         "abacus: 10.0 GB/s, 200 GFLOP/s",
         "| plain | verify | 2.50 | 0.010 | 0.250 | 2.000 | 12% |",
     ):
         assert table in text.splitlines()
+
+
+def test_a_terminal_is_shown_what_fits_it() -> None:
+    report = made_up_report()
+    assert (
+        format_brief(report)
+        == """\
+made up, temperature 0, 2 questions
+       tokens per pass  tokens/s      speed-up (95 %)  equal texts
+plain             1.00       3.2  1.00 (1.00 to 1.00)       2 of 2
+draft             2.83      10.7  3.33 (3.00 to 4.00)       1 of 2
+
+draft wrote 2 texts 3.33 x as fast as decoding without a draft.
+Tokens per pass of the target: draft 2.80; without a draft 1.
+1 of 2 texts with drafts equal those without, token for token."""
+    )
+    rows = report["groups"][0]["methods"]["draft"]["all"]
+    rows["equal_outputs"] = 2
+    assert describe(report)[0].startswith("draft wrote the same 2 texts 3.33 x as fast")
+    report["config"]["drafting"] = "sampled"
+    assert len(describe(report)) == 2
+    only_plain = report | {"methods": {"plain": report["methods"]["plain"]}}
+    assert describe(only_plain) == ["Without a draft: 3.2 tokens/s."]
+
+
+def test_columns_of_a_terminal_are_aligned() -> None:
+    assert align([["", "b"], ["long", "c"], ["d", ""]]) == ["      b", "long  c", "d"]
+
+
+def test_phases_are_left_out_where_none_were_measured() -> None:
+    report = made_up_report()
+    del report["roofline"], report["autoregressive_step_milliseconds"]
+    for entry in report["methods"].values():
+        for key in ("phase_milliseconds", "phases_to_round", "costs"):
+            del entry[key]
+    assert format_report(made_up_report()).startswith(format_report(report))
+    assert "## Phases" not in format_report(report)
 
 
 class Page(HTMLParser):
@@ -415,7 +454,7 @@ def test_bench_by_flags(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "new" / "report"
-    main([*flags, *TREE, "--output", str(output)])
+    main([*flags, *TREE, "--phases", "--output", str(output)])
     lines = capsys.readouterr().out.splitlines()
     report = json.loads(lines[-1])
     assert lines[-2] == f"report: {output}"

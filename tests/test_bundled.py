@@ -17,6 +17,7 @@ from poss_jax.program.running import BRACKETS
 
 ROOT = Path(__file__).parent.parent
 DRAFTS = ("eagle", "hass", "poss1", "poss2", "poss3", "eagle3", "poss3_e3")
+MODELS = {"target": "target", "draft": "poss3"}
 PROMPT = "def read_lines(path):\n"
 TREE = poss_jax.TreeConfig(depth=6, top_k=4, total_tokens=16)  # of the notebook
 
@@ -56,9 +57,10 @@ def test_drafts_are_accepted_and_change_no_text(target: poss_jax.Engine, name: s
     assert drafted.mean_acceptance_length > 1.5
 
 
-def test_generate_needs_no_target(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_takes_a_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--max-new-tokens 24 --tree-depth 6 --stream --show-drafts".split()
-    generate(["--prompt", PROMPT, *options])
+    models = [f"--{kind}={poss_jax.bundled_model(n)}" for kind, n in MODELS.items()]
+    generate([*models, "--prompt", PROMPT, *options])
     shown, summary = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     assert BRACKETS[0] in shown
     assert json.loads(summary)["new_tokens"] == 24

@@ -32,8 +32,9 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "pip install ": "needs a network; tests/test_wheel.py installs",
     "bash .ci/run": "this test is part of it",
     "make ": "runs the tests, or for minutes",
-    "python -m infer.generate --prompt ": "tests/test_bundled.py runs it",
-    "python -m infer.bench --config configs/bundled/": "make demo runs it",
+    "python -m infer.generate --prompt ": "wants the default model; tests/test_default.py has one",
+    "python -m infer.chat": "reads what is typed; tests/test_chat.py types",
+    "python -m infer.bench --config configs/bundled/": "runs for minutes",
     "python -m infer.bench --config configs/study/": "runs for half an hour",
     "python -m infer.drift --config configs/demo/": "needs the models of make demo",
     "python -m infer.bench --target TARGET --draft NAME=DRAFT --autotune": "compiles many trees; "
@@ -132,6 +133,8 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("poss_jax.engine.device.CPU_TREE", TREE)
+    monkeypatch.setattr("poss_jax.default_target", lambda: Path(runs.model("target")))
+    monkeypatch.setattr("poss_jax.default_drafts", lambda: {"PosS-2": Path(runs.model("poss2"))})
     made_up = made_up_report()  # what tests/test_bench.py measures
     card, steps = made_up["methods"]["draft"], made_up["autoregressive_step_milliseconds"]
     monkeypatch.setattr("infer.bench.measure_card", lambda *_: card)

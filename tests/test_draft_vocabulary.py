@@ -217,7 +217,7 @@ def test_refusals_of_programs(runs: Runs, tmp_path: Path) -> None:
     write_draft_vocabulary(path, DraftVocabulary(vocab_size=61, tokens=(1, 2)))
     given = ["--target", target, "--draft-vocabulary", str(path)]
     error = "draft_vocabulary limits a draft; give draft, too"
-    assert GenerateConfig(prompt="x", draft_vocabulary="v").target == "bundled"  # has a draft
+    assert GenerateConfig(prompt="x", draft_vocabulary="v").target == "smollm2"  # has a draft
     assert error in refusal(generate_main, *given, "--prompt", "x")
     assert "limits drafts; give drafts, too" in refusal(bench, *given)
     error = "want a draft vocabulary of 300 tokens, which the target has, got one made for 61"

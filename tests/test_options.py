@@ -9,7 +9,7 @@ from programs import refusal
 
 from poss_jax import SamplingConfig, TreeConfig
 from poss_jax.config.ahead import AheadConfig
-from poss_jax.config.decoding import BenchConfig, GenerateConfig, ServeConfig
+from poss_jax.config.decoding import BenchConfig, DriftConfig, GenerateConfig, ServeConfig
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
 from poss_jax.config.training import RegenerateConfig, TrainConfig
@@ -106,7 +106,7 @@ def test_an_option_does_not_replace_a_malformed_section(
 
 def test_a_missing_key_names_its_option() -> None:
     with pytest.raises(UserError, match="want --target DIR, or the key target in the file"):
-        read_arguments(BenchConfig, ["--prompts=x"], prog="test", doc=None)
+        read_arguments(DriftConfig, ["--draft=a=b"], prog="test", doc=None)
 
 
 def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,7 +265,7 @@ def test_a_user_without_home_or_name_is_told_and_served(
     run_program(lambda: None)
     assert jax.config.jax_compilation_cache_dir == before
     (record,) = caplog.records
-    assert "set HOME or JAX_COMPILATION_CACHE_DIR" in record.getMessage()
+    assert "set HOME or POSS_JAX_CACHE" in record.getMessage()
 
 
 HOMELESS = """

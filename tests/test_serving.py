@@ -600,7 +600,8 @@ def test_endpoints_that_say_how_the_server_is(served: Served, client: openai.Ope
     assert served.get("/health").json() == {"status": "ok"}
     assert set(served.get("/version").json()) == {"version"}
     (model,) = client.models.list().data
-    assert (model.id, model.model_extra) == (MODEL, {"max_model_len": 256})
+    assert model.id == MODEL
+    assert model.model_extra == {"max_model_len": 256, "has_chat_template": True}
     assert client.models.retrieve(MODEL) == model
     found = served.post("/tokenize", {"prompt": PROMPTS[0]}).json()
     ids = served.engine.encode(PROMPTS[0])

@@ -20,8 +20,8 @@ from poss_jax.config.numbers import (
     TokenId,
 )
 
-BUNDLED = "bundled"
-"""The target of `infer.generate` where none is given: the model that comes with the package."""
+SMOLLM2 = "smollm2"
+"""The target where none is given: SmolLM2-135M-Instruct, see `poss_jax/bundled/default.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -141,7 +141,7 @@ class AnswerConfig(DecodingConfig):
     def __post_init__(self) -> None:
         if self.trees is not None and self.tree is not None:
             raise ValueError("trees: want it alone, got a tree, too; leave out one of them")
-        has_draft = self.draft is not None or self.target == BUNDLED
+        has_draft = self.draft is not None or self.target == SMOLLM2
         if self.draft_vocabulary is not None and not has_draft:
             raise ValueError("draft_vocabulary limits a draft; give draft, too")
 
@@ -151,8 +151,8 @@ class GenerateConfig(AnswerConfig):
     """One run of `infer.generate`.
 
     Attributes:
-      target: Model folder of the target; `bundled` is the one that comes with the package, and is
-        decoded with its PosS-3 draft where no draft is given.
+      target: Model folder of the target; smollm2 is the model that `make demo` fetches, and is
+        decoded with the draft that comes with the package where no draft is given.
       prompt: Text to continue.
       prompts: JSONL file of prompts; each line has one of prompt, prompt_ids, messages or turns.
       stream: Print text while it is decoded, one answer after the other.
@@ -163,7 +163,7 @@ class GenerateConfig(AnswerConfig):
         compiled beforehand, and later runs find them compiled. A prompt is optional then.
     """
 
-    target: str = BUNDLED
+    target: str = SMOLLM2
     prompt: str | None = None
     prompts: str | None = None
     stream: bool = False
@@ -183,12 +183,33 @@ class GenerateConfig(AnswerConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ChatConfig(AnswerConfig):
+    """One conversation of `infer.chat`.
+
+    Attributes:
+      target: Model folder of the target; smollm2 is the model that `make demo` fetches, and is
+        decoded with the draft that comes with the package where no draft is given.
+      system: Message that tells the model how to answer; null leaves it to the chat template.
+      plain: Do not mark the text that the draft proposed.
+    """
+
+    target: str = SMOLLM2
+    system: str | None = None
+    plain: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_size > 1:
+            raise ValueError("a conversation has one answer at a time; leave out batch_size")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ServeConfig(AnswerConfig):
     """One server. Requests that say nothing about sampling take what is given here.
 
     Attributes:
-      target: Model folder of the target; `bundled` is the one that comes with the package, and is
-        decoded with its PosS-3 draft where no draft is given.
+      target: Model folder of the target; smollm2 is the model that `make demo` fetches, and is
+        decoded with the draft that comes with the package where no draft is given.
       host: Address to listen at; 0.0.0.0 is all of them.
       port: Port to listen at; 0 takes a free one.
       batch_size: Most answers that are decoded together.
@@ -211,7 +232,7 @@ class ServeConfig(AnswerConfig):
       model_name: Name of the model in the API; null takes the name of the target's folder.
     """
 
-    target: str = BUNDLED
+    target: str = SMOLLM2
     host: str = "127.0.0.1"
     port: Port = 8000
     batch_size: Count = 16
@@ -282,26 +303,32 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     """One benchmark: every draft against autoregressive decoding over the same prompts.
 
     Attributes:
+      target: Model folder of the target; smollm2 is the model that `make demo` fetches, and is
+        compared with all drafts that come with the package where no drafts are given.
       temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
       seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
         is used.
       batch_size: Number of questions answered together. The seconds of a batch are shared out
         equally among its answers; times of phases stay those of one prompt.
       repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
+      phases: Time the phases of a round, too, and say how far each is from its floor; each is
+        compiled by itself, which takes minutes with a large target (docs/bench.md).
       drift: Measure the drafts by depth, too, on the first set (docs/experiments.md).
       output: Folder to write the report to. It must be new or empty; that of an interrupted
         benchmark of the same settings goes on.
     """
 
+    target: str = SMOLLM2
     max_new_tokens: Count = 128
     temperatures: tuple[Temperature, ...] = ()
     seeds: tuple[Seed, ...] = ()
     batch_size: Count = 1
     repeats: Count = 3
+    phases: bool = False
     drift: bool = False
 
     def __post_init__(self) -> None:
-        if self.draft_vocabulary is not None and not self.drafts:
+        if self.draft_vocabulary is not None and not (self.drafts or self.target == SMOLLM2):
             raise ValueError("draft_vocabulary limits drafts; give drafts, too")
         for name in ("datasets", "temperatures", "seeds"):
             if len(set(values := getattr(self, name))) < len(values):

@@ -85,6 +85,24 @@ def _reach(uri: str) -> epath.Path:
     return path
 
 
+def cache_folder() -> Path:
+    """Folder of what can be made again: compiled programs, the default model.
+
+    The environment variable POSS_JAX_CACHE names it; else it is `poss_jax` in XDG_CACHE_HOME or in
+    `~/.cache`.
+
+    Raises:
+      UserError: the home folder is unknown.
+    """
+    if named := os.environ.get("POSS_JAX_CACHE"):
+        return local_path(named, "POSS_JAX_CACHE").absolute()
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # a container may know neither HOME nor the user
+        raise UserError("the home folder is unknown; set HOME or POSS_JAX_CACHE") from error
+    return Path(base) / "poss_jax"
+
+
 # --------------------------------------------------------------------------------------------------
 # Files
 

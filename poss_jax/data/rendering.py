@@ -106,6 +106,11 @@ def render_steps(
     return _WORKER.render(f'{about[:-1]}, "chat": {chat}}}\n'.encode(), len(steps))
 
 
+def start_renderer() -> None:
+    """Starts the process that renders beside what comes first, since its start takes seconds."""
+    _WORKER.start()
+
+
 class _Worker:
     """The process that renders; one request at a time."""
 
@@ -116,20 +121,29 @@ class _Worker:
     def render(self, request: bytes, num_texts: int) -> list[Part]:
         """Sends a request and reads its answers; after an end the next one starts a new process."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self.stop()
-                self._process = _start()
+            process = self._running()
             try:
-                lines = _exchange(self._process, request, num_texts)
+                lines = _exchange(process, request, num_texts)
             except BaseException:  # Ctrl-C: the next request must not get these answers
                 self.stop()
                 raise
             if len(lines) < num_texts:
-                raise _error_of_end(self._process.wait(), len(request))
+                raise _error_of_end(process.wait(), len(request))
         answers = [json.loads(line) for line in lines]
         if errors := [answer["error"] for answer in answers if "error" in answer]:
             raise RenderError(one_line(errors[0]))
         return [Part(**answer) for answer in answers]
+
+    def start(self) -> None:
+        """Starts the process, if there is none."""
+        with self._lock:
+            self._running()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.stop()
+            self._process = _start()
+        return self._process
 
     def stop(self) -> None:
         """Ends the process, if there is one."""

@@ -11,12 +11,12 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from poss_jax.bundled import bundled_model
-from poss_jax.config.decoding import BUNDLED, AnswerConfig
+from poss_jax.bundled.default import default_drafts, default_target
+from poss_jax.config.decoding import SMOLLM2, AnswerConfig, BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.paths import as_path, local_path
@@ -163,14 +163,14 @@ def _own_tree(kind: Any) -> TreeConfig | None:
 
 
 def load_engine(config: AnswerConfig) -> Engine:
-    """Loads the models of a config; the bundled target comes with a draft.
+    """Loads the models of a config; the default target comes with a draft.
 
     Raises:
       UserError: what `Engine.load` or `read_trees` refuses.
     """
     target, draft = config.target, config.draft
-    if target == BUNDLED:
-        target, draft = bundled_model("target"), draft or bundled_model("poss3")
+    if target == SMOLLM2:
+        target, draft = default_target(), draft or next(iter(default_drafts().values()), None)
     return Engine.load(
         target,
         draft,
@@ -182,6 +182,18 @@ def load_engine(config: AnswerConfig) -> Engine:
         quantise=config.quantise,
         mesh=config.mesh,
     )
+
+
+def with_default_models(config: BenchConfig) -> BenchConfig:
+    """Names the folders of the default target, and of its drafts if no others are given.
+
+    Raises:
+      UserError: what `default_target` refuses.
+    """
+    if config.target != SMOLLM2:
+        return config
+    drafts = config.drafts or {name: str(folder) for name, folder in default_drafts().items()}
+    return replace(config, target=str(default_target()), drafts=drafts)
 
 
 def read_pairs(flag: str, texts: Sequence[str], wanted: str) -> dict[str, str]:

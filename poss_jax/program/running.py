@@ -22,10 +22,12 @@ from typing import Any, NoReturn
 import jax
 
 import poss_jax
+from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError, cut, is_out_of_memory, shorten
 from poss_jax.config.yaml_text import lone_surrogates
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
+DIM = ("\x1b[2m", "\x1b[0m")
 BRACKETS = (
     "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}",
     "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}",
@@ -80,7 +82,7 @@ def run_program(main: Callable[[], None]) -> None:
     nobody reads the output (`| head`). Each but the last comes with one line on stderr; that of 70
     names a file with the traceback.
 
-    Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR` (default: `~/.cache/poss_jax/xla`),
+    Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR` (default: `xla` in `cache_folder()`),
     so that only the first run of a shape waits for the compiler.
     """
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed
@@ -102,9 +104,14 @@ def run_program(main: Callable[[], None]) -> None:
 
 
 def text_marks() -> tuple[str, str]:
-    """Marks before and after a text: a colour on terminals, else brackets."""
-    is_wanted = os.environ.get("FORCE_COLOR") or sys.stdout.isatty()
-    return COLOUR if is_wanted and not os.environ.get("NO_COLOR") else BRACKETS
+    """Marks before and after a text: a colour where there are colours, else brackets."""
+    return COLOUR if has_colours() else BRACKETS
+
+
+def has_colours() -> bool:
+    """Tells whether output is coloured: on a terminal or with FORCE_COLOR, never with NO_COLOR."""
+    is_wanted = bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
+    return is_wanted and not os.environ.get("NO_COLOR")
 
 
 def _failed(message: str, code: int) -> int:
@@ -169,14 +176,11 @@ def _keep_compiled() -> None:
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     try:
-        cache = Path.home() / ".cache" / "poss_jax" / "xla"
-    except RuntimeError:  # a container may know neither HOME nor the user
-        _LOG.warning(
-            "the home folder is unknown, so compiled programs are not kept; set HOME or "
-            "JAX_COMPILATION_CACHE_DIR"
-        )
+        cache = cache_folder()
+    except UserError as error:
+        _LOG.warning("compiled programs are not kept: %s", error)
         return
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
     # Small programs too: a hundred of them compile for seconds.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

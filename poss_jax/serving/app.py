@@ -151,7 +151,10 @@ class Service:
     def about_model(self) -> dict[str, Any]:
         """The model as the API describes it."""
         about = {"id": self.model, "object": "model", "created": 0, "owned_by": "poss_jax"}
-        return about | {"max_model_len": self.scheduler.max_length}
+        return about | {
+            "max_model_len": self.scheduler.max_length,
+            "has_chat_template": bool(getattr(self.engine.tokenizer, "chat_template", None)),
+        }
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError if another model is asked for."""

