@@ -332,7 +332,9 @@ def test_the_page_holds_everything_and_needs_no_network(
         pytest.importorskip("matplotlib")
     else:
         monkeypatch.setattr(page_module, "find_spec", lambda name: None)
-    write_page(made_up_report(), tmp_path / "report.html")
+    report = made_up_report()
+    report["groups"][0]["methods"]["draft"]["all"]["acceptance_length"] |= {"low": 2.67, "high": 3}
+    write_page(report, tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     page = Page(text)
     assert page.tags["table"] == 2 and page.tags["svg"] == (4 if has_plots else 0)
