@@ -3,7 +3,7 @@
 Needs a target and drafts (model folders; by default bundled ones). Prompts and seeds are decoded in
 all three ways. Coupled and argmax drafts must give the same texts; those of sampled drafts are
 others, except greedy ones. A prompt and seed for which any text loops is left out. Prints
-acceptance lengths with bootstrap intervals and tokens per second, and as its last line one JSON
+acceptance lengths with intervals and tokens per second, and as its last line one JSON
 object; --output keeps report.json, report.md and a plot.
 
     python -m benchmarks.coupling --output docs/results/coupling

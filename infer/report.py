@@ -15,7 +15,7 @@ from poss_jax.program.tables import format_rows
 
 from .phases import PARTS
 from .screen import print_summary
-from .statistics import format_estimate
+from .statistics import FEWEST, format_estimate
 from .summary import LOOPING_BELOW
 
 
@@ -23,7 +23,7 @@ def format_report(report: dict[str, Any]) -> str:
     """Formats the report as Markdown tables."""
     lines = [
         f"{report['max_new_tokens']} new tokens, {report['repeats']} repeats; in brackets 95 % "
-        "intervals over questions",
+        f"intervals over questions, where there are {FEWEST} or more",
         *_describe_sampling(report["config"]),
     ]
     is_compared = report["config"]["drafting"] != "sampled"
