@@ -1,5 +1,6 @@
 """Tokenizers from GGUF files: equal to the one that the vocabulary was taken from."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -200,11 +201,11 @@ def sentencepiece(architecture="llama", **more):
 
 
 def merge_best(text: str, held) -> list[int]:
-    """SentencePiece's BPE: joins the best pair of neighbours, the first of equals, until none is."""
+    """SentencePiece's BPE: joins the best pair of neighbours, the first of equals, to the end."""
     ids = {token: index for index, token in enumerate(held["tokens"])}
     symbols = list(text.replace(" ", "▁"))
     while True:
-        pairs = [a + b for a, b in zip(symbols, symbols[1:], strict=False)]
+        pairs = [a + b for a, b in itertools.pairwise(symbols)]
         places = [place for place, pair in enumerate(pairs) if pair in ids]
         if not places:
             break
