@@ -1,8 +1,7 @@
 """The tokenizer of a GGUF file, as Hugging Face's files.
 
-Texts become the tokens that llama.cpp makes of them, except that the texts of Qwen are normalised
-first, as its own tokenizer does. `transformers` splits some of them otherwise: it does not know all
-pre-tokenizers, and puts no space behind special tokens (`docs/checkpoints.md`).
+Texts become the tokens that llama.cpp makes of them, except that those of Qwen are normalised first,
+as its own tokenizer does. `transformers` differs in some: `docs/checkpoints.md` says in which.
 """
 
 import json
