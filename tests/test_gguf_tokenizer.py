@@ -109,7 +109,7 @@ def train(pre_tokenizer, *, whole_words=False, normalised=False) -> tuple[Tokeni
     state = json.loads(trained.to_str())["model"]
     vocabulary, merges = state["vocab"], [tuple(pair) for pair in state["merges"]]
     if whole_words:  # a word that merges do not make
-        vocabulary |= {"ĠHello": len(vocabulary)}
+        vocabulary.setdefault("ĠHello", len(vocabulary))
         merges = [pair for pair in merges if "".join(pair) != "ĠHello"]
     tokens = [*sorted(vocabulary, key=vocabulary.__getitem__), *ADDED]
     types = [NORMAL] * len(vocabulary) + [*ADDED.values()]
@@ -188,7 +188,7 @@ def sentencepiece(architecture="llama", **more):
     """What a GGUF file holds of a vocabulary like Llama 2's: the earlier a piece, the better."""
     trained = Tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False)
-    lines = [line.replace(" ", "▁") for line in Path(__file__).read_text().splitlines()]
+    lines = [line.replace(" ", "▁") for line in TEXTS]
     trained.train_from_iterator(lines, trainer)
     vocabulary = trained.get_vocab()
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -201,7 +201,7 @@ def sentencepiece(architecture="llama", **more):
 
 
 def merge_best(text: str, held) -> list[int]:
-    """SentencePiece's BPE: joins the best pair of neighbours, the first of equals, to the end."""
+    """SentencePiece's BPE: joins the best pair of neighbours, the first of equals, while it can."""
     ids = {token: index for index, token in enumerate(held["tokens"])}
     symbols = list(text.replace(" ", "▁"))
     while True:

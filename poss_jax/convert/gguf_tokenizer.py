@@ -1,8 +1,7 @@
 """The tokenizer of a GGUF file, as Hugging Face's files.
 
-Texts become the tokens that llama.cpp makes of them, except that the texts of Qwen are normalised
-first, as its own tokenizer does. `transformers` splits some of them otherwise: it does not know all
-pre-tokenizers, and puts no space behind special tokens (`docs/checkpoints.md`).
+Texts become the tokens that llama.cpp makes of them, except that those of Qwen are normalised first,
+as its own tokenizer does. `transformers` differs in some: `docs/checkpoints.md` says in which.
 """
 
 import json
@@ -83,12 +82,7 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
             f"{gguf.path}: tokenizer: want gpt2 or llama, got {shorten(kind)}; models with another "
             "cannot be converted"
         )
-    tokens, ids = _strings(gguf, TOKENS), _special_ids(gguf, kind)
-    if any(index not in range(len(tokens)) for index in ids.values()):
-        raise UserError(
-            f"{gguf.path}: want special tokens below {len(tokens)}, got {shorten(ids)}; convert "
-            "the model to GGUF again"
-        )
+    tokens, ids = _strings(gguf, TOKENS), _special_ids(gguf)
     try:
         tokenizer = _byte_level(gguf) if kind == "gpt2" else _sentencepiece(gguf, ids)
         _add_tokens(tokenizer, gguf)
@@ -131,13 +125,21 @@ def _numbers(gguf: GgufFile, key: str, size: int, default: float) -> list[Any]:
     return value
 
 
-def _special_ids(gguf: GgufFile, kind: str) -> dict[str, int]:
-    usual = _SENTENCEPIECE_IDS if kind == "llama" else {}
-    ids = {
+def _special_ids(gguf: GgufFile) -> dict[str, int]:
+    """Reads the ids of bos, eos, unk and pad, as far as there are such."""
+    usual = _SENTENCEPIECE_IDS if gguf.metadata["tokenizer.ggml.model"] == "llama" else {}
+    given = {
         name: gguf.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(name))
         for name, key in _SPECIALS.items()
     }
-    return {name: index for name, index in ids.items() if index is not None}
+    ids = {name: index for name, index in given.items() if index is not None}
+    size = len(_strings(gguf, TOKENS))
+    if any(index not in range(size) for index in ids.values()):
+        raise UserError(
+            f"{gguf.path}: want special tokens below {size}, got {shorten(ids)}; convert the model "
+            "to GGUF again"
+        )
+    return ids
 
 
 # --------------------------------------------------------------------------------------------------
