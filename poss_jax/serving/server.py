@@ -55,9 +55,13 @@ class Connection(H11Protocol):
         self._since = self.loop.time()
         self._await_request()
         if len(self.connections) > self._most:
-            others = [one for one in self.connections if one is not self and one.waits_for_client]
-            if others:
-                min(others, key=lambda one: one._since).transport.abort()
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Cuts the connection whose client has been waited for longest, but not this one."""
+        others = {one for one in self.connections if isinstance(one, Connection)} - {self}
+        if waiting := [one for one in others if one.waits_for_client]:
+            min(waiting, key=lambda one: one._since).transport.abort()
 
     @property
     def waits_for_client(self) -> bool:
