@@ -17,7 +17,7 @@ import pytest
 from models import one_layout
 from programs import Runs
 from serving import MODEL, Served, serving, until
-from test_text import byte_fallback
+from test_text import byte_characters, byte_fallback
 
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.folder import load_target
@@ -244,7 +244,7 @@ def assert_places(choice: Any, engine: Engine) -> None:
     for token, first, last in zip(choice.logprobs.tokens, places, places[1:], strict=False):
         if token in engine.tokenizer.all_special_tokens:
             assert first == last
-        elif "\ufffd" not in token:
+        elif not token.startswith("bytes:"):  # a part of a character
             assert choice.text[first:last].endswith(token)
 
 
@@ -365,6 +365,13 @@ def forward(served: Served, target: Any, ids: list[int], num_prompt: int) -> np.
     return np.asarray(jax.nn.log_softmax(logits, axis=-1))
 
 
+def bytes_of(tokenizer: Any, token: int) -> bytes:
+    """What a token writes: byte-level names have a letter for each byte."""
+    name = tokenizer.convert_ids_to_tokens(token)
+    is_special = token in tokenizer.all_special_ids
+    return name.encode() if is_special else bytes(map(byte_characters().index, name))
+
+
 def test_logprobs_of_a_chat(served: Served, client: openai.OpenAI, target: Any) -> None:
     options = {"logprobs": True, "top_logprobs": 4, "temperature": 1.0, "seed": SEED}
     options |= {"max_tokens": N, "extra_body": {"return_token_ids": True, "top_k": 3}}
@@ -376,7 +383,7 @@ def test_logprobs_of_a_chat(served: Served, client: openai.OpenAI, target: Any) 
     for row, token, one in zip(expected, choice.token_ids, choice.logprobs.content, strict=True):
         assert one.logprob == pytest.approx(row[token], abs=1e-4)
         assert one.token == decode([token])
-        assert one.bytes == (None if "\ufffd" in one.token else list(one.token.encode()))
+        assert bytes(one.bytes) == bytes_of(served.engine.tokenizer, token)
         best = np.argsort(-row, kind="stable")[:4]
         assert [top.token for top in one.top_logprobs] == [decode([other]) for other in best]
         found = [top.logprob for top in one.top_logprobs]
@@ -394,8 +401,12 @@ def test_logprobs_of_a_completion(served: Served, client: openai.OpenAI, target:
     found = choice.logprobs
     chosen = expected[np.arange(N), choice.token_ids]
     np.testing.assert_allclose(found.token_logprobs, chosen, atol=1e-4)
-    names = [served.engine.tokenizer.decode([token]) for token in choice.token_ids]
-    assert found.tokens == names
+    tokenizer = served.engine.tokenizer
+    for token, name in zip(choice.token_ids, found.tokens, strict=True):
+        spelled = "".join(f"\\x{byte:02x}" for byte in bytes_of(tokenizer, token))
+        text = tokenizer.decode([token])
+        assert name == (f"bytes:{spelled}" if "\ufffd" in text else text)
+    assert {len(top) for top in found.top_logprobs} == {5}
     assert_places(choice, served.engine)
     assert all(
         max(top.values()) == pytest.approx(row.max(), abs=1e-4)
