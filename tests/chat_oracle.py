@@ -2,11 +2,14 @@
 
 import functools
 import itertools
+import json
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from chat_templates import KINDS, tokenizer_of
+from chat_templates import KINDS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
 from poss_jax.data.conversations import Chat, read_document
@@ -32,6 +35,56 @@ class Answer(NamedTuple):
     written: str
     learnt: str
     is_trained: bool
+
+
+@functools.cache
+def _base() -> str:
+    """A byte-level tokenizer without special tokens, as JSON."""
+    model = Tokenizer(models.BPE(unk_token=None))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(["the answer is that this is the question\n\n"] * 9, trainer)
+    return model.to_str()
+
+
+@functools.cache
+def tokenizer_of(name: str) -> Any:
+    """The tokenizer of a template, which carries it."""
+    kind = KINDS[name]
+    model = Tokenizer.from_str(_base())
+    eos = kind.eos or kind.ends[0]
+    model.add_special_tokens(list(dict.fromkeys([kind.bos, eos, *kind.ends, *kind.specials])))
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        bos_token=kind.bos,
+        eos_token=eos,
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = kind.text
+    return made
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "tells the weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def call(city: str, *, as_text: bool = False) -> dict[str, Any]:
+    """A call of the tool."""
+    arguments: Any = {"city": city}
+    arguments = json.dumps(arguments) if as_text else arguments
+    function = {"name": "weather", "arguments": arguments}
+    return {"id": "call00001", "type": "function", "function": function}
 
 
 @functools.cache
