@@ -121,14 +121,18 @@ def ask_transformers(name: str, messages: list[Any], tools: Any) -> list[Answer]
     return answers
 
 
+def is_one_text(answers: list[Answer]) -> bool:
+    """Tells whether every prompt holds the answers before it."""
+    pairs = itertools.pairwise(answers)
+    return all(after.prompt.startswith(one.prompt + one.learnt) for one, after in pairs)
+
+
 def expected_texts(answers: list[Answer]) -> list[RenderedChat]:
     """One text if every prompt holds the answers before it, else one per answer."""
-    pairs = itertools.pairwise(answers)
-    is_one = all(after.prompt.startswith(one.prompt + one.learnt) for one, after in pairs)
     spans = [(len(one.prompt), len(one.prompt + one.learnt)) for one in answers]
     texts = [one.prompt + one.written for one in answers]
     used = [index for index, one in enumerate(answers) if one.is_trained]
-    if is_one:
+    if is_one_text(answers):
         return [RenderedChat(texts[-1], [spans[index] for index in used])]
     return [RenderedChat(texts[index], [spans[index]]) for index in used]
 
@@ -184,7 +188,7 @@ def check_chat(name: str, record: Record, *, knows_ends: bool) -> str:
     expected = expected_texts(answers)
     assert template.render(fitted) == expected
     _check_masks(name, fitted, template, expected)
-    _check_found(name, template, answers, expected)
+    _check_found(name, template, answers)
     return "cut" if why else "whole" if len(expected) == 1 else "a text per answer"
 
 
@@ -201,9 +205,7 @@ def _check_masks(
         assert learnt == [wanted.text[begin:end] for begin, end in wanted.spans]
 
 
-def _check_found(
-    name: str, template: ChatTemplate, answers: list[Answer], expected: list[RenderedChat]
-) -> None:
+def _check_found(name: str, template: ChatTemplate, answers: list[Answer]) -> None:
     """Spans found in the written chat are the oracle's, of trained answers and others.
 
     Of an answer that holds headers of its own some are left out.
@@ -219,7 +221,7 @@ def _check_found(
     wanted = [(len(one.prompt), len(one.prompt + one.learnt)) for one in answers]
     assert same == text and spans[-1][1] == wanted[-1][1]
     assert spans[-1][0] == wanted[-1][0] or KINDS[name].needs_ends
-    if len(expected) == 1 and not KINDS[name].needs_ends:
+    if is_one_text(answers) and not KINDS[name].needs_ends:
         assert spans == wanted
 
 
