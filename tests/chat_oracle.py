@@ -2,11 +2,14 @@
 
 import functools
 import itertools
+import json
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from chat_templates import KINDS, tokenizer_of
+from chat_templates import KINDS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
 from poss_jax.data.conversations import Chat, read_document
@@ -32,6 +35,56 @@ class Answer(NamedTuple):
     written: str
     learnt: str
     is_trained: bool
+
+
+@functools.cache
+def _base() -> str:
+    """A byte-level tokenizer without special tokens, as JSON."""
+    model = Tokenizer(models.BPE(unk_token=None))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(["the answer is that this is the question\n\n"] * 9, trainer)
+    return model.to_str()
+
+
+@functools.cache
+def tokenizer_of(name: str) -> Any:
+    """The tokenizer of a template, which carries it."""
+    kind = KINDS[name]
+    model = Tokenizer.from_str(_base())
+    eos = kind.eos or kind.ends[0]
+    model.add_special_tokens(list(dict.fromkeys([kind.bos, eos, *kind.ends, *kind.specials])))
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        bos_token=kind.bos,
+        eos_token=eos,
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = kind.text
+    return made
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "tells the weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def call(city: str, *, as_text: bool = False) -> dict[str, Any]:
+    """A call of the tool."""
+    arguments: Any = {"city": city}
+    arguments = json.dumps(arguments) if as_text else arguments
+    function = {"name": "weather", "arguments": arguments}
+    return {"id": "call00001", "type": "function", "function": function}
 
 
 @functools.cache
@@ -68,14 +121,18 @@ def ask_transformers(name: str, messages: list[Any], tools: Any) -> list[Answer]
     return answers
 
 
+def is_one_text(answers: list[Answer]) -> bool:
+    """Tells whether every prompt holds the answers before it."""
+    pairs = itertools.pairwise(answers)
+    return all(after.prompt.startswith(one.prompt + one.learnt) for one, after in pairs)
+
+
 def expected_texts(answers: list[Answer]) -> list[RenderedChat]:
     """One text if every prompt holds the answers before it, else one per answer."""
-    pairs = itertools.pairwise(answers)
-    is_one = all(after.prompt.startswith(one.prompt + one.learnt) for one, after in pairs)
     spans = [(len(one.prompt), len(one.prompt + one.learnt)) for one in answers]
     texts = [one.prompt + one.written for one in answers]
     used = [index for index, one in enumerate(answers) if one.is_trained]
-    if is_one:
+    if is_one_text(answers):
         return [RenderedChat(texts[-1], [spans[index] for index in used])]
     return [RenderedChat(texts[index], [spans[index]]) for index in used]
 
@@ -131,7 +188,7 @@ def check_chat(name: str, record: Record, *, knows_ends: bool) -> str:
     expected = expected_texts(answers)
     assert template.render(fitted) == expected
     _check_masks(name, fitted, template, expected)
-    _check_found(name, template, answers, expected)
+    _check_found(name, template, answers)
     return "cut" if why else "whole" if len(expected) == 1 else "a text per answer"
 
 
@@ -148,9 +205,7 @@ def _check_masks(
         assert learnt == [wanted.text[begin:end] for begin, end in wanted.spans]
 
 
-def _check_found(
-    name: str, template: ChatTemplate, answers: list[Answer], expected: list[RenderedChat]
-) -> None:
+def _check_found(name: str, template: ChatTemplate, answers: list[Answer]) -> None:
     """Spans found in the written chat are the oracle's, of trained answers and others.
 
     Of an answer that holds headers of its own some are left out.
@@ -166,7 +221,7 @@ def _check_found(
     wanted = [(len(one.prompt), len(one.prompt + one.learnt)) for one in answers]
     assert same == text and spans[-1][1] == wanted[-1][1]
     assert spans[-1][0] == wanted[-1][0] or KINDS[name].needs_ends
-    if len(expected) == 1 and not KINDS[name].needs_ends:
+    if is_one_text(answers) and not KINDS[name].needs_ends:
         assert spans == wanted
 
 

@@ -1,12 +1,7 @@
 """Chat templates of many kinds, each with the tokens that it needs and what ends its answers."""
 
-import functools
-import json
 from dataclasses import dataclass
 from typing import Any
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -42,6 +37,11 @@ def each(turn: str, ask: str = "", *, first: str = "", last: str = "") -> str:
     return f"{first}{{% for m in messages %}}{turn}{{% endfor %}}{end}"
 
 
+def im(text: str | dict[str, str], **settings: Any) -> Kind:
+    """A template of ChatML."""
+    return Kind(text, ("<|im_end|>",), ("<|im_start|>",), **settings)
+
+
 def by_role(**turns: str) -> str:
     """A text per role; `other` for the rest."""
     other = turns.pop("other", "")
@@ -50,7 +50,6 @@ def by_role(**turns: str) -> str:
 
 
 REFUSE = "{{ raise_exception('roles must be system, user, assistant') }}"
-IM = ("<|im_start|>",)
 IM_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 IM_ASK = "<|im_start|>assistant\n"
 CALLS = (
@@ -129,82 +128,55 @@ PARTS = (
 
 KINDS = {
     # ChatML
-    "chatml": Kind(each(IM_TURN, IM_ASK), ("<|im_end|>",), IM),
-    "chatml, bos": Kind(each(IM_TURN, IM_ASK, first="{{ bos_token }}"), ("<|im_end|>",), IM),
-    "chatml, no newline behind turns": Kind(
-        each(IM_TURN.removesuffix("\n"), IM_ASK), ("<|im_end|>",), IM
+    "chatml": im(each(IM_TURN, IM_ASK)),
+    "chatml, bos": im(each(IM_TURN, IM_ASK, first="{{ bos_token }}")),
+    "chatml, no newline behind turns": im(each(IM_TURN.removesuffix("\n"), IM_ASK)),
+    "chatml, no newline behind the last turn": im(
+        each(IM_TURN.removesuffix("\n") + "{{ '' if loop.last else '\n' }}", "{{ '\n' }}" + IM_ASK)
     ),
-    "chatml, no newline behind the last turn": Kind(
-        each(IM_TURN.removesuffix("\n") + "{{ '' if loop.last else '\n' }}", "{{ '\n' }}" + IM_ASK),
-        ("<|im_end|>",),
-        IM,
-    ),
-    "chatml, trimmed": Kind(
-        each(IM_TURN.replace("m.content", "m.content | trim"), IM_ASK), ("<|im_end|>",), IM
-    ),
-    "chatml, another eos": Kind(each(IM_TURN, IM_ASK), ("<|im_end|>",), IM, eos="<|endoftext|>"),
-    "chatml, eos once": Kind(
-        each(IM_TURN, IM_ASK, last="{{ eos_token }}"), ("<|im_end|>",), IM, eos="<|endoftext|>"
-    ),
-    "chatml, default system message": Kind(
+    "chatml, trimmed": im(each(IM_TURN.replace("m.content", "m.content | trim"), IM_ASK)),
+    "chatml, another eos": im(each(IM_TURN, IM_ASK), eos="<|endoftext|>"),
+    "chatml, eos once": im(each(IM_TURN, IM_ASK, last="{{ eos_token }}"), eos="<|endoftext|>"),
+    "chatml, default system message": im(
         each(
             "{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n"
             "{% endif %}" + IM_TURN,
             IM_ASK,
-        ),
-        ("<|im_end|>",),
-        IM,
+        )
     ),
-    "chatml, marks of generation": Kind(
+    "chatml, marks of generation": im(
         each(
             by_role(
                 assistant=IM_ASK + "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n",
                 other=IM_TURN,
             ),
             IM_ASK,
-        ),
-        ("<|im_end|>",),
-        IM,
+        )
     ),
-    "chatml, never asks": Kind(each(IM_TURN), ("<|im_end|>",), IM),
-    "chatml, always asks": Kind(
+    "chatml, never asks": im(each(IM_TURN)),
+    "chatml, always asks": im(
         "{% for m in messages %}" + IM_TURN + "{% endfor %}"
-        "{% if messages[-1].role != 'assistant' %}" + IM_ASK + "{% endif %}",
-        ("<|im_end|>",),
-        IM,
+        "{% if messages[-1].role != 'assistant' %}" + IM_ASK + "{% endif %}"
     ),
-    "chatml, names": Kind(
-        each(IM_TURN.replace("{{ m.role }}", "{{ m.role }}{{ ' ' ~ m.name if m.name }}"), IM_ASK),
-        ("<|im_end|>",),
-        IM,
+    "chatml, names": im(
+        each(IM_TURN.replace("{{ m.role }}", "{{ m.role }}{{ ' ' ~ m.name if m.name }}"), IM_ASK)
     ),
-    "chatml, parts": Kind(
-        each(IM_TURN.replace("{{ m.content }}", PARTS), IM_ASK),
-        ("<|im_end|>",),
-        IM,
-        takes_parts=True,
-    ),
-    "chatml, tools": Kind(each(IM_CALLING, IM_ASK, first=IM_TOOLS), ("<|im_end|>",), IM),
-    "chatml, tools in a template apart": Kind(
+    "chatml, parts": im(each(IM_TURN.replace("{{ m.content }}", PARTS), IM_ASK), takes_parts=True),
+    "chatml, tools": im(each(IM_CALLING, IM_ASK, first=IM_TOOLS)),
+    "chatml, tools in a template apart": im(
         {
             "default": each(IM_TURN, IM_ASK),
             "tool_use": each(IM_CALLING, IM_ASK, first=IM_TOOLS),
-        },
-        ("<|im_end|>",),
-        IM,
+        }
     ),
-    "chatml, keeps reasoning": Kind(
-        each(IM_THINKING.replace("CONDITION", "true"), IM_ASK, first=IM_TOOLS),
-        ("<|im_end|>",),
-        IM,
+    "chatml, keeps reasoning": im(
+        each(IM_THINKING.replace("CONDITION", "true"), IM_ASK, first=IM_TOOLS)
     ),
-    "chatml, forgets reasoning": Kind(
+    "chatml, forgets reasoning": im(
         LAST_ASKED
-        + each(IM_THINKING.replace("CONDITION", "loop.index0 > ns.last"), IM_ASK, first=IM_TOOLS),
-        ("<|im_end|>",),
-        IM,
+        + each(IM_THINKING.replace("CONDITION", "loop.index0 > ns.last"), IM_ASK, first=IM_TOOLS)
     ),
-    "chatml, an empty thought": Kind(
+    "chatml, an empty thought": im(
         LAST_ASKED
         + each(
             by_role(
@@ -214,25 +186,19 @@ KINDS = {
                 other=IM_TURN,
             ),
             IM_ASK,
-        ),
-        ("<|im_end|>",),
-        IM,
+        )
     ),
-    "chatml, a thought in the content": Kind(
+    "chatml, a thought in the content": im(
         each(
             IM_TURN.replace(
                 "{{ m.content }}",
                 "{{ m.content if loop.last else m.content.split('</think>')[-1] | trim }}",
             ),
             IM_ASK,
-        ),
-        ("<|im_end|>",),
-        IM,
+        )
     ),
-    "chatml, thinks in the prompt": Kind(
+    "chatml, thinks in the prompt": im(
         each(IM_TURN, IM_ASK + "<think>\n"),
-        ("<|im_end|>",),
-        IM,
         refused="begins a finished answer otherwise than it asks for it",
     ),
     # Llama
@@ -484,59 +450,7 @@ KINDS = {
         ("</s>",),
         refused="want questions and answers written as they are",
     ),
-    "one turn only": Kind(
-        each("{% if messages | length > 2 %}" + REFUSE + "{% endif %}" + IM_TURN, IM_ASK),
-        ("<|im_end|>",),
-        IM,
+    "one turn only": im(
+        each("{% if messages | length > 2 %}" + REFUSE + "{% endif %}" + IM_TURN, IM_ASK)
     ),
 }
-
-
-@functools.cache
-def _base() -> str:
-    """A byte-level tokenizer without special tokens, as JSON."""
-    model = Tokenizer(models.BPE(unk_token=None))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator(["the answer is that this is the question\n\n"] * 9, trainer)
-    return model.to_str()
-
-
-@functools.cache
-def tokenizer_of(name: str) -> Any:
-    """The tokenizer of a template, which carries it."""
-    kind = KINDS[name]
-    model = Tokenizer.from_str(_base())
-    eos = kind.eos or kind.ends[0]
-    model.add_special_tokens(list(dict.fromkeys([kind.bos, eos, *kind.ends, *kind.specials])))
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=model,
-        bos_token=kind.bos,
-        eos_token=eos,
-        clean_up_tokenization_spaces=False,
-    )
-    made.chat_template = kind.text
-    return made
-
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "tells the weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-
-
-def call(city: str, *, as_text: bool = False) -> dict[str, Any]:
-    """A call of the tool."""
-    arguments: Any = {"city": city}
-    arguments = json.dumps(arguments) if as_text else arguments
-    function = {"name": "weather", "arguments": arguments}
-    return {"id": "call00001", "type": "function", "function": function}

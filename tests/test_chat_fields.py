@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import TOOL, call, tokenizer_of
+from chat_oracle import TOOL, call, tokenizer_of
 from models import tiny_llama
 
 from poss_jax.config.reading import UserError

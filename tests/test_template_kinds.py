@@ -5,8 +5,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from chat_oracle import check_chat, opened
-from chat_templates import KINDS, TOOL, call
+from chat_oracle import TOOL, call, check_chat, opened
+from chat_templates import KINDS
 
 from poss_jax.config.reading import UserError
 

@@ -103,9 +103,11 @@ def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) ->
         same, different = _end_marks(one, special, match_any(stops))
         marks, others = marks | same, others | different
     textual = _shared_start(seen.behind, seen.followed or seen.behind)
-    has_mark = any(match_any(marks | others).search(one) for one in (seen.behind, seen.answer))
-    ends = marks | others | ({textual} if textual.strip() and not has_mark else set())
-    end = match_any(ends) if has_mark or textual.strip() else None
+    ends = marks | others
+    has_end = bool(match_any(ends).search(seen.answer))
+    if not has_end and textual.strip():
+        ends, has_end = ends | {textual}, True
+    end = match_any(ends) if has_end else None
     return Turns(
         stop=match_any(marks),
         example=seen.answer,
@@ -172,8 +174,8 @@ def _end_marks(
         return set(), set()
     if marks := common[1::2]:
         return {marks[-1]}, set()
-    first, *others = [special.search(text) for text in (seen.behind, followed)]
-    return set(), {mark.group() for mark in (first, *others) if mark} if first else set()
+    firsts = [special.search(text) for text in (seen.behind, followed)]
+    return set(), {mark.group() for mark in firsts if mark and firsts[0]}
 
 
 def _common_pieces(one: str, other: str, special: re.Pattern[str]) -> list[str]:

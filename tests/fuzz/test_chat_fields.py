@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from chat_oracle import check_chat
-from chat_templates import KINDS, TOOL, call
+from chat_oracle import TOOL, call, check_chat
+from chat_templates import KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 
