@@ -98,7 +98,7 @@ def test_roles_that_no_template_knows(role: str) -> None:
     assert (caught.value.status, caught.value.param) == (400, "messages")
     assert caught.value.message == (
         "messages: want a role of assistant, developer, function, system, tool, user, got "
-        f"{ascii(role)}"
+        f"{role!a}"
     )
 
 
