@@ -18,13 +18,17 @@ LOCK := $(wildcard requirements/$(TAG).lock)
 STAMP := $(VENV)/.installed-$(TAG)-$(shell cat pyproject.toml $(LOCK) | cksum | cut -d' ' -f1)
 DEMO_QUESTION := Explain in a few sentences why the sky is blue by day and red in the evening.
 BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
+# Those that compare numbers of two programs. XLA compiles no fp8 for such a processor.
+ISA_TESTS := $(addprefix tests/test_, train_step.py layers.py losses.py blockwise.py)
+OLDEST := .venv-oldest
+TEXT_TESTS := $(addprefix tests/test_, text.py rendering.py chats.py)
 TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
 
 # Every step of training asks the system for large buffers; large pages make that cheaper.
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-train bundle test test-torch test-slow test-scale fuzz smoke notebook lint lock clean venv
+.PHONY: help demo demo-train bundle test test-torch test-isa test-oldest test-slow test-scale fuzz smoke notebook lint lock clean venv
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +66,14 @@ test-torch: $(STAMP)  ## install PyTorch and run the tests that need it
 	@$(PIP) install '$(TORCH_PIN)'
 	@$(PYTEST) -m 'torch and not slow and not device' $(ARGS)
 
+test-isa: $(STAMP)  ## run numeric tests without AVX and FMA, as on another processor
+	@XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 $(PYTEST) $(ISA_TESTS) $(ARGS)
+
+test-oldest:  ## run text and template tests with the oldest versions that pyproject.toml allows
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip -q --disable-pip-version-check install -r requirements/oldest.lock
+	@$(OLDEST)/bin/python -m pytest -q $(TEXT_TESTS) $(ARGS)
+
 test-slow: $(STAMP)  ## run the tests that take minutes
 	@$(PYTEST) -m 'slow and not device' $(ARGS)
 
@@ -96,9 +108,15 @@ lock: venv  ## write requirements/*.lock anew (ARGS=--upgrade takes the newest v
 	  { echo "# Tested versions for Python $$version; \`make lock\` writes this file."; \
 	    cat $$lock; } > $$lock.new && mv $$lock.new $$lock || exit $$?; \
 	done
+	@$(PY) -m uv pip compile -q pyproject.toml --extra dev --resolution lowest-direct \
+	  --python-version 3.11 --no-emit-index-url --no-annotate --no-header \
+	  --output-file requirements/oldest.lock $(ARGS)
+	@{ echo "# Oldest versions that pyproject.toml allows; \`make lock\` writes this file."; \
+	  cat requirements/oldest.lock; } > requirements/oldest.new
+	@mv requirements/oldest.new requirements/oldest.lock
 
 clean:  ## remove the environment and caches (runs/ stays)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 venv:

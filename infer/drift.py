@@ -141,22 +141,12 @@ def _answer(decoder: Decoder, questions: Sequence[Dialogue]) -> Answers:
 
 
 def lay_out(texts: Answers) -> Rows:
-    """Lays every answer behind its prompt, in a row of its own.
-
-    A row is trained, as validation calls it, where it predicts a token of the answer; only the
-    first of these, which comes with the prompt, is not drafted:
-
-        token     p0 p1 p2 a0 a1 a2 a3
-        predicts  p2 a0 a1 a2 a3             row r: the token at r + 2
-        trained          *  *  *
-    """
+    """Lays every answer behind its prompt, in a row of its own."""
     answers = [answer for turns in texts for answer in turns]
     sequences = []
     for answer in answers:
         ids = _all_ids(answer)
-        row = np.arange(len(ids))
-        is_trained = (row >= len(answer.prompt_ids) - 1) & (row < len(ids) - 2)
-        sequences.append(Tokens(np.array(ids), is_trained))
+        sequences.append(Tokens(np.array(ids), np.arange(len(ids)) >= len(answer.prompt_ids)))
     return make_rows(sequences, max(len(one.ids) for one in sequences), "none")
 
 

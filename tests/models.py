@@ -157,6 +157,17 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def rounding(added: int) -> float:
+    """Bound of how far two orders of a float32 sum lie apart, in sizes of its largest part.
+
+    Each addition rounds, and processors differ in their order and in whether products round first.
+
+    Args:
+      added: terms of the longest sum.
+    """
+    return added * float(np.finfo(np.float32).eps)
+
+
 def random_tokens(config: LlamaConfig, *shape: int, seed: int = 2) -> jax.Array:
     """Token ids of the vocabulary."""
     drawn = np.random.default_rng(seed).integers(0, config.vocab_size, shape)

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 import poss_jax.checkpoint.folder
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import cli, main
+from poss_jax.convert.inspection import inspect
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,18 @@ def test_unknown_draft_keys(tmp_path, tiny, key):
     source = write_source(tmp_path / "source", draft_tensors(**{key: (8,)}))
     with pytest.raises(UserError, match=f"unknown {key}"):
         run("draft", source=source, target=tiny / "target", output=tmp_path / "out")
+
+
+def test_a_sentencepiece_model_alone(tmp_path):
+    """As in Vicuna's folder: nothing that is loaded later could read it."""
+    source = write_source(tmp_path / "source", target_tensors())
+    (source / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(UserError, match=r"want tokenizer\.json, got tokenizer\.model alone; copy"):
+        run("target", source=source, output=tmp_path / "out")
+    assert "tokenizer.model alone" in str(inspect(str(source)).refused)
+    assert not (tmp_path / "out").exists()
+    (source / "tokenizer.json").write_text("{}")
+    run("target", source=source, output=tmp_path / "out")
 
 
 def test_a_draft_given_as_target(tmp_path):

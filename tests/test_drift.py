@@ -24,7 +24,7 @@ from poss_jax.config.training import ObjectiveConfig
 from poss_jax.engine.answers import Generation
 from poss_jax.learn.task import DraftTask
 from poss_jax.learn.validation import add_up, draft_metrics, make_draft_validation
-from poss_jax.model.documents import TrainBatch
+from poss_jax.model.documents import TrainBatch, trained_rows
 from poss_jax.model.parameters import split_items
 from poss_jax.model.target import stack_layers
 
@@ -47,10 +47,13 @@ def answer(prompt: list[int], output: list[int], accepted: list[int], offered: l
 
 
 def test_rows_that_predict_tokens_of_the_answer() -> None:
+    """All but the first, which comes with the prompt."""
     first, second = answer([5, 6, 7], [1, 2, 3, 4], [], []), answer([5], [1, 2], [], [])
     rows = lay_out([[first], [second]])
     assert rows.tokens.tolist() == [[5, 6, 7, 1, 2, 3, 4], [5, 1, 2, 0, 0, 0, 0]]
-    assert rows.loss_mask.astype(int).tolist() == [[0, 0, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0]]
+    batch = TrainBatch(*map(jnp.asarray, (rows.tokens, rows.loss_mask, rows.documents)))
+    is_trained = trained_rows(batch).astype(int).tolist()
+    assert is_trained == [[0, 0, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0]]
     assert rows.documents.tolist() == [[1] * 7, [1] * 3 + [0] * 4]
 
 

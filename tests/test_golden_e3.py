@@ -107,6 +107,7 @@ def trained(request, tmp_path_factory):
 def recorded_task(golden: Golden, weights: np.ndarray) -> DraftTask:
     """Chunks and blocks that divide nothing."""
     objective = ObjectiveConfig(
+        trained_rows="token",
         feature_weight=0.0,
         probability_weight=1.0,
         top_k_weight=0.0,

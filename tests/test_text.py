@@ -2,12 +2,14 @@
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from poss_jax.config.reading import UserError
+from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.text import (
     Piece,
     TextStream,
@@ -100,6 +102,20 @@ def shown(
 
 # --------------------------------------------------------------------------------------------------
 # Characters
+
+
+def test_spaces_stay_where_a_tokenizer_says_to_clean_them_up(tmp_path: Path) -> None:
+    """As the files of Llama 3 say; `make test-oldest` runs versions that would do it."""
+    backend = byte_level().backend_tokenizer
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"clean_up_tokenization_spaces": true}')
+    tokenizer = load_tokenizer(tmp_path)
+    for text in ("x != y and a . b", "it 's , don 't ! I 'm", "f ( a , b ) ."):
+        tokens = spell(BYTE_LEVEL, text)
+        assert decode(tokenizer, tokens) == backend.decode(tokens) == text
+        assert (
+            "".join(shown(tokenizer, tokens)[0]) == decode_behind(tokenizer, None, tokens) == text
+        )
 
 
 def test_spelling_of_the_tests_own_helpers() -> None:

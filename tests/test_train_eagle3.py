@@ -216,11 +216,11 @@ def test_frozen_specialists_and_what_all_share_stay(draft: Any, target: Any) -> 
 
 def test_validation_counts_a_chain_from_every_row(draft: Any, target: Any) -> None:
     sums, shown = jax.jit(make_draft_validation(TASK, R))(draft, target, BATCH)
-    assert np.asarray(sums.num_trained).tolist() == [B * (T - 1 - depth) for depth in range(R)]
+    assert np.asarray(sums.num_trained).tolist() == [B * (T - 2 - depth) for depth in range(R)]
     logits = np.asarray(encode(target, LLAMA, TOKENS)) @ np.asarray(target["head"]["weight"]).T
     wanted = logits[:, 1:].argmax(axis=-1)
     hits = [
-        (np.asarray(shown.tokens)[depth, :, depth:-1] == wanted[:, depth:]).sum()
+        (np.asarray(shown.tokens)[depth, :, depth:-2] == wanted[:, depth:-1]).sum()
         for depth in range(R)
     ]
     assert np.asarray(sums.agreement).tolist() == hits

@@ -110,6 +110,10 @@ class ObjectiveConfig:
       top_k_weight: Weight of the cross-entropy over the top_k most likely tokens; 0 leaves it out.
       top_k: Number of tokens in that cross-entropy.
       depth_weights: Weight of each depth's loss, one per depth; empty gives all 1.
+      trained_rows: Rows that are trained: those whose `label`, the token that they predict, and the
+        token that they read belong to an answer; or, as in the reference, those whose `token` does:
+        it stands before the one that they read, so that the first drafted token of an answer is
+        never learnt, and what stands behind it is.
       average_over: Rows that a loss is averaged over: `trained` ones, or `all`, padding too, as the
         reference of EAGLE-3 does.
       feature_noise: Half-width of the uniform noise on input features for a document of 512 tokens
@@ -124,6 +128,7 @@ class ObjectiveConfig:
     top_k_weight: PositiveOrZero = 1.0
     top_k: Count = 10
     depth_weights: tuple[PositiveOrZero, ...] = ()
+    trained_rows: Literal["label", "token"] = "label"
     average_over: Literal["trained", "all"] = "trained"
     feature_noise: PositiveOrZero = 0.1
     zero_scores: bool = False

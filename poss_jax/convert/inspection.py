@@ -124,6 +124,7 @@ def _command(found: Inspection, revision: str | None) -> str:
 def _describe_reading(found: Inspection, reading: Reading) -> None:
     found.family = "target" if isinstance(reading.config, LlamaConfig) else "draft"
     if isinstance(reading.config, LlamaConfig):
+        reading.source.check_tokenizer()
         found.add("holds", f"a target of {reading.config.num_layers} layers")
         _describe_layers(found, reading.config)
     else:

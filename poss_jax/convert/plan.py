@@ -91,6 +91,7 @@ def plan_target(
     """
     reading = read_checkpoint(open_source(source, revision), "target")
     config, opened, tensors = reading.llama, reading.source, reading.source.tensors
+    opened.check_tokenizer()
     tokenizer = opened.tokenizer_folder
     embedding = tensors[_EMBED].read()
     head = embedding if config.tie_embeddings else tensors[HEAD].read()

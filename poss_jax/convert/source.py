@@ -150,6 +150,24 @@ class Source:
                 )
         return names
 
+    def check_tokenizer(self) -> None:
+        """Refuses a target whose tokenizer is a SentencePiece model alone.
+
+        Raises:
+          UserError: a tokenizer.model without the tokenizer.json that is read here.
+        """
+        has_json, has_model = (
+            (self.tokenizer_folder / f"tokenizer.{end}").is_file() for end in ("json", "model")
+        )
+        if has_model and not has_json:
+            raise UserError(
+                f"{self.folder}: want tokenizer.json, got tokenizer.model alone; copy that of the "
+                "model it was trained from, if the vocabulary is the same, or write one with "
+                '`pip install sentencepiece protobuf` and python -c "from transformers import '
+                f"AutoTokenizer as A; d = '{self.folder}'; A.from_pretrained(d)"
+                '.save_pretrained(d)"'
+            )
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors by their plain name."""

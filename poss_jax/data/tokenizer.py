@@ -95,7 +95,10 @@ def _load_local(folder: Path, origin: AnyPath) -> "transformers.PreTrainedTokeni
     kind = "PreTrainedTokenizerFast" if has_json else "AutoTokenizer"
     with _errors_of_tokenizer(f"{origin}: want a tokenizer, got", "copy its files there"):
         tokenizer = getattr(_transformers(), kind).from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            clean_up_tokenization_spaces=False,  # older versions take spaces out of decoded text
         )
     check_growth(tokenizer, origin)
     return tokenizer

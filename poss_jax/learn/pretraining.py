@@ -75,4 +75,4 @@ def cast_inner(params: Params, dtype: Any) -> Params:
 def labels_of(batch: TrainBatch) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
     """Next token of every row, and whether it is trained on and of the same document."""
     following = batch.replace(loss_mask=jnp.roll(batch.loss_mask, -1, axis=1))
-    return jnp.roll(batch.tokens, -1, axis=1), trained_rows(following)
+    return jnp.roll(batch.tokens, -1, axis=1), trained_rows(following, by="token")

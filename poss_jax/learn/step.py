@@ -137,7 +137,7 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
         target = target | {"head": {"weight": head}}
         key = jax.random.fold_in(key, state.step)
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(batch.tokens)))
-        is_trained = trained_rows(batch)
+        is_trained = trained_rows(batch, task.objective.trained_rows)
         averages_all = task.objective.average_over == "all"
         num_trained = count(jnp.ones_like(is_trained) if averages_all else is_trained)
 

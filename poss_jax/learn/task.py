@@ -127,7 +127,7 @@ def prepare_draft_data(
     Args:
       target: the frozen target, layers stacked; its dtype is the one computed in.
       task: configs.
-      batch: rows of text. The last token of a document is never trained.
+      batch: rows of text; `ObjectiveConfig.trained_rows` says which of them are trained.
       noise_keys: one for every row, draws the uniform noise on input features; None: no noise.
       num_trained: see `DraftData`; None: the rows trained here.
       own_head: LM head of a draft that has one; None: the target's is used.
@@ -152,7 +152,7 @@ def prepare_draft_data(
         draw = partial(jax.random.uniform, shape=features.shape[1:], minval=-1.0, maxval=1.0)
         noisy = features + (width * jax.vmap(draw)(noise_keys)).astype(features.dtype)
     head, is_last = gather_head(target["head"]["weight"]), is_last_in(batch.documents)
-    loss_mask = trained_rows(batch)
+    loss_mask = trained_rows(batch, task.objective.trained_rows)
     return DraftData(
         inputs=DraftInputs(
             features=noisy,

@@ -1,7 +1,7 @@
 """Rows that hold several documents: what a step is fed, and what follows from it."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -59,9 +59,22 @@ def is_last_in(documents: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return positions_in(documents[:, ::-1])[:, ::-1] == 0
 
 
-def trained_rows(batch: TrainBatch) -> Bool[Array, "B T"]:
-    """Marks rows that are trained on and predict a token of their own document."""
-    return batch.loss_mask & ~is_last_in(batch.documents) & (batch.documents > 0)
+def trained_rows(batch: TrainBatch, by: Literal["label", "token"] = "label") -> Bool[Array, "B T"]:
+    """Marks rows of a draft that are trained: row j reads feature j and token j + 1.
+
+    answer         . . a b c d . .
+    rows by label  . 1 1 1 . . . .   row j reads j + 1 and predicts j + 2, both of the answer
+    rows by token  . . 1 1 1 1 . .   token j is of the answer, and not its document's last
+
+    Args:
+      batch: rows of text.
+      by: `label`: rows that decoding an answer runs; `token`: those of the reference.
+    """
+    if by == "token":
+        return batch.loss_mask & ~is_last_in(batch.documents) & (batch.documents > 0)
+    num_behind = positions_in(batch.documents[:, ::-1])[:, ::-1]
+    read, predicted = (jnp.roll(batch.loss_mask, -ahead, axis=1) for ahead in (1, 2))
+    return read & predicted & (num_behind > 1) & (batch.documents > 0)
 
 
 def cut_batch(tree: Any, num_parts: int) -> Any:
