@@ -105,7 +105,7 @@ def write_gguf(
       path: the file.
       family: one of `FAMILIES`.
       tensors: the model, under Hugging Face's names.
-      type: type of the matrices; norms and biases stay in float32.
+      type: type of the matrices whose rows are whole blocks of 32; the rest stays in float32.
       more: adds keys to the metadata.
       without: keys of the metadata to leave out, by their end.
       extra: more tensors, under llama.cpp's names.
@@ -138,7 +138,7 @@ def write_gguf(
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(key.split(".")[-2])
         if name == "llama" and heads:
             array = rotate_neighbours(array, heads)
-        kept = type if array.ndim == 2 else Type.F32
+        kept = type if array.ndim == 2 and array.shape[1] % 32 == 0 else Type.F32
         stored = names.get_name(key.removesuffix(f".{end}"))
         writer.add_tensor(f"{stored}.{end}", gguf.quants.quantize(array, kept), raw_dtype=kept)
     for key, array in (extra or {}).items():

@@ -96,6 +96,7 @@ def test_logits_are_those_of_transformers(target, model):
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 def test_greedy_answers_are_those_of_transformers_up_to_near_ties(target, model):
     engine = Engine.load(target, max_length=256)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, as Hugging Face's files.
 
-Texts become the tokens that llama.cpp makes of them, except that those of Qwen are normalised first,
-as its own tokenizer does. `transformers` differs in some: `docs/checkpoints.md` says in which.
+Texts become the tokens that llama.cpp makes of them, except that those of Qwen are normalised
+first, as its own tokenizer does. `docs/checkpoints.md` says where `transformers` differs.
 """
 
 import json
