@@ -37,6 +37,9 @@ EXAMPLE = ROOT / "examples" / "ray_serve"
 MAX_LENGTH = 256
 SERVER = ["-m", "infer.serve", "--port", "0", "--max-length", str(MAX_LENGTH)]
 SERVER += ["--batch-size", "4", "--slots", "4"]
+MODELS = {"target": str(bundled_model("target")), "draft": str(bundled_model("poss3"))}
+MODELS["model_name"] = "bundled"
+SERVER += [f"--{key.replace('_', '-')}={value}" for key, value in MODELS.items()]
 NUM_TOKENS = 160
 
 
@@ -311,7 +314,11 @@ def replicas(root: int) -> list[int]:
 def test_replicas_of_ray_serve(engine: Engine, tmp_path: Path) -> None:
     config = yaml.safe_load((EXAMPLE / "serve.yaml").read_text())
     config["http_options"]["port"] = port = free_port()
-    config["applications"][0]["args"] |= {"max_length": MAX_LENGTH, "batch_size": 4, "slots": [4]}
+    config["applications"][0]["args"] |= MODELS | {
+        "max_length": MAX_LENGTH,
+        "batch_size": 4,
+        "slots": [4],
+    }
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     command = ["-c", "from ray.serve.scripts import cli; cli()", "run"]
     environment = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path)}
