@@ -97,8 +97,7 @@ def test_roles_that_no_template_knows(role: str) -> None:
         read([{"role": role, "content": "x"}], tokenizer)
     assert (caught.value.status, caught.value.param) == (400, "messages")
     assert caught.value.message == (
-        "messages: want a role of assistant, developer, function, system, tool, user, got "
-        f"{role!a}"
+        f"messages: want a role of assistant, developer, function, system, tool, user, got {role!a}"
     )
 
 
