@@ -332,12 +332,19 @@ def test_how_many_messages_a_chat_may_have() -> None:
         parse_body(ChatRequest, json.dumps({"messages": [message] * 4001}).encode())
 
 
-@pytest.mark.parametrize("where", ["role", "content"])
+@pytest.mark.parametrize("where", ["content", "name"])
 def test_no_part_of_a_message_is_too_long(served: Served, where: str) -> None:
-    """A role of 7 MiB was rendered and tokenised, which took 2.2 GB."""
     message = {"role": "user", "content": "x", where: "a b " * 50_000}
     error = post(served, {"messages": [message]}, "/v1/chat/completions").json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_a_long_role_is_refused_before_it_is_rendered(served: Served) -> None:
+    """One of 7 MiB was rendered and tokenised, which took 2.2 GB."""
+    message = {"role": "a b " * 50_000, "content": "x"}
+    error = post(served, {"messages": [message]}, "/v1/chat/completions").json()["error"]
+    assert "want a role of" in error["message"]
+    assert len(error["message"]) < 300
 
 
 def test_how_many_log_probabilities_a_reply_may_have(
