@@ -76,11 +76,12 @@ _NAMES = {
 _FUSED = {"ffn_up": "mlp.gate_up_proj"}  # what Phi-3 calls so holds both
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
+_TRAINED = "original_max_position_embeddings"
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    _TRAINED: 8192,
 }
 
 
@@ -220,7 +221,8 @@ def _read_rope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
                 "supported; such a model cannot be converted"
             )
         scaling = _read_divisors(gguf, theta, head_dim, longest)
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    trained = (scaling or {}).get(_TRAINED)
+    return {"rope_theta": theta, "rope_scaling": scaling, _TRAINED: trained}  # Phi-3's place for it
 
 
 def _read_longrope(gguf: GgufFile, longest: int) -> dict[str, Any]:
@@ -232,7 +234,7 @@ def _read_longrope(gguf: GgufFile, longest: int) -> dict[str, Any]:
         "rope_type": "longrope",
         "short_factor": _values_of(gguf, _SHORT),
         "long_factor": _values_of(gguf, _LONG),
-        "original_max_position_embeddings": trained,
+        _TRAINED: trained,
         "attention_factor": None if math.isclose(factor, usual, rel_tol=1e-6) else factor,
     }
 
@@ -253,7 +255,7 @@ def _read_divisors(gguf: GgufFile, theta: float, head_dim: int, longest: int) ->
         "rope_type": "longrope",
         "short_factor": divisors,
         "long_factor": divisors,
-        "original_max_position_embeddings": longest,
+        _TRAINED: longest,
         "attention_factor": 1.0,
     }
 
