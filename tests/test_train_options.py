@@ -129,8 +129,7 @@ def test_features_are_normalised_by_their_deviations(
     record, target = load_target(runs.model("target"))
     target |= {"layers": stack_layers(target["layers"])}
     encoded = jax.jit(encode, static_argnums=1)(target, record.llama, stage.rows.tokens[:64])
-    if has_cache:
-        encoded = encoded.astype(jnp.bfloat16)
+    encoded = encoded.astype(jnp.bfloat16)  # as a cache keeps them
     wanted = np.asarray(encoded, np.float64).reshape(-1, 32).std(axis=0)
     np.testing.assert_allclose(stage.measure_deviations(), wanted, rtol=1e-4)
 

@@ -174,7 +174,7 @@ def measure_deviations(
     encode_batch = make_encode(target, config, record, mesh) if "layers" in target else None
 
     def moments(features: Array, documents: Array) -> Array:
-        is_text = (documents > 0)[..., None]
+        is_text = (documents > 0)[..., None].astype(jnp.float32)
         final = features[..., -record.llama.hidden_size :].astype(jnp.float32) * is_text
         ones = jnp.broadcast_to(is_text, final.shape)
         return jnp.stack([power.sum(axis=(0, 1)) for power in (ones, final, final**2)])

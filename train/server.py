@@ -377,7 +377,13 @@ def _answer(
 
 
 def _write_turn(server: Server, dialogue: Dialogue, writer: TurnWriter) -> None:
-    prompt, sampling = writer.prompt(dialogue), writer.sampling(dialogue)
+    """Lets the server write the next user's turn, or ends where the template refuses one."""
+    try:
+        prompt = writer.prompt(dialogue)
+    except UserError as error:
+        dialogue.end(str(error))
+        return
+    sampling = writer.sampling(dialogue)
     writer.take(dialogue, server.complete(prompt, sampling, writer.max_new_tokens, writer.stop))
 
 
