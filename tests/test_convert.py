@@ -301,7 +301,7 @@ def test_hub_ids(tmp_path, tiny, monkeypatch):
 
 @pytest.mark.parametrize("source", ["missing", "./missing/model", "/missing", "a/b/c"])
 def test_missing_source(tmp_path, source):
-    with pytest.raises(UserError, match="does not exist; give a folder or a Hub id"):
+    with pytest.raises(UserError, match="does not exist; give a folder, a GGUF file or a Hub id"):
         run("target", source=source, output=tmp_path / "out")
 
 

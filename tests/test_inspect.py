@@ -190,7 +190,7 @@ def test_verify_finds_damage(tmp_path, tiny):
 
 @pytest.mark.parametrize("source", ["missing", "a/b/c"])
 def test_nothing_to_look_at(source):
-    with pytest.raises(UserError, match="does not exist; give a folder or a Hub id"):
+    with pytest.raises(UserError, match="does not exist; give a folder, a GGUF file or a Hub id"):
         inspect(source)
 
 
