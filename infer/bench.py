@@ -1,6 +1,6 @@
 """Compares drafts with autoregressive decoding of this same engine, over the same questions.
 
-Takes a target and drafts (model folders), without --target the model that `make demo` fetches.
+Takes a target and drafts (model folders), without --target the model that `make chat` fetches.
 Answers every question of every set, at every temperature and with every seed, autoregressively and
 with each draft. A terminal is shown the main numbers; anything else all tables (acceptance length,
 acceptance by position, tokens per second and speed-up with 95 % intervals) and, as the last line,

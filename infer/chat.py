@@ -1,6 +1,6 @@
 r"""Talks with a chat model in the terminal, speculatively if there is a draft.
 
-Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make demo`
+Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make chat`
 fetches. Answers appear as they are written, accepted drafts tinted; a line below says how fast they
 came. Ctrl-C stops an answer, Ctrl-D leaves.
 

@@ -1,6 +1,6 @@
 r"""Continues prompts with a target, speculatively if a draft is given.
 
-Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make demo`
+Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make chat`
 fetches. Prints the texts, or writes one JSON line per answer to --output; the last line printed is
 a summary, as JSON unless a terminal shows it. Interrupted, it keeps the answers that are finished.
 

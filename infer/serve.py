@@ -1,6 +1,6 @@
 r"""Serves a target as an OpenAI-compatible server, speculatively if a draft is given.
 
-Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make demo`
+Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make chat`
 fetches. Listens at 127.0.0.1:8000; http://127.0.0.1:8000/ is a page to chat with it. If the
 environment variable POSS_API_KEY is set, requests must carry it. SIGTERM finishes the answers that
 are under way and then exits, SIGINT cuts them; a second signal waits for nothing. Needs `pip

@@ -151,8 +151,7 @@ class GenerateConfig(AnswerConfig):
     """One run of `infer.generate`.
 
     Attributes:
-      target: Model folder of the target; smollm2 is the model that `make demo` fetches, and is
-        decoded with the draft that comes with the package where no draft is given.
+      target: Model folder of the target; smollm2 is the one that `make chat` fetches.
       prompt: Text to continue.
       prompts: JSONL file of prompts; each line has one of prompt, prompt_ids, messages or turns.
       stream: Print text while it is decoded, one answer after the other.
@@ -187,8 +186,7 @@ class ChatConfig(AnswerConfig):
     """One conversation of `infer.chat`.
 
     Attributes:
-      target: Model folder of the target; smollm2 is the model that `make demo` fetches, and is
-        decoded with the draft that comes with the package where no draft is given.
+      target: Model folder of the target; smollm2 is the one that `make chat` fetches.
       system: Message that tells the model how to answer; null leaves it to the chat template.
       plain: Do not mark the text that the draft proposed.
     """
@@ -208,8 +206,7 @@ class ServeConfig(AnswerConfig):
     """One server. Requests that say nothing about sampling take what is given here.
 
     Attributes:
-      target: Model folder of the target; smollm2 is the model that `make demo` fetches, and is
-        decoded with the draft that comes with the package where no draft is given.
+      target: Model folder of the target; smollm2 is the one that `make chat` fetches.
       host: Address to listen at; 0.0.0.0 is all of them.
       port: Port to listen at; 0 takes a free one.
       batch_size: Most answers that are decoded together.
@@ -303,8 +300,7 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     """One benchmark: every draft against autoregressive decoding over the same prompts.
 
     Attributes:
-      target: Model folder of the target; smollm2 is the model that `make demo` fetches, and is
-        compared with all drafts that come with the package where no drafts are given.
+      target: Model folder of the target; smollm2 is the one that `make chat` fetches.
       temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
       seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
         is used.
