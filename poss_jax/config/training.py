@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from poss_jax.config.decoding import AnswerConfig
 from poss_jax.config.models import STRICT, LlamaConfig, MeshConfig, Spans
 from poss_jax.config.numbers import (
+    INT32_MAX,
     AtLeastTwo,
     Concurrency,
     Count,
@@ -36,7 +37,9 @@ def _read_scalar(value: Any) -> Any:
     return parse_yaml(value) if isinstance(value, str) else value
 
 
-Scalar = Annotated[bool | int | float | str, BeforeValidator(_read_scalar)]
+_Int = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
+_Float = Annotated[float, Field(ge=-1e30, le=1e30)]
+Scalar = Annotated[bool | _Int | _Float | str, BeforeValidator(_read_scalar)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
