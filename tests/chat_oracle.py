@@ -198,11 +198,13 @@ def _check_masks(
     tokenizer = tokenizer_of(name)
     [sequences] = encode_documents([chat], tokenizer, template)
     assert not isinstance(sequences, Broken)
-    for one, wanted in zip(sequences, expected, strict=True):
-        assert tokenizer.decode(one.ids) == wanted.text
+    learnt = []
+    for one in sequences:  # more than texts where a border of prompt and answer merges
+        text = tokenizer.decode(one.ids)
+        assert any(wanted.text.startswith(text) for wanted in expected)
         bounds = np.flatnonzero(np.diff(one.trained, prepend=False, append=False)).reshape(-1, 2)
-        learnt = [tokenizer.decode(one.ids[begin:end]) for begin, end in bounds]
-        assert learnt == [wanted.text[begin:end] for begin, end in wanted.spans]
+        learnt += [tokenizer.decode(one.ids[begin:end]) for begin, end in bounds]
+    assert learnt == [one.text[begin:end] for one in expected for begin, end in one.spans]
 
 
 def _check_found(name: str, template: ChatTemplate, answers: list[Answer]) -> None:

@@ -260,16 +260,24 @@ class DraftStage:
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
         """See `Stage`."""
-        task, depth = self._task, self._validation_depth
-        if self._run.objective.normalised_features:
-            task = task._replace(deviations=self.measure_deviations())
-        self._validation = compile_on(self.mesh, make_draft_validation(task, depth))
-        step = make_step_on(self.mesh, make_draft_step(task, optimizer), state)
+        step = make_step_on(self.mesh, make_draft_step(self._measured_task, optimizer), state)
 
         def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
             return step(state, self._target, batch, self._key)
 
         return run
+
+    @functools.cached_property
+    def _measured_task(self) -> DraftTask:
+        """The task, with the deviations of the target's features where the loss has them."""
+        if not self._run.objective.normalised_features:
+            return self._task
+        return self._task._replace(deviations=self.measure_deviations())
+
+    @functools.cached_property
+    def _validation(self) -> Callable:
+        validation = make_draft_validation(self._measured_task, self._validation_depth)
+        return compile_on(self.mesh, validation)
 
     def measure_deviations(self) -> tuple[float, ...]:
         """Measures how far each dimension of the target's features varies."""

@@ -124,7 +124,6 @@ def _command(found: Inspection, revision: str | None) -> str:
 def _describe_reading(found: Inspection, reading: Reading) -> None:
     found.family = "target" if isinstance(reading.config, LlamaConfig) else "draft"
     if isinstance(reading.config, LlamaConfig):
-        reading.source.check_tokenizer()
         found.add("holds", f"a target of {reading.config.num_layers} layers")
         _describe_layers(found, reading.config)
     else:
@@ -136,6 +135,8 @@ def _describe_reading(found: Inspection, reading: Reading) -> None:
         Row(key, notes.get(key) or str(reading.slots[key]), t.shape, t.dtype)
         for key, t in tensors.items()
     ]
+    if isinstance(reading.config, LlamaConfig):
+        reading.source.check_tokenizer()
 
 
 def _describe_draft(found: Inspection, reading: Reading, config: DraftConfig) -> None:
