@@ -149,7 +149,7 @@ def test_every_likely_token_has_a_name_of_its_own(make: Any) -> None:
 
 
 def test_tokens_of_one_text() -> None:
-    tokenizer = byte_fallback()
+    tokenizer: Any = byte_fallback()
     byte, letter = tokenizer.convert_tokens_to_ids(["<0x62>", "b"])  # both are b
     shown = show(tokenizer, [letter], [byte, letter], is_chat=False)
     assert shown["top_logprobs"] == [{"b": 0.0, f"token_id:{letter}": -1.0}]
