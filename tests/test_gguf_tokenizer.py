@@ -188,7 +188,8 @@ def sentencepiece(architecture="llama", **more):
     """What a GGUF file holds of a vocabulary like Llama 2's: the earlier a piece, the better."""
     trained = Tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False)
-    lines = [line.replace(" ", "▁") for line in TEXTS]
+    # A piece that is the name of a token which ends turns would be one, as in llama.cpp.
+    lines = [line.replace(" ", "▁") for line in TEXTS if "<|" not in line]
     trained.train_from_iterator(lines, trainer)
     vocabulary = trained.get_vocab()
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
