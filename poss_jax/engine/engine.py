@@ -57,7 +57,7 @@ from poss_jax.engine.steps import decode_batch, run_live, run_step
 from poss_jax.engine.text import TextStream, check_stop, decode_behind, find_anchor
 from poss_jax.engine.trees import find_tuned
 from poss_jax.model.parameters import check_params, place_params, place_weights
-from poss_jax.model.quantise import Quantised
+from poss_jax.model.quantise import Quantised, quantise_specialists
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.model.specialists import attach, fuse_draft
 from poss_jax.model.target import compute_dtype, fuse_target
@@ -156,7 +156,7 @@ class Engine:
             poss_jax.draft_vocab`); None: that which was tuned with the trees, else what its folder
             says, usually all.
           quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
-            folder holds.
+            folder holds. The layers of a draft are rounded like its target's.
           mesh: grid of devices: `tensor` cuts weights and caches, `data` the batch; every device
             loads its own part alone. None: one device.
 
@@ -226,7 +226,9 @@ class Engine:
         other.draft_config = record.draft
         vocabulary = record.draft_vocabulary
         ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
-        own = fuse_draft(params, record.draft) | {"vocabulary": ids}
+        kind = self.record.quantised
+        own = quantise_specialists(params, kind) if kind else params
+        own = fuse_draft(own, record.draft) | {"vocabulary": ids}
         other._own_draft = _place_on(self.mesh, own)
         other.weights = other._lend(self.weights.target)
         trees = self.trees if self._has_own_trees else default_tree()

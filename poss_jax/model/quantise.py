@@ -77,6 +77,12 @@ def quantise_target(params: Params, kind: Quantisation) -> Params:
     return jax.tree_util.tree_map_with_path(visit, params)
 
 
+def quantise_specialists(draft: Params, kind: Quantisation) -> Params:
+    """Quantises the layers of a draft, as it is done for its target."""
+    layers = [quantise_target(one, kind) for one in draft["specialists"]]
+    return draft | {"specialists": layers}
+
+
 def quantise_items(
     items: Iterable[tuple[str, Params]], kind: Quantisation, *, dtype: Any = None, is_tied: bool
 ) -> Iterator[tuple[str, Params]]:
