@@ -21,7 +21,6 @@ BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
 ISA_TESTS := $(addprefix tests/test_, train_step.py layers.py losses.py blockwise.py)
 OLDEST := .venv-oldest
 TEXT_TESTS := $(addprefix tests/test_, text.py rendering.py chats.py)
-TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
 
 # Every step of training asks the system for large buffers; large pages make that cheaper.
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -64,7 +63,7 @@ test: $(STAMP)  ## run the tests
 	@$(PYTEST) $(ARGS)
 
 test-torch: $(STAMP)  ## install PyTorch and run the tests that need it
-	@$(PIP) install '$(TORCH_PIN)'
+	@$(PIP) install -e '.[torch-tests]'
 	@$(PYTEST) -m 'torch and not slow and not device' $(ARGS)
 
 test-isa: $(STAMP)  ## run numeric tests without AVX and FMA, as on another processor
