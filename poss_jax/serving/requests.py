@@ -29,12 +29,14 @@ _LONGEST_STOP = 1000
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers takes one for another
+_READ = re.compile(r"[.'\"](\w+)")  # an attribute, or the beginning of what is quoted
 _WORD = re.compile("""['"]([A-Za-z][A-Za-z0-9_-]*)['"]""")  # quoted
 
 Real = Annotated[float, Field(allow_inf_nan=False)]
 # A list of millions has one mistake, not millions, each with a report of its own.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+NumTokens = Annotated[int, Field(ge=1, lt=2**31)]  # messages repeat it, so it may not be long
 
 
 KINDS = {
@@ -114,7 +116,7 @@ class CommonRequest(BaseModel):
     frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     logit_bias: Biases | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: NumTokens | None = None
     user: str | None = None
     # Ours, with the names that vLLM has for them.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -166,7 +168,7 @@ class ChatRequest(CommonRequest):
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     ]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: dict[str, Any] | None = None
@@ -286,9 +288,11 @@ def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
 
 def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:
     """Says of the first field of messages that a chat template does not read that it is ignored."""
+    known = {*_READ.findall(template), *_WORD.findall(template)}
+    if not known.isdisjoint(_REASONING):
+        known.update(_REASONING)
     for name in (name for message in messages for name, value in message.items() if value):
-        names = _REASONING if name in _REASONING else (name,)
-        if not any(re.search(rf"[.'\"]{re.escape(one)}\b", template) for one in names):
+        if name not in known:
             _warn_of_unused(cut(ascii(name)))
             return
 
@@ -327,8 +331,9 @@ def _make_job(
         message = f"stop: want strings of at most {_LONGEST_STOP:,} characters"
         raise ApiError(400, message, param="stop")
     sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
-    num_continued = getattr(body, "continued_tokens", None) or 0
-    is_chat = isinstance(body, ChatRequest) or bool(getattr(body, "continued_chat", False))
+    num_continued, is_chat = 0, True
+    if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
+        num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
     prepared = []
     for index, prompt in enumerate(prompts):
         ids = _encode(engine, config, prompt)
