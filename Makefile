@@ -17,7 +17,7 @@ TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])'
 LOCK := $(wildcard requirements/$(TAG).lock)
 STAMP := $(VENV)/.installed-$(TAG)-$(shell cat pyproject.toml $(LOCK) | cksum | cut -d' ' -f1)
 BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
-# Those that compare numbers of two programs. XLA compiles no fp8 for such a processor.
+# Those that compare numbers of two programs, and are quick.
 ISA_TESTS := $(addprefix tests/test_, train_step.py layers.py losses.py blockwise.py)
 OLDEST := .venv-oldest
 TEXT_TESTS := $(addprefix tests/test_, text.py rendering.py chats.py)
