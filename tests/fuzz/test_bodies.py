@@ -94,8 +94,14 @@ MESSAGES = st.lists(
     ),
     max_size=3,
 ).map(write_list)
+BIASES = st.lists(
+    st.tuples(st.sampled_from(["0", "419", "10000", "9" * 10, "-1", "+5", "\u0665"]), VALUES),
+    max_size=3,
+).map(write_object)
 FIELDS = st.one_of(
     ANYTHING,
+    st.tuples(st.just("logit_bias"), BIASES),
+    st.tuples(st.just("stop"), st.lists(VALUES, max_size=5).map(write_list)),
     st.tuples(st.sampled_from(["prompt", "stop_token_ids"]), IDS),
     st.tuples(st.just("prompt"), st.lists(IDS, max_size=3).map(write_list)),
     st.tuples(st.just("messages"), MESSAGES),
