@@ -17,11 +17,10 @@ TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])'
 LOCK := $(wildcard requirements/$(TAG).lock)
 STAMP := $(VENV)/.installed-$(TAG)-$(shell cat pyproject.toml $(LOCK) | cksum | cut -d' ' -f1)
 BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
-# Those that compare numbers of two programs. XLA compiles no fp8 for such a processor.
-ISA_TESTS := $(addprefix tests/test_, train_step.py layers.py losses.py blockwise.py)
+# Those that compare numbers of two programs, and are quick.
+ISA_TESTS := train_step layers losses blockwise cache documents posterior sampling
 OLDEST := .venv-oldest
 TEXT_TESTS := $(addprefix tests/test_, text.py rendering.py chats.py)
-TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
 
 # Every step of training asks the system for large buffers; large pages make that cheaper.
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -67,11 +66,11 @@ test: $(STAMP)  ## run the tests
 	@$(PYTEST) $(ARGS)
 
 test-torch: $(STAMP)  ## install PyTorch and run the tests that need it
-	@$(PIP) install '$(TORCH_PIN)'
+	@$(PIP) install -e '.[torch-tests]'
 	@$(PYTEST) -m 'torch and not slow and not device' $(ARGS)
 
 test-isa: $(STAMP)  ## run numeric tests without AVX and FMA, as on another processor
-	@XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 $(PYTEST) $(ISA_TESTS) $(ARGS)
+	@XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 $(PYTEST) $(ISA_TESTS:%=tests/test_%.py) $(ARGS)
 
 test-oldest:  ## run text and template tests with the oldest versions that pyproject.toml allows
 	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)

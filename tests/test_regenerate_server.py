@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 from chat_server import ChatServer, Reply, echo, said, serve
-from programs import Runs, refusal, summary, write_lines
+from programs import Runs, interrupted_after, refusal, summary, write_lines
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from poss_jax.engine.prompts import prompt_seed
 from train import server as module
-from train.answers import AnswerFiles
 from train.regenerate import main
 
 
@@ -317,20 +316,9 @@ def test_an_interrupted_run_goes_on(
 ) -> None:
     chat.reply = lambda body: (400, {}) if last(body) == "question 4" else echo(body)
     run(chat, tmp_path / "whole")
-    add, count = AnswerFiles.add, 0
-
-    def stop(files: AnswerFiles, lines: Any) -> None:
-        nonlocal count
-        count += len(lines)
-        if count > 6:
-            raise KeyboardInterrupt
-        add(files, lines)
-
-    monkeypatch.setattr(module, "_take", lambda waiting: [waiting.popleft().result()])
-    monkeypatch.setattr(AnswerFiles, "add", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, interrupted_after(6):
+        patch.setattr(module, "_take", lambda waiting: [waiting.popleft().result()])
         run(chat, tmp_path / "stopped")
-    monkeypatch.setattr(AnswerFiles, "add", add)
     capsys.readouterr()
     with serve(ChatServer(reply=chat.reply)) as elsewhere:  # at another address
         run(elsewhere, tmp_path / "stopped", "--concurrency", "5")

@@ -8,15 +8,15 @@ import json
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 from etils import epath
 
-from poss_jax.checkpoint.locks import hold_folder, sole_writer
+from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.paths import (
@@ -65,26 +65,20 @@ def check_output(config: TrainConfig) -> None:
 
 
 @contextmanager
-def hold_together(config: TrainConfig) -> Iterator[None]:
+def hold_together(
+    config: TrainConfig, lock: Callable[[str], AbstractContextManager[None]] = sole_writer
+) -> Iterator[None]:
     """Keeps other runs out of the folder of this one; its first process holds the lock.
 
-    Raises:
-      UserError: in every process, another run is at work there.
-    """
-    with ExitStack() as held:
-        ask_first(lambda: held.enter_context(sole_writer(config.output)))
-        yield
-
-
-@contextmanager
-def hold_moved_together(config: TrainConfig) -> Iterator[None]:
-    """Keeps other runs out of the folder of this one, which exists now, also once it is moved.
+    Args:
+      config: the run.
+      lock: keeps the name; `hold_folder` keeps a folder that exists, also where it is moved.
 
     Raises:
       UserError: in every process, another run is at work there.
     """
     with ExitStack() as held:
-        ask_first(lambda: held.enter_context(hold_folder(config.output)))
+        ask_first(lambda: held.enter_context(lock(config.output)))
         yield
 
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from poss_jax.checkpoint.locks import hold_folder
 from poss_jax.config.paths import absolute
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
@@ -30,7 +31,7 @@ from poss_jax.program.options import read_arguments
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
-from .claims import check_output, claim_together, hold_moved_together, hold_together
+from .claims import check_output, claim_together, hold_together
 from .devices import is_first_process, make_on
 from .loggers import check_loggers
 from .loop import run_steps
@@ -61,7 +62,7 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
         if stage is None and is_damaged(config):
             return {"model": str(absolute(config.output) / "model")}
         with (
-            hold_moved_together(config),
+            hold_together(config, hold_folder),
             closing(RunFolder(config, is_checked=stage is None)) as folder,
         ):
             if stage is not None:

@@ -29,13 +29,14 @@ _LONGEST_STOP = 1000
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers takes one for another
+_READ = re.compile(r"[.'\"](\w+)")  # an attribute, or the beginning of what is quoted
 _WORD = re.compile("""['"]([A-Za-z][A-Za-z0-9_-]*)['"]""")  # quoted
 
 Real = Annotated[float, Field(allow_inf_nan=False)]
 # A list of millions has one mistake, not millions, each with a report of its own.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-
+NumTokens = Annotated[int, Field(ge=1, lt=2**31)]  # messages repeat it, so it may not be long
 
 KINDS = {
     "prompt": f"want text, token ids, or a list of up to {_MOST_CHOICES} of either",
@@ -114,7 +115,7 @@ class CommonRequest(BaseModel):
     frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     logit_bias: Biases | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: NumTokens | None = None
     user: str | None = None
     # Ours, with the names that vLLM has for them.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -166,7 +167,7 @@ class ChatRequest(CommonRequest):
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     ]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: dict[str, Any] | None = None
@@ -286,9 +287,11 @@ def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
 
 def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:
     """Says of the first field of messages that a chat template does not read that it is ignored."""
+    known = {*_READ.findall(template), *_WORD.findall(template)}
+    if not known.isdisjoint(_REASONING):
+        known.update(_REASONING)
     for name in (name for message in messages for name, value in message.items() if value):
-        names = _REASONING if name in _REASONING else (name,)
-        if not any(re.search(rf"[.'\"]{re.escape(one)}\b", template) for one in names):
+        if name not in known:
             _warn_of_unused(cut(ascii(name)))
             return
 
@@ -320,22 +323,17 @@ def _make_job(
         raise ApiError(400, f"logprobs: want at most {config.max_logprobs}", param="logprobs")
     if len(prompts) * (body.n or 1) > _MOST_CHOICES:
         raise ApiError(400, f"n: want at most {_MOST_CHOICES} choices in all", param="n")
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stop) > 4:
-        raise ApiError(400, "stop: want at most 4 strings", param="stop")
-    if any(len(string) > _LONGEST_STOP for string in stop):
-        message = f"stop: want strings of at most {_LONGEST_STOP:,} characters"
-        raise ApiError(400, message, param="stop")
+    stop = _read_stop(engine, config, body)
     sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
-    num_continued = getattr(body, "continued_tokens", None) or 0
-    is_chat = isinstance(body, ChatRequest) or bool(getattr(body, "continued_chat", False))
+    num_continued, is_chat = 0, True
+    if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
+        num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
     prepared = []
     for index, prompt in enumerate(prompts):
         ids = _encode(engine, config, prompt)
-        if num_continued >= len(ids) and num_continued:
-            raise ApiError(
-                400, "continued_tokens: want fewer than the prompt has", param="continued_tokens"
-            )
+        if num_continued and num_continued >= len(ids):
+            message = "continued_tokens: want fewer than the prompt has"
+            raise ApiError(400, message, param="continued_tokens")
         one = _prepare(engine, config, ids, sampling, limit)
         one = one._replace(stop_ids=stop_ids, num_continued=num_continued, is_chat=is_chat)
         for choice in range(body.n or 1):
@@ -343,19 +341,13 @@ def _make_job(
             prepared.append(one._replace(sampling=replace(sampling, seed=seed)))
     if logprobs is not None:
         _check_logprobs(config, prepared, 1 + logprobs)
-    try:
-        engine.check_stop(stop, config.max_length or engine.max_length)
-    except UserError as error:
-        raise ApiError(400, str(error), param="stop") from error
-    per_prompt = prepared[:: body.n or 1]
-    num_tokens = sum(len(one.ids) for one in per_prompt)
+    num_tokens = sum(len(one.ids) for one in prepared[:: body.n or 1])
     return Job(prepared, [*config.stop, *stop], logprobs, num_tokens, [""] * len(prepared))
 
 
 def _check_logprobs(config: ServeConfig, prompts: list[PreparedPrompt], per_token: int) -> None:
     """Refuses a reply that would hold too many log-probabilities."""
-    longest = (config.max_length or 0) * (1 + config.max_logprobs)
-    most = max(_MOST_LOGPROBS, longest)
+    most = max(_MOST_LOGPROBS, (config.max_length or 0) * (1 + config.max_logprobs))
     if (got := per_token * sum(prompt.max_new_tokens for prompt in prompts)) > most:
         message = f"logprobs: want at most {most:,} in all choices, got up to {got:,}"
         raise ApiError(400, f"{message}; ask for fewer choices or tokens", param="logprobs")
@@ -396,17 +388,26 @@ def _prepare(
 ) -> PreparedPrompt:
     room = (config.max_length or engine.max_length) - len(ids)
     if room < 1 or (limit is not None and limit > room):
-        raise ApiError(
-            400,
-            f"prompt of {len(ids)} tokens and {limit or 1} new ones do not fit a length of "
-            f"{room + len(ids)}",
-            param="prompt" if room < 1 else "max_tokens",
-            code="context_length_exceeded",
-        )
+        wanted = f"prompt of {len(ids)} tokens and {limit or 1} new ones"
+        message = f"{wanted} do not fit a length of {room + len(ids)}"
+        param = "prompt" if room < 1 else "max_tokens"
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
     try:
         return engine.prepare(ids, limit or min(config.max_new_tokens, room), sampling)
     except UserError as error:
         raise ApiError(400, str(error), param="logit_bias") from error
+
+
+def _read_stop(engine: Engine, config: ServeConfig, body: CommonRequest) -> list[str]:
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stop) > 4 or any(len(string) > _LONGEST_STOP for string in stop):
+        message = f"stop: want at most 4 strings of at most {_LONGEST_STOP:,} characters"
+        raise ApiError(400, message, param="stop")
+    try:
+        engine.check_stop(stop, config.max_length or engine.max_length)
+    except UserError as error:
+        raise ApiError(400, str(error), param="stop") from error
+    return stop
 
 
 def _read_stop_ids(engine: Engine, body: CommonRequest) -> list[int]:
