@@ -220,7 +220,7 @@ def test_poisoned_batch_stops_the_run_and_is_named(runs: Runs, tmp_path: Path) -
         f"its batch is rows {rows} of the training data (text: "
     )
     assert message.endswith(
-        "; raise explosion_factor and run again if the loss is to be that high, else mend the data "
+        "; raise explosion_factor and run again if such a loss is expected, else fix the data "
         "or lower optimizer.learning_rate and start from scratch (--overwrite, or another output)"
     )
     assert checkpoints(tmp_path / "run") == [step - 2, step - 1]

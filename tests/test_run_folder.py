@@ -475,7 +475,7 @@ def test_checkpoints_without_checksums(
     try:
         assert resume(folder) == (2, [1, 2])  # such as without a score
     except UserError as error:
-        assert re.search(r"of .* cannot be read \(.*\); where one is damaged, move it", str(error))
+        assert re.search(r"of .* cannot be read \(.*\); move a damaged checkpoint away", str(error))
     shutil.rmtree(folder / "checkpoints" / "2")
     assert resume(folder)[0] == 1
 
