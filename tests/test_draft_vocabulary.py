@@ -323,7 +323,7 @@ def test_a_draft_with_its_own_head_keeps_its_vocabulary(tmp_path: Path) -> None:
     path = tmp_path / "v.json"
     write_draft_vocabulary(path, DraftVocabulary(vocab_size=260, tokens=(1, 2)))
     engine = Engine(golden.target_record, golden.target)
-    with pytest.raises(UserError, match="a draft with a head of its own keeps its vocabulary"):
+    with pytest.raises(UserError, match="a draft with its own head keeps its vocabulary"):
         engine.load_draft(golden.draft_folder, vocabulary=path, dtype=jnp.float32)
     record = replace(golden.draft_record, draft_vocabulary=None)
     with pytest.raises(UserError, match="a draft with a head of its own"):
