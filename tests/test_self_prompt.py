@@ -282,15 +282,15 @@ def test_questions_of_a_source_are_mixed_in(runs: Runs, tmp_path: Path, tokenize
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("--self-prompt-turns 2 --source s.jsonl", "--self-prompt-turns: is for turns that the"),
-        ("--source-share 0.5 --source s.jsonl", "--source-share: is for turns that the target"),
+        ("--self-prompt-turns 2 --source s.jsonl", "--self-prompt-turns: applies only to turns that the"),
+        ("--source-share 0.5 --source s.jsonl", "--source-share: applies only to turns that the target"),
         ("--self-prompt 3 --source s.jsonl", "source_share: want it above 0 with a data.source"),
         (
             "--self-prompt 3 --source-share 0.5",
             "--source-share: want it above 0 with a data.source",
         ),
         ("--self-prompt 0", "--self-prompt: Input should be greater than 0"),
-        ("", "or self_prompt, for questions of the target's own"),
+        ("", "or self_prompt, to let the target write questions"),
     ],
 )
 def test_bad_arguments(runs: Runs, tmp_path: Path, arguments: str, error: str) -> None:
