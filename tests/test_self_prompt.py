@@ -282,8 +282,8 @@ def test_questions_of_a_source_are_mixed_in(runs: Runs, tmp_path: Path, tokenize
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("--self-prompt-turns 2 --source s.jsonl", "--self-prompt-turns: applies only to turns that the"),
-        ("--source-share 0.5 --source s.jsonl", "--source-share: applies only to turns that the target"),
+        ("--self-prompt-turns 2 --source s.jsonl", "--self-prompt-turns: applies only to turns"),
+        ("--source-share 0.5 --source s.jsonl", "--source-share: applies only to turns that"),
         ("--self-prompt 3 --source s.jsonl", "source_share: want it above 0 with a data.source"),
         (
             "--self-prompt 3 --source-share 0.5",

@@ -32,7 +32,7 @@ _PLACES = 4
 def run_steps(
     config: TrainConfig, folder: RunFolder, stage: Stage, step_fn: StepFunction, state: TrainState
 ) -> TrainState:
-    """Trains from the state's step to the last, or until the run is told to stop.
+    """Trains from the state's step to the last, or until a signal stops the run.
 
     Returns:
       The last state, already saved.

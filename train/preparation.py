@@ -59,7 +59,7 @@ def prepare_rows(
       config: the run.
       tokenizer: cuts texts into tokens.
       llama: config of the target.
-      load: reads the documents if there are no rows yet.
+      load: reads the documents if the rows are not made yet.
 
     Raises:
       UserError: the data cannot be used, or there is too little of it.

@@ -88,7 +88,7 @@ def _usable(data: DataConfig, tokenizer: Any, number: int) -> list[Question]:
 
 @dataclass(frozen=True)
 class Opening:
-    """What a template writes around a user's turn.
+    """Text that a template writes around a user's turn.
 
     Attributes:
       before: text up to the turn.

@@ -413,7 +413,7 @@ class RegenerateConfig(AnswerConfig):
         them.
       temperatures: Temperatures of the answers, one per chat, repeated; empty takes
         sampling.temperature.
-      self_prompt: Number of chats whose user turns the target writes, too; unusable ones count, too.
+      self_prompt: Number of chats whose user turns the target writes, unusable ones included.
       source_share: Share of these chats that use the questions of data.source instead.
       self_prompt_turns: Most user turns of a chat that the target writes.
       self_prompt_tokens: Most tokens of such a turn; a longer one is dropped.

@@ -44,9 +44,9 @@ class Turns:
     Attributes:
       stop: matches a token that ends an answer when it is generated.
       example: text after the prompt of a small answered chat.
-      header: matches the text before an answer; None if there is no recognisable one.
+      header: matches the text before an answer; None if none is recognisable.
       lead: text that every answer begins with if no prompt asks for it.
-      end: matches the text after an answer in any turn; None if there is no recognisable one.
+      end: matches the text after an answer in any turn; None if none is recognisable.
       opening: matches the start of a turn, so that no answer includes it.
     """
 

@@ -4,11 +4,11 @@ The third way to draft, after argmax and coupled drafts, used by SpecInfer (arXi
 EAGLE (2401.15077). Texts have the target's distribution, but differ from the ones that the target
 alone writes with the same seed.
 
-      - Drafting: a node's children are drawn without replacement from the draft's distribution q. They
-        keep their order: best first by log q plus separate Gumbel noise.
-    - Verification: with p the target's distribution, child x is accepted with probability
-      min(1, p(x) / q(x)). If it is not, p becomes norm(max(p - q, 0)), x is removed from q, and the
-      next child is tested. If none is left, the token is drawn from p.
+  - Drafting: a node's children are drawn without replacement from the draft's distribution q, and
+    keep their order: best first by log q plus separate Gumbel noise.
+  - Verification: with p the target's distribution, child x is accepted with probability
+    min(1, p(x) / q(x)). If it is not, p becomes norm(max(p - q, 0)), x is removed from q, and the
+    next child is tested. If none is left, the token is drawn from p.
 
 The test decides on a token at every node separately, so the path is found as for other trees
 (`verify.accept`). If the filters leave fewer tokens than a node has children, the other children

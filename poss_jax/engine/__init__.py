@@ -1,4 +1,4 @@
-"""What users of the library call: a target, optionally with a draft; `generate` and `stream`.
+"""The library's interface: a target, optionally with a draft; `generate` and `stream`.
 
 engine.py     Engine: loading, preparing prompts, decoding on the device or round by round
 prompts.py    text, token ids or chat messages -> PreparedPrompt; settings of a batch as arrays

@@ -87,7 +87,7 @@ async def merge(
     loop, has_more = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
-        with suppress(RuntimeError):  # the loop is closed; there is no reader
+        with suppress(RuntimeError):  # the loop is closed: nobody reads
             loop.call_soon_threadsafe(has_more.set)
 
     for stream in streams:

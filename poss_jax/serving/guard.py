@@ -57,7 +57,7 @@ class Guard:
           api_key: key that requests to the API must carry; None: they need none.
           max_body_bytes: largest body; all bodies together may be 64 times as large.
           max_requests: most requests to the API at once; None: any number.
-          allowed_hosts: names allowed in the header Host if there is no key, besides localhost and
+          allowed_hosts: names allowed in the header Host without a key, besides localhost and
             addresses; `*` allows all.
           patience: seconds a client may take to send a body, and to read the reply.
         """
