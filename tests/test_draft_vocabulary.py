@@ -296,7 +296,7 @@ def golden(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Golden:
 
 @pytest.mark.slow
 def test_acceptance_of_trained_drafts(golden: Golden) -> None:
-    """Half of the bytes serve as well as all; ids off by one are hardly ever accepted."""
+    """Half of the bytes serve as well as all; ids off by one are almost never accepted."""
     engine = Engine(golden.target_record, golden.target, tree=TREE)
     prompts = [case["prompt"] for case in golden.recorded("generate")["cases"][:3]]
     call: dict[str, Any] = {"max_new_tokens": 64, "batch_size": 3}

@@ -187,7 +187,7 @@ def test_file_that_cannot_grow(tmp_path, source, blocks):
 
 
 def test_full_disk(tmp_path, source):
-    """A small file system of its own, where mounting is allowed."""
+    """A small separate file system, if mounting is allowed."""
     mount = f"mount -t tmpfs -o size=128k none {tmp_path}"
     if (
         shutil.which("unshare") is None

@@ -1,4 +1,4 @@
-"""What is said of a step's memory: counted exactly, planned by a compiler, refused in one line."""
+"""A step's memory: counted exactly, planned by a compiler, refused in one line."""
 
 import importlib.util
 from dataclasses import replace

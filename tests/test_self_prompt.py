@@ -186,7 +186,7 @@ def failures(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns that reach their limit are used: a tiny target hardly ever ends one."""
+    """Turns that reach their limit are used: a tiny target almost never ends one."""
     refuse = TurnWriter._refuse
     monkeypatch.setattr(TurnWriter, "_refuse", lambda self, text, _: refuse(self, text, "stop"))
 
