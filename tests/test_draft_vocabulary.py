@@ -167,7 +167,7 @@ def test_coverage_overrides_and_tokens_that_never_occur(
         (["--coverage", "0"], "--coverage: want a share above 0 and up to 1, got '0'"),
         (["--coverage", "nan"], "--coverage: want a share above 0 and up to 1, got 'nan'"),
         (["--coverage", ".5", "--size", "9"], "not allowed with argument"),
-        (["--output", "v.json"], "--output wants a draft vocabulary; give --size or --coverage"),
+        (["--output", "v.json"], "--output wants a draft vocabulary; add --size or --coverage"),
         (["--size", "9", "--output", "."], "output . exists; name another file or remove it"),
         (["data.sauce=x"], "unknown key 'data.sauce'; did you mean 'data.source'?"),
         (["target=nowhere"], "model folder nowhere does not exist"),

@@ -290,7 +290,7 @@ def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path: Path) -> None:
         yield features[6:7, :1]
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(UserError, match="No space left on device; shards before it are kept"):
+    with pytest.raises(UserError, match="No space left on device; earlier shards are kept"):
         cache.write(2, parts())
     names = {path.name for path in (tmp_path / "cache").iterdir()}
     assert names == {"manifest.json", "000000.npy", "000001.npy"} and cache.missing == [2]

@@ -116,7 +116,7 @@ def test_rest_of_a_running_conversion_is_left_alone(tmp_path):
 
 def test_output_that_another_process_wrote_meanwhile_is_kept(tmp_path):
     with (
-        pytest.raises(UserError, match=r"made: another process wrote it meanwhile, and it is kept"),
+        pytest.raises(UserError, match=r"made: another process has written it meanwhile"),
         whole_folder(tmp_path / "made"),
     ):
         (tmp_path / "made").mkdir()

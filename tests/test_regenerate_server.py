@@ -350,7 +350,7 @@ def test_an_interrupted_run_goes_on(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("--draft d", "--draft: applies only to a local target; remove it or server"),
+        ("--draft d", "--draft: applies only to a local target; leave it or server out"),
         ("--tree-depth 3", "tree: applies only to a local target"),
         ("--batch-size 4", "--batch-size: applies only to a local target"),
         ("--max-length 99", "--max-length: applies only to a local target"),

@@ -477,7 +477,7 @@ class RegenerateConfig(AnswerConfig):
         of_engine = ["draft", "drafting", "tree", "trees", "draft_vocabulary", "quantise", "mesh"]
         of_engine += ["batch_size", "max_length", "allow_target_mismatch"]
         if name := self._first_given(*of_engine):
-            raise ValueError(f"{name}: applies only to a local target; remove it or server")
+            raise ValueError(f"{name}: applies only to a local target; leave it or server out")
         if self.data.template is not None:
             raise ValueError("data.template: the server has its own; leave it out")
 
