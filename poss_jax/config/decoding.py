@@ -271,12 +271,12 @@ class ComparisonConfig:
       drafts: Drafts to compare: a name for the table, and a model folder.
       prompts: JSONL file of prompts or questions, `stdlib` (modules of Python's standard library
         that training on `stdlib` holds out), or `packages:NAME,NAME` (all modules of these
-          installed packages); null takes stdlib if no datasets are given.
-        datasets: More sets of questions: folders of data_dir that hold a question.jsonl, any value
-          of `prompts`, mt_bench, gsm8k, humaneval, alpaca or another id on the Hub.
-        data_dir: Folder of sets of questions.
-        num_prompts: Number of prompts to use per set; at most, for a file.
-        prompt_tokens: Length of a prompt cut from modules, in tokens.
+        installed packages); null takes stdlib if no datasets are given.
+      datasets: More sets of questions: folders of data_dir that hold a question.jsonl, any value
+        of `prompts`, mt_bench, gsm8k, humaneval, alpaca or another id on the Hub.
+      data_dir: Folder of sets of questions.
+      num_prompts: Number of prompts to use per set; at most, for a file.
+      prompt_tokens: Length of a prompt cut from modules, in tokens.
       output: Folder to write the report to; it must be new or empty.
     """
 
