@@ -326,5 +326,5 @@ def test_a_draft_with_its_own_head_keeps_its_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a draft with its own head keeps its vocabulary"):
         engine.load_draft(golden.draft_folder, vocabulary=path, dtype=jnp.float32)
     record = replace(golden.draft_record, draft_vocabulary=None)
-    with pytest.raises(UserError, match="a draft with a head of its own"):
+    with pytest.raises(UserError, match="a draft with its own head"):
         with_vocabulary(record, (1, 2), origin="x")

@@ -252,8 +252,8 @@ class Engine:
 
         The draft keeps its parameters and uses the new embedding and head. A text that is being
         streamed ends with the old target, and engines that share it (`with_draft`, `with_tree`)
-        keep it. Old and new parameters are both held until this returns; `params` itself is copied,
-        so a trainer may donate it afterwards.
+        keep it. Old and new parameters are both held until this returns, and no array of `params`
+        is kept, so a trainer may donate them.
 
         Args:
           params: parameters of a target of the same shape and dtype, as `__init__` takes them.
@@ -474,7 +474,7 @@ class Engine:
         Args:
           prompts: prepared prompts, at most `batch_size`.
           batch_size: number of sequences, rounded up to a multiple of `mesh.data`; padding
-          sequences end at once.
+            sequences end at once.
 
         Returns:
           The static settings of the call, and the batch.

@@ -465,7 +465,7 @@ class Scheduler:
                 self._drop_cancelled()
         self._active = [None] * self._slots.size
         if not self._counts:
-            self._counts = True  # stop counting before the thread ends and `close` returns
+            self._counts = True  # set before the thread ends; `close` reads it afterwards
             jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
 
     def _count_compilation(self, event: str, duration_secs: float, **about: Any) -> None:

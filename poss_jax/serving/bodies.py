@@ -52,7 +52,7 @@ def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
 
 
 def _num_containers(content: bytes) -> int:
-    """Bounds the number of lists and objects in JSON."""
+    """Upper bound of the number of lists and objects in JSON."""
     for pattern in (None, _STRING):
         outside = pattern.sub(b"", content) if pattern else content
         if (count := outside.count(b"[") + outside.count(b"{")) <= _MOST_CONTAINERS:
