@@ -76,7 +76,7 @@ class ModelRecord:
 
     Attributes:
       format_version: version of the folder's layout.
-      family: `target` or the draft's family.
+      family: `target` or `draft`.
       method: a draft's method (`DraftConfig.method`).
       kv: `shared` if all specialists of a draft share the key and value projections.
       config: the model's shape; rope, spans and trained depth are in it.

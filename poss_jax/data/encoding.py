@@ -106,7 +106,7 @@ def _join(chat: RenderedChat, encoded: Sequence[list[int]], tokenizer: Any) -> I
 
 
 def _as_tokens(ids: Sequence[int], trained: Sequence[bool]) -> Tokens:
-    """Makes a document; drops what follows the last trained token."""
+    """Makes a document; tokens after the last flag are not trained."""
     mask = np.zeros(len(ids), bool)
     mask[: len(trained)] = trained
     return Tokens(np.asarray(ids, np.int32), mask)

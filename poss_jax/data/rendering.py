@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A rendered text as a difference to the one before.
+    """A rendered text, given by its difference from the one before.
 
     Attributes:
       shared: length of the common prefix; 0 for the first text.

@@ -17,8 +17,8 @@ class Rows:
     Attributes:
       tokens: [rows T] int32.
       loss_mask: [rows T] bool; True for trained tokens.
-      documents: [rows T] int32; document of a token within its row, counted from 1;
-        0 is padding at the row's end.
+      documents: [rows T] int32; document of a token within its row, from 1; 0 is padding at the
+        row's end.
     """
 
     tokens: np.ndarray

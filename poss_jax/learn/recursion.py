@@ -244,7 +244,7 @@ def _add_ages_forward(config: DraftConfig, rows: Diagonals, terms: Terms) -> tup
 
 def _add_ages_backward(config: DraftConfig, saved: Saved, grad_mean: Array) -> tuple[None, Terms]:
     rows, terms, total = saved
-    # Each score's gradient is its share times (its value's part) - (the mean's part).
+    # Each score's gradient is its share times (gradient . value - gradient . mean).
     had = (grad_mean * total.mean).sum(axis=-1)
     queries = terms.queries.astype(jnp.float32)
     scale = queries.shape[-1] ** -0.5

@@ -109,7 +109,7 @@ def _attend_forward(block: int, *args: Array):
 def _attend_backward(block: int, residuals: tuple, gradients: tuple[Array, Array]):
     (q, k, v, documents, lag), (mean, log_sum) = residuals
     grad_mean, grad_log_sum = gradients
-    # Each score's gradient is its weight times (its value's part) - (the mean's part).
+    # Each score's gradient is its weight times (gradient . value - gradient . mean).
     had = (grad_mean * mean).sum(axis=-1) - grad_log_sum
 
     def of_rows(carry: tuple[Array, Array], step: tuple[Array, ...]):
