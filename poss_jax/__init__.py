@@ -9,12 +9,12 @@ Where things live, each folder importing from those above it:
     checkpoint        the model folder: its record, its weights, checksums and locks
     data              records, chats, tokenizer, rows and features for training
     convert           from and to the checkpoints of other programs
-    engine            load, generate, stream, schedule: what users hold
+    engine            load, generate, stream, schedule: the library's interface
     bundled           models that come with the package, and the default target
     program           what the command-line programs share
     serving           the OpenAI-compatible server
 
-`train/` makes weights and `infer/` uses them; both are programs around these functions.
+`train/` makes weights, `infer/` uses them; both are programs around these functions.
 """
 
 from poss_jax.bundled import bundled_model

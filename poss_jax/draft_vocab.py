@@ -1,10 +1,10 @@
 r"""Makes draft vocabularies: the tokens of a target that a draft may propose.
 
-A smaller head makes drafting faster, and a token outside of it is never proposed; texts stay the
-same. `count` reads the data of a draft's training run as training does, counts the tokens that are
-trained on, prints the coverage of several sizes, and writes the most frequent tokens as a JSON
-file. Of equally frequent tokens it takes those with the lowest ids. `apply` writes a copy of a
-draft with such a vocabulary. The last line printed is one JSON object.
+A smaller head makes drafting faster; tokens outside it are never proposed, and texts stay the same.
+`count` reads the data of a draft's training run as training does, counts the trained tokens, prints
+the coverage of several sizes, and writes the most frequent tokens as a JSON file. Ties go to the
+lowest ids. `apply` writes a copy of a draft with such a vocabulary. The last line printed is one
+JSON object.
 
     python -m poss_jax.draft_vocab count --config configs/llama3-8b-instruct/poss3.yaml \
         data.source=sharegpt.json --size 32000 --output vocabulary.json
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command.
 
     Args:
-      arguments: the command line without the program's name; None takes the process's own.
+      arguments: the command line without the program's name; None: the process's.
 
     Raises:
       UserError: wrong arguments, or data or a draft that cannot be used.
@@ -83,10 +83,10 @@ def count_tokens(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
       config: the run.
 
     Returns:
-      How often each token occurs in the training rows and in those held out, [V] int64 each.
+      How often each token occurs in the training rows and in the held-out rows, [V] int64 each.
 
     Raises:
-      UserError: not the run of a draft, or data that training refuses.
+      UserError: the run trains no draft, or training refuses its data.
     """
     if config.stage != "draft" or config.target is None:
         raise UserError("want the config of a draft (stage: draft), got one of a target")
@@ -140,14 +140,14 @@ def _count(arguments: Sequence[str]) -> None:
 
 
 def _check_output(args: argparse.Namespace) -> None:
-    """Refuses an output before anything is read."""
+    """Checks the output before anything is read."""
     if args.size is None and args.coverage is None:
-        raise UserError("--output wants a draft vocabulary; give --size or --coverage, too")
+        raise UserError("--output wants a draft vocabulary; add --size or --coverage")
     check_new_file(args.output)
 
 
 def _size(counts: np.ndarray, args: argparse.Namespace) -> int | None:
-    """Number of tokens that were asked for; None: only the table."""
+    """Requested number of tokens; None prints only the table."""
     if args.coverage is not None:
         return size_for_coverage(counts, args.coverage)
     return args.size
@@ -156,7 +156,7 @@ def _size(counts: np.ndarray, args: argparse.Namespace) -> int | None:
 def _format_counts(
     config: TrainConfig, counts: tuple[np.ndarray, np.ndarray], size: int | None
 ) -> list[str]:
-    """Describes the counts, and lays out the coverage of several sizes as a table."""
+    """Describes the counts and tabulates the coverage of several sizes."""
     trained = counts[0]
     vocab_size, num_seen = len(trained), int((trained > 0).sum())
     sizes = {1 << power for power in range(vocab_size.bit_length())}
@@ -185,7 +185,7 @@ def _count_parser() -> argparse.ArgumentParser:
         "--config",
         required=True,
         metavar="FILE",
-        help="Config of a draft's training run; of its keys, `target` and `data` count here.",
+        help="Config of a draft's training run; only `target` and `data` are used.",
     )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
@@ -195,7 +195,7 @@ def _count_parser() -> argparse.ArgumentParser:
         "--coverage",
         type=_parse_share,
         metavar="X",
-        help="Choose as many tokens as cover this share of those trained on, such as 0.98.",
+        help="Choose as many tokens as cover this share of the trained ones, such as 0.98.",
     )
     parser.add_argument(
         "--output",
@@ -237,7 +237,7 @@ def _apply(arguments: Sequence[str]) -> None:
 def _apply_parser() -> argparse.ArgumentParser:
     parser = _parser("Write a copy of a draft that proposes the tokens of a vocabulary only.")
     for flag, metavar, text in (
-        ("--draft", "DIR", "Model folder of a draft without a head of its own."),
+        ("--draft", "DIR", "Model folder of a draft that uses the target's head."),
         ("--vocabulary", "FILE", "JSON file that `count` wrote."),
         ("--output", "DIR", "Folder to write. It is created; if it exists, it must be empty."),
     ):

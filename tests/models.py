@@ -69,7 +69,7 @@ def certain_pair(
 ) -> tuple[Params, Params]:
     """A target that nearly always knows the next token, and a draft that nearly agrees with it.
 
-    The next token follows from the last one alone, but for what attention and MLP add.
+    The next token follows from the last one only, plus what attention and MLP add.
 
     Args:
       llama: shape of the target.
@@ -103,7 +103,7 @@ def certain_pair(
 def exact_pair(
     llama: LlamaConfig, config: DraftConfig, *, sharpness: float, num_flipped: int, seed: int
 ) -> tuple[Params, Params]:
-    """A target whose logits are whole numbers times a power of two, and a draft beside it.
+    """A target whose logits are whole numbers times a power of two, and a draft.
 
     They depend on the last token alone; no order of summation rounds them, so that a forward of any
     shape gives the same. Wants `rms_norm_eps` 0.

@@ -141,7 +141,7 @@ def copy_model(source: str, folder: Path, **changes: Any) -> str:
 
 
 def refusal(main: Callable[[list[str]], None], *arguments: str) -> str:
-    """What a program says about bad input: one line."""
+    """The one line that a program prints about bad input."""
     with pytest.raises(UserError) as caught:
         main(list(arguments))
     message = str(caught.value)

@@ -677,7 +677,7 @@ def test_a_benchmark_can_be_given_more(
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert table(report) == table(uninterrupted)
     lines = (tmp_path / "report" / "answers.jsonl").read_text().splitlines()
-    assert len(lines) == 18  # those of the first run were kept
+    assert len(lines) == 18  # the first run's lines were kept
 
     def again(*args: Any) -> None:
         pytest.fail("what is complete is neither compiled nor measured again")
@@ -794,7 +794,7 @@ def test_sets_are_found_by_name(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_a_question_has_no_sampling_of_its_own(runs: Runs, tmp_path: Path) -> None:
-    """Else the temperatures and seeds of a table would not be those of its answers."""
+    """Otherwise a table would show other temperatures and seeds than its answers."""
     record = {"prompt": "heig", "sampling": {"temperature": 2, "seed": 9}}
     config = BenchConfig(target="", prompts=write_lines(tmp_path / "lines.jsonl", record))
     (question,) = read_questions(config, Engine.load(runs.model("target")))

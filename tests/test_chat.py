@@ -35,7 +35,7 @@ def conversation(engine: poss_jax.Engine, **settings: object) -> Chat:
 
 
 def said(capsys: pytest.CaptureFixture[str], chat: Chat, *lines: str) -> list[str]:
-    """What the program prints, the times left out."""
+    """The program's output without times."""
     capsys.readouterr()
     for line in lines:
         chat.take(line)

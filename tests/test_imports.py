@@ -63,7 +63,7 @@ def after_entry(tree: ast.Module) -> list[ast.stmt]:
 
 
 def violations(path: Path, source: str) -> list[str]:
-    """What in `source`, read as the module at `path` (relative to the root), breaks a rule."""
+    """Lists the rules that `source`, as the module at `path` (relative to the root), breaks."""
     tree, (top, name, *_) = ast.parse(source), (*path.with_suffix("").parts, "")
     is_program = top != "poss_jax" or path.parts[1:] in PROGRAMS
     if not is_program and name not in LAYERS:

@@ -1,4 +1,4 @@
-"""inspect: says what a source holds, whatever it is, and converts nothing."""
+"""inspect: describes any source, and converts nothing."""
 
 import json
 import os
@@ -218,7 +218,7 @@ def test_only_headers_are_fetched(tmp_path):
 
 
 def inspect_in_a_process(hub_url, home, sources):
-    """The summary of each source; a process of its own, as in test_hub.py."""
+    """The summary of each source; in a new process, as in test_hub.py."""
     script = (
         "import json, sys\n"
         "from poss_jax.convert.inspection import inspect\n"

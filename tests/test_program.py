@@ -1,4 +1,4 @@
-"""What every program does around its own work: one-line errors, exit codes, compilation cache."""
+"""The frame of every program: one-line errors, exit codes, compilation cache."""
 
 import errno
 import fnmatch

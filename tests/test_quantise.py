@@ -230,7 +230,7 @@ def test_features_are_those_of_the_dequantised_target(kind):
 
 
 def converted(jaxpr: Any) -> Iterator[tuple[tuple[int, ...], Any, Any]]:
-    """Shape and types of every conversion, those of inner programs, too."""
+    """Shape and types of every conversion, including inner programs'."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "convert_element_type":
             before, after = equation.invars[0].aval, equation.outvars[0].aval

@@ -118,7 +118,7 @@ def test_turns_are_answered_in_turn_and_batched_by_length() -> None:
     assert [turn["role"] for turn in lines[0]["messages"]] == ["user", "assistant"] * 2
     assert engine.batches == [["c", "dd"], ["aaa"], ["dd|<dd>|e", "aaa|<aaa>|b"]]
     assert [line["id"] for line in lines] == ["0", "1", "2"]
-    assert engine.seeds[2] == engine.seeds[4] == 7  # of the first chat, whatever its batch
+    assert engine.seeds[2] == engine.seeds[4] == 7  # of the first chat, in any batch
     assert len(set(engine.seeds)) == 3
 
 

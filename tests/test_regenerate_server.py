@@ -338,11 +338,11 @@ def test_an_interrupted_run_goes_on(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("--draft d", "--draft: is for a target that is loaded here; leave it out, or server"),
-        ("--tree-depth 3", "tree: is for a target"),
-        ("--batch-size 4", "--batch-size: is for a target"),
-        ("--max-length 99", "--max-length: is for a target"),
-        ("--quantise int8", "--quantise: is for a target"),
+        ("--draft d", "--draft: applies only to a local target; leave it or server out"),
+        ("--tree-depth 3", "tree: applies only to a local target"),
+        ("--batch-size 4", "--batch-size: applies only to a local target"),
+        ("--max-length 99", "--max-length: applies only to a local target"),
+        ("--quantise int8", "--quantise: applies only to a local target"),
         ("--template llama3", "--template: the server has its own"),
         ("--concurrency 0", "--concurrency: Input should be greater than 0"),
         ("--concurrency 9999", "--concurrency: Input should be less than or equal to 1024"),
@@ -365,8 +365,8 @@ def test_keys_that_want_a_server(tmp_path: Path) -> None:
     given = ["--source", "s.jsonl", "--output", str(tmp_path / "out.jsonl")]
     assert "want a target (--target DIR), or a server (--server URL)" in refusal(main, *given)
     given += ["--target", "t"]
-    assert "--model: is for a server" in refusal(main, *given, "--model", "m")
-    assert "--concurrency: is for a server" in refusal(main, *given, "--concurrency", "4")
+    assert "--model: applies only to a server" in refusal(main, *given, "--model", "m")
+    assert "--concurrency: applies only to a server" in refusal(main, *given, "--concurrency", "4")
 
 
 @pytest.mark.parametrize(

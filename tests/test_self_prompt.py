@@ -185,7 +185,7 @@ def failures(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns that reach their limit are used: a tiny target hardly ever ends one."""
+    """Turns that reach their limit are used: a tiny target almost never ends one."""
     refuse = TurnWriter._refuse
     monkeypatch.setattr(TurnWriter, "_refuse", lambda self, text, _: refuse(self, text, "stop"))
 
@@ -270,15 +270,15 @@ def test_questions_of_a_source_are_mixed_in(runs: Runs, tmp_path: Path, tokenize
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("--self-prompt-turns 2 --source s.jsonl", "--self-prompt-turns: is for turns that the"),
-        ("--source-share 0.5 --source s.jsonl", "--source-share: is for turns that the target"),
+        ("--self-prompt-turns 2 --source s.jsonl", "--self-prompt-turns: applies only to turns"),
+        ("--source-share 0.5 --source s.jsonl", "--source-share: applies only to turns that"),
         ("--self-prompt 3 --source s.jsonl", "source_share: want it above 0 with a data.source"),
         (
             "--self-prompt 3 --source-share 0.5",
             "--source-share: want it above 0 with a data.source",
         ),
         ("--self-prompt 0", "--self-prompt: Input should be greater than 0"),
-        ("", "or self_prompt, for questions of the target's own"),
+        ("", "or self_prompt, to let the target write questions"),
     ],
 )
 def test_bad_arguments(runs: Runs, tmp_path: Path, arguments: str, error: str) -> None:

@@ -109,7 +109,7 @@ def test_stop_strings_at_every_place_of_an_answer(
 
 
 def check_rounds(answer: Generation, whole: Generation) -> None:
-    """The rounds are those of the whole answer, the last one cut where the tokens are."""
+    """The rounds equal the whole answer's, the last one cut like the tokens."""
     last = len(answer.accepted_per_round) - 1
     if last < 0:
         assert len(answer.output_ids) == 1
@@ -245,7 +245,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, dict[str, Any]]:
-    """What the program prints, and its summary."""
+    """The program's output and its summary."""
     main([*arguments, "--max-new-tokens", str(N)])
     text, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     return text, json.loads(last) | {"seconds_with_compilation": 0}

@@ -1,4 +1,4 @@
-"""Shows how training runs went, side by side: a plot, and a table of their validation.
+"""Compares training runs: a plot, and a table of their validation.
 
 Needs folders of runs, finished or not; writes an image (matplotlib: pip install 'poss-jax[plots]'),
 prints the table as Markdown and one JSON line at the end.
@@ -38,7 +38,7 @@ class RunMetrics:
     Attributes:
       name: name of its folder.
       steps: lines of metrics.jsonl about training steps.
-      validations: and about validations.
+      validations: lines about validations.
       spans: positions that each specialist serves.
     """
 
@@ -49,7 +49,7 @@ class RunMetrics:
 
     @property
     def specialists(self) -> list[int]:
-        """The specialist that serves each depth that was validated; none for a target."""
+        """The specialist of each validated depth; none for a target."""
         depth = len(self.best.get("agreement", ()))
         served = [index for index, span in enumerate(self.spans) for _ in range(span)]
         return served[:depth] + served[-1:] * (depth - len(served))
@@ -57,12 +57,12 @@ class RunMetrics:
     @property
     def best(self) -> dict[str, Any]:
         """The validation with the longest acceptance length or, of a target, the lowest loss."""
-        # Of equals the newest, as the run itself chooses.
+        # On ties the newest, as the run itself chooses.
         return max(reversed(self.validations), key=_score)
 
 
 def read_run(folder: str) -> RunMetrics:
-    """Reads the metrics of a run, which may still go on.
+    """Reads the metrics of a run, which may still be running.
 
     Raises:
       UserError: no run, or one that was never validated.
@@ -87,7 +87,7 @@ def read_run(folder: str) -> RunMetrics:
 
 
 def check_run(folder: str, run: RunMetrics) -> None:
-    """Raises UserError where a line lacks what the table or the plot needs."""
+    """Raises UserError if a line lacks a value that the table or the plot needs."""
     try:
         format_table([run])
         for line in (*run.steps, *run.validations):
@@ -102,7 +102,7 @@ def _no_metrics(folder: str) -> UserError:
 
 
 def format_table(runs: list[RunMetrics]) -> str:
-    """The best validation of every run as Markdown, drafts depth by depth."""
+    """Formats the best validation of every run as Markdown, drafts by depth."""
     table, by_depth = [], []
     for run in runs:
         length = run.best.get("simulated_acceptance_length")
@@ -119,7 +119,7 @@ def format_table(runs: list[RunMetrics]) -> str:
 
 
 def plot_runs(runs: list[RunMetrics], path: Path) -> None:
-    """Draws losses and acceptance over steps and, of drafts, agreement and cosine over depths."""
+    """Draws losses and acceptance over steps; for drafts agreement and cosine over depths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -148,7 +148,7 @@ def plot_runs(runs: list[RunMetrics], path: Path) -> None:
 
 
 def _draw_losses(axes: Any, runs: list[RunMetrics]) -> None:
-    """Lines for training, dots for validation."""
+    """Draws lines for training, dots for validation."""
     for run in runs:
         steps, losses = [line["step"] for line in run.steps], [line["loss"] for line in run.steps]
         (drawn,) = axes.plot(steps, losses, alpha=0.5)

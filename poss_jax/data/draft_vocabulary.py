@@ -1,6 +1,6 @@
 """Draft vocabularies: the tokens of a target that a draft may propose, and their file.
 
-The rule is EAGLE-3's: the most frequent of the tokens that are trained on, sorted by id.
+The rule is EAGLE-3's: the most frequent trained tokens, sorted by id.
 """
 
 import json
@@ -28,8 +28,8 @@ class DraftVocabulary:
     Attributes:
       vocab_size: number of tokens of the target.
       tokens: ids of the tokens that a draft may propose, ascending.
-      coverage: share of the counted tokens that are among them; None: nothing was counted.
-      source: description of the data that was counted; not looked at.
+      coverage: share of the counted tokens in the vocabulary; None if nothing was counted.
+      source: description of the counted data; informative only.
     """
 
     vocab_size: AtLeastTwo
@@ -47,7 +47,7 @@ class DraftVocabulary:
 
 
 def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
-    """Counts how often each token is trained on.
+    """Counts how often each token occurs as a trained token.
 
     Args:
       rows: rows of a run.
@@ -60,9 +60,9 @@ def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
 
 
 def choose_tokens(counts: np.ndarray, size: int) -> np.ndarray:
-    """Chooses the most frequent tokens; of equally frequent ones, those with the lowest ids.
+    """Chooses the most frequent tokens; ties go to the lowest ids.
 
-    So tokens that never occur fill the vocabulary from the lowest id on.
+    So tokens that never occur fill the vocabulary from the lowest id.
 
     Args:
       counts: [V] from `count_trained`.
@@ -83,7 +83,7 @@ def choose_tokens(counts: np.ndarray, size: int) -> np.ndarray:
 
 
 def size_for_coverage(counts: np.ndarray, coverage: float) -> int:
-    """Finds the smallest size whose most frequent tokens have a share of all that were counted."""
+    """Finds the smallest size whose tokens cover a share of the counted ones."""
     shares = np.cumsum(np.sort(counts)[::-1]) / counts.sum()
     return max(_SMALLEST, int(np.argmax(shares >= coverage)) + 1)
 
@@ -113,7 +113,7 @@ def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
       [Vd] int32, ascending ids of the target.
 
     Raises:
-      UserError: unreadable, not such a file, or made for another number of tokens.
+      UserError: unreadable, not a draft vocabulary, or made for another vocabulary size.
     """
     found = build_config(DraftVocabulary, read_json(as_path(path)), origin=str(path))
     if found.vocab_size != vocab_size:

@@ -1,7 +1,7 @@
-"""Compiling ahead of time: shapes in place of arrays, for devices that need not be there.
+"""Compiling ahead of time: shapes instead of arrays, for devices that need not be present.
 
-A TPU slice is compiled for with libtpu alone, an NVIDIA GPU with the wheels of `jax[cuda13]` and a
-description of the device; nothing is run, so no driver is needed.
+A TPU slice needs only libtpu, an NVIDIA GPU the wheels of `jax[cuda13]` and a description of the
+device; nothing is run, so no driver is needed.
 """
 
 import json
@@ -59,7 +59,7 @@ GPUS: Mapping[str, Mapping[str, Any]] = {
         "device_memory_size": 140 * 2**30,
     },
 }
-"""GPUs that can be compiled for where there is none."""
+"""GPUs that can be compiled for without having one."""
 
 
 def tpu_slice(name: str) -> list[Any]:
@@ -68,7 +68,7 @@ def tpu_slice(name: str) -> list[Any]:
     Raises:
       UserError: no such slice, or no compiler for it.
     """
-    if jax.default_backend() != "tpu":  # libtpu would look for the TPU of a machine that has none
+    if jax.default_backend() != "tpu":  # without a TPU libtpu would look for one
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
         bounds = _host_bounds(name)
@@ -82,7 +82,7 @@ def tpu_slice(name: str) -> list[Any]:
 
 
 def _host_bounds(name: str) -> dict[str, Any]:
-    """Says that the host of one chip has one, which not every libtpu takes for granted."""
+    """States that a one-chip host has one chip, which not every libtpu assumes."""
     sizes = name.partition(":")[2].split("x")
     return {"chips_per_host_bounds": (1, 1, 1)} if set(sizes) == {"1"} else {}
 
@@ -95,7 +95,7 @@ def gpu(name: str) -> list[Any]:
     """
     if name not in GPUS:
         raise UserError(f"gpu {name}: want one of {', '.join(GPUS)}")
-    # Without a driver JAX cannot ask CUDA's libraries for their versions, and would give up.
+    # Without a driver JAX cannot ask CUDA's libraries for their versions, and gives up.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         topology = topologies.get_topology_desc(
@@ -123,12 +123,12 @@ def describe_gpu(name: str) -> str:
 
 
 def shapes_on(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any:
-    """Shapes of the parameters that a function makes, placed as the tables say.
+    """Shapes of the parameters that a function makes, with shardings from the tables.
 
     Args:
       mesh: devices, which need not exist.
       function: makes a tree of parameters, or of a training state; it is not run.
-      dtype: dtype of all of them; None: their own.
+      dtype: dtype of all of them; None keeps each one's.
     """
     shapes = jax.eval_shape(function)
 
@@ -139,7 +139,7 @@ def shapes_on(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any
 
 
 def planned_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes per device of a compiled program, as the compiler plans them."""
+    """Bytes per device of a compiled program, as planned by the compiler."""
     memory = compiled.memory_analysis()
     assert memory is not None, "every compiler of XLA plans memory"
     kept = memory.argument_size_in_bytes
@@ -153,7 +153,7 @@ def planned_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 def _as_text(message: Mapping[str, Any]) -> str:
-    """A message in protobuf's text format; the names of an enum are tuples of one here."""
+    """Formats a message as protobuf text; enum names are tuples of one here."""
     parts = []
     for name, value in message.items():
         if isinstance(value, Mapping):

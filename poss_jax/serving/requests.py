@@ -1,7 +1,7 @@
-"""Bodies of requests, as the OpenAI API has them, and what the scheduler is to do for them.
+"""Bodies of OpenAI requests, and the jobs that the scheduler gets for them.
 
-Fields that only we have are marked; most have vLLM's names. Fields that are not known are ignored,
-since clients send many, and a line is logged once for each.
+Fields that only we have are marked; most have vLLM's names. Unknown fields are ignored, since
+clients send many, and logged once each.
 """
 
 import logging
@@ -24,16 +24,16 @@ from poss_jax.engine.text import longest_token
 _LOG = logging.getLogger(__package__)
 _MOST_CHOICES = 128
 _MOST_MESSAGES = 4_000
-_MOST_LOGPROBS = 200_000  # of a reply, unless one choice of full length has more
+_MOST_LOGPROBS = 200_000  # per reply, unless one full-length choice has more
 _LONGEST_STOP = 1000
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers takes one for another
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers accepts any of them
 _READ = re.compile(r"[.'\"](\w+)")  # an attribute, or the beginning of what is quoted
 _WORD = re.compile("""['"]([A-Za-z][A-Za-z0-9_-]*)['"]""")  # quoted
 
 Real = Annotated[float, Field(allow_inf_nan=False)]
-# A list of millions has one mistake, not millions, each with a report of its own.
+# A list of a million bad items is one mistake, not a million reports.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 NumTokens = Annotated[int, Field(ge=1, lt=2**31)]  # messages repeat it, so it may not be long
@@ -56,7 +56,7 @@ Biases = Annotated[dict[str, Annotated[Real, Field(ge=-100, le=100)]], BeforeVal
 
 
 class ApiError(Exception):
-    """An error that the client is told.
+    """An error reported to the client.
 
     Attributes:
       status: HTTP status.
@@ -88,7 +88,7 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel):
-    """Parts of a stream beside the text.
+    """Extras of a stream besides the text.
 
     Attributes:
       include_usage: a last event with the usage.
@@ -117,7 +117,7 @@ class CommonRequest(BaseModel):
     logit_bias: Biases | None = None
     max_tokens: NumTokens | None = None
     user: str | None = None
-    # Ours, with the names that vLLM has for them.
+    # Ours, with vLLM's names.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Real, Field(gt=1e-6, le=1e6)] | None = None
@@ -129,9 +129,9 @@ class CommonRequest(BaseModel):
 class CompletionRequest(CommonRequest):
     """Body of /v1/completions.
 
-    `continued_tokens` (ours): so many tokens at the end of the prompt belong to an answer that is
+    `continued_tokens` (ours): this many tokens at the end of the prompt belong to an answer that is
     continued; the penalties of the output count them, and stop strings may begin in them.
-    `continued_chat` (ours): the prompt is that of a chat, whose answers are decoded alone.
+    `continued_chat` (ours): the prompt is a chat's, whose answers are decoded alone.
     """
 
     prompt: (
@@ -173,7 +173,7 @@ class ChatRequest(CommonRequest):
     response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
-    tool_choice: Any = None  # means nothing without `tools`, which are refused
+    tool_choice: Any = None  # has no effect without `tools`, which are refused
     modalities: Texts | None = None
 
 
@@ -256,7 +256,7 @@ def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> lis
     """Token ids of a text.
 
     Raises:
-      ApiError: far more text than could be answered.
+      ApiError: far more text than fits.
     """
     return _encode(engine, config, body.prompt)
 
@@ -268,12 +268,12 @@ def _read_message(message: Message) -> dict[str, Any]:
             raise ApiError(400, "messages: only content of type text is served", param="messages")
         content = "".join(part.text or "" for part in content)
     others = {key: value for key, value in (message.model_extra or {}).items() if value is not None}
-    # A template reads "no content" beside tool calls otherwise than an empty one.
+    # With tool calls, templates treat missing content differently from an empty one.
     return {"role": message.role, "content": content if others else content or "", **others}
 
 
 def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
-    """Refuses roles that a chat template does not know: none of the API's, and not named in it.
+    """Refuses roles that are neither the API's nor named in the chat template.
 
     Raises:
       ApiError: such a role.
@@ -286,7 +286,7 @@ def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
 
 
 def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:
-    """Says of the first field of messages that a chat template does not read that it is ignored."""
+    """Logs the first message field that the chat template does not read."""
     known = {*_READ.findall(template), *_WORD.findall(template)}
     if not known.isdisjoint(_REASONING):
         known.update(_REASONING)
@@ -296,7 +296,7 @@ def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:
             return
 
 
-@lru_cache(maxsize=256)  # once each, however many requests have it
+@lru_cache(maxsize=256)  # once per field
 def _warn_of_unused(name: str) -> None:
     _LOG.warning("the chat template does not read the field %s of a message", name)
 
@@ -360,7 +360,7 @@ def _encode(engine: Engine, config: ServeConfig, prompt: Prompt) -> list[int]:
         message = f"prompt of {len(prompt):,} tokens does not fit a length of {most:,}"
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     length = _num_characters(prompt)
-    # To tokenise megabytes takes seconds. (A tokenizer that folds spaces could fit more in.)
+    # Tokenising megabytes takes seconds. (A tokenizer that folds spaces could fit more.)
     if engine.tokenizer is not None and length > most * longest_token(engine.tokenizer):
         message = f"prompt of {length:,} characters does not fit a length of {most:,} tokens"
         raise ApiError(400, message, param=param, code="context_length_exceeded")
@@ -371,7 +371,7 @@ def _encode(engine: Engine, config: ServeConfig, prompt: Prompt) -> list[int]:
 
 
 def _num_characters(value: Any) -> int:
-    """Characters of all texts in a prompt, however deep; a template may write any of them."""
+    """Characters of all texts in a prompt, at any depth; a template may write any of them."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -424,7 +424,7 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
     names += ("frequency_penalty", "presence_penalty")
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if body.top_k is not None:
-        given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's word for all
+        given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's value for all
     if body.logit_bias:
         given["logit_bias"] = body.logit_bias
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
@@ -438,16 +438,16 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
 
 
 def explain(error: Any) -> str:
-    """Says what is wrong with a field, as pydantic does."""
+    """Pydantic's message about a field."""
     return error["msg"].removeprefix("Value error, ")
 
 
 def _log_unknown(body: CommonRequest) -> None:
-    """Says of fields that are not known, of ten per request, that they are ignored."""
+    """Logs unknown fields, at most ten per request."""
     for name in islice(body.model_extra or {}, 10):
         _warn_of_unknown(cut(ascii(name)))
 
 
-@lru_cache(maxsize=256)  # once each, unless there are many
+@lru_cache(maxsize=256)  # once per field, unless there are many
 def _warn_of_unknown(name: str) -> None:
     _LOG.warning("the field %s of a request is not known; it is ignored", name)
