@@ -37,7 +37,8 @@ from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import at_least, read_arguments, with_default_models
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import at_least, with_default_models
 from poss_jax.program.running import run_program
 
 from .answer_files import write_answer_files

@@ -28,7 +28,8 @@ from poss_jax.engine.answers import Chunk
 from poss_jax.engine.dialogue import Message
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, with_seed
-from poss_jax.program.options import load_engine, read_arguments
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import load_engine
 from poss_jax.program.running import DIM, has_colours, run_program
 
 from .screen import Screen

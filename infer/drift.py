@@ -40,7 +40,7 @@ from poss_jax.learn.task import DraftTask
 from poss_jax.learn.validation import DraftSums, make_draft_validation
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.target import stack_layers
-from poss_jax.program.options import read_arguments
+from poss_jax.program.arguments import read_arguments
 from poss_jax.program.running import run_program
 from poss_jax.shapes import Params
 

@@ -5,8 +5,6 @@ fetches. Prints the texts, or writes one JSON line per answer to --output; the l
 a summary, as JSON unless a terminal shows it. Interrupted, it keeps the answers that are finished.
 
     python -m infer.generate --prompt "def read_lines(path):" --stream --show-drafts
-    python -m infer.generate --target runs/demo/target/model --draft runs/demo/poss3/model \
-        --prompt "def read_lines(path):" --max-new-tokens 64
     python -m infer.generate --target DIR --draft DIR --prompt "Once" --temperature 0.8 --stream
     python -m infer.generate --target DIR --prompts questions.jsonl --output answers.jsonl
     python -m infer.generate --target DIR --draft DIR --precompile 512 --precompile 4096
@@ -44,7 +42,8 @@ from poss_jax.engine.dialogue import (
 )
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import check_new_file, load_engine, read_arguments
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import check_new_file, load_engine
 from poss_jax.program.running import run_program
 
 from .screen import Screen, print_summary

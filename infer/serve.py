@@ -28,7 +28,8 @@ from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.leader import follow
-from poss_jax.program.options import load_engine, read_arguments
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import load_engine
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 

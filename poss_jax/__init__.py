@@ -62,7 +62,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used: JAX takes seconds, which `poss --help` does not need."""
+    """Imports a name when it is first used: JAX takes seconds, and `poss --help` needs none."""
     for module, names in _PLACES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -13,9 +13,9 @@ from poss_jax.config.decoding import BenchConfig, DriftConfig, GenerateConfig, S
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
 from poss_jax.config.training import RegenerateConfig, TrainConfig
+from poss_jax.engine import device
 from poss_jax.engine.trees import read_trees
-from poss_jax.program import options
-from poss_jax.program.options import list_options, read_arguments
+from poss_jax.program.arguments import list_options, read_arguments
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 KINDS = [
@@ -240,7 +240,7 @@ def test_a_server_samples_unless_it_is_told_otherwise(given: list[str]) -> None:
 
 def test_options_do_not_ask_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of a run join each other first."""
-    monkeypatch.setattr(options, "default_tree", lambda: pytest.fail("asked for devices"))
+    monkeypatch.setattr(device, "default_tree", lambda: pytest.fail("asked for devices"))
     assert read(["--max-new-tokens", "7"]).max_new_tokens == 7
 
 

@@ -26,7 +26,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
-from poss_jax.program.options import read_arguments
+from poss_jax.program.arguments import read_arguments
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 

@@ -41,7 +41,8 @@ from poss_jax.data.templates import ChatTemplate
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import check_bias
-from poss_jax.program.options import check_writable, load_engine, read_arguments
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import check_writable, load_engine
 from poss_jax.program.running import run_program
 
 from .answers import (

@@ -2,6 +2,8 @@
 
 running.py    one-line errors, exit codes, compilation cache, marked text
 processes.py  several processes of one program
-options.py    command lines: a config's keys as options; loading an engine
+commands.py   the commands of `poss`, and what programs are called
+arguments.py  command lines: a config's keys as options
+options.py    loading the engine of a config; checks of outputs
 tables.py     Markdown tables
 """

@@ -55,7 +55,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings)
         if module is not None:
             shown = f"poss_jax {poss_jax.__version__}"
-            self.add_argument("--version", action="version", version=shown, help="Show it.")
+            self.add_argument(
+                "--version", action="version", version=shown, help="Show the version."
+            )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses arguments that are not UTF-8: no prompt, config or report can hold them."""
