@@ -22,14 +22,10 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
-import jax
-
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError
-from poss_jax.engine.leader import follow
 from poss_jax.program.arguments import read_arguments
-from poss_jax.program.options import load_engine
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
@@ -40,6 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments and serves until a signal comes."""
     start_processes()  # before options ask for the device's default tree
     config, _ = read_arguments(ServeConfig, arguments, prog="infer.serve", doc=__doc__)
+    # With JAX, which --help does not wait for.
+    import jax
+
+    from poss_jax.engine.leader import follow
+    from poss_jax.program.options import load_engine
+
     try:
         from poss_jax.serving.app import create_app, make_slots
         from poss_jax.serving.guard import read_api_key
@@ -65,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _on_all_devices(config: ServeConfig) -> ServeConfig:
     """Gives several processes one grid of all devices, unless the config has one."""
+    import jax
+
     if jax.process_count() == 1:
         return config
     mesh = config.mesh or MeshConfig(data=1, tensor=-1)

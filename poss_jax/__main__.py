@@ -28,7 +28,8 @@ def main(arguments: Sequence[str]) -> None:
         sys.argv = [f"{umbrella_name()} {name}", *command.words, *rest]
         find_program(command.module).cli()
     else:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
+        known = [*COMMANDS, "--help", "--version"]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         sys.stderr.write(f"error: unknown command {name[:100]!a}; did you mean {near}?\n")
         raise SystemExit(2)
 

@@ -153,7 +153,7 @@ def test_as_a_command_bad_input_is_one_line_and_code_2() -> None:
 @pytest.mark.parametrize(
     ("program", "lines"),
     [
-        ("infer.generate", ['        --prompt "def read_lines(path):" --max-new-tokens 64\n']),
+        ("infer.generate", ['-m infer.generate --prompt "def read_lines(path):" --stream ']),
         ("infer.bench", ["    python -m infer.bench --config configs/demo/bench.yaml"]),
         ("infer.serve", ["--max-queue", "POSS_API_KEY"]),
         ("train.main", ["    python -m train.main --config configs/demo/"]),
@@ -163,7 +163,7 @@ def test_help_shows_the_examples(
     program: str, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        importlib.import_module(program).main(["--help"])
+        importlib.import_module(program).main(["--help-all"])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     assert all(line in printed for line in lines)
@@ -290,7 +290,13 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(
     ("started_as", "name"),
-    [("/usr/bin/poss-bench", "poss-bench"), ("/a/bench.py", "python -m infer.bench")],
+    [
+        ("/usr/bin/poss-bench", "poss-bench"),
+        ("/a/bench.py", "python -m infer.bench"),
+        ("poss bench", "poss bench"),
+        ("python -m poss_jax tune", "python -m poss_jax tune"),
+        ("/my bench", "python -m infer.bench"),
+    ],
 )
 def test_the_usage_names_what_a_program_was_started_as(
     started_as: str, name: str, monkeypatch: pytest.MonkeyPatch

@@ -314,9 +314,10 @@ def _set_tree(values: dict[str, Any], text: str, kind: Any) -> None:
         names = "depth", "top_k", "total_tokens"
         values["tree"] = dict(zip(names, map(int, sizes.groups()), strict=True))
     else:
-        known = "DEPTH/TOP_K/TOTAL_TOKENS such as 6/10/60, chain:N, auto"
-        known += " or none" if has_trees else ""
-        raise UserError(f"--tree {shorten(text)}: want {known}")
+        known = "chain:N, none or auto" if has_trees else "chain:N or auto"
+        raise UserError(
+            f"--tree {shorten(text)}: want DEPTH/TOP_K/TOTAL_TOKENS such as 6/10/60, {known}"
+        )
 
 
 def _check_depth(tree: TreeConfig | None) -> None:

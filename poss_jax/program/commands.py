@@ -1,6 +1,5 @@
 """The commands of `poss`: which program each of them runs."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -40,6 +39,8 @@ COMMANDS = {
 }
 """Name -> command, in the order of the help. A program's own name comes before its variants."""
 
+_UMBRELLAS = ("poss", "python -m poss_jax")
+
 
 def started_as(module: str) -> str:
     """What the user typed to start a program: `poss NAME`, a script, or `python -m MODULE`."""
@@ -70,11 +71,10 @@ def name_programs(text: str) -> str:
 
 def umbrella_name() -> str:
     """How `poss` itself was started."""
-    name = Path(sys.argv[0]).name
-    return "python -m poss_jax" if name == "__main__.py" else os.path.splitext(name)[0]
+    return _UMBRELLAS[Path(sys.argv[0]).name == "__main__.py"]
 
 
 def _umbrella() -> str | None:
     """`poss` as it was typed, if it started this program: it leaves its name in sys.argv."""
-    *umbrella, name = sys.argv[0].rsplit(" ", 1)
-    return umbrella[0] if umbrella and name in COMMANDS else None
+    umbrella = sys.argv[0].rpartition(" ")[0]
+    return umbrella if umbrella in _UMBRELLAS else None
