@@ -28,10 +28,13 @@ from poss_jax.engine.dialogue import (
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import check_new_file, load_engine
+from poss_jax.program.output import announce, print_summary, waiting
 
-from .screen import Screen, print_summary
+from .screen import Screen
 
 _LOG = logging.getLogger(__name__)
+
+_FIRST = "getting ready (longer the first time) ..."
 
 Answers = dict[tuple[int, int], Generation]
 """(index of the record, index of the turn) -> answer."""
@@ -66,7 +69,7 @@ def _stream(
 ) -> Generation:
     """Decodes one prompt and shows every round as it lands."""
     answer = None
-    for chunk in engine.decode_rounds(prompt, stop=stop):
+    for chunk in announce(engine.decode_rounds(prompt, stop=stop), _FIRST):
         screen.show(chunk)
         answer = chunk.answer
     screen.end_line()
@@ -115,6 +118,8 @@ def answer_prompts(config: GenerateConfig) -> None:
     screen = Screen(shows_drafts=config.show_drafts)
     total = sum(len(dialogue.left) for dialogue in dialogues)
     answers = answer_dialogues(engine, dialogues, config, screen)
+    if total < 2 and not config.stream:  # no bar, and nothing to see meanwhile
+        answers = announce(answers, _FIRST)
     bar = tqdm(answers, total=total, unit="answer", disable=total < 2 or config.stream)
     with _kept_answers(output, records, dialogues) as given:
         try:
@@ -172,6 +177,7 @@ def _describe(summary: dict[str, Any]) -> str:
     return line + (f"; answers: {summary['output']}" if summary["output"] else "")
 
 
+@waiting("loading the models ...")
 def _load_engine(config: GenerateConfig) -> Engine:
     engine = load_engine(config)
     if config.stream and engine.tokenizer is None:

@@ -20,6 +20,7 @@ from poss_jax.engine.dialogue import Message
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, with_seed
 from poss_jax.program.options import load_engine
+from poss_jax.program.output import waiting
 from poss_jax.program.running import DIM, has_colours
 
 from .screen import Screen
@@ -162,7 +163,7 @@ class Chat:
         program = config, jax.tree.structure(request)
         if program in self._compiled:
             return
-        with _waiting("getting ready (longer the first time) ..."):
+        with waiting("getting ready (longer the first time) ..."):
             for _ in zip(range(2), engine.decode_rounds(prompt), strict=False):
                 pass
         self._compiled.add(program)
@@ -254,19 +255,6 @@ def _want_nothing(command: str, rest: str) -> None:
 
 
 @contextmanager
-def _waiting(text: str) -> Iterator[None]:
-    """Shows a text on a terminal for as long as the block takes."""
-    is_shown = sys.stderr.isatty()
-    if is_shown:
-        print(text, end="\r", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        if is_shown:
-            print(" " * len(text), end="\r", file=sys.stderr, flush=True)
-
-
-@contextmanager
 def _line_editing() -> Iterator[None]:
     """Lets the user edit lines, and keeps them for the next time."""
     readline = None
@@ -317,7 +305,7 @@ def talk(config: ChatConfig) -> None:
       UserError: a target that cannot chat, or what `load_engine` refuses.
     """
     start_renderer()
-    with _waiting("loading ..."):
+    with waiting("loading the models ..."):
         engine = load_engine(config)
     if not getattr(engine.tokenizer, "chat_template", None):
         raise UserError(

@@ -44,7 +44,7 @@ from poss_jax.program.arguments import read_arguments
 from poss_jax.program.running import run_program
 from poss_jax.shapes import Params
 
-from .drift_report import format_report, plot_report
+from .drift_report import format_brief, format_report, plot_report
 from .measure import Decoder, load_decoders, play
 from .questions import read_questions
 from .report import check_output, show_report
@@ -325,6 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report,
             format_report(report),
             folder,
+            brief=format_brief(report),
             plot=lambda folder: plot_report(report, folder / "drift.svg"),
         )
 

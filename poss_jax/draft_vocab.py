@@ -14,7 +14,6 @@ draft with such a vocabulary. The last line printed is one JSON object.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +40,7 @@ from poss_jax.data.prepared import make_prepared
 from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.program.options import at_least, check_new_file
+from poss_jax.program.output import add_json, print_summary
 from poss_jax.program.running import Parser, run_program
 from poss_jax.program.tables import format_rows
 
@@ -136,7 +136,7 @@ def _count(arguments: Sequence[str]) -> None:
             write_draft_vocabulary(args.output, vocabulary)
             summary["output"] = str(args.output)
     print("\n".join(_format_counts(config, counts, size)))
-    print(json.dumps(summary))
+    print_summary(summary)
 
 
 def _check_output(args: argparse.Namespace) -> None:
@@ -231,7 +231,7 @@ def _apply(arguments: Sequence[str]) -> None:
     items = ((name, load_item(args.draft, record, name)) for name in record.items)
     new = replace(limited, provenance=provenance())
     write_model(args.output, new, items, tokenizer_from=args.draft)
-    print(json.dumps({"output": str(args.output), "size": len(tokens)}))
+    print_summary({"output": str(args.output), "size": len(tokens)})
 
 
 def _apply_parser() -> argparse.ArgumentParser:
@@ -246,11 +246,13 @@ def _apply_parser() -> argparse.ArgumentParser:
 
 
 def _parser(description: str | None) -> Parser:
-    return Parser(
+    parser = Parser(
         module="poss_jax.draft_vocab",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_json(parser)
+    return parser
 
 
 _COMMANDS = {"count": _count, "apply": _apply}

@@ -11,8 +11,9 @@ from programs import Runs, copy_model, refusal, write_lines
 from test_text import byte_fallback
 
 from infer.generate import main
-from infer.screen import Screen, print_summary
+from infer.screen import Screen
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
+from poss_jax.program.output import print_summary
 from poss_jax.program.running import BRACKETS, COLOUR, text_marks
 
 N = 24

@@ -17,6 +17,7 @@ from typing import Any
 from poss_jax.config.paths import as_path, local_path, read_text, real_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.yaml_text import parse_yaml
+from poss_jax.program.output import add_json, print_summary
 from poss_jax.program.running import Parser, run_program
 from poss_jax.program.tables import format_rows
 
@@ -192,6 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--output", metavar="FILE", help="image to write (default: training.png in the first run)"
     )
     parser.add_argument("--table", action="store_true", help="print the table, draw nothing")
+    add_json(parser)
     args = parser.parse_args(arguments)
     if not args.table and importlib.util.find_spec("matplotlib") is None:
         raise UserError(
@@ -211,7 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
         output = local_path(args.output or f"{args.runs[0]}/training.png", "output")
         output = output if output.suffix else output.with_name(f"{output.name}.png")
         plot_runs(runs, output)
-    print(json.dumps({"runs": len(runs), "plot": output and str(output)}))
+    print_summary({"runs": len(runs), "plot": output and str(output)})
 
 
 def cli() -> None:

@@ -5,5 +5,6 @@ processes.py  several processes of one program
 commands.py   the commands of `poss`, and what programs are called
 arguments.py  command lines: a config's keys as options
 options.py    loading the engine of a config; checks of outputs
+output.py     results for people or programs; what takes a while
 tables.py     Markdown tables
 """

@@ -27,6 +27,7 @@ from poss_jax.config.reading import (
     shorten,
 )
 from poss_jax.program.commands import name_programs
+from poss_jax.program.output import add_json
 from poss_jax.program.running import Parser
 
 _LOG = logging.getLogger(__name__)
@@ -178,6 +179,8 @@ def make_parser(
     parser.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
     text = "Set a key of the config." if shows_all else argparse.SUPPRESS
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
+    if "output" in list_keys(kind):
+        add_json(parser)
     add_actions(parser)
     _add_options(parser, kind, options, shows_all=shows_all)
     if not shows_all:
