@@ -73,7 +73,7 @@ def _inspect(source: str, **options: Any) -> None:
     lines += [f"assumed: {line}" for line in found.assumed]
     lines += [f"needs: {found.needs}"] if found.needs else []
     lines += [f"refused: {found.refused}"] if found.refused else []
-    print("\n".join(lines))
+    print("\n".join(lines).rstrip())
     print_summary(found.summary, "")
     if found.refused:
         raise SystemExit(1)
