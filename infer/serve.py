@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from poss_jax.engine.leader import follow
     from poss_jax.program.options import load_engine
+    from poss_jax.program.output import waiting
 
     try:
         from poss_jax.serving.app import create_app, make_slots
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     # A port that is taken shows before models are loaded.
     with closing(listen(config.host, config.port)) as sock:
-        slots = make_slots(load_engine(config), config)
+        with waiting("loading the models ..."):
+            slots = make_slots(load_engine(config), config)
         logging.getLogger("poss_jax.access").setLevel(logging.INFO)
         app = create_app(config, slots=slots)
         server = make_server(app, config, api_key=key)
