@@ -39,6 +39,7 @@ from poss_jax.data.draft_vocabulary import (
 from poss_jax.data.prepared import make_prepared
 from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
+from poss_jax.program.arguments import describe
 from poss_jax.program.options import at_least, check_new_file
 from poss_jax.program.output import add_json, print_summary
 from poss_jax.program.running import Parser, run_program
@@ -177,7 +178,8 @@ def _format_counts(
 
 
 def _count_parser() -> argparse.ArgumentParser:
-    parser = _parser("Count the tokens that a draft's run trains on, and choose the most frequent.")
+    text = "Count the tokens that a draft's run trains on, and choose the most frequent."
+    parser = _parser(text, "count")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="Set a key of the config."
     )
@@ -235,7 +237,8 @@ def _apply(arguments: Sequence[str]) -> None:
 
 
 def _apply_parser() -> argparse.ArgumentParser:
-    parser = _parser("Write a copy of a draft that proposes the tokens of a vocabulary only.")
+    text = "Write a copy of a draft that proposes the tokens of a vocabulary only."
+    parser = _parser(text, "apply")
     for flag, metavar, text in (
         ("--draft", "DIR", "Model folder of a draft without a head of its own."),
         ("--vocabulary", "FILE", "JSON file that `count` wrote."),
@@ -245,13 +248,15 @@ def _apply_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parser(description: str | None) -> Parser:
+def _parser(description: str | None, command: str = "") -> Parser:
     parser = Parser(
         module="poss_jax.draft_vocab",
-        description=description,
+        description=describe(description, shows_all=False),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_json(parser)
+    if command:
+        parser.prog += f" {command}"
+        add_json(parser)
     return parser
 
 

@@ -375,6 +375,7 @@ PROGRAMS = [
         ("poss bench", "poss bench"),
         ("python -m poss_jax tune", "python -m poss_jax tune"),
         ("/my bench", "python -m infer.bench"),
+        ("poss inspect", "poss"),  # of several commands, one of which is inspect
     ],
 )
 def test_the_usage_names_what_a_program_was_started_as(

@@ -17,6 +17,7 @@ from typing import Any
 from poss_jax.config.paths import as_path, local_path, read_text, real_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.yaml_text import parse_yaml
+from poss_jax.program.arguments import describe
 from poss_jax.program.output import add_json, print_summary
 from poss_jax.program.running import Parser, run_program
 from poss_jax.program.tables import format_rows
@@ -186,7 +187,9 @@ def _mean(loss: float | list[float]) -> float:
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, reads the runs, prints and draws."""
     parser = Parser(
-        module="train.plot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        module="train.plot",
+        description=describe(__doc__, shows_all=False),
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
     parser.add_argument(

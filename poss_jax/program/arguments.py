@@ -26,7 +26,6 @@ from poss_jax.config.reading import (
     read_values,
     shorten,
 )
-from poss_jax.program.commands import name_programs
 from poss_jax.program.output import add_json
 from poss_jax.program.running import Parser
 
@@ -45,7 +44,7 @@ _METAVARS = {
     **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
     **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE", "stop": "TEXT", "prompt": "TEXT"},
     **{"server": "URL", "output": "PATH", "data.source": "DATA", "data.system_prompt": "TEXT"},
-    **{"chat_template_kwargs": "NAME=VALUE", "allowed_hosts": "NAME"},
+    **{"chat_template_kwargs": "NAME=VALUE", "allowed_hosts": "NAME", "system": "TEXT"},
 }
 _SHOWN = {
     "models": ["target", "draft", "drafts", "init_draft", "server"],
@@ -192,9 +191,9 @@ def make_parser(
 def describe(doc: str | None, *, shows_all: bool) -> str | None:
     """A program's docstring as its help; in short its first sentence, and examples that run here.
 
-    Examples name the program as it was started. One whose config is not here is left out.
+    An example whose config is not here is left out.
     """
-    text = name_programs(doc or "").strip()
+    text = (doc or "").strip()
     if shows_all or not text:
         return text or None
     examples = re.findall(r"^ {4}\S.*(?:(?<=\\)\n.*)*", text, re.M)

@@ -45,8 +45,9 @@ _UMBRELLAS = ("poss", "python -m poss_jax")
 def started_as(module: str) -> str:
     """What the user typed to start a program: `poss NAME`, a script, or `python -m MODULE`."""
     typed = sys.argv[0]
-    if _umbrella():
-        return typed
+    if umbrella := _umbrella():  # a parser of several commands adds `inspect` itself
+        name = typed.removeprefix(f"{umbrella} ")
+        return umbrella if COMMANDS[name].words == (name,) else typed
     name = Path(typed).name
     return name if name.startswith("poss-") else f"python -m {module}"
 

@@ -22,7 +22,7 @@ import poss_jax
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError, cut, is_out_of_memory, shorten
 from poss_jax.config.yaml_text import lone_surrogates
-from poss_jax.program.commands import started_as
+from poss_jax.program.commands import name_programs, started_as
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
 DIM = ("\x1b[2m", "\x1b[0m")
@@ -52,6 +52,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, module: str | None = None, **settings: Any) -> None:
         if module is not None:
             settings["prog"] = started_as(module)
+            settings["description"] = name_programs(settings.get("description") or "")
         super().__init__(**settings)
         if module is not None:
             shown = f"poss_jax {poss_jax.__version__}"
