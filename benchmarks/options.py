@@ -9,7 +9,8 @@ from infer.report import check_output
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config
-from poss_jax.program.options import at_least, read_pairs
+from poss_jax.program.arguments import read_pairs
+from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser
 
 TREE = "DEPTH/TOP_K/TOTAL"

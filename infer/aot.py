@@ -22,7 +22,8 @@ from poss_jax.config.ahead import AheadConfig, Program
 from poss_jax.config.reading import UserError
 from poss_jax.model.ahead import gpu, tpu_slice
 from poss_jax.model.sharding import make_mesh
-from poss_jax.program.options import check_writable, read_arguments
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import check_writable
 from poss_jax.program.running import run_program
 
 from .aot_programs import compile_program, plan

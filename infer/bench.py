@@ -19,7 +19,6 @@ import argparse
 import hashlib
 import json
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -37,7 +36,9 @@ from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import at_least, read_arguments, with_default_models
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import at_least, with_default_models
+from poss_jax.program.output import print_summary, wants_json
 from poss_jax.program.running import run_program
 
 from .answer_files import write_answer_files
@@ -59,7 +60,6 @@ from .phases import measure_card
 from .questions import Question, first_prompts, make_dialogues, read_questions, read_sets
 from .report import check_output, format_card, format_report, with_provenance, write_report
 from .roofline import device_name, find_roofline, measure_roofline
-from .screen import print_summary
 from .summary import make_grid, show_example, summarise_group
 from .tuning import autotune, places_of_trees
 
@@ -317,14 +317,14 @@ def _compare(config: BenchConfig, *, from_scratch: bool) -> None:
     table = format_report(report)
     if "drift" in report:
         table += f"\n\n## By position\n\n{format_drift(report['drift'])}"
-    print(format_brief(report) if sys.stdout.isatty() else table)
+    print(table if wants_json() else format_brief(report))
     if config.output is not None:
         folder = local_path(config.output, "output")
         write_report(report, table, folder)
         write_page(report, folder / "report.html")
         write_answer_files(answers, folder)
         print(f"report: {config.output}")
-    print_summary(report)
+    print_summary(report, "")
 
 
 def _check_lossless(config: BenchConfig) -> None:
@@ -335,7 +335,7 @@ def _check_lossless(config: BenchConfig) -> None:
     prompts = first_prompts(read_questions(config, decoders[0].engine))
     report = check_lossless(decoders, prompts)
     print(format_check(report))
-    print_summary(with_provenance(report, config))
+    print_summary(with_provenance(report, config), "")
     if report["failures"]:
         raise SystemExit(1)
 
@@ -348,7 +348,7 @@ def _show_roofline(config: BenchConfig) -> None:
     methods = {one.name: measure_card(one.engine, prompt, roofline.device) for one in decoders}
     report = {"prompt_tokens": len(prompt.ids), "roofline": asdict(roofline), "methods": methods}
     print(format_card(report))
-    print_summary(with_provenance(report, config))
+    print_summary(with_provenance(report, config), "")
 
 
 def _batch_sizes(text: str) -> list[int]:

@@ -40,11 +40,11 @@ from poss_jax.learn.task import DraftTask
 from poss_jax.learn.validation import DraftSums, make_draft_validation
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.target import stack_layers
-from poss_jax.program.options import read_arguments
+from poss_jax.program.arguments import read_arguments
 from poss_jax.program.running import run_program
 from poss_jax.shapes import Params
 
-from .drift_report import format_report, plot_report
+from .drift_report import format_brief, format_report, plot_report
 from .measure import Decoder, load_decoders, play
 from .questions import read_questions
 from .report import check_output, show_report
@@ -325,6 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report,
             format_report(report),
             folder,
+            brief=format_brief(report),
             plot=lambda folder: plot_report(report, folder / "drift.svg"),
         )
 

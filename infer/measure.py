@@ -24,6 +24,7 @@ from poss_jax.model import target
 from poss_jax.model.ranking import choose
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.model.target import compute_dtype
+from poss_jax.program.output import waiting
 
 from .costs import Device, decode, describe_workload, num_parts
 
@@ -75,6 +76,7 @@ class Decoder:
         self.first_token_seconds = {"cold": cold, "warm": float(np.median(warm))}
 
 
+@waiting("loading the models ...")
 def load_decoders(config: BenchConfig) -> list[Decoder]:
     """Loads the target once, and one engine per draft beside the autoregressive one."""
     if AUTOREGRESSIVE in config.drafts:

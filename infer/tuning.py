@@ -17,13 +17,13 @@ from poss_jax.engine.device import default_tree
 from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.program.options import check_writable
+from poss_jax.program.output import print_summary
 from poss_jax.program.tables import format_rows
 
 from .autotune import tree_name, tune
 from .measure import load_decoders
 from .questions import first_prompts, read_questions
 from .report import with_provenance
-from .screen import print_summary
 
 
 def autotune(
@@ -64,7 +64,7 @@ def autotune(
         report["files"][name] = str(places[name])
     print(_format_tuning(report))
     print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
-    print_summary(with_provenance(report, config))
+    print_summary(with_provenance(report, config), "")
 
 
 def _gain(tuned: dict[int, dict[str, Any]]) -> float:

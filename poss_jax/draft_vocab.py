@@ -14,7 +14,6 @@ JSON object.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,9 @@ from poss_jax.data.draft_vocabulary import (
 from poss_jax.data.prepared import make_prepared
 from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
+from poss_jax.program.arguments import describe
 from poss_jax.program.options import at_least, check_new_file
+from poss_jax.program.output import add_json, print_summary
 from poss_jax.program.running import Parser, run_program
 from poss_jax.program.tables import format_rows
 
@@ -136,7 +137,7 @@ def _count(arguments: Sequence[str]) -> None:
             write_draft_vocabulary(args.output, vocabulary)
             summary["output"] = str(args.output)
     print("\n".join(_format_counts(config, counts, size)))
-    print(json.dumps(summary))
+    print_summary(summary)
 
 
 def _check_output(args: argparse.Namespace) -> None:
@@ -177,7 +178,8 @@ def _format_counts(
 
 
 def _count_parser() -> argparse.ArgumentParser:
-    parser = _parser("Count the tokens that a draft's run trains on, and choose the most frequent.")
+    text = "Count the tokens that a draft's run trains on, and choose the most frequent."
+    parser = _parser(text, "count")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="Set a key of the config."
     )
@@ -231,11 +233,12 @@ def _apply(arguments: Sequence[str]) -> None:
     items = ((name, load_item(args.draft, record, name)) for name in record.items)
     new = replace(limited, provenance=provenance())
     write_model(args.output, new, items, tokenizer_from=args.draft)
-    print(json.dumps({"output": str(args.output), "size": len(tokens)}))
+    print_summary({"output": str(args.output), "size": len(tokens)})
 
 
 def _apply_parser() -> argparse.ArgumentParser:
-    parser = _parser("Write a copy of a draft that proposes the tokens of a vocabulary only.")
+    text = "Write a copy of a draft that proposes the tokens of a vocabulary only."
+    parser = _parser(text, "apply")
     for flag, metavar, text in (
         ("--draft", "DIR", "Model folder of a draft that uses the target's head."),
         ("--vocabulary", "FILE", "JSON file that `count` wrote."),
@@ -245,12 +248,16 @@ def _apply_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parser(description: str | None) -> Parser:
-    return Parser(
+def _parser(description: str | None, command: str = "") -> Parser:
+    parser = Parser(
         module="poss_jax.draft_vocab",
-        description=description,
+        description=describe(description, shows_all=False),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if command:
+        parser.prog += f" {command}"
+        add_json(parser)
+    return parser
 
 
 _COMMANDS = {"count": _count, "apply": _apply}

@@ -593,7 +593,7 @@ def test_flags_win_over_the_config(
     file = write_config(tmp_path, values)
     for arguments in (
         ["--config", file],
-        ["--config", file, "repeats=2", "--tree-depth", "6", "--num-prompts", "9", "tree.top_k=1"],
+        ["--config", file, "repeats=2", "--tree-depth", "4", "--num-prompts", "9", "tree.top_k=1"],
         ["--config", file, *flags],
         [*flags, "--draft", "B=b=c", "--tree-depth", "3", "--allow-target-mismatch"],
     ):
@@ -601,7 +601,7 @@ def test_flags_win_over_the_config(
             main(arguments)
     from_file, changed, overridden, by_flags = seen
     assert from_file == BenchConfig(**values | {"tree": TreeConfig(**values["tree"])})
-    tree = TreeConfig(depth=6, top_k=1, total_tokens=5)
+    tree = TreeConfig(depth=4, top_k=1, total_tokens=5)
     assert changed == replace(from_file, repeats=2, num_prompts=9, tree=tree)
     assert overridden.drafts == {"PosS-2": runs.model("poss2")}
     assert (overridden.tree, overridden.max_new_tokens) == (from_file.tree, N)

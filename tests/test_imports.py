@@ -23,7 +23,7 @@ LAYERS = {  # a folder of poss_jax imports from itself and from these
     "__init__": {"config", "engine", "bundled"},
 }
 MODULES = set(LAYERS) - {"__init__"}
-PROGRAMS = {("convert", "__main__.py"), ("draft_vocab.py",)}
+PROGRAMS = {("__main__.py",), ("convert", "__main__.py"), ("draft_vocab.py",)}
 OPENS_FILES = {"config", "checkpoint", "data", "engine", "convert", "bundled", "serving"}
 FILE_CALLS = {"open", "read_text", "write_text", "read_bytes", "write_bytes"}
 SOURCES = sorted(p for top in ("poss_jax", "train", "infer") for p in (ROOT / top).rglob("*.py"))

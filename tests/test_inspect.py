@@ -37,6 +37,12 @@ def show(source, *flags):
     main(["inspect", str(source), *flags])
 
 
+def show_refused(source):
+    with pytest.raises(SystemExit) as caught:
+        show(source)
+    assert caught.value.code == 1
+
+
 def read(capsys):
     *lines, last = capsys.readouterr().out.splitlines()
     return "\n".join(lines), json.loads(last)
@@ -119,7 +125,7 @@ REFUSED = {
 def test_what_would_be_refused(tmp_path, capsys, what):
     tensors, config, message = REFUSED[what]
     config = {"architectures": ["SomeForCausalLM"]} | config
-    show(write_source(tmp_path / "source", tensors, **config))
+    show_refused(write_source(tmp_path / "source", tensors, **config))
     text, summary = read(capsys)
     assert message in summary["refused"] and f"refused: {summary['refused']}" in text
     assert "SomeForCausalLM" in text
@@ -130,10 +136,10 @@ def test_what_would_be_refused(tmp_path, capsys, what):
 
 def test_an_adapter_folder_and_an_empty_one(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
-    show(tmp_path)
+    show_refused(tmp_path)
     assert "a LoRA adapter" in read(capsys)[1]["refused"]
     (tmp_path / "adapter_config.json").unlink()
-    show(tmp_path)
+    show_refused(tmp_path)
     assert "config.json: No such file" in read(capsys)[1]["refused"]
 
 

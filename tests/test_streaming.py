@@ -11,7 +11,7 @@ from programs import Runs, copy_model, refusal, write_lines
 from test_text import byte_fallback
 
 from infer.generate import main
-from infer.screen import Screen, print_summary
+from infer.screen import Screen
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.program.running import BRACKETS, COLOUR, text_marks
 
@@ -302,17 +302,6 @@ def test_terminals_get_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text_marks() == COLOUR
     monkeypatch.setenv("NO_COLOR", "1")
     assert text_marks() == BRACKETS
-
-
-def test_a_terminal_gets_a_text_instead_of_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    print_summary({"answers": 1}, "one answer")
-    assert capsys.readouterr().out == '{"answers": 1}\n'
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    print_summary({"answers": 1}, "one answer")
-    print_summary({"answers": 1})
-    assert capsys.readouterr().out == "one answer\n"
 
 
 def test_interrupted_stream_keeps_what_was_printed_and_the_finished_answers(

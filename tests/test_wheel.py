@@ -70,7 +70,7 @@ def test_programs_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) ->
     run([*pip, "--no-deps", "--no-index", str(wheel)], folder)
     (site,) = environment.glob("lib/*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "11\n"
+    assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "12\n"
     options = "--prompt import --max-new-tokens 4"
     options += " --tree-depth 6 --stream"  # compiled by tests/test_bundled.py, too
     bundled = site / "poss_jax" / "bundled"

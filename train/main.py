@@ -8,7 +8,6 @@ leaves a folder that holds metrics, checkpoints and the trained model. Run again
 """
 
 import argparse
-import json
 import logging
 import sys
 import tempfile
@@ -27,7 +26,8 @@ from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
-from poss_jax.program.options import read_arguments
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import print_summary
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
@@ -139,7 +139,7 @@ def describe(config: TrainConfig, compile_for: str | None = None) -> dict[str, A
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parses arguments, trains (or describes), prints one JSON line."""
+    """Parses arguments, trains (or describes), prints a summary."""
     config, args = read_arguments(
         TrainConfig, arguments, prog="train.main", doc=__doc__, add_actions=_add_actions
     )
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         results = train(config, overwrite=args.overwrite)
     if is_first_process():
-        print(json.dumps(results))
+        print_summary(results)
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 from poss_jax.config.paths import as_path, local_path, read_text, real_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.yaml_text import parse_yaml
+from poss_jax.program.arguments import describe
+from poss_jax.program.output import add_json, print_summary
 from poss_jax.program.running import Parser, run_program
 from poss_jax.program.tables import format_rows
 
@@ -185,13 +187,16 @@ def _mean(loss: float | list[float]) -> float:
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, reads the runs, prints and draws."""
     parser = Parser(
-        module="train.plot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        module="train.plot",
+        description=describe(__doc__, shows_all=False),
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
     parser.add_argument(
         "--output", metavar="FILE", help="image to write (default: training.png in the first run)"
     )
     parser.add_argument("--table", action="store_true", help="print the table, draw nothing")
+    add_json(parser)
     args = parser.parse_args(arguments)
     if not args.table and importlib.util.find_spec("matplotlib") is None:
         raise UserError(
@@ -211,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
         output = local_path(args.output or f"{args.runs[0]}/training.png", "output")
         output = output if output.suffix else output.with_name(f"{output.name}.png")
         plot_runs(runs, output)
-    print(json.dumps({"runs": len(runs), "plot": output and str(output)}))
+    print_summary({"runs": len(runs), "plot": output and str(output)})
 
 
 def cli() -> None:

@@ -20,7 +20,6 @@ Without a data set, a chat model writes the questions, too:
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +40,9 @@ from poss_jax.data.templates import ChatTemplate
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import check_bias
-from poss_jax.program.options import check_writable, load_engine, read_arguments
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import check_writable, load_engine
+from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.running import run_program
 
 from .answers import (
@@ -61,7 +62,7 @@ _DATA_OPTIONS = ("source", "subset", "split", "template", "system_prompt", "max_
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses arguments, answers, prints one JSON line."""
+    """Parses arguments, answers, prints a summary."""
     config, args = read_arguments(
         RegenerateConfig,
         arguments,
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_writable(output)
     _check_apart(config.data.source, output)
     with sole_writer(output):
-        print(json.dumps(_regenerate(config, output, overwrite=args.overwrite)))
+        print_summary(_regenerate(config, output, overwrite=args.overwrite))
 
 
 class Answerer(NamedTuple):
@@ -138,7 +139,8 @@ def _regenerate(config: RegenerateConfig, output: Path, *, overwrite: bool) -> d
 def _load_target(config: RegenerateConfig) -> Answerer:
     """Loads the target that answers, in windows of several batches."""
     settings = _settings(config, config.batch_size)
-    engine = load_engine(config)
+    with waiting("loading the models ..."):
+        engine = load_engine(config)
     check_bias(settings.sampling, engine.target_config.vocab_size)
     _set_template(engine, config.data)
     engine.check_stop(settings.stop, settings.max_new_tokens)

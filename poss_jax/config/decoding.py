@@ -31,8 +31,8 @@ class SamplingConfig:
     Frequency and presence penalties work as in the OpenAI API.
 
     Attributes:
-      temperature: Divide the scores by this number; 0 is greedy, and top_k, top_p and min_p then
-        change nothing.
+      temperature: Divide the scores by this number, 0 is greedy; then top_k, top_p and min_p change
+        nothing.
       top_k: Sample from the top_k most likely tokens; 0 allows all.
       top_p: Sample from the most likely tokens that together have this probability; 1 allows all.
       min_p: Sample from tokens at least this likely, relative to the most likely one; 0 allows all.
@@ -74,8 +74,8 @@ class ServedSampling(SamplingConfig):
     """Sampling settings of a server's requests, if a request does not set them.
 
     Attributes:
-      temperature: Divide the scores by this number; 0 is greedy, and then top_k, top_p and min_p
-        change nothing. The default is the OpenAI API's.
+      temperature: Divide the scores by this number, 0 is greedy; then top_k, top_p and min_p change
+        nothing. The default is that of the OpenAI API.
       seed: Every request has its own; only 0 is allowed.
     """
 
@@ -128,7 +128,8 @@ class AnswerConfig(DecodingConfig):
       draft: Model folder of a draft made for the target; without one, decoding is autoregressive.
       batch_size: Number of prompts decoded together.
       max_length: Most tokens of prompt and answer together; null takes the target's own limit.
-      trees: YAML file of draft trees by batch size (docs/generate.md, "Trees by batch size").
+      trees: YAML file of draft trees by batch size (docs/generate.md, "Trees by batch size"), or
+        none: decode without the draft.
       stop: Text that ends an answer and is left out of it.
     """
 

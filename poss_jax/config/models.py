@@ -20,7 +20,7 @@ from poss_jax.config.numbers import (
 )
 from poss_jax.config.reading import UserError
 
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 Spans = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
 _MOST_STOP_IDS = 64  # in files; decoders may allow fewer
 Divisors = tuple[Positive, ...]

@@ -47,9 +47,10 @@ class DataConfig:
     """Source of texts or chats, the tokens to train on, and the layout of rows.
 
     Attributes:
-      source: `stdlib` (Python's standard library), `packages` (it and all installed packages),
-        `packages:NAME,NAME` (these packages), a .txt, .json or .jsonl file or glob, .ckpt files
-        of tokens and features (stage draft), or the id of a data set on the Hub.
+      source: A .txt, .json or .jsonl file or glob, the id of a data set on the Hub, or `stdlib`
+        (Python's standard library), `packages` (it and all installed packages),
+        `packages:NAME,NAME` (these packages). Stage draft also takes .ckpt files of tokens and
+        features.
       subset: Configuration of the Hub data set.
       split: Split of the Hub data set.
       format: Format of the records: `chat` (messages, conversations), `pairs` (question and answer,

@@ -40,11 +40,13 @@ class Tuned(NamedTuple):
 
 
 def read_trees(path: AnyPath) -> Trees:
-    """Reads a YAML file of trees by batch size.
+    """Reads a YAML file of trees by batch size; `none` stands for no draft at any size.
 
     Raises:
       UserError: it cannot be read, or holds something else.
     """
+    if str(path) == "none":
+        return {1: None}
     return _check_trees(path, read_yaml(path))
 
 

@@ -2,6 +2,9 @@
 
 running.py    one-line errors, exit codes, compilation cache, marked text
 processes.py  joining several processes
-options.py    command lines: a config's keys as options; loading an engine
+commands.py   the commands of `poss`, and what programs are called
+arguments.py  command lines: a config's keys as options
+options.py    loading the engine of a config; checks of outputs
+output.py     results for people or programs; what takes a while
 tables.py     Markdown tables
 """

@@ -3,8 +3,6 @@
 import os
 from typing import Any
 
-import jax
-
 from poss_jax.config.reading import UserError
 
 # Set by launchers of several processes: a process count, or a list of hosts.
@@ -26,7 +24,11 @@ def start_processes() -> None:
         return int(os.environ[name]) if name in os.environ else None
 
     try:
-        if not expects_processes(os.environ) or jax.distributed.is_initialized():
+        if not expects_processes(os.environ):
+            return
+        import jax  # not for `--help`
+
+        if jax.distributed.is_initialized():
             return
         jax.distributed.initialize(
             num_processes=given("JAX_NUM_PROCESSES"), process_id=given("JAX_PROCESS_ID")

@@ -16,15 +16,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NoReturn
-
-import jax
 
 import poss_jax
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError, cut, is_out_of_memory, shorten
 from poss_jax.config.yaml_text import lone_surrogates
+from poss_jax.program.commands import name_programs, started_as
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
 DIM = ("\x1b[2m", "\x1b[0m")
@@ -53,10 +51,14 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, module: str | None = None, **settings: Any) -> None:
         if module is not None:
-            started_as = Path(sys.argv[0]).name
-            is_script = started_as.startswith("poss-")
-            settings["prog"] = started_as if is_script else f"python -m {module}"
+            settings["prog"] = started_as(module)
+            settings["description"] = name_programs(settings.get("description") or "")
         super().__init__(**settings)
+        if module is not None:
+            shown = f"poss_jax {poss_jax.__version__}"
+            self.add_argument(
+                "--version", action="version", version=shown, help="Show the version."
+            )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses arguments that are not UTF-8: prompts, configs and reports cannot hold them."""
@@ -180,9 +182,15 @@ def _keep_compiled() -> None:
     except UserError as error:
         _LOG.warning("compiled programs are not kept: %s", error)
         return
-    jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
     # Keep small programs too: a hundred of them take seconds to compile.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    settings = {
+        "jax_compilation_cache_dir": str(cache / "xla"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    for name, value in settings.items():
+        os.environ[name.upper()] = str(value)  # for a program that imports JAX later, or never
+        if "jax" in sys.modules:
+            sys.modules["jax"].config.update(name, value)
 
 
 @contextmanager

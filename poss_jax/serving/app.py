@@ -307,6 +307,7 @@ def guarded(
 
 async def _warm_up(service: Service) -> None:
     begun = time.monotonic()
+    _LOG.warning("compiling, which takes longer the first time; requests wait")
     await asyncio.to_thread(service.scheduler.warm_up)
     service.is_warm = True
     _LOG.warning("ready after %.0f s of compilation", time.monotonic() - begun)
