@@ -103,9 +103,7 @@ def answer_prompts(config: GenerateConfig) -> None:
     output = None if config.output is None else local_path(config.output, "output")
     if output is not None:
         check_new_file(output)
-    records = [] if config.prompt is None else [{"prompt": config.prompt}]
-    if config.prompts is not None:
-        records = read_prompts(as_path(config.prompts))
+    records = _read_records(config)
     dialogues = read_dialogues(records, config.sampling, config.max_new_tokens)
     if any({"messages", "turns"} & record.keys() for record in records):
         start_renderer()
@@ -139,6 +137,14 @@ def answer_prompts(config: GenerateConfig) -> None:
     print_summary(summary, _describe(summary))
     if interruption is not None:
         raise interruption
+
+
+def _read_records(config: GenerateConfig) -> list[dict[str, Any]]:
+    if config.prompts is not None:
+        return read_prompts(as_path(config.prompts))
+    if config.question is not None:
+        return [{"turns": [config.question]}]
+    return [] if config.prompt is None else [{"prompt": config.prompt}]
 
 
 @contextmanager

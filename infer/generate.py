@@ -4,7 +4,7 @@ Takes model folders (see `python -m poss_jax.convert`), without --target the mod
 fetches. Prints the texts, or writes one JSON line per answer to --output; the last line printed is
 a summary, as JSON unless a terminal shows it. Interrupted, it keeps the answers that are finished.
 
-    python -m infer.generate --prompt "def read_lines(path):" --stream --show-drafts
+    python -m infer.generate --question "How do I poach an egg?" --stream --show-drafts
     python -m infer.generate --target DIR --draft DIR --prompt "Once" --temperature 0.8 --stream
     python -m infer.generate --target DIR --prompts questions.jsonl --output answers.jsonl
     python -m infer.generate --target DIR --draft DIR --precompile 512 --precompile 4096

@@ -88,7 +88,7 @@ def test_options_win_over_overrides_and_overrides_over_the_file(tmp_path: Path) 
             "--top-k: Input should be greater than or equal to 0, got '-2'",
         ),
         ("--max-length 0", "--max-length: Input should be greater than 0, got '0'"),
-        ("--prompts x", "want either a text (prompt) or a file of prompts (prompts)"),
+        ("--prompts x", "want a question, a text (prompt) or a file of prompts (prompts)"),
     ],
 )
 def test_command_lines_that_are_refused(arguments: str, error: str) -> None:

@@ -57,7 +57,7 @@ def test_help_of_what_users_start_first_imports_no_jax(command: str) -> None:
 def test_without_arguments_generate_shows_how_to_start() -> None:
     printed, _ = start("generate")
     assert printed == start("generate", "--help")[0]
-    assert ' generate --prompt "def read_lines(path):" --stream' in printed
+    assert ' generate --question "How do I poach an egg?" --stream' in printed
 
 
 def test_every_script_of_the_package_has_a_command() -> None:

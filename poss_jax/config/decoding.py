@@ -153,7 +153,8 @@ class GenerateConfig(AnswerConfig):
 
     Attributes:
       target: Model folder of the target; smollm2 is the one `make chat` fetches.
-      prompt: Text to continue.
+      question: Question to a chat model, asked with its chat template.
+      prompt: Text to continue as it is.
       prompts: JSONL file of prompts; each line has one of prompt, prompt_ids, messages or turns.
       stream: Print text as it is decoded, one answer at a time.
       show_drafts: With stream: mark the text that the draft proposed, in green, or in brackets
@@ -164,6 +165,7 @@ class GenerateConfig(AnswerConfig):
     """
 
     target: str = SMOLLM2
+    question: str | None = None
     prompt: str | None = None
     prompts: str | None = None
     stream: bool = False
@@ -173,9 +175,9 @@ class GenerateConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        num_given = (self.prompt is not None) + (self.prompts is not None)
+        num_given = sum(one is not None for one in (self.question, self.prompt, self.prompts))
         if num_given != 1 and not (num_given == 0 and self.precompile):
-            raise ValueError("want either a text (prompt) or a file of prompts (prompts)")
+            raise ValueError("want a question, a text (prompt) or a file of prompts (prompts)")
         if self.show_drafts and not self.stream:
             raise ValueError("show_drafts marks text as it is streamed; set stream, too")
         if self.stream and self.batch_size > 1:

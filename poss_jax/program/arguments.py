@@ -42,14 +42,24 @@ _NAMES = {
 _METAVARS = {
     **dict.fromkeys(["target", "draft", "init_target", "init_draft"], "DIR"),
     **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
-    **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE", "stop": "TEXT", "prompt": "TEXT"},
-    **{"server": "URL", "output": "PATH", "data.source": "DATA", "data.system_prompt": "TEXT"},
+    **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE"},
+    **dict.fromkeys(["stop", "question", "prompt", "data.system_prompt"], "TEXT"),
+    **{"server": "URL", "output": "PATH", "data.source": "DATA"},
     **{"chat_template_kwargs": "NAME=VALUE", "allowed_hosts": "NAME", "system": "TEXT"},
 }
 _SHOWN = {
     "models": ["target", "draft", "drafts", "init_draft", "server"],
     "input and output": [
-        *["prompt", "prompts", "datasets", "num_prompts", "data.source", "self_prompt", "system"],
+        *[
+            "question",
+            "prompt",
+            "prompts",
+            "datasets",
+            "num_prompts",
+            "data.source",
+            "self_prompt",
+            "system",
+        ],
         *["max_new_tokens", "stream", "show_drafts", "output"],
     ],
     "sampling": ["sampling.temperature", "sampling.top_p", "sampling.seed", "temperatures"],
