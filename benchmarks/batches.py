@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import add_questions, add_trees, bench_config, make_parser
-from infer.autotune import confirm, tree_name
-from infer.measure import load_decoders
-from infer.questions import first_prompts, read_questions
-from infer.report import show_report
+from infer.bench.measure import load_decoders
+from infer.bench.questions import first_prompts, read_questions
+from infer.bench.report import show_report
+from infer.tune.search import confirm, tree_name
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import TREE, make_parser, read_tree
-from infer.costs import DEVICES, Workload, cost_card, floors
-from infer.report import show_report
+from infer.aot.config import AheadConfig
+from infer.bench.costs import DEVICES, Workload, cost_card, floors
+from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
-from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.config.reading import load_config
 from poss_jax.model.parameters import count_parameters

@@ -19,11 +19,11 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.options import add_questions, add_trees, bench_config, make_parser
-from infer.measure import count_memory, load_decoders, time_batches
-from infer.questions import first_prompts, read_questions
-from infer.report import show_report
-from infer.statistics import estimate_mean
-from infer.summary import LOOPING_BELOW
+from infer.bench.measure import count_memory, load_decoders, time_batches
+from infer.bench.questions import first_prompts, read_questions
+from infer.bench.report import show_report
+from infer.bench.statistics import estimate_mean
+from infer.bench.summary import LOOPING_BELOW
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
 from poss_jax.config.models import Drafting, TreeConfig

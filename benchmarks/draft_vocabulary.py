@@ -21,23 +21,17 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.options import TREE, add_questions, bench_config, make_parser, read_tree
-from infer.measure import Decoder, load_decoders, time_batches
-from infer.phases import measure_phases
-from infer.questions import first_prompts, read_questions
-from infer.report import show_report
+from infer.bench.measure import Decoder, load_decoders, time_batches
+from infer.bench.phases import measure_phases
+from infer.bench.questions import first_prompts, read_questions
+from infer.bench.report import show_report
+from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError, change_config, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
-from poss_jax.data.draft_vocabulary import (
-    DraftVocabulary,
-    choose_tokens,
-    coverage_of,
-    write_draft_vocabulary,
-)
 from poss_jax.decode.metrics import mean_acceptance_length
-from poss_jax.draft_vocab import count_tokens
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.engine import Engine
@@ -45,6 +39,7 @@ from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import at_least
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
+from train.draft_vocab import choose_tokens, count_tokens, coverage_of
 
 SIZES = (64, 128, 256, 512)
 PHASE_REPEATS = 5

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.report import check_output
+from infer.bench.report import check_output
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config

@@ -25,9 +25,9 @@ from benchmarks.draft_vocabulary import (
     time_in_turn,
 )
 from benchmarks.options import add_questions, bench_config, make_parser
-from infer.measure import count_memory, load_decoders
-from infer.questions import read_questions
-from infer.report import show_report
+from infer.bench.measure import count_memory, load_decoders
+from infer.bench.questions import read_questions
+from infer.bench.report import show_report
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.decoding import BenchConfig

@@ -36,11 +36,11 @@ from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
 from benchmarks.options import report_folder
-from infer.bench import bench
-from infer.journal import Answer, Cell
-from infer.report import show_report
-from infer.statistics import compare, compare_seeds, estimate_mean, format_estimate
-from infer.summary import make_grid
+from infer.bench.compare import bench
+from infer.bench.journal import Answer, Cell
+from infer.bench.report import show_report
+from infer.bench.statistics import compare, compare_seeds, estimate_mean, format_estimate
+from infer.bench.summary import make_grid
 from poss_jax.checkpoint.folder import load_draft, write_model
 from poss_jax.checkpoint.record import new_record, provenance, read_record
 from poss_jax.config.decoding import BenchConfig

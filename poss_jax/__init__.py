@@ -26,8 +26,7 @@ from poss_jax.engine.answers import Chunk, Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Scheduler
 from poss_jax.engine.slots import Slots
-
-__version__ = "0.2.0"
+from poss_jax.version import __version__
 
 __all__ = [
     "Chunk",

@@ -14,24 +14,26 @@ from typing import Any
 import pytest
 from programs import Runs, copy_model, generate, refusal, write_config, write_lines
 
-from infer import bench as program
-from infer import page as page_module
-from infer.answer_files import write_answer_files
-from infer.bench import main
+from infer import roofline as roofline_program
+from infer.bench import __main__ as program
+from infer.bench import compare
+from infer.bench import page as page_module
+from infer.bench.__main__ import main
+from infer.bench.answer_files import write_answer_files
+from infer.bench.costs import Device
+from infer.bench.journal import Answer, Cell, Journal, Key, Turn, make_turn
+from infer.bench.measure import Decoder, Timed, load_decoders, play
+from infer.bench.page import write_page
+from infer.bench.phases import phases_to_round
+from infer.bench.questions import first_prompts, read_hub, read_questions, read_sets
+from infer.bench.report import check_output, format_card, format_report
+from infer.bench.summary import make_grid, show_example, summarise_group
 from infer.brief import align, describe, format_brief
-from infer.costs import Device
-from infer.journal import Answer, Cell, Journal, Key, Turn, make_turn
-from infer.measure import Decoder, Timed, load_decoders, play
-from infer.page import write_page
-from infer.phases import phases_to_round
-from infer.questions import first_prompts, read_hub, read_questions, read_sets
-from infer.report import check_output, format_card, format_report
 from infer.roofline import Roofline
-from infer.summary import make_grid, show_example, summarise_group
+from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
 from poss_jax.config.models import CPU_TREE, TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.data.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.engine.dialogue import read_dialogues
 from poss_jax.engine.engine import Engine
 
@@ -507,7 +509,7 @@ def test_roofline_is_measured_anew_and_shown(
     flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roofline = Roofline(Device("abacus", 1e3, 1e3, 1e3), {"square": 1e3})
-    monkeypatch.setattr(program, "measure_roofline", lambda: roofline)
+    monkeypatch.setattr(roofline_program, "measure_roofline", lambda: roofline)
     main([*flags, *TREE, "--roofline"])
     table, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     report = json.loads(last)
@@ -524,8 +526,8 @@ def test_sampled_outputs_are_equal_too(
 ) -> None:
     made_up = made_up_report()
     steps = made_up["autoregressive_step_milliseconds"]
-    monkeypatch.setattr(program, "measure_card", lambda *_: made_up["methods"]["draft"])
-    monkeypatch.setattr(program, "measure_steps", lambda *_: steps)
+    monkeypatch.setattr(compare, "measure_card", lambda *_: made_up["methods"]["draft"])
+    monkeypatch.setattr(compare, "measure_steps", lambda *_: steps)
     main([*flags, *TREE, *"--tree-depth 1 --temperature 1 --seed 5 --drafting argmax".split()])
     out = capsys.readouterr().out
     report = json.loads(out.splitlines()[-1])
@@ -651,7 +653,7 @@ def test_a_killed_benchmark_goes_on_and_ends_with_the_same_numbers(
             raise KeyboardInterrupt
         return original(*args, **settings)
 
-    monkeypatch.setattr(program, "play", mortal)
+    monkeypatch.setattr(compare, "play", mortal)
     arguments = [*matrix(runs, prompts), "--output", str(tmp_path / "report")]
     with pytest.raises(KeyboardInterrupt):
         main(arguments)
@@ -683,7 +685,7 @@ def test_a_benchmark_can_be_given_more(
         pytest.fail("what is complete is neither compiled nor measured again")
 
     monkeypatch.setattr(Decoder, "compile", again)
-    monkeypatch.setattr(program, "measure_card", again)
+    monkeypatch.setattr(compare, "measure_card", again)
     main([*first, *output])
     known = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (known["methods"], known["groups"]) == (report["methods"], report["groups"])
@@ -695,7 +697,7 @@ def test_a_benchmark_with_another_vocabulary_does_not_go_on(runs: Runs, tmp_path
     for tokens in ((4, 5, 6), (4, 5, 7)):
         write_draft_vocabulary(path, DraftVocabulary(vocab_size=300, tokens=tokens))
         limited = replace(config, draft_vocabulary=str(path))
-        settings.append(program.settings_of(limited, load_decoders(limited), {}))
+        settings.append(compare.settings_of(limited, load_decoders(limited), {}))
         path.unlink()
     Journal(tmp_path / "report", settings[0]).describe("A", {})
     with pytest.raises(UserError, match=r"of other settings \(draft_vocabularies\)"):

@@ -143,8 +143,8 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("poss_jax.default_drafts", lambda: {"PosS-2": Path(runs.model("poss2"))})
     made_up = made_up_report()  # what tests/test_bench.py measures
     card, steps = made_up["methods"]["draft"], made_up["autoregressive_step_milliseconds"]
-    monkeypatch.setattr("infer.bench.measure_card", lambda *_: card)
-    monkeypatch.setattr("infer.bench.measure_steps", lambda *_: steps)
+    monkeypatch.setattr("infer.bench.compare.measure_card", lambda *_: card)
+    monkeypatch.setattr("infer.bench.compare.measure_steps", lambda *_: steps)
     return tmp_path
 
 
@@ -191,8 +191,9 @@ def execute(line: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert arguments[0] in ("install", "download") or (ROOT / arguments[0]).is_file()
         case ["python", "-m", program, *arguments] | ["python", program, *arguments]:
             name = program.removesuffix(".py").replace("/", ".")
-            name = "poss_jax.convert.__main__" if name == "poss_jax.convert" else name
-            main = importlib.import_module(name).main
+            module = importlib.import_module(name)
+            is_package = hasattr(module, "__path__")
+            main = importlib.import_module(f"{name}.__main__").main if is_package else module.main
             if is_run:
                 main(arguments + shlex.split(SMALLER.get(program, "")))
                 return

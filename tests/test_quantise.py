@@ -26,8 +26,8 @@ from oracle import Shape
 from programs import DRAFT, Runs, config_file, copy_model, generate, refusal, summary, write_lines
 
 from benchmarks import quantised as quantised_benchmark
+from infer.bench.measure import load_decoders
 from infer.generate import main as generate_main
-from infer.measure import load_decoders
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.folder import check_quantisation, load_target, read_target, verify_model
 from poss_jax.checkpoint.record import read_record

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accelerator, break_even, growth, pytorch
-from infer.costs import DEVICES, Device
+from infer.bench.costs import DEVICES, Device
 from infer.roofline import Roofline
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError

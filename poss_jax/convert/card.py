@@ -2,10 +2,10 @@
 
 import json
 
-import poss_jax
 from poss_jax.config.models import DraftConfig
 from poss_jax.convert.layouts import Layout, Outgoing
 from poss_jax.convert.source import HUB_ID
+from poss_jax.version import __version__
 
 
 def model_card(draft: Outgoing, layout: Layout, specialist: int | None) -> str:
@@ -28,7 +28,7 @@ def model_card(draft: Outgoing, layout: Layout, specialist: int | None) -> str:
         f"# Draft model for {name}",
         "",
         f"A draft ({config.method}) for speculative decoding with {name}, and with no other model. "
-        f"poss_jax {poss_jax.__version__} exported it in the layout `{layout.name}`, which is read "
+        f"poss_jax {__version__} exported it in the layout `{layout.name}`, which is read "
         f"by {layout.readers}.",
         *chosen,
         *(["", layout.note] if layout.note else []),

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
 from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, Drafting, MeshConfig, Quantisation, TreeConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
-from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, read_answer

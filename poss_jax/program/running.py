@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 
 import jax
 
-import poss_jax
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError, cut, is_out_of_memory, shorten
 from poss_jax.config.yaml_text import lone_surrogates
+from poss_jax.version import __version__
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
 DIM = ("\x1b[2m", "\x1b[0m")
@@ -153,7 +153,7 @@ def _keep_traceback(error: Exception) -> str:
     text = "\n".join(
         [
             f"arguments: {sys.argv}",
-            f"poss_jax {poss_jax.__version__}, Python {platform.python_version()}",
+            f"poss_jax {__version__}, Python {platform.python_version()}",
             ", ".join(versions),
             "",
             "".join(traceback.format_exception(error)),

@@ -1,70 +1,30 @@
-"""Compares drafts with autoregressive decoding of this same engine, over the same questions.
+"""Answers all questions with every method, keeps the answers, and sums them up."""
 
-Takes a target and drafts (model folders), without --target the model that `make chat` fetches.
-Answers every question of every set, at every temperature and with every seed, autoregressively and
-with each draft. A terminal is shown the main numbers; anything else all tables (acceptance length,
-acceptance by position, tokens per second and speed-up with 95 % intervals) and, as the last line,
-everything as one JSON object. --output keeps every answer as it comes, so that the same command
-goes on after an interruption, and the report (report.html, .md, .json).
-
-    python -m infer.bench --config configs/demo/bench.yaml
-    python -m infer.bench --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl
-    python -m infer.bench --config configs/demo/bench.yaml --check-lossless
-    python -m infer.bench --config configs/demo/bench.yaml --phases
-    python -m infer.bench --config configs/demo/bench.yaml --roofline
-    python -m infer.bench --target T --draft PosS-3=P --autotune --batch-sizes 1,4,16
-"""
-
-import argparse
 import hashlib
 import json
-import logging
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import provenance, read_record
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.paths import local_path
-from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.config.reading import config_to_dict
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import at_least, read_arguments, with_default_models
-from poss_jax.program.running import run_program
 
-from .answer_files import write_answer_files
-from .brief import format_brief
-from .drift import study
-from .drift_report import format_report as format_drift
-from .journal import SETTINGS, Answer, Cell, Journal, Key, make_turn
-from .lossless import check_lossless, format_check
-from .measure import (
-    AUTOREGRESSIVE,
-    Decoder,
-    count_memory,
-    load_decoders,
-    measure_steps,
-    play,
-)
-from .page import write_page
+from ..drift.study import study
+from ..roofline import device_name, find_roofline
+from .journal import Answer, Cell, Journal, Key, make_turn
+from .measure import AUTOREGRESSIVE, Decoder, count_memory, load_decoders, measure_steps, play
 from .phases import measure_card
-from .questions import Question, first_prompts, make_dialogues, read_questions, read_sets
-from .report import check_output, format_card, format_report, with_provenance, write_report
-from .roofline import device_name, find_roofline, measure_roofline
-from .screen import print_summary
+from .questions import Question, first_prompts, make_dialogues, read_sets
+from .report import with_provenance
 from .summary import make_grid, show_example, summarise_group
-from .tuning import autotune, places_of_trees
-
-_LOG = logging.getLogger(__name__)
-_ACTIONS = "check_lossless", "roofline", "autotune"  # instead of a comparison
 
 
 def bench(
@@ -264,153 +224,3 @@ def _tree_of(decoder: Decoder) -> str | None:
     """The tree that a question alone is drafted with; None decodes without a draft."""
     config = decoder.engine.decode_config(1)
     return config.tree.name if config.draft else None
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses arguments, measures, prints, writes."""
-    config, args = read_arguments(
-        BenchConfig, arguments, prog="infer.bench", doc=__doc__, add_actions=_add_actions
-    )
-    if not args.autotune and (args.batch_sizes or args.trees_file or args.try_vocabulary):
-        raise UserError(
-            "--batch-sizes, --try-vocabulary and --trees-file are of --autotune; give it, too"
-        )
-    if config.drafting == "sampled" and (args.check_lossless or args.autotune):
-        raise UserError(
-            "--check-lossless and --autotune want texts that no draft changes; those of "
-            "drafting=sampled are the target's in distribution only; choose coupled or argmax"
-        )
-    action = next((one for one in _ACTIONS if getattr(args, one)), None)
-    if action is not None and args.output is not None:
-        flag = action.replace("_", "-")
-        _LOG.warning("--%s prints its report; nothing is written to --output", flag)
-    config = with_default_models(config)
-    if args.check_lossless:
-        _check_lossless(config)
-        return
-    if args.autotune and len(config.temperatures) > 1:
-        raise UserError(
-            f"--autotune: want one temperature, got {list(config.temperatures)}; give "
-            "temperatures=[1], or the one that texts will be drawn with"
-        )
-    if action is not None:
-        _, sampling = next(_cells(config, {"": []}))
-        config = replace(config, sampling=sampling)
-    if args.roofline:
-        _show_roofline(config)
-        return
-    if args.autotune:
-        places = places_of_trees(config, args.trees_file, overwrite=args.overwrite)
-        autotune(config, args.batch_sizes or [1], args.try_vocabulary, places)
-        return
-    if config.output is not None:
-        folder = local_path(config.output, "output")
-        goes_on = (folder / SETTINGS).is_file()
-        check_output(folder, overwrite=args.overwrite or goes_on)
-    with nullcontext() if config.output is None else sole_writer(config.output):
-        _compare(config, from_scratch=args.overwrite)
-
-
-def _compare(config: BenchConfig, *, from_scratch: bool) -> None:
-    """Benchmarks all drafts, prints, writes."""
-    report, answers = bench(config, from_scratch=from_scratch)
-    table = format_report(report)
-    if "drift" in report:
-        table += f"\n\n## By position\n\n{format_drift(report['drift'])}"
-    print(format_brief(report) if sys.stdout.isatty() else table)
-    if config.output is not None:
-        folder = local_path(config.output, "output")
-        write_report(report, table, folder)
-        write_page(report, folder / "report.html")
-        write_answer_files(answers, folder)
-        print(f"report: {config.output}")
-    print_summary(report)
-
-
-def _check_lossless(config: BenchConfig) -> None:
-    """Prints the comparison; exit code 1 if it found failures."""
-    if not config.drafts:
-        raise UserError("--check-lossless: want at least one draft; give --draft NAME=DIR")
-    decoders = load_decoders(config)
-    prompts = first_prompts(read_questions(config, decoders[0].engine))
-    report = check_lossless(decoders, prompts)
-    print(format_check(report))
-    print_summary(with_provenance(report, config))
-    if report["failures"]:
-        raise SystemExit(1)
-
-
-def _show_roofline(config: BenchConfig) -> None:
-    """Measures the device, and prints the cost card of every method on the first prompt."""
-    roofline = measure_roofline()
-    decoders = load_decoders(config)
-    prompt = first_prompts(read_questions(config, decoders[0].engine))[0]
-    methods = {one.name: measure_card(one.engine, prompt, roofline.device) for one in decoders}
-    report = {"prompt_tokens": len(prompt.ids), "roofline": asdict(roofline), "methods": methods}
-    print(format_card(report))
-    print_summary(with_provenance(report, config))
-
-
-def _batch_sizes(text: str) -> list[int]:
-    """Reads batch sizes separated by commas."""
-    return sorted({at_least(1)(size) for size in text.split(",")})
-
-
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_mutually_exclusive_group()
-    actions.add_argument(
-        "--check-lossless",
-        action="store_true",
-        help="Compare outputs instead of speed: every draft, several trees and batch sizes, greedy "
-        "and sampled; the exit code is 1 if a difference is more than rounding.",
-    )
-    actions.add_argument(
-        "--roofline",
-        action="store_true",
-        help="Measure the bandwidth and the matrix products of this device again, and print bytes, "
-        "FLOPs, least and measured time of every phase (at the first of several temperatures) "
-        "instead of comparing methods.",
-    )
-    actions.add_argument(
-        "--autotune",
-        action="store_true",
-        help="Find the fastest tree of every draft and batch size, and write them where every "
-        "program finds them that decodes with the draft on this kind of device.",
-    )
-    parser.add_argument(
-        "--batch-sizes",
-        type=_batch_sizes,
-        metavar="N,N",
-        help="With --autotune: numbers of prompts decoded together, such as 1,4,16; 1 alone if "
-        "left out.",
-    )
-    parser.add_argument(
-        "--try-vocabulary",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="With --autotune: draft vocabulary to try beside the whole head, see python -m "
-        "poss_jax.draft_vocab. The option may be repeated.",
-    )
-    parser.add_argument(
-        "--trees-file",
-        type=Path,
-        metavar="FILE",
-        help="With --autotune: write the trees here instead of beside the draft; other programs "
-        "take it as --trees, and a vocabulary that won, FILE with the ending .vocabulary.json, as "
-        "--draft-vocabulary.",
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="Start from scratch where a report is already; with --autotune, replace --trees-file.",
-    )
-
-
-def cli() -> None:
-    """Entry point of `poss-bench`."""
-    run_program(main)
-
-
-if __name__ == "__main__":
-    cli()

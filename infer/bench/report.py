@@ -13,8 +13,8 @@ from poss_jax.config.reading import config_to_dict
 from poss_jax.program.options import check_writable
 from poss_jax.program.tables import format_rows
 
+from ..screen import print_summary
 from .phases import PARTS
-from .screen import print_summary
 from .statistics import FEWEST, format_estimate
 from .summary import LOOPING_BELOW
 

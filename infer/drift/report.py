@@ -7,7 +7,7 @@ import numpy as np
 
 from poss_jax.program.tables import format_rows
 
-from .statistics import format_estimate
+from ..bench.statistics import format_estimate
 
 _COLUMNS = {
     "feature_cosine": "cosine",

@@ -1,0 +1,1 @@
+"""Compiles decoding for devices that are not there."""

@@ -1,0 +1,1 @@
+"""Compares drafts over the same questions; what other programs measure with, too."""

@@ -1,0 +1,1 @@
+"""Measures drafts by depth."""
