@@ -5,4 +5,5 @@ sums.py        checksums of arrays and of files
 folder.py      writing a model, loading it to the device, verifying it
 whole.py       a folder that is written all or nothing
 locks.py       one writer at a time
+draft_vocabulary.py  the file of the tokens that a draft may propose
 """

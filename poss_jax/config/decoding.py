@@ -95,8 +95,8 @@ class DecodingConfig:
       max_new_tokens: Most new tokens of an answer.
       sampling: How tokens are chosen.
       tree: Size of the draft tree; null takes what was tuned for the draft on this kind of device
-        (`infer.bench --autotune`), else the default of the device (depth 6, top_k 10 and
-        total_tokens 60 on accelerators, 4, 4 and 16 on CPU).
+        (`infer.tune`), else the default of the device (depth 6, top_k 10 and total_tokens 60 on
+        accelerators, 4, 4 and 16 on CPU).
       drafting: How drafts propose tokens when texts are sampled (docs/generate.md, "Ways to
         draft"): coupled uses the noise that the target samples with, argmax takes the most likely
         tokens; both leave every text as it is. sampled draws tokens and keeps them by a ratio test;

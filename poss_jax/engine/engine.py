@@ -143,8 +143,8 @@ class Engine:
           target: folder of the target.
           draft: folder of a draft made for it; None decodes autoregressively.
           tree: size of the draft tree, or one per batch size (None there: no draft); None: those
-            that were tuned for the draft on this kind of device (see `infer.bench --autotune`),
-            else 6/10/60 on accelerators, 4/4/16 on CPU.
+            that were tuned for the draft on this kind of device (see `infer.tune`), else 6/10/60
+            on accelerators, 4/4/16 on CPU.
           dtype: dtype of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
           max_length: most tokens of prompt and answer; None: what the target was made for.
           drafting: how the draft proposes tokens to sampled texts: `coupled` uses the noise that
@@ -153,7 +153,7 @@ class Engine:
             the same in distribution only.
           allow_target_mismatch: use a draft made for other weights of the same shape.
           draft_vocabulary: file of the tokens that the draft may propose (see `python -m
-            poss_jax.draft_vocab`); None: that which was tuned with the trees, else what its folder
+            train.draft_vocab`); None: that which was tuned with the trees, else what its folder
             says, usually all.
           quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
             folder holds.
