@@ -12,8 +12,8 @@ one process, interleaved, on cores that nothing else may run on. Three figures s
 
 Recorded models (a folder as `tests/fixtures`): tokens/s, the prompt included. Random pair:
 milliseconds of an autoregressive step and of a round on the state after the prompt, many in one
-program, and beside the time of every phase its floor (`infer.bench.costs`). Prints Markdown tables, and
-as its last line one JSON object.
+program, and beside the time of every phase its floor (`infer.bench.costs`). Prints Markdown tables,
+and as its last line one JSON object.
 
     python -m benchmarks.pytorch
     python -m benchmarks.pytorch --only recorded --models tests/fixtures --repeats 5

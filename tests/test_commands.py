@@ -21,7 +21,7 @@ from programs import Runs, write_lines
 from test_bench import made_up_report
 
 from poss_jax.config.models import TreeConfig
-from poss_jax.convert.published import PUBLISHED
+from poss_jax.convert.reading import PUBLISHED
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]

@@ -8,9 +8,8 @@ import pytest
 from poss_jax.checkpoint.record import TargetIdentity, new_record
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.convert.config_json import target_config_json
 from poss_jax.convert.hf import parse_llama_config
-from poss_jax.convert.layouts import EAGLE_LAYOUTS, Outgoing
+from poss_jax.convert.layouts import EAGLE_LAYOUTS, Outgoing, target_config_json
 
 LLAMA = LlamaConfig(
     vocab_size=16,
