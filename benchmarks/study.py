@@ -4,8 +4,8 @@ All variants continue one draft, first with equally many optimizer steps, then f
 the slowest of them took. All are benchmarked on the same questions; what is compared is their
 acceptance length, question by question and averaged over training seeds, by the paired test of
 `infer.bench.statistics`. Runs that are complete are not run again, so that the same command resumes
-after an interruption. Prints tables, and as its last line one JSON object; report.json, report.md and
-plots are written to DIR.
+after an interruption. Prints tables, and as its last line one JSON object; report.json, report.md
+and plots are written to DIR.
 
     python -m benchmarks.study --config configs/study/python.yaml --output docs/results/study_python
 
