@@ -7,12 +7,25 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accelerator, break_even, growth, pytorch
+from benchmarks.options import read_tree
 from infer.bench.costs import DEVICES, Device
 from infer.roofline import Roofline
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
 
 TINY = "--layers 2 --heads 2 --kv-heads 1 --repeats 1".split()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("4/2", "tree '4/2': want depth/top_k/total_tokens, such as 4/2/8"),
+        ("4/2/x", "tree '4/2/x': total_tokens: Input should be a valid integer"),
+    ],
+)
+def test_trees_that_are_refused(text: str, error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        read_tree(text)
 
 
 def test_original_is_a_multiple_of_the_torch_loop() -> None:

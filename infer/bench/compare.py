@@ -99,7 +99,8 @@ def settings_of(
     answers_say = "prompts", "datasets", "data_dir", "temperatures", "seeds", "drafts"
     for key in ("output", "repeats", "drift", "draft_vocabulary", *answers_say):
         del settings[key]
-    folders = {AUTOREGRESSIVE: config.target, **config.drafts}
+    folders = {name: way.draft or config.target for name, way in config.ways.items()}
+    folders[AUTOREGRESSIVE] = config.target
     of_process = provenance()
     return settings | {
         "sets": {name: _digest(list(map(asdict, few))) for name, few in sets.items()},
@@ -210,7 +211,8 @@ def _describe_methods(
     about: dict[str, Any] = {
         "device": device_name(),
         "methods": {
-            decoder.name: {"tree": _tree_of(decoder)} | journal.methods[decoder.name]
+            decoder.name: {"tree": _tree_of(decoder), "drafting": decoder.engine.drafting}
+            | journal.methods[decoder.name]
             for decoder in decoders
         },
     }

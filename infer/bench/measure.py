@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.decoding import BenchConfig, MethodConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
@@ -102,7 +102,7 @@ def read_settings(
 
 
 def need_equal_texts(config: BenchConfig) -> None:
-    """Refuses settings without drafts, or with some that change texts."""
+    """Refuses settings without drafts, or with methods, which may change texts."""
     if not config.drafts:
         raise UserError("want at least one draft; give --draft NAME=DIR")
     if config.drafting == "sampled":
@@ -110,30 +110,48 @@ def need_equal_texts(config: BenchConfig) -> None:
             "want texts that no draft changes; those of drafting=sampled are the target's in "
             "distribution only; choose coupled or argmax"
         )
+    if config.methods:
+        raise UserError("want drafts alone, got methods, which may change texts; leave them out")
 
 
 def load_decoders(config: BenchConfig) -> list[Decoder]:
-    """Loads the target once, and one engine per draft beside the autoregressive one."""
-    if AUTOREGRESSIVE in config.drafts:
+    """Loads every target once, and one engine per method beside the autoregressive one."""
+    ways = config.ways
+    if AUTOREGRESSIVE in ways:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
-    baseline = Engine.load(
-        config.target,
-        tree=config.tree,
-        drafting=config.drafting,
-        quantise=config.quantise,
-        mesh=config.mesh,
-    )
-    given = {
-        "allow_target_mismatch": config.allow_target_mismatch,
-        "vocabulary": config.draft_vocabulary,
+    kinds = {name: way.quantise or config.quantise for name, way in ways.items()}
+    targets = {
+        kind: Engine.load(
+            config.target,
+            tree=config.tree,
+            drafting=config.drafting,
+            quantise=kind,
+            mesh=config.mesh,
+        )
+        for kind in dict.fromkeys([config.quantise, *kinds.values()])
     }
     return [
-        Decoder(AUTOREGRESSIVE, baseline),
+        Decoder(AUTOREGRESSIVE, targets[config.quantise]),
         *(
-            Decoder(name, baseline.load_draft(folder, **given))
-            for name, folder in config.drafts.items()
+            Decoder(name, _decode_by(way, config, targets[kinds[name]]))
+            for name, way in ways.items()
         ),
     ]
+
+
+def _decode_by(way: MethodConfig, config: BenchConfig, engine: Engine) -> Engine:
+    """Gives an engine of the target what a method wants."""
+    if way.tree is not None:
+        engine = engine.with_tree(way.tree)
+    if way.draft is not None:
+        engine = engine.load_draft(
+            way.draft,
+            allow_target_mismatch=config.allow_target_mismatch,
+            vocabulary=way.draft_vocabulary or config.draft_vocabulary,
+        )
+    if way.drafting is not None:
+        engine = engine.with_tree(engine.trees, drafting=way.drafting)
+    return engine
 
 
 def _prompts_of_all_rooms(dialogues: Sequence[Dialogue]) -> Iterator[PreparedPrompt]:

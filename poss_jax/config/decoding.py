@@ -296,11 +296,32 @@ class ComparisonConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class MethodConfig:
+    """One way to decode in a benchmark; what is null is the benchmark's own.
+
+    Attributes:
+      draft: Model folder of a draft; null decodes autoregressively.
+      tree: Size of the draft tree.
+      drafting: How the draft proposes tokens to sampled texts.
+      draft_vocabulary: JSON file of the tokens that the draft may propose.
+      quantise: Type that the target's matrices are rounded to.
+    """
+
+    draft: str | None = None
+    tree: TreeConfig | None = None
+    drafting: Drafting | None = None
+    draft_vocabulary: str | None = None
+    quantise: Quantisation | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class BenchConfig(ComparisonConfig, DecodingConfig):
-    """One benchmark: every draft against autoregressive decoding over the same prompts.
+    """One benchmark: every method against autoregressive decoding over the same prompts.
 
     Attributes:
       target: Model folder of the target; smollm2 is the one that `make chat` fetches.
+      methods: Further ways to decode by name, such as a draft with another tree, or the target
+        quantised. Every draft of `drafts` is a method, too.
       temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
       seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
         is used.
@@ -316,6 +337,7 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
 
     target: str = SMOLLM2
     max_new_tokens: Count = 128
+    methods: dict[str, MethodConfig] = Field(default_factory=dict)
     temperatures: tuple[Temperature, ...] = ()
     seeds: tuple[Seed, ...] = ()
     batch_size: Count = 1
@@ -324,16 +346,24 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     drift: bool = False
 
     def __post_init__(self) -> None:
-        if self.draft_vocabulary is not None and not (self.drafts or self.target == SMOLLM2):
+        if self.draft_vocabulary is not None and not (self.ways or self.target == SMOLLM2):
             raise ValueError("draft_vocabulary limits drafts; give drafts, too")
+        if twice := self.drafts.keys() & self.methods.keys():
+            raise ValueError(f"methods: {min(twice)} is a draft's name, too; choose another")
         for name in ("datasets", "temperatures", "seeds"):
             if len(set(values := getattr(self, name))) < len(values):
                 raise ValueError(f"{name}: want each once, got {list(values)}")
         if self.drift:
-            for name in ("quantise", "draft_vocabulary", "mesh"):
-                if getattr(self, name) is not None:
+            for name in ("quantise", "draft_vocabulary", "mesh", "methods"):
+                if getattr(self, name):
                     raise ValueError(f"drift: is measured on models as they are; leave out {name}")
             _ = self.by_depth  # is checked before any work
+
+    @property
+    def ways(self) -> dict[str, MethodConfig]:
+        """All methods by name, drafts first."""
+        plain = {name: MethodConfig(draft=folder) for name, folder in self.drafts.items()}
+        return plain | self.methods
 
     @property
     def by_depth(self) -> "DriftConfig":

@@ -1,6 +1,6 @@
 """Products of rows with a weight, in the spelling that each backend runs fastest.
 
-`benchmarks/linear.py` times the spellings. A quantised weight goes through the same function.
+docs/LOG.md has their times. A quantised weight goes through the same function.
 """
 
 import math
@@ -15,8 +15,7 @@ from jax import lax
 from poss_jax.model.quantise import Quantised
 from poss_jax.shapes import Array, Float
 
-# XLA on CPU multiplies a few rows by `x @ w.T` 1.1 to 1.7 times slower than as `(w @ x.T).T`
-# (benchmarks/linear.py).
+# XLA on CPU multiplies a few rows by `x @ w.T` 1.1 to 1.7 times slower than as `(w @ x.T).T`.
 _FEW_ROWS = 64
 
 # Numbers of rows that CPUs multiply by an int8 weight in one loop; 1 row, or 5 to 7, would take
