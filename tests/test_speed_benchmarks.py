@@ -1,4 +1,4 @@
-"""The benchmarks of speed: the original's figures by hand, and whole runs on tiny models."""
+"""The benchmarks of speed: options and prices by hand, and whole runs on tiny models."""
 
 import importlib.util
 import json
@@ -26,21 +26,6 @@ TINY = "--layers 2 --heads 2 --kv-heads 1 --repeats 1".split()
 def test_trees_that_are_refused(text: str, error: str) -> None:
     with pytest.raises(UserError, match=error):
         read_tree(text)
-
-
-def test_original_is_a_multiple_of_the_torch_loop() -> None:
-    # Measured together: the original's own loop has 672 of the torch loop's 884 tokens/s.
-    assert pytorch.original_speed(442, "together", "6/10/60", "poss3") == pytest.approx(580 / 2)
-    assert pytorch.original_speed(442, "together", pytorch.STEP, "") == pytest.approx(672 / 2)
-    own = pytorch.original_speed(884, "recorded", pytorch.STEP, "")
-    assert own == pytest.approx(672)
-    drafted = pytorch.original_speed(884, "recorded", "4/4/16", "eagle")
-    assert drafted / own == pytest.approx(792.5 / 630.5)
-    assert pytorch.original_milliseconds(47.6, "together", "4/4/16") == pytest.approx(2 * 124)
-    step = pytorch.original_milliseconds(1.0, "recorded", pytorch.STEP)
-    assert pytorch.original_milliseconds(1.0, "recorded", "6/10/60") / step == pytest.approx(
-        8.34, 1e-3
-    )
 
 
 def test_recorded_spans() -> None:
