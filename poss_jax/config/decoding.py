@@ -1,5 +1,8 @@
 """Settings of the programs that decode."""
 
+from dataclasses import fields
+from typing import Any
+
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -368,16 +371,7 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     @property
     def by_depth(self) -> "DriftConfig":
         """The analysis by depth of the same drafts, on the first set."""
-        return DriftConfig(
-            target=self.target,
-            drafts=self.drafts,
-            prompts=self.sets[0],
-            data_dir=self.data_dir,
-            num_prompts=self.num_prompts,
-            prompt_tokens=self.prompt_tokens,
-            max_new_tokens=self.max_new_tokens,
-            allow_target_mismatch=self.allow_target_mismatch,
-        )
+        return DriftConfig(**_shared(self) | {"prompts": self.sets[0], "datasets": ()})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -415,15 +409,13 @@ class DriftConfig(ComparisonConfig):
     @property
     def chains(self) -> BenchConfig:
         """The same models and prompts, decoding with chains."""
-        return BenchConfig(
-            target=self.target,
-            drafts=self.drafts,
-            prompts=self.prompts,
-            datasets=self.datasets,
-            data_dir=self.data_dir,
-            num_prompts=self.num_prompts,
-            prompt_tokens=self.prompt_tokens,
-            max_new_tokens=self.max_new_tokens,
-            tree=TreeConfig(depth=self.depth, top_k=1, total_tokens=self.depth + 1),
-            allow_target_mismatch=self.allow_target_mismatch,
-        )
+        chain = TreeConfig(depth=self.depth, top_k=1, total_tokens=self.depth + 1)
+        return BenchConfig(**_shared(self), tree=chain)
+
+
+def _shared(config: BenchConfig | DriftConfig) -> dict[str, Any]:
+    """What a benchmark and an analysis by depth both have, without the output."""
+    names = {field.name for field in fields(BenchConfig)} & {
+        one.name for one in fields(DriftConfig)
+    }
+    return {name: getattr(config, name) for name in names - {"output"}}
