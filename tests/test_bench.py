@@ -321,8 +321,10 @@ def test_texts_of_a_method_with_sampled_drafts_are_not_compared() -> None:
     report["methods"]["draft"]["drafting"] = "sampled"
     lines = format_report(report).splitlines()
     assert lines[1].startswith("outputs are not compared: with sampled drafts")
-    rows = [line for line in lines if line.startswith(("| plain | 1.00", "| draft | 2.83"))]
-    assert [row.rpartition("00 | ")[2] for row in rows] == ["2 of 2 |", " |"]
+    plain, draft = (
+        next(one for one in lines if f"| {name} |" in one) for name in ("plain", "draft")
+    )
+    assert plain.endswith("| 2 of 2 |") and draft.endswith("|  |")
 
 
 def test_a_terminal_is_shown_what_fits_it() -> None:
