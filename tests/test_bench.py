@@ -452,6 +452,8 @@ def test_drafts_may_be_added_to_a_journal(tmp_path: Path) -> None:
         journal = Journal(tmp_path, {"a": 1, "weights": names})
         journal.describe("y", {})
     Journal(tmp_path, {"a": 1, "weights": {"x": 2}})  # of which nothing was measured yet
+    Journal(tmp_path, {"a": 1, "weights": {"x": 2}, "methods": {"z": {}}})  # older ones have none
+    Journal(tmp_path, {"a": 1, "weights": {"x": 2}, "methods": {}})
     with pytest.raises(UserError, match=r"other settings \(weights\)"):
         Journal(tmp_path, {"a": 1, "weights": {"y": 1}})
 
@@ -986,7 +988,7 @@ def test_prompts_of_modules_are_cut_to_length(runs: Runs, source: str) -> None:
             "questions 'nothing': want a .jsonl file, a folder",
         ),
         ("--target {target} --seeds 1 --seeds 1", "seeds: want each once, got [1, 1]"),
-        ("--target {target} --roofline --check-lossless", "not allowed with argument --roofline"),
+        ("--target {target} --roofline --check-lossless", "unknown option --roofline"),
         (
             "--target {target} --draft A={eagle} --draft-vocabulary v.json --drift",
             "drift: is measured on models as they are; leave out draft_vocabulary",

@@ -191,7 +191,7 @@ def _update_settings(
     folder: Path, known: dict[str, Any], settings: dict[str, Any], measured: set[str]
 ) -> None:
     """Adds the names that are new, and refuses what differs of those that were measured."""
-    for key in _BY_NAME:
+    for key in _BY_NAME & settings.keys():
         old = known.get(key, {})
         known[key] = {name: value for name, value in old.items() if name in measured}
     wanted = json.loads(json.dumps(settings))
