@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.config.decoding import BenchConfig, MethodConfig
+from poss_jax.config.models import Quantisation
 from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
@@ -119,7 +120,8 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
     ways = config.ways
     if AUTOREGRESSIVE in ways:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
-    kinds = {name: way.quantise or config.quantise for name, way in ways.items()}
+    kinds: list[Quantisation | None] = [config.quantise]
+    kinds += [way.quantise for way in ways.values() if way.quantise]
     targets = {
         kind: Engine.load(
             config.target,
@@ -128,15 +130,14 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
             quantise=kind,
             mesh=config.mesh,
         )
-        for kind in dict.fromkeys([config.quantise, *kinds.values()])
+        for kind in dict.fromkeys(kinds)
     }
-    return [
-        Decoder(AUTOREGRESSIVE, targets[config.quantise]),
-        *(
-            Decoder(name, _decode_by(way, config, targets[kinds[name]]))
-            for name, way in ways.items()
-        ),
-    ]
+    engines = {
+        name: _decode_by(way, config, targets[way.quantise or config.quantise])
+        for name, way in ways.items()
+    }
+    baseline = Decoder(AUTOREGRESSIVE, targets[config.quantise])
+    return [baseline, *(Decoder(name, engine) for name, engine in engines.items())]
 
 
 def _decode_by(way: MethodConfig, config: BenchConfig, engine: Engine) -> Engine:
