@@ -816,6 +816,8 @@ def test_methods_that_cannot_be_compared_are_refused() -> None:
         BenchConfig(target="t", drafts={"int8": "d"}, methods=method)
     with pytest.raises(UserError, match=r"unknown key 'methods\.a\.drafft'; did you mean"):
         build_config(BenchConfig, {"methods": {"a": {"drafft": "d"}}}, origin="x")
+    with pytest.raises(UserError, match=r"methods\.a: drafting: is a draft's; give draft, too"):
+        build_config(BenchConfig, {"methods": {"a": {"drafting": "argmax"}}}, origin="x")
     with pytest.raises(UserError, match="want drafts alone, got methods"):
         need_equal_texts(BenchConfig(target="t", drafts={"d": "d"}, methods=method))
 

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -120,24 +120,22 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
     ways = config.ways
     if AUTOREGRESSIVE in ways:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
-    kinds: list[Quantisation | None] = [config.quantise]
-    kinds += [way.quantise for way in ways.values() if way.quantise]
-    targets = {
-        kind: Engine.load(
+
+    @cache
+    def load_target(quantise: Quantisation | None) -> Engine:
+        return Engine.load(
             config.target,
             tree=config.tree,
             drafting=config.drafting,
-            quantise=kind,
+            quantise=quantise,
             mesh=config.mesh,
         )
-        for kind in dict.fromkeys(kinds)
-    }
-    engines = {
-        name: _decode_by(way, config, targets[way.quantise or config.quantise])
+
+    engines = {AUTOREGRESSIVE: load_target(config.quantise)} | {
+        name: _decode_by(way, config, load_target(way.quantise or config.quantise))
         for name, way in ways.items()
     }
-    baseline = Decoder(AUTOREGRESSIVE, targets[config.quantise])
-    return [baseline, *(Decoder(name, engine) for name, engine in engines.items())]
+    return [Decoder(name, engine) for name, engine in engines.items()]
 
 
 def _decode_by(way: MethodConfig, config: BenchConfig, engine: Engine) -> Engine:

@@ -316,6 +316,11 @@ class MethodConfig:
     draft_vocabulary: str | None = None
     quantise: Quantisation | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("tree", "drafting", "draft_vocabulary"):
+            if self.draft is None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: is a draft's; give draft, too")
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BenchConfig(ComparisonConfig, DecodingConfig):
