@@ -452,10 +452,10 @@ def test_drafts_may_be_added_to_a_journal(tmp_path: Path) -> None:
         journal = Journal(tmp_path, {"a": 1, "weights": names})
         journal.describe("y", {})
     Journal(tmp_path, {"a": 1, "weights": {"x": 2}})  # of which nothing was measured yet
-    Journal(tmp_path, {"a": 1, "weights": {"x": 2}, "methods": {"z": {}}})  # older ones have none
-    Journal(tmp_path, {"a": 1, "weights": {"x": 2}, "methods": {}})
     with pytest.raises(UserError, match=r"other settings \(weights\)"):
         Journal(tmp_path, {"a": 1, "weights": {"y": 1}})
+    Journal(tmp_path, {"a": 1, "weights": {"x": 2}, "methods": {"z": {}}})  # older ones have none
+    Journal(tmp_path, {"a": 1, "weights": {"x": 2}, "methods": {}})
 
 
 # --------------------------------------------------------------------------------------------------
