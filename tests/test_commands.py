@@ -40,8 +40,6 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m infer.bench --config configs/bundled/": "runs for minutes",
     "python -m infer.bench --config configs/study/": "runs for half an hour",
     "python -m infer.drift --config configs/demo/": "needs the models of make demo",
-    "python -m infer.bench --target TARGET --draft NAME=DRAFT --autotune": "compiles many trees; "
-    "tests/test_autotune.py tunes",
     "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
     "python -m benchmarks.study ": "trains for hours; tests/test_study.py runs a small one",
     "python -m infer.bench --config configs/demo/": "needs the models of make demo",
