@@ -1,11 +1,11 @@
 """Prices n specialists: the longer acceptance that pays for them, by the cost card.
 
-Needs nothing: every number follows from shapes and the datasheets of devices (`infer/costs.py`). A
-round with more specialists takes longer, since each keeps its own keys and values of the committed
-text and projects a node's again where it takes over. Relative to the round of EAGLE-2, that is the
-factor by which the acceptance length has to grow before a token is any faster. Beside them stand
-single layers with as many parameters, all of which every level of the draft reads. Prints a table;
-as its last line one JSON object; --output keeps report.json, report.md and a plot.
+Needs nothing: every number follows from shapes and the datasheets of devices
+(`infer/bench/costs.py`). A round with more specialists takes longer, since each keeps its own keys
+and values of the committed text and projects a node's again where it takes over. Relative to the
+round of EAGLE-2, the acceptance length has to grow by that factor before a token is any faster. The
+table also has single layers with as many parameters, all of which every level of the draft reads.
+The last line is one JSON object; --output keeps report.json, report.md and a plot.
 
     python -m benchmarks.break_even --output docs/results/break_even
     python -m benchmarks.break_even --context 16384 --tree 6/10/60
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import TREE, make_parser, read_tree
-from infer.costs import DEVICES, Workload, cost_card, floors
-from infer.report import show_report
+from infer.aot.config import AheadConfig
+from infer.bench.costs import DEVICES, Workload, cost_card, floors
+from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
-from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.config.reading import load_config
 from poss_jax.model.parameters import count_parameters

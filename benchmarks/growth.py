@@ -20,9 +20,9 @@ import numpy as np
 
 from benchmarks.options import add_numbers, make_parser, read_shape
 from benchmarks.random_pair import interleaved, random_engines, timed_rounds
-from infer.costs import Device, cost_card, describe_workload, floors
-from infer.phases import mark_done, start
-from infer.report import show_report
+from infer.bench.costs import Device, cost_card, describe_workload, floors
+from infer.bench.phases import mark_done, start
+from infer.bench.report import show_report
 from infer.roofline import find_roofline
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, TreeConfig

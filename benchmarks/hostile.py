@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from benchmarks.options import make_parser
 from benchmarks.serving import resident_mib
-from infer.report import show_report
+from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from poss_jax.config.ahead import AheadConfig
+from infer.aot.config import AheadConfig
 from poss_jax.config.models import LlamaConfig
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig

@@ -1,22 +1,17 @@
-"""Options that benchmarks have: the report, trees, models, prompts, the shape of a random pair."""
+"""Options that benchmarks have: the report, trees, the shape of a random pair."""
 
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.report import check_output
-from poss_jax.config.decoding import BenchConfig
+from infer.bench.report import check_output
 from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config
-from poss_jax.program.arguments import read_pairs
 from poss_jax.program.options import at_least
 from poss_jax.program.running import Parser
 
 TREE = "DEPTH/TOP_K/TOTAL"
-BUNDLED = Path("poss_jax/bundled")
-DRAFTS = {"EAGLE-2": "eagle", "HASS": "hass", "PosS-3": "poss3"}
-"""Folders of bundled drafts by the name that reports give them."""
 
 
 def make_parser(doc: str | None) -> Parser:
@@ -55,47 +50,6 @@ def add_numbers(parser: argparse.ArgumentParser, defaults: Mapping[str, int]) ->
     """Adds options that are whole numbers from 1 on."""
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=at_least(1), default=default, metavar="N")
-
-
-def add_questions(
-    parser: argparse.ArgumentParser, *, num_prompts: int, max_new_tokens: int
-) -> None:
-    """Adds options of the models, and of the prompts that they answer.
-
-    Args:
-      parser: parser of a benchmark.
-      num_prompts: default of --num-prompts.
-      max_new_tokens: default of --max-new-tokens.
-    """
-    parser.add_argument("--target", default=str(BUNDLED / "target"), metavar="DIR")
-    parser.add_argument("--draft", action="append", metavar="NAME=DIR", help="may be repeated")
-    parser.add_argument("--prompts", default="stdlib", metavar="FILE", help=".jsonl, or stdlib")
-    add_numbers(parser, {"num-prompts": num_prompts, "max-new-tokens": max_new_tokens})
-
-
-def bench_config(
-    args: argparse.Namespace, drafts: Mapping[str, str] = DRAFTS, **other: Any
-) -> BenchConfig:
-    """Config of a benchmark from the options of `add_questions`.
-
-    Args:
-      args: parsed options.
-      drafts: bundled drafts that stand in where no --draft is given, by their names in the report.
-      other: further fields of the config.
-
-    Raises:
-      UserError: an invalid setting.
-    """
-    bundled = {name: str(BUNDLED / folder) for name, folder in drafts.items()}
-    return BenchConfig(
-        target=args.target,
-        drafts=read_pairs("--draft", args.draft, "NAME=DIR") if args.draft else bundled,
-        prompts=args.prompts,
-        num_prompts=args.num_prompts,
-        prompt_tokens=48,
-        max_new_tokens=args.max_new_tokens,
-        **other,
-    )
 
 
 def read_shape(args: argparse.Namespace, **other: Any) -> LlamaConfig:

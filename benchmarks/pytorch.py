@@ -1,19 +1,15 @@
 """This engine beside PyTorch on the same machine: recorded models, and a larger random pair.
 
 Needs torch and transformers (`pip install 'poss_jax[torch]'`). Everything of one table is timed in
-one process, interleaved, on cores that nothing else may run on. Three figures stand beside ours:
+one process, interleaved, on cores that nothing else may run on. Two figures stand beside ours:
 
     torch        a greedy loop over the model of `transformers`, with its cache of keys and values
     generate     `generate` of `transformers`
-    original     the PyTorch code of EAGLE-2, HASS and PosS. It is not run: its times, recorded on
-                 other days, are kept as multiples of a step of plain decoding and multiplied with
-                 the torch loop measured here. There are two records: `recorded` is the timing file
-                 of the recorded models, `together` a run of the original beside the torch loop
 
 Recorded models (a folder as `tests/fixtures`): tokens/s, the prompt included. Random pair:
 milliseconds of an autoregressive step and of a round on the state after the prompt, many in one
-program, and beside the time of every phase its floor (`infer.costs`). Prints Markdown tables, and
-as its last line one JSON object.
+program, and beside the time of every phase its floor (`infer.bench.costs`). Prints Markdown tables,
+and as its last line one JSON object.
 
     python -m benchmarks.pytorch
     python -m benchmarks.pytorch --only recorded --models tests/fixtures --repeats 5
@@ -37,8 +33,8 @@ import numpy as np
 
 from benchmarks.options import add_numbers, add_trees, make_parser, read_shape
 from benchmarks.random_pair import interleaved, random_engines, time_rounds
-from infer.phases import measure_card
-from infer.report import format_card, show_report
+from infer.bench.phases import measure_card
+from infer.bench.report import format_card, show_report
 from infer.roofline import measure_roofline
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, TreeConfig
@@ -53,49 +49,7 @@ from poss_jax.program.tables import format_rows
 if TYPE_CHECKING:
     import transformers
 
-STEP, LOOP, GENERATE, ORIGINAL = "autoregressive", "torch", "generate", "original"
-
-# The original's tokens per second with the recorded models, 8 prompts x 128 tokens, in fp32 on two
-# threads (torch 2.13): `recorded` of the timing file of the recorded models, `together` measured
-# beside a loop over transformers 5.23, on another machine.
-TOKENS_PER_SECOND: dict[str, dict[str, Any]] = {
-    "recorded": {
-        STEP: 630.5,
-        "6/10/60": {"eagle": 611.5, "hass": 677.7, "poss1": 590.2, "poss2": 636.5, "poss3": 645.1},
-        "4/4/16": {"eagle": 792.5, "hass": 836.6, "poss1": 804.4, "poss2": 837.3, "poss3": 823.6},
-    },
-    "together": {
-        LOOP: 884.0,
-        STEP: 672.0,
-        "6/10/60": {"eagle": 579.0, "hass": 596.0, "poss1": 509.0, "poss2": 568.0, "poss3": 580.0},
-        "4/4/16": {"eagle": 736.0, "hass": 802.0, "poss1": 739.0, "poss2": 752.0, "poss3": 763.0},
-    },
-}
-# Its milliseconds per round (drafting and verifying) of the random pair with PosS-3, likewise.
-MILLISECONDS: dict[str, dict[str, float]] = {
-    "recorded": {STEP: 24.34, "6/10/60": 202.98, "4/4/16": 106.53},
-    "together": {LOOP: 23.8, STEP: 24.5, "6/10/60": 258.0, "4/4/16": 124.0},
-}
-
-
-def original_speed(loop: float, record: str, tree: str, method: str) -> float:
-    """Tokens per second of the original, from those of the torch loop measured here.
-
-    Args:
-      loop: tokens per second of the torch loop.
-      record: `recorded` or `together`.
-      tree: `autoregressive`, or name of the tree.
-      method: name of the draft.
-    """
-    speeds, together = TOKENS_PER_SECOND[record], TOKENS_PER_SECOND["together"]
-    known = speeds[tree] if tree == STEP else speeds[tree][method]
-    return loop * together[STEP] / together[LOOP] * known / speeds[STEP]
-
-
-def original_milliseconds(loop: float, record: str, tree: str) -> float:
-    """Milliseconds of the original's round, from those of a step of the torch loop."""
-    times, together = MILLISECONDS[record], MILLISECONDS["together"]
-    return loop * together[STEP] / together[LOOP] * times[tree] / times[STEP]
+STEP, LOOP, GENERATE = "autoregressive", "torch", "generate"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -294,22 +248,13 @@ class Race:
 
 def _recorded_row(tree: str, method: str, speeds: dict[str, list[float]]) -> dict[str, Any]:
     ours = speeds[f"{tree} {method}"]
-    row: dict[str, Any] = {
+    return {
         "tree": tree,
         "draft": method,
         "tokens_per_second": float(np.median(ours)),
         "to_torch": ratio(ours, speeds[LOOP]),
         "to_generate": ratio(ours, speeds[GENERATE]),
-        "original": {},
     }
-    for record, known in TOKENS_PER_SECOND.items():
-        if tree == STEP or method in known.get(tree, {}):
-            theirs = [original_speed(loop, record, tree, method) for loop in speeds[LOOP]]
-            row["original"][record] = {
-                "tokens_per_second": float(np.median(theirs)),
-                "ratio": ratio(ours, theirs),
-            }
-    return row
 
 
 def load_recorded(folder: Path, methods: Sequence[str]) -> tuple[Engine, dict[str, Engine]]:
@@ -390,21 +335,12 @@ def measure_random(
 
 def _random_row(name: str, ours: list[float], step: list[float]) -> dict[str, Any]:
     tree, _, size = name.partition(" ")
-    row: dict[str, Any] = {
+    return {
         "tree": tree,
         "draft_vocabulary": int(size or 0),
         "milliseconds": float(np.median(ours)),
         "to_torch": ratio(ours, step),
-        "original": {},
     }
-    for record, known in MILLISECONDS.items():
-        if tree in known:
-            theirs = [original_milliseconds(one, record, tree) for one in step]
-            row["original"][record] = {
-                "milliseconds": float(np.median(theirs)),
-                "ratio": ratio(ours, theirs),
-            }
-    return row
 
 
 def torch_shape(llama: LlamaConfig) -> "transformers.LlamaConfig":
@@ -436,14 +372,13 @@ def format_recorded(report: dict[str, Any]) -> str:
         f"({report['generate_equal_outputs']} outputs equal the loop's).",
         "",
     ]
-    head = ["tree", "draft", "tokens/s", "x torch", "x generate", "original, recorded", "x"]
-    head += ["original, together", "x", "acceptance length", "equal"]
+    head = ["tree", "draft", "tokens/s", "x torch", "x generate", "acceptance length", "equal"]
     table = []
     for row in report["rows"]:
         cells = [row["tree"], row["draft"]]
         cells += [f"{row['tokens_per_second']:.0f}", f"{row['to_torch']:.2f}"]
-        cells += [f"{row['to_generate']:.2f}", *_original_cells(row, "tokens_per_second")]
-        table.append([*cells, f"{row['acceptance_length']:.2f}", row["equal_outputs"]])
+        cells += [f"{row['to_generate']:.2f}", f"{row['acceptance_length']:.2f}"]
+        table.append([*cells, row["equal_outputs"]])
     return "\n".join([*lines, *format_rows(head, table)])
 
 
@@ -454,20 +389,12 @@ def format_random(report: dict[str, Any]) -> str:
         f"{report['torch_milliseconds']:.1f} ms.",
         "",
     ]
-    head = ["tree", "draft vocabulary", "ms", "torch steps", "original, recorded, ms", "x"]
-    head += ["original, together, ms", "x"]
+    head = ["tree", "draft vocabulary", "ms", "torch steps"]
     table = []
     for row in report["rows"]:
         cells = [row["tree"], row["draft_vocabulary"] or "", f"{row['milliseconds']:.1f}"]
-        table.append([*cells, f"{row['to_torch']:.2f}", *_original_cells(row, "milliseconds")])
+        table.append([*cells, f"{row['to_torch']:.2f}"])
     return "\n".join([*lines, *format_rows(head, table), "", format_card(report)])
-
-
-def _original_cells(row: dict[str, Any], unit: str) -> list[str]:
-    """The original's figure and our ratio to it, by both records."""
-    found = [row["original"].get(record) for record in ("recorded", "together")]
-    pairs = [(f"{one[unit]:.0f}", f"{one['ratio']:.2f}") if one else ("", "") for one in found]
-    return [cell for pair in pairs for cell in pair]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from infer.phases import state_after
+from infer.bench.phases import state_after
 from poss_jax.checkpoint.record import new_record, target_identity, with_vocabulary
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.decode import speculate

@@ -45,7 +45,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.options import make_parser
-from infer.report import show_report
+from infer.bench.report import show_report
 from poss_jax.bundled import bundled_model
 from poss_jax.checkpoint.folder import read_target, write_model
 from poss_jax.checkpoint.record import new_record, provenance, target_identity

@@ -3,9 +3,9 @@
 All variants continue one draft, first with equally many optimizer steps, then for equally long as
 the slowest of them took. All are benchmarked on the same questions; what is compared is their
 acceptance length, question by question and averaged over training seeds, by the paired test of
-`infer.statistics`. Runs that are complete are not run again, so that the same command goes on after
-an interruption. Prints tables, and as its last line one JSON object; report.json, report.md and
-plots are written to DIR.
+`infer.bench.statistics`. Runs that are complete are not run again, so that the same command resumes
+after an interruption. Prints tables, and as its last line one JSON object; report.json, report.md
+and plots are written to DIR.
 
     python -m benchmarks.study --config configs/study/python.yaml --output docs/results/study_python
 
@@ -36,11 +36,11 @@ from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
 from benchmarks.options import report_folder
-from infer.bench import bench
-from infer.journal import Answer, Cell
-from infer.report import show_report
-from infer.statistics import compare, compare_seeds, estimate_mean, format_estimate
-from infer.summary import make_grid
+from infer.bench.compare import bench
+from infer.bench.journal import Answer, Cell
+from infer.bench.report import show_report
+from infer.bench.statistics import compare, compare_seeds, estimate_mean, format_estimate
+from infer.bench.summary import make_grid
 from poss_jax.checkpoint.folder import load_draft, write_model
 from poss_jax.checkpoint.record import new_record, provenance, read_record
 from poss_jax.config.decoding import BenchConfig

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.options import make_parser
-from infer.drift import Answers, decode
-from infer.report import show_report
-from infer.statistics import compare, estimate_mean, format_estimate
+from infer.bench.report import show_report
+from infer.bench.statistics import compare, estimate_mean, format_estimate
+from infer.drift.study import Answers, decode
 from poss_jax.config.decoding import DriftConfig
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig

@@ -2,7 +2,12 @@
 
 A first difference is a failure, unless rounding explains it: unless the two best scores, or a token
 and the boundary of a filter, were nearer to each other than the scores of the two forwards are. A
-round that accepts more tokens than its tree is deep is a failure whatever it writes.
+round that accepts more tokens than its tree is deep is a failure, too.
+
+Compares every draft, several trees and batch sizes, greedy and sampled. Prints a table and, as the
+last line, everything as one JSON object; the exit code is 1 if a difference is more than rounding.
+
+    python -m infer.lossless --config configs/demo/bench.yaml
 """
 
 import json
@@ -28,9 +33,13 @@ from poss_jax.engine.device import default_tree, tree_for
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.steps import on_mesh
+from poss_jax.program.output import print_summary
+from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 
-from .measure import Decoder
+from .bench.measure import Decoder, load_decoders, need_equal_texts, read_settings
+from .bench.questions import first_prompts, read_questions
+from .bench.report import with_provenance
 
 TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)  # low: certain tokens, ties
 FILTERS = ({}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1})
@@ -310,3 +319,24 @@ def format_check(report: dict[str, Any]) -> str:
     for kind in ("excused", "failures"):
         lines += [f"{kind}: {json.dumps(difference)}" for difference in report[kind]]
     return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, compares, prints; exit code 1 if there are failures."""
+    config, _ = read_settings(arguments, prog="infer.lossless", doc=__doc__)
+    need_equal_texts(config)
+    decoders = load_decoders(config)
+    report = check_lossless(decoders, first_prompts(read_questions(config, decoders[0].engine)))
+    print(format_check(report))
+    print_summary(with_provenance(report, config), "")
+    if report["failures"]:
+        raise SystemExit(1)
+
+
+def cli() -> None:
+    """Entry point of `poss-lossless`."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    cli()

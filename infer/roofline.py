@@ -1,11 +1,17 @@
-"""Rates of this device, measured once and kept: read bandwidth, and matrix products by rows."""
+"""Rates of this device, measured once and kept: read bandwidth, and matrix products by rows.
+
+As a program it measures them again, and prints bytes, FLOPs, least and measured time of every phase
+of decoding, of a target and its drafts; the last line is everything as one JSON object.
+
+    python -m infer.roofline --config configs/demo/bench.yaml
+"""
 
 import dataclasses
 import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,9 +23,15 @@ from jax import lax
 
 from poss_jax.config.paths import is_uri
 from poss_jax.engine.device import default_dtype, device_memory
+from poss_jax.program.output import print_summary
+from poss_jax.program.running import run_program
 from poss_jax.shapes import Array
 
-from .costs import Device
+from .bench.costs import Device
+from .bench.measure import load_decoders, read_settings
+from .bench.phases import measure_card
+from .bench.questions import first_prompts, read_questions
+from .bench.report import format_card, with_provenance
 
 ROWS = (1, 8, 16, 64, 512)
 _SECONDS = 0.3  # spent on every program
@@ -135,3 +147,25 @@ def keep(roofline: Roofline) -> None:
         temporary = file.with_name(f"{file.name}.{os.getpid()}")
         temporary.write_text(json.dumps(kept, indent=2) + "\n")
         temporary.replace(file)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures the device, and prints the cost card of every method on the first prompt."""
+    config, _ = read_settings(arguments, prog="infer.roofline", doc=__doc__)
+    roofline = measure_roofline()
+    decoders = load_decoders(config)
+    prompt = first_prompts(read_questions(config, decoders[0].engine))[0]
+    methods = {one.name: measure_card(one.engine, prompt, roofline.device) for one in decoders}
+    rates = dataclasses.asdict(roofline)
+    report = {"prompt_tokens": len(prompt.ids), "roofline": rates, "methods": methods}
+    print(format_card(report))
+    print_summary(with_provenance(report, config), "")
+
+
+def cli() -> None:
+    """Entry point of `poss-roofline`."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    cli()

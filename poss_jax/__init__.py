@@ -20,6 +20,8 @@ Where things live, each folder importing from those above it:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from poss_jax.version import __version__
+
 if TYPE_CHECKING:
     from poss_jax.bundled import bundled_model
     from poss_jax.bundled.default import default_drafts, default_target
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from poss_jax.engine.engine import Engine
     from poss_jax.engine.scheduler import Scheduler
     from poss_jax.engine.slots import Slots
-
-__version__ = "0.2.0"
 
 __all__ = [
     "Chunk",

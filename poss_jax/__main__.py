@@ -36,14 +36,13 @@ def main(arguments: Sequence[str]) -> None:
 
 def find_program(module: str) -> Any:
     """Imports a program; installed, those of a checkout's `train` and `infer` lie in poss_jax."""
-    if module == "poss_jax.convert":
-        module += ".__main__"
-    elif not module.startswith("poss_jax."):
+    if not module.startswith("poss_jax."):
         if (_FOLDER / module.partition(".")[0]).is_dir():
             module = f"poss_jax.{module}"
         else:
             sys.path.insert(0, str(_FOLDER.parent))
-    return import_module(module)
+    program = import_module(module)
+    return import_module(f"{module}.__main__") if hasattr(program, "__path__") else program
 
 
 def format_help(name: str) -> str:

@@ -16,19 +16,19 @@ import pytest
 from models import tiny_llama
 from programs import copy_model, refusal
 
-from infer import hlo
-from infer import hlo_findings as findings
-from infer.aot import main
-from infer.aot_programs import Plan, cache_shapes, compile_program, plan, weight_shapes
-from infer.aot_report import find_main_loop, measure
-from infer.costs import Device
+from infer.aot import findings, hlo
+from infer.aot.__main__ import main
+from infer.aot.config import AheadConfig
+from infer.aot.gpus import GPUS, describe_gpu
+from infer.aot.programs import Plan, cache_shapes, compile_program, plan, weight_shapes
+from infer.aot.report import find_main_loop, measure
+from infer.bench.costs import Device
 from poss_jax.bundled import bundled_model
-from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import SpecialistsConfig
-from poss_jax.model.ahead import GPUS, describe_gpu, tpu_slice
 from poss_jax.model.sharding import bytes_per_device, make_mesh
+from poss_jax.program.ahead import tpu_slice
 
 pytestmark = pytest.mark.optimised
 

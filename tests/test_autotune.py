@@ -12,8 +12,10 @@ import pytest
 from models import one_layout
 from programs import Runs, copy_model, generate, refusal, write_lines
 
-from infer import autotune, tuning
-from infer.autotune import (
+from infer.bench.__main__ import main
+from infer.tune import __main__ as tuning
+from infer.tune import search
+from infer.tune.search import (
     Costs,
     Recording,
     choose_few,
@@ -22,13 +24,12 @@ from infer.autotune import (
     rank_paths,
     record_all,
 )
-from infer.bench import main
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
+from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.config.reading import UserError
-from poss_jax.data.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.engine import trees as tree_files
 from poss_jax.engine.trees import find_tuned, read_trees, tuned_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
@@ -126,8 +127,8 @@ def test_what_was_timed_is_compared_with_the_first_tree(monkeypatch: pytest.Monk
         answers = [Generation([0], ids, None, accepted, accepted, "length") for ids in texts[tree]]
         return answers, next(seconds[tree])
 
-    monkeypatch.setattr(autotune, "time_batches", time_batches)
-    plain, small = autotune.confirm(engine, [], 1, [None, SMALL], 3).values()
+    monkeypatch.setattr(search, "time_batches", time_batches)
+    plain, small = search.confirm(engine, [], 1, [None, SMALL], 3).values()
     assert (plain["tokens_per_second"], plain["ratio"]) == (3, 1)
     assert (small["tokens_per_second"], small["ratio"]) == (12, 2)  # ratios 2, 4 and 1/2
     assert (plain["acceptance_length"], small["acceptance_length"]) == (1, 2)
@@ -225,10 +226,10 @@ def test_trees_are_tuned_and_used(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(autotune, "_CALLS", 1)
-    monkeypatch.setattr(autotune, "_TOP_KS", {"cpu": (1, 2)})
-    monkeypatch.setattr(autotune, "_MEASURED_NODES", (2, 4))
-    monkeypatch.setattr(autotune, "_DEPTH", 2)
+    monkeypatch.setattr(search, "_CALLS", 1)
+    monkeypatch.setattr(search, "_TOP_KS", {"cpu": (1, 2)})
+    monkeypatch.setattr(search, "_MEASURED_NODES", (2, 4))
+    monkeypatch.setattr(search, "_DEPTH", 2)
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
     prompts = write_lines(tmp_path / "prompts", *({"prompt": text} for text in PROMPTS[:2]))
     models = ["--target", runs.model("target"), "--draft", f"P={draft}", "--prompts", prompts]
@@ -255,7 +256,7 @@ def test_the_fastest_vocabulary_is_kept_beside_the_trees(
         is_small = len(engine.weights.draft["head"]["weight"]) == 3
         row = {"ratio": 2.0 if is_small == wins else 1.0, "tokens_per_second": 9.0}
         row |= {"predicted": None, "acceptance_length": 1.0}
-        return {1: {"best": asdict(SMALL), "methods": {autotune.tree_name(SMALL): row}}}
+        return {1: {"best": asdict(SMALL), "methods": {search.tree_name(SMALL): row}}}
 
     monkeypatch.setattr(tuning, "tune", tune)
     draft = copy_model(runs.model("poss2"), tmp_path / "draft")
@@ -276,7 +277,7 @@ def test_the_fastest_vocabulary_is_kept_beside_the_trees(
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ("", "--autotune: want at least one draft; give --draft NAME=DIR"),
+        ("", "want at least one draft; give --draft NAME=DIR"),
         ("--draft a={poss2} --draft b={poss2} --trees-file x", "--trees-file: want one draft"),
         ("--draft a={poss2} --trees-file {there}", "exists; name another file or give --overwrite"),
         ("--draft a={poss2} --temperatures 0 --temperatures 1", "want one temperature, got [0.0, "),
@@ -289,5 +290,5 @@ def test_refusals(runs: Runs, tmp_path: Path, options: str, error: str) -> None:
     arguments = ["--target", runs.model("target"), "--prompts", there, "--autotune"]
     assert error in refusal(main, *arguments, *filled.split())
     alone = refusal(main, *arguments[:-1], "--batch-sizes", "1,4")
-    assert alone.endswith("and --trees-file are of --autotune; give it, too")
+    assert alone == "unknown option --batch-sizes; did you mean --batch-size?"
     assert not (tmp_path / "x").exists()

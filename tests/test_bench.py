@@ -14,26 +14,29 @@ from typing import Any
 import pytest
 from programs import Runs, copy_model, generate, refusal, write_config, write_lines
 
-from infer import bench as program
-from infer import page as page_module
-from infer.answer_files import write_answer_files
-from infer.bench import main
+from infer import roofline as roofline_program
+from infer.bench import __main__ as program
+from infer.bench import compare
+from infer.bench import page as page_module
+from infer.bench.__main__ import main
+from infer.bench.answer_files import write_answer_files
+from infer.bench.costs import Device
+from infer.bench.journal import Answer, Cell, Journal, Key, Turn, make_turn
+from infer.bench.measure import Decoder, Timed, load_decoders, need_equal_texts, play
+from infer.bench.page import write_page
+from infer.bench.phases import phases_to_round
+from infer.bench.questions import first_prompts, read_hub, read_questions, read_sets
+from infer.bench.report import check_output, format_card, format_report
+from infer.bench.summary import Grid, make_grid, show_example, summarise, summarise_group
 from infer.brief import align, describe, format_brief
-from infer.costs import Device
-from infer.journal import Answer, Cell, Journal, Key, Turn, make_turn
-from infer.measure import Decoder, Timed, load_decoders, play
-from infer.page import write_page
-from infer.phases import phases_to_round
-from infer.questions import first_prompts, read_hub, read_questions, read_sets
-from infer.report import check_output, format_card, format_report
 from infer.roofline import Roofline
-from infer.summary import make_grid, show_example, summarise_group
-from poss_jax.config.decoding import BenchConfig, SamplingConfig
+from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
+from poss_jax.config.decoding import BenchConfig, MethodConfig, SamplingConfig
 from poss_jax.config.models import CPU_TREE, TreeConfig
-from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.data.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
+from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.engine.dialogue import read_dialogues
 from poss_jax.engine.engine import Engine
+from poss_jax.model.quantise import Quantised
 
 N = 12
 TREE = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()  # compiled by other tests, too
@@ -96,6 +99,16 @@ def test_looping_questions_are_told_apart() -> None:
     assert draft["all"]["equal_outputs"] == 1  # the second pass differs
     assert draft["not_looping"]["equal_outputs"] == 1 == draft["not_looping"]["answers"]
     assert draft["all"]["looping_share"] == 0.5
+    assert (plain["all"]["same_text"], draft["all"]["same_text"]) == (1, 1)
+
+
+def test_text_is_the_same_up_to_the_first_difference() -> None:
+    def grid(*outputs: list[int]) -> Grid:
+        return Grid([[[answer((0, "m", i), ids, [], [], 1.0) for i, ids in enumerate(outputs)]]])
+
+    plain = grid([1, 2, 3, 4], [5, 6], [7, 8])
+    other = grid([1, 2, 9, 4], [5, 6], [9])
+    assert summarise(other, plain)["same_text"] == 4 / 8
 
 
 def test_numbers_of_a_method() -> None:
@@ -252,8 +265,8 @@ def made_up_report() -> dict[str, Any]:
         "repeats": 2,
         "groups": [about | made_up_group()],
         "methods": {
-            "plain": plain | {"compile_seconds": 1, "tree": None},
-            "draft": draft | {"compile_seconds": 2.25, "tree": "4/2/9"},
+            "plain": plain | {"compile_seconds": 1, "tree": None, "drafting": "coupled"},
+            "draft": draft | {"compile_seconds": 2.25, "tree": "4/2/9", "drafting": "coupled"},
         },
         "autoregressive_step_milliseconds": steps,
         "roofline": {"device": device},
@@ -301,6 +314,17 @@ without those whose answers loop
         "| plain | verify | 2.50 | 0.010 | 0.250 | 2.000 | 12% |",
     ):
         assert table in text.splitlines()
+
+
+def test_texts_of_a_method_with_sampled_drafts_are_not_compared() -> None:
+    report = made_up_report()
+    report["methods"]["draft"]["drafting"] = "sampled"
+    lines = format_report(report).splitlines()
+    assert lines[1].startswith("outputs are not compared: with sampled drafts")
+    plain, draft = (
+        next(one for one in lines if f"| {name} |" in one) for name in ("plain", "draft")
+    )
+    assert plain.endswith("| 2 of 2 |") and draft.endswith("|  |")
 
 
 def test_a_terminal_is_shown_what_fits_it() -> None:
@@ -430,6 +454,8 @@ def test_drafts_may_be_added_to_a_journal(tmp_path: Path) -> None:
     Journal(tmp_path, {"a": 1, "weights": {"x": 2}})  # of which nothing was measured yet
     with pytest.raises(UserError, match=r"other settings \(weights\)"):
         Journal(tmp_path, {"a": 1, "weights": {"y": 1}})
+    Journal(tmp_path, {"a": 1, "weights": {"x": 2}, "methods": {"z": {}}})  # older ones have none
+    Journal(tmp_path, {"a": 1, "weights": {"x": 2}, "methods": {}})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -507,7 +533,7 @@ def test_roofline_is_measured_anew_and_shown(
     flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roofline = Roofline(Device("abacus", 1e3, 1e3, 1e3), {"square": 1e3})
-    monkeypatch.setattr(program, "measure_roofline", lambda: roofline)
+    monkeypatch.setattr(roofline_program, "measure_roofline", lambda: roofline)
     main([*flags, *TREE, "--roofline"])
     table, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     report = json.loads(last)
@@ -524,8 +550,8 @@ def test_sampled_outputs_are_equal_too(
 ) -> None:
     made_up = made_up_report()
     steps = made_up["autoregressive_step_milliseconds"]
-    monkeypatch.setattr(program, "measure_card", lambda *_: made_up["methods"]["draft"])
-    monkeypatch.setattr(program, "measure_steps", lambda *_: steps)
+    monkeypatch.setattr(compare, "measure_card", lambda *_: made_up["methods"]["draft"])
+    monkeypatch.setattr(compare, "measure_steps", lambda *_: steps)
     main([*flags, *TREE, *"--tree-depth 1 --temperature 1 --seed 5 --drafting argmax".split()])
     out = capsys.readouterr().out
     report = json.loads(out.splitlines()[-1])
@@ -651,7 +677,7 @@ def test_a_killed_benchmark_goes_on_and_ends_with_the_same_numbers(
             raise KeyboardInterrupt
         return original(*args, **settings)
 
-    monkeypatch.setattr(program, "play", mortal)
+    monkeypatch.setattr(compare, "play", mortal)
     arguments = [*matrix(runs, prompts), "--output", str(tmp_path / "report")]
     with pytest.raises(KeyboardInterrupt):
         main(arguments)
@@ -683,7 +709,7 @@ def test_a_benchmark_can_be_given_more(
         pytest.fail("what is complete is neither compiled nor measured again")
 
     monkeypatch.setattr(Decoder, "compile", again)
-    monkeypatch.setattr(program, "measure_card", again)
+    monkeypatch.setattr(compare, "measure_card", again)
     main([*first, *output])
     known = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (known["methods"], known["groups"]) == (report["methods"], report["groups"])
@@ -695,7 +721,7 @@ def test_a_benchmark_with_another_vocabulary_does_not_go_on(runs: Runs, tmp_path
     for tokens in ((4, 5, 6), (4, 5, 7)):
         write_draft_vocabulary(path, DraftVocabulary(vocab_size=300, tokens=tokens))
         limited = replace(config, draft_vocabulary=str(path))
-        settings.append(program.settings_of(limited, load_decoders(limited), {}))
+        settings.append(compare.settings_of(limited, load_decoders(limited), {}))
         path.unlink()
     Journal(tmp_path / "report", settings[0]).describe("A", {})
     with pytest.raises(UserError, match=r"of other settings \(draft_vocabularies\)"):
@@ -758,6 +784,42 @@ def test_temperatures_and_seeds_make_a_matrix(uninterrupted: dict[str, Any]) -> 
         for group in groups
         for rows in group["methods"].values()
     )
+
+
+def test_methods_decode_as_they_say(runs: Runs) -> None:
+    draft, small = runs.model("poss2"), TreeConfig(depth=1, top_k=2, total_tokens=3)
+    config = BenchConfig(
+        target=runs.model("target"),
+        drafts={"plain": draft},
+        methods={
+            "small": MethodConfig(draft=draft, tree=small),
+            "sampled": MethodConfig(draft=draft, drafting="sampled"),
+            "int8": MethodConfig(quantise="int8"),
+        },
+    )
+    engines = {decoder.name: decoder.engine for decoder in load_decoders(config)}
+    assert list(engines) == ["autoregressive", "plain", "small", "sampled", "int8"]
+    assert {name: one.trees for name, one in engines.items() if one.draft_config} == {
+        "plain": {1: CPU_TREE},
+        "small": {1: small},
+        "sampled": {1: CPU_TREE},
+    }
+    assert {name for name, one in engines.items() if one.drafting == "sampled"} == {"sampled"}
+    heads = {name: one.weights.target["head"]["weight"] for name, one in engines.items()}
+    assert {name for name, head in heads.items() if isinstance(head, Quantised)} == {"int8"}
+    assert all(heads[name] is heads["autoregressive"] for name in ("plain", "small", "sampled"))
+
+
+def test_methods_that_cannot_be_compared_are_refused() -> None:
+    method = {"int8": MethodConfig(quantise="int8")}
+    with pytest.raises(ValueError, match="methods: int8 is a draft's name, too"):
+        BenchConfig(target="t", drafts={"int8": "d"}, methods=method)
+    with pytest.raises(UserError, match=r"unknown key 'methods\.a\.drafft'; did you mean"):
+        build_config(BenchConfig, {"methods": {"a": {"drafft": "d"}}}, origin="x")
+    with pytest.raises(UserError, match=r"methods\.a: drafting: is a draft's; give draft, too"):
+        build_config(BenchConfig, {"methods": {"a": {"drafting": "argmax"}}}, origin="x")
+    with pytest.raises(UserError, match="want drafts alone, got methods"):
+        need_equal_texts(BenchConfig(target="t", drafts={"d": "d"}, methods=method))
 
 
 def test_methods_take_turns(runs: Runs, prompts: str, tmp_path: Path) -> None:
@@ -928,7 +990,7 @@ def test_prompts_of_modules_are_cut_to_length(runs: Runs, source: str) -> None:
             "questions 'nothing': want a .jsonl file, a folder",
         ),
         ("--target {target} --seeds 1 --seeds 1", "seeds: want each once, got [1, 1]"),
-        ("--target {target} --roofline --check-lossless", "not allowed with argument --roofline"),
+        ("--target {target} --roofline --check-lossless", "unknown option --roofline"),
         (
             "--target {target} --draft A={eagle} --draft-vocabulary v.json --drift",
             "drift: is measured on models as they are; leave out draft_vocabulary",

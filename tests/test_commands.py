@@ -21,7 +21,7 @@ from programs import Runs, write_lines
 from test_bench import made_up_report
 
 from poss_jax.config.models import TreeConfig
-from poss_jax.convert.published import PUBLISHED
+from poss_jax.convert.reading import PUBLISHED
 from poss_jax.program.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -41,15 +41,15 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "python -m infer.bench --config configs/bundled/": "runs for minutes",
     "python -m infer.bench --config configs/study/": "runs for half an hour",
     "python -m infer.drift --config configs/demo/": "needs the models of make demo",
-    "python -m infer.bench --target TARGET --draft NAME=DRAFT --autotune": "compiles many trees; "
-    "tests/test_autotune.py tunes",
     "JAX_COORDINATOR_ADDRESS=": "wants two processes; tests/test_devices.py starts them",
     "python -m benchmarks.study ": "trains for hours; tests/test_study.py runs a small one",
-    "python -m benchmarks.coupling ": "compiles many trees, which takes minutes",
-    "python -m benchmarks.draft_vocabulary ": "needs the models of make demo",
+    "python -m infer.bench --config configs/demo/": "needs the models of make demo",
     "python -m benchmarks.pytorch ": "needs torch, and compiles many trees",
     "python -m benchmarks.accelerator ": "measures an 8B pair",
     "python -m infer.serve": "serves until it is told to end; tests/test_serving.py asks it",
+    "python -m infer.lossless ": "runs for minutes; tests/test_lossless.py runs it",
+    "python -m infer.roofline ": "runs for minutes; tests/test_bench.py runs it",
+    "python -m infer.tune ": "compiles many trees; tests/test_autotune.py tunes",
     "python -m infer.aot ": "needs libtpu or jax[cuda13]; tests/test_aot.py compiles",
     "python -m train.regenerate --server ": "tests/test_regenerate_server.py has a server",
     "python -m infer.generate --target gs://": "needs a bucket; tests/test_uris.py has a stand-in",
@@ -144,8 +144,8 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("poss_jax.default_drafts", lambda: {"PosS-2": Path(runs.model("poss2"))})
     made_up = made_up_report()  # what tests/test_bench.py measures
     card, steps = made_up["methods"]["draft"], made_up["autoregressive_step_milliseconds"]
-    monkeypatch.setattr("infer.bench.measure_card", lambda *_: card)
-    monkeypatch.setattr("infer.bench.measure_steps", lambda *_: steps)
+    monkeypatch.setattr("infer.bench.compare.measure_card", lambda *_: card)
+    monkeypatch.setattr("infer.bench.compare.measure_steps", lambda *_: steps)
     return tmp_path
 
 
@@ -193,8 +193,9 @@ def execute(line: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert arguments[0] in ("install", "download") or (ROOT / arguments[0]).is_file()
         case ["python", "-m", program, *arguments] | ["python", program, *arguments]:
             name = program.removesuffix(".py").replace("/", ".")
-            name = "poss_jax.convert.__main__" if name == "poss_jax.convert" else name
-            main = importlib.import_module(name).main
+            module = importlib.import_module(name)
+            is_package = hasattr(module, "__path__")
+            main = importlib.import_module(f"{name}.__main__").main if is_package else module.main
             if is_run:
                 main(arguments + shlex.split(SMALLER.get(program, "")))
                 return

@@ -8,9 +8,8 @@ import pytest
 from poss_jax.checkpoint.record import TargetIdentity, new_record
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.convert.config_json import target_config_json
 from poss_jax.convert.hf import parse_llama_config
-from poss_jax.convert.layouts import EAGLE_LAYOUTS, Outgoing
+from poss_jax.convert.layouts import LAYOUTS, Outgoing, target_config_json
 
 LLAMA = LlamaConfig(
     vocab_size=16,
@@ -72,7 +71,7 @@ def test_layers_the_original_does_not_have(layer):
     target = new_record(LLAMA, identity, tokenizer_from=None)
     draft = Outgoing("folder", config, None, target, "float32")
     with pytest.raises(UserError, match="the original code has no draft layers with"):
-        EAGLE_LAYOUTS[0].describe(draft)
+        LAYOUTS[0].describe(draft)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.hf import parse_llama_config
 from poss_jax.convert.names import slots_by_key
-from poss_jax.convert.published import PUBLISHED
+from poss_jax.convert.reading import PUBLISHED
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from test_golden import check_rounds
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError
-from poss_jax.convert.published import PUBLISHED
+from poss_jax.convert.reading import PUBLISHED
 
 SPANS = {"eagle": "1", "poss3": "3,3"}
 

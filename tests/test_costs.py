@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from models import make_engine, random_target, tiny_llama
 
-from infer import costs, phases, roofline
-from infer.costs import DEVICES, Cost, Device, Workload, cost_card
+from infer import roofline
+from infer.bench import costs, phases
+from infer.bench.costs import DEVICES, Cost, Device, Workload, cost_card
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode.state import DecodeConfig
 from poss_jax.engine.engine import Engine

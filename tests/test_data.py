@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from infer.questions import prompts_from_documents
+from infer.bench.questions import prompts_from_documents
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import DataConfig
 from poss_jax.data import rows as row_order

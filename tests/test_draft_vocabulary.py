@@ -16,29 +16,31 @@ from models import random_draft, random_target, tiny_llama
 from oracle import Shape, greedy_request
 from programs import DRAFT, TARGET, Runs, config_file, generate, refusal, summary, write_lines
 
-from infer.bench import main as bench
+from infer.bench.__main__ import main as bench
 from infer.generate import main as generate_main
+from poss_jax.checkpoint.draft_vocabulary import (
+    DraftVocabulary,
+    read_draft_vocabulary,
+    write_draft_vocabulary,
+)
 from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record, with_vocabulary
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
-from poss_jax.data.draft_vocabulary import (
-    DraftVocabulary,
-    choose_tokens,
-    count_trained,
-    coverage_of,
-    read_draft_vocabulary,
-    size_for_coverage,
-    write_draft_vocabulary,
-)
 from poss_jax.data.rows import Rows
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.draft_vocab import main
 from poss_jax.engine.engine import Engine
 from poss_jax.model.specialists import attach
+from train.draft_vocab import (
+    choose_tokens,
+    count_trained,
+    coverage_of,
+    main,
+    size_for_coverage,
+)
 from train.stages import open_stage
 
 LLAMA = tiny_llama()

@@ -13,9 +13,16 @@ import pytest
 from models import exact_pair, random_draft, tiny_llama
 from programs import Runs, copy_model, refusal, write_lines
 
-from infer import drift
-from infer.drift import count_rounds, describe_draft, follow, lay_out, main, predicted_rounds
-from infer.drift_report import format_brief, format_report
+from infer.drift.__main__ import main
+from infer.drift.report import format_brief, format_report
+from infer.drift.study import (
+    count_rounds,
+    decode,
+    describe_draft,
+    follow,
+    lay_out,
+    predicted_rounds,
+)
 from poss_jax.checkpoint.folder import load_draft, load_target, write_model
 from poss_jax.checkpoint.record import new_record, target_identity
 from poss_jax.config.decoding import DriftConfig
@@ -162,7 +169,7 @@ def config(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> DriftConfig:
 
 @pytest.fixture(scope="module")
 def decoded(config: DriftConfig) -> Any:
-    return drift.decode(config)
+    return decode(config)
 
 
 @pytest.mark.parametrize("name", ["eagle", "poss2"])

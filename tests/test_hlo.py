@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from infer import hlo
-from infer import hlo_findings as findings
+from infer.aot import findings, hlo
 
 TEXT = """\
 HloModule jit_f, is_scheduled=true

@@ -10,7 +10,8 @@ from models import make_engine, random_target, tiny_llama
 from programs import Runs, write_lines
 from test_distribution import raw_bonus
 
-from infer import bench, lossless
+from infer import lossless
+from infer.bench.__main__ import main
 from infer.lossless import Scores, examine
 from poss_jax.config.models import TreeConfig
 from poss_jax.decode import speculate
@@ -88,7 +89,7 @@ def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_settings")
 def test_the_program_finds_nothing(runs: Runs, tmp_path, capsys):
-    bench.main(arguments(runs, tmp_path))
+    main(arguments(runs, tmp_path))
     out = capsys.readouterr().out
     assert "| PosS-2, tree 1/3/4, batch 4 | 12 | 0 | 0 |" in out
     report = json.loads(out.splitlines()[-1])
@@ -117,7 +118,7 @@ def test_the_program_finds_a_planted_mistake(runs: Runs, tmp_path, capsys, monke
 
     monkeypatch.setattr(speculate, "choose_tokens", mistaken)
     with pytest.raises(SystemExit) as exit_:
-        bench.main([*arguments(runs, tmp_path), "--num-prompts", "1"])
+        main([*arguments(runs, tmp_path), "--num-prompts", "1"])
     assert exit_.value.code == 1
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["failures"] and not any(found["is_excused"] for found in report["failures"])
@@ -125,4 +126,4 @@ def test_the_program_finds_a_planted_mistake(runs: Runs, tmp_path, capsys, monke
 
 def test_a_check_without_drafts_is_refused(runs: Runs):
     with pytest.raises(Exception, match="want at least one draft; give --draft NAME=DIR"):
-        bench.main(["--target", runs.model("target"), "--check-lossless"])
+        main(["--target", runs.model("target"), "--check-lossless"])

@@ -16,8 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import make_engine, random_target, tiny_llama
 
-from infer import autotune, lossless, measure, phases
-from infer.costs import DEVICES
+from infer import lossless
+from infer.bench import measure, phases
+from infer.bench.costs import DEVICES
+from infer.tune import search
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.decode.tree import root_tree
@@ -212,8 +214,8 @@ def test_measured_programs_run_on_the_mesh(engine: Engine) -> None:
         phases.accept: (request, state, tree, out.logits),
         lossless._start: (request,),
         lossless._run_round: (request, state),
-        autotune._record_step: (request, state),
-        autotune._finish_round: (request, state, tree),
+        search._record_step: (request, state),
+        search._finish_round: (request, state, tree),
         measure._plain_steps: (request, state),
         measure._loop: (request, state),
     }

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from programs import refusal
 
+from infer.aot.config import AheadConfig
 from poss_jax import SamplingConfig, TreeConfig
-from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.decoding import BenchConfig, DriftConfig, GenerateConfig, ServeConfig
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys

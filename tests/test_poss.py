@@ -84,12 +84,13 @@ def test_every_command_has_a_program_and_a_line(name: str) -> None:
 def test_a_command_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr(sys, "argv", ["/usr/bin/poss"])
-    program = importlib.import_module("infer.bench")
-    monkeypatch.setattr(program, "cli", lambda: seen.append(list(sys.argv)))
-    poss.main(["tune", "--target", "t"])
+    for name in ("poss_jax.convert.__main__", "infer.bench.__main__"):
+        program = importlib.import_module(name)
+        monkeypatch.setattr(program, "cli", lambda: seen.append(list(sys.argv)))
+    poss.main(["inspect", "folder"])
     monkeypatch.setattr(sys, "argv", ["/usr/bin/poss"])
     poss.main(["bench"])
-    assert seen == [["poss tune", "--autotune", "--target", "t"], ["poss bench"]]
+    assert seen == [["poss inspect", "inspect", "folder"], ["poss bench"]]
 
 
 @pytest.mark.parametrize(

@@ -386,7 +386,7 @@ def test_the_usage_names_what_a_program_was_started_as(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [*PROGRAMS, "poss_jax.convert", "poss_jax.draft_vocab"])
+@pytest.mark.parametrize("program", [*PROGRAMS, "poss_jax.convert", "train.draft_vocab"])
 def test_no_program_needs_a_home_to_start(program: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOMELESS, program, "--help"]
     environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}

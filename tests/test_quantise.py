@@ -26,10 +26,9 @@ from models import (
 from oracle import Shape
 from programs import DRAFT, Runs, config_file, copy_model, generate, refusal, summary, write_lines
 
-from benchmarks import quantised as quantised_benchmark
+from infer.bench.measure import load_decoders
 from infer.generate import main as generate_main
-from infer.measure import load_decoders
-from poss_jax import Engine, Generation, SamplingConfig, TreeConfig, UserError
+from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.folder import check_quantisation, load_target, read_target, verify_model
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.decoding import BenchConfig
@@ -456,15 +455,6 @@ def test_drafts_are_converted_for_a_quantised_target(tmp_path):
         run("draft", source=tmp_path / "other", **given)
     run("draft", source=tmp_path / "same", **given)
     assert read_record(tmp_path / "draft").target == read_target(tmp_path / "target").target
-
-
-def test_share_of_a_text_before_the_first_difference():
-    def answer(*ids: int) -> Generation:
-        return Generation([1], list(ids), None, [], [], "length")
-
-    texts = [answer(1, 2, 3, 4), answer(5, 6), answer(7, 8)]
-    others = [answer(1, 2, 9, 4), answer(5, 6), answer(9)]
-    assert quantised_benchmark.share_before_difference(others, texts) == 4 / 8
 
 
 # --------------------------------------------------------------------------------------------------

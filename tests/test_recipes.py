@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.study import StudyConfig
-from poss_jax.config.ahead import AheadConfig
+from infer.aot.config import AheadConfig
 from poss_jax.config.decoding import BenchConfig, DriftConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import load_config, read_yaml

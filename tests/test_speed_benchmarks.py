@@ -1,4 +1,4 @@
-"""The benchmarks of speed: the original's figures by hand, and whole runs on tiny models."""
+"""The benchmarks of speed: options and prices by hand, and whole runs on tiny models."""
 
 import importlib.util
 import json
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accelerator, break_even, growth, pytorch
-from infer.costs import DEVICES, Device
+from benchmarks.options import read_tree
+from infer.bench.costs import DEVICES, Device
 from infer.roofline import Roofline
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
@@ -15,19 +16,16 @@ from poss_jax.config.reading import UserError
 TINY = "--layers 2 --heads 2 --kv-heads 1 --repeats 1".split()
 
 
-def test_original_is_a_multiple_of_the_torch_loop() -> None:
-    # Measured together: the original's own loop has 672 of the torch loop's 884 tokens/s.
-    assert pytorch.original_speed(442, "together", "6/10/60", "poss3") == pytest.approx(580 / 2)
-    assert pytorch.original_speed(442, "together", pytorch.STEP, "") == pytest.approx(672 / 2)
-    own = pytorch.original_speed(884, "recorded", pytorch.STEP, "")
-    assert own == pytest.approx(672)
-    drafted = pytorch.original_speed(884, "recorded", "4/4/16", "eagle")
-    assert drafted / own == pytest.approx(792.5 / 630.5)
-    assert pytorch.original_milliseconds(47.6, "together", "4/4/16") == pytest.approx(2 * 124)
-    step = pytorch.original_milliseconds(1.0, "recorded", pytorch.STEP)
-    assert pytorch.original_milliseconds(1.0, "recorded", "6/10/60") / step == pytest.approx(
-        8.34, 1e-3
-    )
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("4/2", "tree '4/2': want depth/top_k/total_tokens, such as 4/2/8"),
+        ("4/2/x", "tree '4/2/x': total_tokens: Input should be a valid integer"),
+    ],
+)
+def test_trees_that_are_refused(text: str, error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        read_tree(text)
 
 
 def test_recorded_spans() -> None:

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from infer.statistics import compare, compare_seeds, estimate, estimate_mean, format_estimate, share
+from infer.bench.statistics import (
+    compare,
+    compare_seeds,
+    estimate,
+    estimate_mean,
+    format_estimate,
+    share,
+)
 
 
 def test_share_of_totals_rather_than_mean_of_shares():

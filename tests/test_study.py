@@ -11,7 +11,7 @@ import pytest
 from programs import DRAFT, Runs, config_file, generate, write_config, write_lines
 
 from benchmarks import study
-from infer.journal import Answer, Cell, Key, Turn
+from infer.bench.journal import Answer, Cell, Key, Turn
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError

@@ -43,8 +43,8 @@ from poss_jax.config.training import DataConfig, TrainConfig
 from poss_jax.convert.__main__ import main as convert_main
 from poss_jax.data.files import matching_files
 from poss_jax.data.sources import load_documents
-from poss_jax.draft_vocab import main as vocabulary_main
 from train.claims import claim_folder
+from train.draft_vocab import main as vocabulary_main
 from train.main import main
 
 

@@ -56,7 +56,7 @@ def test_the_wheel_holds_one_package(wheel: Path) -> None:
     }
     assert {name for name in names if name.endswith(".py")} == expected  # see pyproject.toml
     assert {name.split("/")[0].split("-")[0] for name in names} == {"poss_jax"}
-    assert {"poss_jax/infer/page.html", "poss_jax/serving/chat.html"} <= set(names)
+    assert {"poss_jax/infer/bench/page.html", "poss_jax/serving/chat.html"} <= set(names)
     bundled = [path for path in (ROOT / "poss_jax/bundled").rglob("*") if path.is_file()]
     assert {str(path.relative_to(ROOT)) for path in bundled if path.suffix != ".pyc"} <= set(names)
 
@@ -70,7 +70,7 @@ def test_programs_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) ->
     run([*pip, "--no-deps", "--no-index", str(wheel)], folder)
     (site,) = environment.glob("lib/*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "12\n"
+    assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "15\n"
     options = "--prompt import --max-new-tokens 4"
     options += " --tree-depth 6 --stream"  # compiled by tests/test_bundled.py, too
     bundled = site / "poss_jax" / "bundled"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
 from poss_jax.checkpoint.folder import load_draft, load_target, read_draft
 from poss_jax.checkpoint.record import ModelRecord, new_record, read_record
 from poss_jax.checkpoint.whole import write_file
@@ -20,7 +21,6 @@ from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
-from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.feature_cache import FeatureCache
 from poss_jax.data.features import join_features
 from poss_jax.data.sources import load_documents

@@ -20,11 +20,12 @@ from poss_jax.learn.pretraining import make_target_step
 from poss_jax.learn.state import TrainState, init_state, make_optimizer
 from poss_jax.learn.step import make_draft_step
 from poss_jax.learn.task import DraftTask
-from poss_jax.model.ahead import planned_memory, shapes_on, tpu_slice
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
+from poss_jax.model.parameters import shapes_on
 from poss_jax.model.sharding import bytes_per_device, make_mesh, place_batch, replicate
 from poss_jax.model.target import init_target, stack_layers, without_tied_head
+from poss_jax.program.ahead import planned_memory, tpu_slice
 
 from .devices import OnMesh, make_step_on
 

@@ -16,7 +16,7 @@ if [ ! -e $OUT/target/model.json ]; then
 fi
 $PY -m train.regenerate --target $OUT/target --self-prompt "${CHATS:-20000}" --output $OUT/chats.jsonl \
   'temperatures=[0, 0.7, 1]' --max-new-tokens 256 --batch-size "${BATCH:-32}" --keep-unfinished
-[ -e $OUT/vocabulary.json ] || $PY -m poss_jax.draft_vocab count --config configs/smollm2/eagle.yaml \
+[ -e $OUT/vocabulary.json ] || $PY -m train.draft_vocab count --config configs/smollm2/eagle.yaml \
   specialists.draft_vocabulary=null --size 8192 --output $OUT/vocabulary.json
 for draft in ${DRAFTS:-eagle hass poss1 poss2 poss3}; do
   echo "== $draft"

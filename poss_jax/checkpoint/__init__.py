@@ -5,4 +5,5 @@ sums.py        checksums of arrays and of files
 folder.py      writing a model, loading it to the device, verifying it
 whole.py       folders and files written atomically
 locks.py       one writer at a time
+draft_vocabulary.py  the file of the tokens that a draft may propose
 """

@@ -16,7 +16,6 @@ import jax
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-import poss_jax
 from poss_jax.checkpoint.sums import hash_values
 from poss_jax.config.json_reading import read_json
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
@@ -25,6 +24,7 @@ from poss_jax.config.paths import AnyPath, as_path, local_files
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.model.parameters import item_shapes
 from poss_jax.shapes import Params
+from poss_jax.version import __version__
 
 FORMAT_VERSION = 1
 
@@ -209,7 +209,7 @@ def provenance() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("jax", "flax", "orbax-checkpoint")},
-            "poss_jax": poss_jax.__version__,
+            "poss_jax": __version__,
         },
         "git_sha": _git_sha(),
         "device_kind": jax.devices()[0].device_kind,

@@ -1,5 +1,8 @@
 """Settings of the programs that decode."""
 
+from dataclasses import fields
+from typing import Any
+
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -95,8 +98,8 @@ class DecodingConfig:
       max_new_tokens: Most new tokens of an answer.
       sampling: How tokens are chosen.
       tree: Size of the draft tree; null takes the one tuned for the draft on this kind of device
-        (`infer.bench --autotune`), else the device's default (depth 6, top_k 10 and total_tokens
-        60 on accelerators, 4, 4 and 16 on CPU).
+        (`infer.tune`), else the device's default (depth 6, top_k 10 and total_tokens 60 on
+        accelerators, 4, 4 and 16 on CPU).
       drafting: How drafts propose tokens in sampled texts (docs/generate.md, "Ways to draft"):
         coupled uses the noise that the target samples with, argmax takes the most likely tokens;
         both leave every text unchanged. sampled draws tokens and keeps them by a ratio test: texts
@@ -299,11 +302,37 @@ class ComparisonConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class MethodConfig:
+    """One way to decode in a benchmark; what is null is the benchmark's own.
+
+    Attributes:
+      draft: Model folder of a draft; null decodes autoregressively.
+      tree: Size of the draft tree.
+      drafting: How the draft proposes tokens to sampled texts.
+      draft_vocabulary: JSON file of the tokens that the draft may propose.
+      quantise: Type that the target's matrices are rounded to.
+    """
+
+    draft: str | None = None
+    tree: TreeConfig | None = None
+    drafting: Drafting | None = None
+    draft_vocabulary: str | None = None
+    quantise: Quantisation | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tree", "drafting", "draft_vocabulary"):
+            if self.draft is None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: is a draft's; give draft, too")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class BenchConfig(ComparisonConfig, DecodingConfig):
-    """One benchmark: every draft against autoregressive decoding over the same prompts.
+    """One benchmark: every method against autoregressive decoding over the same prompts.
 
     Attributes:
       target: Model folder of the target; smollm2 is the one `make chat` fetches.
+      methods: Further ways to decode by name, such as a draft with another tree, or the target
+        quantised. Every draft of `drafts` is a method, too.
       temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
       seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
         is used.
@@ -319,6 +348,7 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
 
     target: str = SMOLLM2
     max_new_tokens: Count = 128
+    methods: dict[str, MethodConfig] = Field(default_factory=dict)
     temperatures: tuple[Temperature, ...] = ()
     seeds: tuple[Seed, ...] = ()
     batch_size: Count = 1
@@ -327,30 +357,29 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     drift: bool = False
 
     def __post_init__(self) -> None:
-        if self.draft_vocabulary is not None and not (self.drafts or self.target == SMOLLM2):
+        if self.draft_vocabulary is not None and not (self.ways or self.target == SMOLLM2):
             raise ValueError("draft_vocabulary limits drafts; give drafts, too")
+        if twice := self.drafts.keys() & self.methods.keys():
+            raise ValueError(f"methods: {min(twice)} is a draft's name, too; choose another")
         for name in ("datasets", "temperatures", "seeds"):
             if len(set(values := getattr(self, name))) < len(values):
                 raise ValueError(f"{name}: want each once, got {list(values)}")
         if self.drift:
-            for name in ("quantise", "draft_vocabulary", "mesh"):
-                if getattr(self, name) is not None:
+            for name in ("quantise", "draft_vocabulary", "mesh", "methods"):
+                if getattr(self, name):
                     raise ValueError(f"drift: is measured on models as they are; leave out {name}")
             _ = self.by_depth  # checked before any work
 
     @property
+    def ways(self) -> dict[str, MethodConfig]:
+        """All methods by name, drafts first."""
+        plain = {name: MethodConfig(draft=folder) for name, folder in self.drafts.items()}
+        return plain | self.methods
+
+    @property
     def by_depth(self) -> "DriftConfig":
         """The analysis by depth of the same drafts, on the first set."""
-        return DriftConfig(
-            target=self.target,
-            drafts=self.drafts,
-            prompts=self.sets[0],
-            data_dir=self.data_dir,
-            num_prompts=self.num_prompts,
-            prompt_tokens=self.prompt_tokens,
-            max_new_tokens=self.max_new_tokens,
-            allow_target_mismatch=self.allow_target_mismatch,
-        )
+        return DriftConfig(**_shared(self) | {"prompts": self.sets[0], "datasets": ()})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -388,15 +417,13 @@ class DriftConfig(ComparisonConfig):
     @property
     def chains(self) -> BenchConfig:
         """The same models and prompts, decoding with chains."""
-        return BenchConfig(
-            target=self.target,
-            drafts=self.drafts,
-            prompts=self.prompts,
-            datasets=self.datasets,
-            data_dir=self.data_dir,
-            num_prompts=self.num_prompts,
-            prompt_tokens=self.prompt_tokens,
-            max_new_tokens=self.max_new_tokens,
-            tree=TreeConfig(depth=self.depth, top_k=1, total_tokens=self.depth + 1),
-            allow_target_mismatch=self.allow_target_mismatch,
-        )
+        chain = TreeConfig(depth=self.depth, top_k=1, total_tokens=self.depth + 1)
+        return BenchConfig(**_shared(self), tree=chain)
+
+
+def _shared(config: BenchConfig | DriftConfig) -> dict[str, Any]:
+    """What a benchmark and an analysis by depth both have, without the output."""
+    names = {field.name for field in fields(BenchConfig)} & {
+        one.name for one in fields(DriftConfig)
+    }
+    return {name: getattr(config, name) for name in names - {"output"}}

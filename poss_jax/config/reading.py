@@ -9,7 +9,7 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_origin
 
 import pydantic
 from etils import epath
@@ -61,9 +61,10 @@ def list_keys(kind: Any, prefix: str = "") -> dict[str, Key]:
         required, default = field.is_required(), field.default
         default = None if required or default is PydanticUndefined else default
         text = help_of.get(name, "")
+        inner = f"{name}.NAME." if get_origin(field.annotation) is dict else f"{name}."
         keys[prefix + name] = Key(field.annotation, default, required, text, bool(sections))
         for section in sections:
-            keys |= list_keys(section, f"{prefix}{name}.")
+            keys |= list_keys(section, prefix + inner)
     return keys
 
 

@@ -15,10 +15,9 @@ import numpy as np
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, build_config, shorten
-from poss_jax.convert.hf import contradiction, count_layers, read_layer, read_metadata
+from poss_jax.convert.hf import contradiction, count_layers, read_layer
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, QUERY, slots_by_key
-from poss_jax.convert.reading import Reading, check_keys
-from poss_jax.convert.signs import named
+from poss_jax.convert.reading import Reading, check_keys, named, read_metadata
 from poss_jax.convert.source import Source
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"

@@ -23,7 +23,6 @@ from poss_jax.convert.hf import (
     contradiction,
     count_layers,
     read_layer,
-    read_metadata,
     read_target_config,
 )
 from poss_jax.convert.names import (
@@ -35,9 +34,10 @@ from poss_jax.convert.names import (
     QUERY,
     slots_by_key,
 )
-from poss_jax.convert.reading import Reading, check_keys
-from poss_jax.convert.signs import (
+from poss_jax.convert.reading import (
+    Reading,
     Sign,
+    check_keys,
     has_key,
     has_setting,
     has_type,
@@ -45,6 +45,7 @@ from poss_jax.convert.signs import (
     is_of_speculators,
     is_quantised,
     named,
+    read_metadata,
 )
 from poss_jax.convert.source import Source
 

@@ -7,17 +7,13 @@ Our own tables of names and defaults read it, so that nothing in it is dropped: 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
-
-from pydantic import ConfigDict
-from pydantic.dataclasses import dataclass
+from typing import Any
 
 from poss_jax.config.json_reading import read_json
-from poss_jax.config.models import LlamaConfig, Spans
-from poss_jax.config.numbers import INT32_MAX, CountOrZero, Depth
+from poss_jax.config.models import LlamaConfig
+from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.reading import UserError, build_config, shorten
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, FC_BIAS, QUERY, source_key
-from poss_jax.convert.rope import read_rope
 from poss_jax.convert.source import Source
 
 # Field of LlamaConfig -> key of config.json; the first five are required.
@@ -219,10 +215,137 @@ def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: drafts, whose weights show some of what config.json leaves out
+# Rope, in the spellings of transformers 4 and 5
 
-METADATA = "poss_jax"
-"""Where a config.json that we export holds what its layout has no key for."""
+_TRAINED = "original_max_position_embeddings"
+
+# Keys that each type of rope has, and must have, by Hugging Face's names.
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _TRAINED)
+_LONGROPE = ("short_factor", "long_factor", _TRAINED)
+_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": _LLAMA3,
+    "longrope": _LONGROPE,
+}
+
+# Keys that change nothing for the types that do not have them, and keys that a type may have.
+_ALWAYS = {"rope_theta", *_LLAMA3}
+_OPTIONAL = {"longrope": {*_LONGROPE, "attention_factor"}}
+
+_OLD_NAMES = {"su": "longrope"}  # of the first Phi-3 checkpoints
+
+
+def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str, Any]:
+    """Reads the fields of `RopeConfig`.
+
+    Args:
+      values: contents of config.json.
+      longest: its max_position_embeddings.
+      origin: source of the values, for messages.
+
+    Raises:
+      UserError: another type of rope, or settings that contradict each other.
+    """
+    settings = _join_spellings(values, origin)
+    kind = settings.pop("type")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        known = ", ".join(_KEYS)
+        raise UserError(
+            f"{origin}: rope type: want one of {known}, got {shorten(kind)}; other types are not "
+            "supported"
+        )
+    unknown = settings.keys() - _ALWAYS - _OPTIONAL.get(kind, set())
+    missing = [key for key in _KEYS[kind] if key not in settings]
+    if unknown or missing:
+        listed = [f"unknown {key}" for key in sorted(unknown)] + [f"no {key}" for key in missing]
+        raise UserError(
+            f"{origin}: rope type {kind} with {', '.join(listed)[:200]}; give the model's own "
+            "config.json (other settings are not supported)"
+        )
+    rope = {"type": kind, "theta": settings.get("rope_theta", 10000.0)}
+    rope |= {key: settings[key] for key in _KEYS[kind]}
+    if kind == "dynamic":  # as transformers: the base grows beyond the model's own context
+        rope[_TRAINED] = longest
+    if kind == "longrope":
+        rope["factor"] = _read_stretch(settings, longest, origin)
+        rope["attention_factor"] = settings.get("attention_factor")
+    return rope
+
+
+def _read_stretch(settings: Mapping[str, Any], longest: int, origin: str) -> float:
+    """Divides the longest context by the trained one, which a longrope's factor must equal."""
+    trained = settings[_TRAINED]
+    if type(trained) is not int or trained < 1:
+        got = shorten(trained)
+        raise UserError(f"{origin}: {_TRAINED}: want a count, got {got}")
+    stretch = min(longest, 2**31) / trained  # so large a context is refused with the other numbers
+    if (factor := settings.get("factor", stretch)) != stretch:
+        raise UserError(
+            f"{origin}: rope type longrope with factor {shorten(factor)}: want "
+            f"max_position_embeddings over {_TRAINED} ({stretch:g}); "
+            "versions of transformers disagree about any other"
+        )
+    return stretch
+
+
+def _join_spellings(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Joins rope_theta and rope_scaling (transformers 4) with rope_parameters (5)."""
+    joined: dict[str, Any] = {}
+    top = {key: values.get(key) for key in ("rope_theta", _TRAINED)}
+    for part in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
+        if not isinstance(part, dict):
+            raise UserError(f"{origin}: rope settings: want an object, got {shorten(part)}")
+        for key, value in part.items():
+            name = "type" if key == "rope_type" else key
+            if name == "type" and isinstance(value, str):
+                value = _OLD_NAMES.get(value, value)
+            if value is not None and joined.setdefault(name, value) != value:
+                raise UserError(
+                    f"{origin}: rope setting {key[:100]} is given as {shorten(joined[name])} and "
+                    f"as {shorten(value)}; keep the one the model was trained with"
+                )
+    if joined.get("partial_rotary_factor") == 1.0:
+        del joined["partial_rotary_factor"]
+    return {"type": "default"} | joined
+
+
+def write_rope(config: LlamaConfig) -> dict[str, Any]:
+    """Writes rope_theta and rope_scaling (transformers 4), and rope_parameters (5).
+
+    Raises:
+      UserError: transformers has no such rope.
+    """
+    rope, trained = config.rope, config.rope.original_max_position_embeddings
+    longest = config.max_position_embeddings
+    if rope.type == "dynamic" and trained != longest:  # Hugging Face has one number for both
+        raise UserError(
+            f"rope type dynamic: transformers takes max_position_embeddings ({longest}) for the "
+            f"trained context ({trained}); such a target stays with poss_jax"
+        )
+    if rope.type == "longrope" and rope.factor != longest / trained:
+        raise UserError(
+            f"rope type longrope: transformers takes max_position_embeddings ({longest}) over the "
+            f"trained context ({trained}) for the factor ({rope.factor:g}); such a target stays "
+            "with poss_jax"
+        )
+    scaling = {key: getattr(rope, key) for key in _KEYS[rope.type]}
+    if rope.type == "longrope" and rope.attention_factor is not None:
+        scaling["attention_factor"] = rope.attention_factor
+    old = {"type": rope.type, "rope_type": rope.type} | scaling
+    if config.fused_projections:  # in transformers 4, Phi-3 refuses these two keys there
+        old = {key: old[key] for key in old if key not in ("rope_type", _TRAINED)}
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": old if scaling else None,
+        "rope_parameters": {"rope_type": rope.type, "rope_theta": rope.theta} | scaling,
+        **({_TRAINED: trained} if rope.type == "longrope" else {}),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading: drafts, whose weights show some of what config.json leaves out
 
 _LAYER = re.compile(r"(?:mid)?layers\.(\d+)\.")
 _FIRST = "specialists/0"
@@ -238,23 +361,6 @@ _SHOWN_BY = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class DraftMetadata:
-    """Contents of `METADATA` in a config.json that we exported.
-
-    Attributes:
-      positions_per_specialist: see `DraftConfig`.
-      trained_depth: see `DraftConfig`.
-      draft_vocabulary: see `ModelRecord`.
-      kv: see `DraftConfig`; None: as every draft of its family has it.
-    """
-
-    positions_per_specialist: Spans
-    trained_depth: Depth
-    draft_vocabulary: tuple[CountOrZero, ...] | None = None
-    kv: Literal["per_specialist", "shared"] | None = None
-
-
 def contradiction(source: Source, said: str, found: str) -> UserError:
     """Names both sides where config.json and the weights of a draft contradict each other."""
     return UserError(
@@ -266,17 +372,6 @@ def contradiction(source: Source, said: str, found: str) -> UserError:
 def count_layers(source: Source) -> int:
     """Counts the layers of a draft, at least 1: the keys of a missing layer are to be listed."""
     return max(1, len({match[1] for match in map(_LAYER.match, source.names) if match}))
-
-
-def read_metadata(source: Source) -> DraftMetadata | None:
-    """Reads what our own export says beyond the layout; None in the files of others."""
-    values = source.settings.get(METADATA)
-    if values is None:
-        return None
-    origin = f"{source.folder}/config.json: {METADATA}"
-    if not isinstance(values, Mapping):
-        raise UserError(f"{origin}: want an object, got {shorten(values)}; export the draft again")
-    return build_config(DraftMetadata, values, origin=origin)
 
 
 def read_layer(source: Source) -> tuple[LlamaConfig, list[str]]:

@@ -13,9 +13,15 @@ from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.convert.formats import read_checkpoint
-from poss_jax.convert.published import PUBLISHED, find_published, place_specialists
-from poss_jax.convert.reading import Reading, Row, list_counts
-from poss_jax.convert.signs import model_names
+from poss_jax.convert.reading import (
+    PUBLISHED,
+    Reading,
+    Row,
+    find_published,
+    list_counts,
+    model_names,
+    place_specialists,
+)
 from poss_jax.convert.source import Source, cut_tensors, open_source
 from poss_jax.model.parameters import flatten_item
 

@@ -1,17 +1,22 @@
-"""The layouts that drafts are exported in: `Layout`, and the rows of EAGLE-2, HASS and PosS."""
+"""The layouts that models are exported in, and config.json as each of them wants it."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.convert.config_json import layer_json
-from poss_jax.convert.hf import METADATA, DraftMetadata
+from poss_jax.convert.eagle3 import AUX_KEY
+from poss_jax.convert.hf import CONFIG_KEYS, write_rope
+from poss_jax.convert.reading import METADATA, DraftMetadata
+from poss_jax.model.families.eagle3 import default_aux_layers
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
+
+# Number of tokens to draft that a file of speculators suggests where the trained depth is unknown.
+_USUAL_TOKENS = 3
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,81 @@ def other_widths(layer: LlamaConfig) -> list[str]:
     return [f"{layer.num_heads} heads of {layer.head_dim} for a width of {layer.hidden_size}"]
 
 
+# --------------------------------------------------------------------------------------------------
+# Layers and targets, for transformers 4 and 5
+
+
+def target_config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
+    """Describes a target to `transformers` 4 and 5.
+
+    Args:
+      config: shape of the target.
+      dtype: type that its weights are written in.
+
+    Raises:
+      UserError: no family of Hugging Face has these biases and norms.
+    """
+    family = _family(config)
+    values = {"architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family}
+    values |= layer_json(config, dtype) | {"tie_word_embeddings": config.tie_embeddings}
+    if family == "phi3":  # its own default for padding lies beyond a small vocabulary
+        return values | {"sliding_window": None, "pad_token_id": None}
+    if family != "llama":
+        values |= {"use_sliding_window": False}
+    if family != "qwen2":
+        values |= {"attention_bias": config.qkv_bias}
+    return values | ({"mlp_bias": config.mlp_bias} if family == "llama" else {})
+
+
+def _family(config: LlamaConfig) -> str:
+    """Finds the family whose own code has these projections, biases and norms."""
+    if config.fused_projections:
+        return _check_phi3(config)
+    if config.qk_norm and config.qkv_bias == config.o_bias and not config.mlp_bias:
+        return "qwen3"
+    if not config.qk_norm and config.qkv_bias == config.o_bias:
+        return "llama"
+    if not config.qk_norm and config.qkv_bias and not config.mlp_bias:
+        return "qwen2"
+    raise UserError(
+        f"no family of transformers has qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, "
+        f"qk_norm {config.qk_norm} and mlp_bias {config.mlp_bias} together; such a target stays "
+        "with poss_jax"
+    )
+
+
+def _check_phi3(config: LlamaConfig) -> str:
+    """Names the family of fused projections, which has no biases and few types of rope."""
+    wrong = config.extras
+    if config.rope.type not in ("default", "longrope"):
+        wrong.append(f"rope type {config.rope.type}")
+    if wrong:
+        raise UserError(
+            f"Phi-3, which has fused projections, has no {', '.join(wrong)}; such a target stays "
+            "with poss_jax"
+        )
+    return "phi3"
+
+
+def layer_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
+    """Describes the layers of a model, of any kind."""
+    stop_ids = list(config.eos_token_ids)
+    return {
+        **{key: getattr(config, field) for field, key in CONFIG_KEYS.items()},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        **write_rope(config),
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": stop_ids if len(stop_ids) > 1 else next(iter(stop_ids), None),
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# EAGLE-2, HASS and PosS
+
+
 def _describe_eagle(draft: Outgoing) -> dict[str, Any]:
     """Describes a draft to the original code, and to our own converter.
 
@@ -108,7 +188,140 @@ def _describe_eagle(draft: Outgoing) -> dict[str, Any]:
     }
 
 
-EAGLE_LAYOUTS = (
+# --------------------------------------------------------------------------------------------------
+# EAGLE-3, and PosS on it
+
+
+def _describe_official(draft: Outgoing) -> dict[str, Any]:
+    layer = draft.config.layer
+    wrong = [*_other_norms(draft), *layer.extras, *_other_aux_layers(draft)]
+    if layer.rope.type == "llama3":
+        wrong.append("rope llama3")
+    return _describe(draft, wrong + other_widths(layer))
+
+
+def _describe_poss(draft: Outgoing) -> dict[str, Any]:
+    wrong = [*_other_norms(draft), *draft.config.layer.extras, *_other_aux_layers(draft)]
+    # As many as there are specialists, which the authors' vLLM needs.
+    return _describe(draft, wrong) | {"num_hidden_layers": draft.config.num_specialists}
+
+
+def _describe_specforge(draft: Outgoing) -> dict[str, Any]:
+    config = draft.config
+    wrong = [
+        *_other_norms(draft, ("fc_norm", "each"), ("output_norm", None)),
+        *draft.config.layer.extras,
+        *_other_counts(draft),
+    ]
+    if 0 in config.aux_layers:
+        wrong.append("aux_layers 0, the output of no layer")
+    values = _describe(draft, wrong)
+    values["eagle_config"] = {AUX_KEY: [layer - 1 for layer in config.aux_layers]}
+    if config.fc_norm:
+        values["fc_norm"] = True
+    # An ordinary draft has no such key: engines take true for what speculators means.
+    return values if config.output_norm else values | {"norm_output": False}
+
+
+def _describe_speculators(draft: Outgoing) -> dict[str, Any]:
+    config = draft.config
+    wrong = [*([] if config.output_norm else ["output_norm None"]), *_other_counts(draft)]
+    layer = replace(config.layer, num_layers=1, tie_embeddings=False)  # its head is its own
+    inner = target_config_json(layer, draft.dtype)
+    if inner["model_type"] not in ("llama", "qwen3"):
+        wrong.append(f"layers of {inner['model_type']}")
+    _refuse(draft, wrong)
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": _propose(draft),
+        "transformer_layer_config": inner | draft.metadata(),
+        "draft_vocab_size": _head_size(config),
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.fc_norm == "whole",
+        "fc_norm": config.fc_norm == "each",
+        "norm_output": config.output_norm == "fed_back",
+        AUX_KEY: list(config.aux_layers),
+        "target_hidden_size": None,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": draft.dtype,
+    }
+
+
+def _propose(draft: Outgoing) -> dict[str, Any]:
+    """Describes to speculators and vLLM which target a draft is for and how far it drafts."""
+    depth, target = draft.config.trained_depth, draft.target
+    verifier = {
+        "name_or_path": target.target.name,
+        "architectures": target_config_json(target.llama, draft.dtype)["architectures"],
+    }
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": depth if depth > 1 else _USUAL_TOKENS,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": verifier,
+    }
+
+
+def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
+    """Describes a draft of SpecForge's class, which the official code and the engines read, too."""
+    _refuse(draft, wrong)
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **layer_json(draft.config.layer, draft.dtype),
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "draft_vocab_size": _head_size(draft.config),
+        **draft.metadata(),
+    }
+
+
+def _head_size(config: DraftConfig) -> int:
+    return config.head_size or config.layer.vocab_size
+
+
+def _other_norms(draft: Outgoing, *known: tuple[str, Any]) -> list[str]:
+    """Lists the norms of a draft that are neither the usual ones nor known to a layout."""
+    own = draft.config.other_norms.items()
+    return [f"{field} {value}" for field, value in own if (field, value) not in known]
+
+
+def _other_counts(draft: Outgoing) -> list[str]:
+    """Names the layers of the target that a draft reads, if they are not three."""
+    layers = draft.config.aux_layers
+    return [] if len(layers) == 3 else [f"aux_layers {list(layers)}"]
+
+
+def _other_aux_layers(draft: Outgoing) -> list[str]:
+    """Names the layers of the target that a draft reads, if they are not the usual ones."""
+    layers = draft.config.aux_layers
+    is_usual = layers == default_aux_layers(draft.target.llama.num_layers)
+    return [] if is_usual else [f"aux_layers {list(layers)}"]
+
+
+def _refuse(draft: Outgoing, wrong: list[str]) -> None:
+    if wrong:
+        raise UserError(
+            f"{draft.origin}: the layout has no place for {', '.join(wrong)}; give another one, "
+            "such as speculators, or keep the draft with poss_jax"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Their rows
+
+_ENGINES = "vLLM and SGLang"
+
+LAYOUTS = (
     Layout(
         "eagle",
         family="eagle",
@@ -124,5 +337,60 @@ EAGLE_LAYOUTS = (
         describe=_describe_eagle,
         has_embedding=True,
     ),
+    Layout(
+        "eagle3",
+        family="eagle3",
+        readers=f"the official EAGLE-3 code, {_ENGINES}",
+        describe=_describe_official,
+        is_single=True,
+        layer="midlayer",
+        maps="subset",
+    ),
+    Layout(
+        "poss",
+        family="eagle3",
+        readers="the PosS authors' forks of SpecForge and vLLM",
+        describe=_describe_poss,
+        maps="subset",
+        note="The fork of vLLM chooses specialists only where the folder's name holds `poss`, and "
+        "drafts with specialists after the first without the context, unlike their training.",
+    ),
+    Layout(
+        "poss-midlayers",
+        family="eagle3",
+        readers="the first version of the PosS authors' fork of SpecForge",
+        describe=_describe_poss,
+        layer="midlayers.{}",
+        maps="subset",
+    ),
+    Layout(
+        "specforge",
+        family="eagle3",
+        readers=f"SpecForge (to train on), {_ENGINES}",
+        describe=_describe_specforge,
+        is_single=True,
+        layer="midlayer",
+        has_embedding=True,
+        maps="always",
+    ),
+    Layout(
+        "sglang",
+        family="eagle3",
+        readers="SGLang",
+        describe=_describe_specforge,
+        is_single=True,
+        layer="midlayer",
+        maps="always",
+    ),
+    Layout(
+        "speculators",
+        family="eagle3",
+        readers="speculators and vLLM",
+        describe=_describe_speculators,
+        is_single=True,
+        has_embedding=True,
+        maps="subset",
+    ),
 )
-"""The layouts of EAGLE's family; a draft takes the first that holds as many specialists."""
+"""Every layout that drafts are written in; a draft takes the first of its family that holds as many
+specialists."""

@@ -24,8 +24,7 @@ from poss_jax.config.reading import UserError, change_config
 from poss_jax.convert.eagle3 import UNPLACED
 from poss_jax.convert.formats import read_checkpoint
 from poss_jax.convert.names import HEAD, source_key
-from poss_jax.convert.published import place_specialists
-from poss_jax.convert.reading import Reading, Row, list_counts
+from poss_jax.convert.reading import Reading, Row, list_counts, place_specialists
 from poss_jax.convert.source import LazyTensor, cut_tensors, open_source
 from poss_jax.model.families.eagle3 import default_aux_layers
 from poss_jax.model.parameters import flatten_item, item_shapes

@@ -1,17 +1,53 @@
-"""The reading of a checkpoint: its config, and the place of every weight."""
+"""The reading of a checkpoint: signs of its format, its config, and the place of every weight."""
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from poss_jax.config.models import DraftConfig, LlamaConfig
-from poss_jax.config.reading import UserError
-from poss_jax.convert.hf import DraftMetadata
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from poss_jax.config.models import DraftConfig, LlamaConfig, Spans
+from poss_jax.config.numbers import CountOrZero, Depth
+from poss_jax.config.reading import UserError, build_config, change_config, shorten
 from poss_jax.convert.names import Slot, join_rows
-from poss_jax.convert.source import LazyTensor, Source
+from poss_jax.convert.source import CACHED, LazyTensor, Source
 
 _READABLE = ("float32", "bfloat16", "float16")
 _MAX_LISTED = 50
+
+METADATA = "poss_jax"
+"""Where a config.json that we export holds what its layout has no key for."""
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class DraftMetadata:
+    """Contents of `METADATA` in a config.json that we exported.
+
+    Attributes:
+      positions_per_specialist: see `DraftConfig`.
+      trained_depth: see `DraftConfig`.
+      draft_vocabulary: see `ModelRecord`.
+      kv: see `DraftConfig`; None: as every draft of its family has it.
+    """
+
+    positions_per_specialist: Spans
+    trained_depth: Depth
+    draft_vocabulary: tuple[CountOrZero, ...] | None = None
+    kv: Literal["per_specialist", "shared"] | None = None
+
+
+def read_metadata(source: Source) -> DraftMetadata | None:
+    """Reads what our own export says beyond the layout; None in the files of others."""
+    values = source.settings.get(METADATA)
+    if values is None:
+        return None
+    origin = f"{source.folder}/config.json: {METADATA}"
+    if not isinstance(values, Mapping):
+        raise UserError(f"{origin}: want an object, got {shorten(values)}; export the draft again")
+    return build_config(DraftMetadata, values, origin=origin)
 
 
 @dataclass(frozen=True)
@@ -97,3 +133,224 @@ def check_keys(
 def list_counts(counts: tuple[int, ...]) -> str:
     """Lists numbers as options take them, such as 3,3."""
     return ",".join(map(str, counts))
+
+
+# --------------------------------------------------------------------------------------------------
+# Signs of a format
+
+Sign = Callable[[Source], str | None]
+"""Returns what shows a format in a checkpoint, in words; None where nothing does."""
+
+
+def model_names(values: Mapping[str, Any]) -> list[str]:
+    """Lists what config.json calls the model: its classes, then its type."""
+    classes = values.get("architectures")
+    names = [*classes] if isinstance(classes, list) else []
+    return [str(name) for name in (*names, values.get("model_type")) if name is not None]
+
+
+def named(pattern: str) -> Sign:
+    """Finds a name of the model that holds the pattern."""
+    find = re.compile(pattern, re.IGNORECASE).search
+    return lambda source: next(filter(find, model_names(source.settings)), None)
+
+
+def has_setting(*keys: str) -> Sign:
+    """Finds a key of config.json with a value other than null, false and 0."""
+
+    def sign(source: Source) -> str | None:
+        values = source.settings
+        return next((f"{key} {shorten(values[key])}" for key in keys if values.get(key)), None)
+
+    return sign
+
+
+def has_key(pattern: str, *, in_drafts: bool = False) -> Sign:
+    """Finds a weight whose plain name holds the pattern, in drafts alone or in any model."""
+    find, is_fusion = re.compile(pattern).search, re.compile(r"(fusion_)?fc\.").match
+
+    def sign(source: Source) -> str | None:
+        if in_drafts and not any(map(is_fusion, source.names)):
+            return None
+        return next((key for name, key in source.names.items() if find(name)), None)
+
+    return sign
+
+
+def has_type(pattern: str) -> Sign:
+    """Finds a weight of a type that fits the pattern."""
+    fits = re.compile(pattern).fullmatch
+    return lambda source: next(
+        (f"{key} of type {t.dtype}" for key, t in source.tensors.items() if fits(t.dtype)), None
+    )
+
+
+def is_adapter(source: Source) -> str | None:
+    """Tells a LoRA adapter by its file."""
+    name = "adapter_config.json"
+    is_alone = not (source.folder / "config.json").is_file()
+    return name if is_alone and (source.folder / name).is_file() else None
+
+
+def is_of_speculators(pattern: str) -> Sign:
+    """Finds a kind and class of vLLM's speculators, other than those of EAGLE-1."""
+    find = re.compile(pattern, re.IGNORECASE).search
+
+    def sign(source: Source) -> str | None:
+        for values in (source.values, source.settings):
+            kind = values.get("speculators_model_type")
+            shown = ": ".join([str(kind), *model_names(values)[:1]])
+            if kind not in (None, "eagle") and find(shown):
+                return shown
+        return None
+
+    return sign
+
+
+def is_quantised(source: Source) -> str | None:
+    """Tells quantised weights by config.json."""
+    values = source.settings
+    settings = values.get("quantization_config") or values.get("compression_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    return f"quantization_config with quant_method {shorten(method)}" if settings else None
+
+
+# --------------------------------------------------------------------------------------------------
+# Positions of specialists, which only our own exports state: published drafts
+
+
+class Published(NamedTuple):
+    """A draft on the Hub.
+
+    Attributes:
+      target: Hub id of the target it was trained for.
+      positions_per_specialist: see `DraftConfig`.
+      trained_depth: see `DraftConfig`.
+    """
+
+    target: str
+    positions_per_specialist: tuple[int, ...] = (1,)
+    trained_depth: int = 1
+
+
+_LLAMA3 = "meta-llama/Meta-Llama-3-8B-Instruct"
+_LLAMA31 = "meta-llama/Llama-3.1-8B-Instruct"
+_LLAMA2 = "meta-llama/Llama-2-13b-chat-hf"
+
+PUBLISHED = {
+    "HINT-lab/PosS1-Llama3-8B-Instruct": Published(_LLAMA3, (1,) * 7, 7),
+    "HINT-lab/PosS2-Llama3-8B-Instruct": Published(_LLAMA3, (2,) * 4, 8),
+    "HINT-lab/PosS3-Llama3-8B-Instruct": Published(_LLAMA3, (3,) * 4, 12),
+    "HINT-lab/PosS1-Llama2-13B-Chat": Published(_LLAMA2, (1,) * 6, 6),
+    "HINT-lab/PosS2-Llama2-13B-Chat": Published(_LLAMA2, (2,) * 3, 6),
+    "HINT-lab/PosS3-Llama2-13B-Chat": Published(_LLAMA2, (3,) * 2, 6),
+    "HINT-lab/HASS-Llama3-8B-Instruct-Reproduce": Published(_LLAMA3, trained_depth=3),
+    "HArmonizedSS/HASS-LLaMA2-Chat-13B": Published(_LLAMA2, trained_depth=3),
+    "HINT-lab/EAGLE-Llama3-8B-Instruct-Reproduce": Published(_LLAMA3),
+    "HINT-lab/PosS3-E3-Llama3.1-8B-Instruct": Published(_LLAMA31, (3, 3, 2), 8),
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Published(_LLAMA31, trained_depth=7),
+    "yuhuili/EAGLE3-Vicuna1.3-13B": Published("lmsys/vicuna-13b-v1.3", trained_depth=7),
+    "yuhuili/EAGLE-LLaMA3-Instruct-8B": Published(_LLAMA3),
+    "yuhuili/EAGLE-LLaMA3-Instruct-70B": Published("meta-llama/Meta-Llama-3-70B-Instruct"),
+    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": Published(_LLAMA31),
+    "yuhuili/EAGLE-llama2-chat-7B": Published("meta-llama/Llama-2-7b-chat-hf"),
+    "yuhuili/EAGLE-llama2-chat-13B": Published(_LLAMA2),
+    "yuhuili/EAGLE-llama2-chat-70B": Published("meta-llama/Llama-2-70b-chat-hf"),
+    "yuhuili/EAGLE-Vicuna-7B-v1.3": Published("lmsys/vicuna-7b-v1.3"),
+    "yuhuili/EAGLE-Vicuna-13B-v1.3": Published("lmsys/vicuna-13b-v1.3"),
+    "yuhuili/EAGLE-Vicuna-33B-v1.3": Published("lmsys/vicuna-33b-v1.3"),
+}
+
+
+def find_published(source: Source) -> tuple[str, str] | None:
+    """Finds a published draft by its Hub id, its folder in the Hub's cache, or its folder's name.
+
+    Returns:
+      Hub id (a key of `PUBLISHED`), and what told it; None for anything else.
+    """
+    if source.revision and source.name in PUBLISHED:
+        return source.name, "its id on the Hub"
+    for part in source.folder.absolute().parts:
+        match = CACHED.fullmatch(part)
+        if match and f"{match[1]}/{match[2]}" in PUBLISHED:
+            return f"{match[1]}/{match[2]}", "its folder in the Hub's cache"
+    for hub_id in PUBLISHED:
+        if Path(hub_id).name == source.name and not source.revision:
+            return hub_id, f"its folder's name {source.name}"
+    return None
+
+
+def place_specialists(
+    reading: Reading,
+    positions_per_specialist: tuple[int, ...] | None = None,
+    trained_depth: int | None = None,
+) -> Reading:
+    """Gives a draft's config its positions per specialist and trained depth.
+
+    Args:
+      reading: a draft as it was read.
+      positions_per_specialist: what the user says; None takes what an export of ours says, what is
+        known of a published draft, or 1 for a single specialist.
+      trained_depth: what the user says; None takes what is known, or the sum of the spans.
+
+    Raises:
+      UserError: the positions are not known, or are those of another number of specialists.
+    """
+    known, because = _known(reading)
+    known_spans = known.positions_per_specialist if known else None
+    spans = _check_spans(reading, positions_per_specialist or known_spans)
+    assumed = list(reading.assumed)
+    if known and spans != known_spans:
+        assumed.append(
+            f"{list_counts(spans)} positions per specialist as asked, although {because}"
+        )
+        known = None
+    elif isinstance(known, Published):
+        assumed.append(f"{list_counts(spans)} positions per specialist, because {because}")
+    if trained_depth is None:
+        trained_depth, why = (known.trained_depth, because) if known else _guess_depth(spans)
+        if not isinstance(known, DraftMetadata):
+            assumed.append(f"trained depth {trained_depth}, because {why}")
+    config = change_config(
+        reading.draft,
+        origin=str(reading.source.folder),
+        positions_per_specialist=spans,
+        trained_depth=trained_depth,
+    )
+    return replace(reading, config=config, assumed=tuple(assumed))
+
+
+def _known(reading: Reading) -> tuple[DraftMetadata | Published | None, str]:
+    """Finds what is known without asking the user, and says how."""
+    if reading.metadata is not None:
+        known, says = reading.metadata, "config.json says"
+    elif (found := find_published(reading.source)) is not None:
+        hub_id, told_by = found
+        known, says = PUBLISHED[hub_id], f"{told_by} is that of {hub_id}, published with"
+    else:
+        return None, ""
+    spans = list_counts(known.positions_per_specialist)
+    return known, f"{says} {spans}, trained depth {known.trained_depth}"
+
+
+def _check_spans(reading: Reading, spans: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Refuses spans of another number of specialists; None is enough for a single one."""
+    number = reading.draft.num_specialists
+    if spans is None and number == 1:
+        return (1,)
+    if spans is None or len(spans) != number:
+        got = " and does not say which positions each drafts"
+        if spans is not None:
+            got = f", got {len(spans)} positions per specialist"
+        raise UserError(
+            f"{reading.source.folder} has {number} specialists{got}; give {number} counts, such as "
+            f"--positions-per-specialist {list_counts((3,) * number)}"
+        )
+    return spans
+
+
+def _guess_depth(spans: tuple[int, ...]) -> tuple[int, str]:
+    """Trained depth of a draft that is not known, and the reason."""
+    if len(spans) == 1:
+        return 1, "a single layer does not say; give --trained-depth (HASS: 3)"
+    return sum(spans), "the positions per specialist add up to it"

@@ -15,5 +15,4 @@ feature_cache.py  features kept on disk
 feature_files.py  features that other programs stored
 rows.py           sequences laid into rows; the batch of a step
 prepared.py       the rows of a run, kept in its folder
-draft_vocabulary.py  the tokens a draft may propose, by training frequency
 """

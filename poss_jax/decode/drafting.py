@@ -50,7 +50,7 @@ class Level(NamedTuple):
 ChildrenFn = Callable[[Array, Level, int], tuple[Array, Array]]
 """(logits [B rows Vd], their level, W) -> (draft ids, log-probabilities), both [B rows W]."""
 
-# Calibrated on trained drafts (benchmarks/coupling.py); from 1 to 2 the tree changes little.
+# Calibrated on trained drafts (configs/demo/drafting.yaml); from 1 to 2 the tree changes little.
 _SHARPNESS = 1.5
 _FILTER_MARGIN = 1.5
 

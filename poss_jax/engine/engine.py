@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
 from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, Drafting, MeshConfig, Quantisation, TreeConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
-from poss_jax.data.draft_vocabulary import read_draft_vocabulary
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, read_answer
@@ -143,8 +143,8 @@ class Engine:
           target: folder of the target.
           draft: folder of a draft made for it; None decodes autoregressively.
           tree: size of the draft tree, or one per batch size (None there: no draft); None: those
-            that were tuned for the draft on this kind of device (see `infer.bench --autotune`),
-            else 6/10/60 on accelerators, 4/4/16 on CPU.
+            that were tuned for the draft on this kind of device (see `infer.tune`), else 6/10/60
+            on accelerators, 4/4/16 on CPU.
           dtype: dtype of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
           max_length: most tokens of prompt and answer; None: what the target was made for.
           drafting: how the draft proposes tokens to sampled texts: `coupled` uses the noise that
@@ -153,8 +153,8 @@ class Engine:
             the same in distribution only.
           allow_target_mismatch: use a draft made for other weights of the same shape.
           draft_vocabulary: file of the tokens that the draft may propose (see `python -m
-            poss_jax.draft_vocab`); None: the one tuned with the trees, else the folder's,
-            usually all tokens.
+            train.draft_vocab`); None: the one tuned with the trees, else the folder's, usually all
+            tokens.
           quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
             folder holds. The layers of a draft are rounded like its target's.
           mesh: grid of devices: `tensor` cuts weights and caches, `data` the batch; every device

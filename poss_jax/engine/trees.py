@@ -102,7 +102,7 @@ def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = No
         if others:
             _LOG.warning(
                 "%s was tuned on another kind of device than this one, %s; using the default tree "
-                "(infer.bench --autotune tunes it here)",
+                "(infer.tune tunes it here)",
                 others[0],
                 _devices(mesh),
             )
@@ -151,7 +151,7 @@ def write_tuned(
     Raises:
       UserError: it cannot be written.
     """
-    lines = ["# Batch size -> draft tree; null decodes without the draft. Made by infer.bench."]
+    lines = ["# Batch size -> draft tree; null decodes without the draft. Made by infer.tune."]
     tuned = _identity(record, mesh) | dict(about)
     lines.append(f"{_TUNED}: {json.dumps(tuned)}")  # JSON is valid YAML
     for size, tree in sorted(trees.items()):

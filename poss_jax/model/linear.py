@@ -1,6 +1,6 @@
 """Products of rows with a weight, in the spelling that each backend runs fastest.
 
-`benchmarks/linear.py` times the spellings. A quantised weight goes through the same function.
+docs/LOG.md has their times. A quantised weight goes through the same function.
 """
 
 import math
@@ -15,8 +15,7 @@ from jax import lax
 from poss_jax.model.quantise import Quantised
 from poss_jax.shapes import Array, Float
 
-# For a few rows XLA on CPU runs `x @ w.T` 1.1 to 1.7 times slower than `(w @ x.T).T`
-# (benchmarks/linear.py).
+# For a few rows XLA on CPU runs `x @ w.T` 1.1 to 1.7 times slower than `(w @ x.T).T`.
 _FEW_ROWS = 64
 
 # Row counts that CPUs multiply by an int8 weight in one loop; 1 row, or 5 to 7, would take longer

@@ -191,6 +191,22 @@ def place_tree(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
+def shapes_on(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any:
+    """Shapes of the parameters that a function makes, with shardings from the tables.
+
+    Args:
+      mesh: devices, which need not exist.
+      function: makes a tree of parameters, or of a training state; it is not run.
+      dtype: dtype of all of them; None keeps each one's.
+    """
+    shapes = jax.eval_shape(function)
+
+    def place(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=where)
+
+    return jax.tree.map(place, shapes, place_tree(shapes, mesh))
+
+
 def place_params(params: Params, mesh: Mesh) -> Params:
     """Shards parameters by the tables; an array that occurs twice stays one array."""
     moved: dict[int, Array] = {}

@@ -7,4 +7,5 @@ arguments.py  command lines: a config's keys as options
 options.py    loading the engine of a config; checks of outputs
 output.py     results for people or programs; what takes a while
 tables.py     Markdown tables
+ahead.py      compiling for TPU slices that are not there
 """

@@ -29,12 +29,12 @@ COMMANDS = {
     "train": Command("train.main", "Train a draft, or a target."),
     "plot": Command("train.plot", "Show how training runs went."),
     "regenerate": Command("train.regenerate", "Let a target write the answers to train on."),
-    "draft-vocab": Command("poss_jax.draft_vocab", "Choose the tokens that a draft may propose."),
+    "draft-vocab": Command("train.draft_vocab", "Choose the tokens that a draft may propose."),
     "bench": Command("infer.bench", "Compare drafts in speed and acceptance."),
     "drift": Command("infer.drift", "Measure drafts depth by depth."),
-    "tune": Command("infer.bench", "Find the fastest tree on this device.", ("--autotune",)),
-    "lossless": Command("infer.bench", "Check that drafts change no text.", ("--check-lossless",)),
-    "roofline": Command("infer.bench", "Compare phases with their floors.", ("--roofline",)),
+    "tune": Command("infer.tune", "Find the fastest tree on this device."),
+    "lossless": Command("infer.lossless", "Check that drafts change no text."),
+    "roofline": Command("infer.roofline", "Compare phases with their floors."),
     "aot": Command("infer.aot", "Compile for a TPU or GPU that is not here."),
 }
 """Name -> command, in the order of the help. A program's own name comes before its variants."""

@@ -18,11 +18,11 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-import poss_jax
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError, cut, is_out_of_memory, shorten
 from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.program.commands import name_programs, started_as
+from poss_jax.version import __version__
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
 DIM = ("\x1b[2m", "\x1b[0m")
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
             settings["description"] = name_programs(settings.get("description") or "")
         super().__init__(**settings)
         if module is not None:
-            shown = f"poss_jax {poss_jax.__version__}"
+            shown = f"poss_jax {__version__}"
             self.add_argument(
                 "--version", action="version", version=shown, help="Show the version."
             )
@@ -155,7 +155,7 @@ def _keep_traceback(error: Exception) -> str:
     text = "\n".join(
         [
             f"arguments: {sys.argv}",
-            f"poss_jax {poss_jax.__version__}, Python {platform.python_version()}",
+            f"poss_jax {__version__}, Python {platform.python_version()}",
             ", ".join(versions),
             "",
             "".join(traceback.format_exception(error)),

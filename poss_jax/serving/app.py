@@ -24,7 +24,6 @@ from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-import poss_jax
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.paths import as_path
 from poss_jax.engine.answers import Chunk
@@ -48,6 +47,7 @@ from poss_jax.serving.requests import (
     read_completion,
     read_text,
 )
+from poss_jax.version import __version__
 
 _LOG = logging.getLogger(__package__)
 _KEEP_ALIVE = b": waiting\n\n"
@@ -275,7 +275,7 @@ def create_app(
 
     app = FastAPI(
         title="poss_jax",
-        version=poss_jax.__version__,
+        version=__version__,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -359,7 +359,7 @@ def _add_state(app: FastAPI) -> None:
     @app.get("/version")
     async def version() -> Response:
         """The version of poss_jax."""
-        return JSONResponse({"version": poss_jax.__version__})
+        return JSONResponse({"version": __version__})
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.convert.formats import read_checkpoint
-from poss_jax.convert.hf import METADATA, parse_llama_config
-from poss_jax.convert.published import place_specialists
+from poss_jax.convert.hf import parse_llama_config
+from poss_jax.convert.reading import METADATA, place_specialists
 from poss_jax.convert.source import open_source
 
 ROPE = {

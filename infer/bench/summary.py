@@ -4,7 +4,8 @@ docs/metrics.md has the formulas.
 """
 
 from collections.abc import Sequence
-from itertools import chain, combinations
+from itertools import chain, combinations, takewhile
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,7 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
         "seconds": float(seconds.sum()),
         "answers": sum(map(len, rows)),
         "equal_outputs": _count_equal(grid, baseline.first()),
+        "same_text": _share_before_difference(rows, baseline.first()),
     }
 
 
@@ -212,6 +214,17 @@ def _count_equal(grid: Grid, baseline: list[list[Answer]]) -> int:
         for seeds in grid.answers
     ]
     return int(np.all(equal, axis=0).sum())
+
+
+def _share_before_difference(rows: list[list[Answer]], baseline: list[list[Answer]]) -> float:
+    """Share of the baseline's tokens that stand before the first one that differs."""
+    pairs = [
+        (one.output_ids, plain.output_ids)
+        for few, expected in zip(rows, baseline, strict=True)
+        for one, plain in zip(few, expected, strict=True)
+    ]
+    same = [sum(takewhile(bool, map(eq, *pair))) for pair in pairs]
+    return sum(same) / sum(len(plain) for _, plain in pairs)
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

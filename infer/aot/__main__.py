@@ -18,18 +18,19 @@ from typing import Any, get_args
 
 import jax
 
-from poss_jax.config.ahead import AheadConfig, Program
 from poss_jax.config.reading import UserError
-from poss_jax.model.ahead import gpu, tpu_slice
 from poss_jax.model.sharding import make_mesh
+from poss_jax.program.ahead import tpu_slice
 from poss_jax.program.arguments import read_arguments
 from poss_jax.program.options import check_writable
 from poss_jax.program.running import run_program
 
-from .aot_programs import compile_program, plan
-from .aot_report import format_report, measure
-from .costs import DEVICES
-from .report import with_provenance
+from ..bench.costs import DEVICES
+from ..bench.report import with_provenance
+from .config import AheadConfig, Program
+from .gpus import gpu
+from .programs import compile_program, plan
+from .report import format_report, measure
 
 
 def compile_all(

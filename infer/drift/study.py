@@ -1,18 +1,6 @@
-"""Measures drafts by depth: how far their features drift, and what is accepted where.
+"""Follows drafts along the target's own answers, teacher-forced and in earnest."""
 
-Needs a target and drafts (model folders). The target answers every prompt greedily. Along these
-answers a chain is drafted from every position, teacher-forced as in the validation of training, and
-decoding drafts chains in earnest. Prints tables with 95 % intervals over prompts, and as its last
-line everything as one JSON object; --output keeps report.json, report.md and a plot.
-
-    python -m infer.drift --config configs/demo/drift.yaml
-    python -m infer.drift --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl
-    python -m infer.drift --target T --draft EAGLE-2=E --spans 3 --output runs/drift
-"""
-
-import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
 from typing import Any
@@ -23,11 +11,9 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
-from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import ModelRecord, provenance
 from poss_jax.config.decoding import DriftConfig
 from poss_jax.config.models import DraftConfig
-from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.data.conversations import Tokens
@@ -40,17 +26,13 @@ from poss_jax.learn.task import DraftTask
 from poss_jax.learn.validation import DraftSums, make_draft_validation
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.target import stack_layers
-from poss_jax.program.arguments import read_arguments
-from poss_jax.program.running import run_program
 from poss_jax.shapes import Params
 
-from .drift_report import format_brief, format_report, plot_report
-from .measure import Decoder, load_decoders, play
-from .questions import read_questions
-from .report import check_output, show_report
+from ..bench.measure import Decoder, load_decoders, play
+from ..bench.questions import read_questions
+from ..bench.statistics import compare, estimate, estimate_mean, share
+from ..bench.summary import LOOPING_BELOW
 from .spans import advise_spans
-from .statistics import compare, estimate, estimate_mean, share
-from .summary import LOOPING_BELOW
 
 Answers = list[list[Generation]]
 """Answers to the turns of every question."""
@@ -309,37 +291,3 @@ def _all_ids(answer: Generation) -> list[int]:
 def _lengths(answers: Answers) -> np.ndarray:
     """Acceptance length of every question."""
     return np.array([join_answers(turns).mean_acceptance_length for turns in answers])
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses arguments, measures, prints, writes."""
-    config, args = read_arguments(
-        DriftConfig, arguments, prog="infer.drift", doc=__doc__, add_actions=_add_actions
-    )
-    folder = None if config.output is None else local_path(config.output, "output")
-    if folder is not None:
-        check_output(folder, overwrite=args.overwrite)
-    with nullcontext() if folder is None else sole_writer(folder):
-        report = study(config)
-        show_report(
-            report,
-            format_report(report),
-            folder,
-            brief=format_brief(report),
-            plot=lambda folder: plot_report(report, folder / "drift.svg"),
-        )
-
-
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--overwrite", action="store_true", help="Replace a report that is there already."
-    )
-
-
-def cli() -> None:
-    """Entry point of `poss-drift`."""
-    run_program(main)
-
-
-if __name__ == "__main__":
-    cli()

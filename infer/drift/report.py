@@ -8,7 +8,7 @@ import numpy as np
 from poss_jax.program.output import align
 from poss_jax.program.tables import format_rows
 
-from .statistics import format_estimate
+from ..bench.statistics import format_estimate
 
 _MOST_POSITIONS = 8  # of the brief form
 _COLUMNS = {

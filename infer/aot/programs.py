@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from poss_jax.checkpoint.folder import read_draft, read_target
 from poss_jax.checkpoint.record import ModelRecord, TargetIdentity
-from poss_jax.config.ahead import AheadConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Request, Weights
@@ -20,15 +19,16 @@ from poss_jax.engine.device import ACCELERATOR_CHUNK, fit_tree, with_rows
 from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
 from poss_jax.engine.steps import run_round, run_rounds, start
 from poss_jax.learn.task import describe_draft
-from poss_jax.model.ahead import shapes_on
 from poss_jax.model.cache import block_rows
 from poss_jax.model.families import init_draft
+from poss_jax.model.parameters import shapes_on
 from poss_jax.model.quantise import quantise_target
 from poss_jax.model.sharding import bytes_per_device, decoding_mesh, partition_state, replicate
 from poss_jax.model.specialists import attach, fuse_draft
 from poss_jax.model.target import fuse_target, init_target
 
-from . import costs
+from ..bench import costs
+from .config import AheadConfig
 
 
 class Plan(NamedTuple):

@@ -36,8 +36,8 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.steps import on_mesh, run_round, start
 
-from .measure import time_batches
-from .phases import draft_tree, mark_done
+from ..bench.measure import time_batches
+from ..bench.phases import draft_tree, mark_done
 
 _DEPTH = 8
 _TOP_KS = {"cpu": (1, 2, 3, 4, 6)}

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from poss_jax.model.ahead import planned_memory
+from poss_jax.program.ahead import planned_memory
 
-from . import hlo
-from . import hlo_findings as findings
-from .aot_programs import Compiled, Plan, cache_shapes, weight_shapes
-from .costs import Device
+from ..bench.costs import Device
+from . import findings, hlo
+from .programs import Compiled, Plan, cache_shapes, weight_shapes
 
 _CLOCKS_GHZ = {"v5e": 1.5, "v5p": 1.75, "v6e": 1.75}  # of the compiler's cycles
 _MOST = 10

@@ -13,7 +13,13 @@ from poss_jax.engine.answers import Generation
 
 SETTINGS, ANSWERS, METHODS = "bench.json", "answers.jsonl", "methods.json"
 
-_BY_NAME = {"sets", "weights", "trees", "draft_vocabularies"}  # settings of each set or method
+_BY_NAME = {
+    "sets",
+    "methods",
+    "weights",
+    "trees",
+    "draft_vocabularies",
+}  # settings of each set or method
 
 
 class Cell(NamedTuple):
@@ -185,8 +191,9 @@ def _update_settings(
     folder: Path, known: dict[str, Any], settings: dict[str, Any], measured: set[str]
 ) -> None:
     """Adds the names that are new, and refuses what differs of those that were measured."""
-    for key in _BY_NAME & known.keys():
-        known[key] = {name: value for name, value in known[key].items() if name in measured}
+    for key in _BY_NAME & settings.keys():
+        old = known.get(key, {})
+        known[key] = {name: value for name, value in old.items() if name in measured}
     wanted = json.loads(json.dumps(settings))
     keys = {*known, *wanted}
     if differing := sorted(key for key in keys if _differ(known.get(key), wanted.get(key))):

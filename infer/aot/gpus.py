@@ -1,20 +1,19 @@
-"""Compiling ahead of time: shapes instead of arrays, for devices that need not be present.
+"""GPUs that programs can be compiled for without having one.
 
-A TPU slice needs only libtpu, an NVIDIA GPU the wheels of `jax[cuda13]` and a description of the
-device; nothing is run, so no driver is needed.
+The compiler is in the wheels of `jax[cuda13]` and needs a description of the device; nothing is
+run, so no driver is needed.
 """
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 from poss_jax.config.reading import UserError, one_line
-from poss_jax.model.parameters import place_tree
+
+from ..bench.costs import DEVICES
 
 _SM90: dict[str, Any] = {
     "threads_per_block_limit": 1024,
@@ -43,48 +42,23 @@ _SM90: dict[str, Any] = {
     "compile_time_toolkit_version": "13.0.0",
     "dnn_version": "9.10.0",
 }
-"""Facts about Hopper GPUs from NVIDIA's tuning guide and data sheets, as XLA names them."""
+"""Facts about Hopper GPUs from NVIDIA's tuning guide, as XLA names them."""
 
 GPUS: Mapping[str, Mapping[str, Any]] = {
     "h100": {
         **_SM90,
         "name": "NVIDIA H100 80GB HBM3",
-        "memory_bandwidth": 3_350_000_000_000,
+        "memory_bandwidth": int(DEVICES["h100"].bytes_per_second),
         "device_memory_size": 79 * 2**30,
     },
     "h200": {
         **_SM90,
         "name": "NVIDIA H200",
-        "memory_bandwidth": 4_800_000_000_000,
+        "memory_bandwidth": int(DEVICES["h200"].bytes_per_second),
         "device_memory_size": 140 * 2**30,
     },
 }
 """GPUs that can be compiled for without having one."""
-
-
-def tpu_slice(name: str) -> list[Any]:
-    """Devices of a TPU slice such as `v5p:2x2x1`.
-
-    Raises:
-      UserError: no such slice, or no compiler for it.
-    """
-    if jax.default_backend() != "tpu":  # without a TPU libtpu would look for one
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    try:
-        bounds = _host_bounds(name)
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds)
-        return list(topology.devices)
-    except Exception as error:  # libtpu is missing, or refuses the name
-        raise UserError(
-            f"cannot compile for {name}: {one_line(error)}; want a TPU slice "
-            "such as v5p:2x2x1, and libtpu installed (pip install libtpu)"
-        ) from error
-
-
-def _host_bounds(name: str) -> dict[str, Any]:
-    """States that a one-chip host has one chip, which not every libtpu assumes."""
-    sizes = name.partition(":")[2].split("x")
-    return {"chips_per_host_bounds": (1, 1, 1)} if set(sizes) == {"1"} else {}
 
 
 def gpu(name: str) -> list[Any]:
@@ -120,36 +94,6 @@ def describe_gpu(name: str) -> str:
             "device_description_str": facts["name"],
         }
     )
-
-
-def shapes_on(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any:
-    """Shapes of the parameters that a function makes, with shardings from the tables.
-
-    Args:
-      mesh: devices, which need not exist.
-      function: makes a tree of parameters, or of a training state; it is not run.
-      dtype: dtype of all of them; None keeps each one's.
-    """
-    shapes = jax.eval_shape(function)
-
-    def place(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=where)
-
-    return jax.tree.map(place, shapes, place_tree(shapes, mesh))
-
-
-def planned_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes per device of a compiled program, as planned by the compiler."""
-    memory = compiled.memory_analysis()
-    assert memory is not None, "every compiler of XLA plans memory"
-    kept = memory.argument_size_in_bytes
-    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return {
-        "arguments": kept,
-        "donated": memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "total": kept + new + memory.temp_size_in_bytes,
-    }
 
 
 def _as_text(message: Mapping[str, Any]) -> str:

@@ -26,14 +26,14 @@ def format_report(report: dict[str, Any]) -> str:
         f"intervals over questions, where there are {FEWEST} or more",
         *_describe_sampling(report["config"]),
     ]
-    is_compared = report["config"]["drafting"] != "sampled"
-    if not is_compared:
+    sampled = {name for name, one in report["methods"].items() if one["drafting"] == "sampled"}
+    if sampled:
         lines.append(
             "outputs are not compared: with sampled drafts they equal autoregressive ones in "
             "distribution only"
         )
     for group in report["groups"]:
-        table = partial(_group_table, group, is_compared=is_compared)
+        table = partial(_group_table, group, sampled=sampled)
         lines += ["", *_describe_group(group), *table("all")]
         lines += _comparison_table(group["comparisons"])
         if 0 < len(group["looping_questions"]) < group["questions"]:
@@ -68,7 +68,7 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     ]
 
 
-def _group_table(group: dict[str, Any], part: str, *, is_compared: bool) -> list[str]:
+def _group_table(group: dict[str, Any], part: str, *, sampled: set[str]) -> list[str]:
     rows = {name: entry[part] for name, entry in group["methods"].items() if part in entry}
     depth = max((len(row["positionwise_acceptance"]["value"]) for row in rows.values()), default=0)
     head = ["method", "acceptance length", "pooled", "tokens/s", "speed-up"]
@@ -87,7 +87,7 @@ def _group_table(group: dict[str, Any], part: str, *, is_compared: bool) -> list
             *[""] * (depth - len(positions)),
             *(f"{row['first_token_milliseconds'][key]:.1f}" for key in ("p50", "p90")),
             *(f"{row['token_milliseconds'][key]:.2f}" for key in ("p50", "p90")),
-            f"{row['equal_outputs']} of {row['answers']}" if is_compared else "",
+            "" if name in sampled else f"{row['equal_outputs']} of {row['answers']}",
         ]
         table.append(cells)
     return format_rows(head, table)

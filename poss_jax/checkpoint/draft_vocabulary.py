@@ -1,7 +1,4 @@
-"""Draft vocabularies: the tokens of a target that a draft may propose, and their file.
-
-The rule is EAGLE-3's: the most frequent trained tokens, sorted by id.
-"""
+"""The file of a draft vocabulary: the tokens of a target that a draft may propose."""
 
 import json
 from pathlib import Path
@@ -16,9 +13,9 @@ from poss_jax.config.json_reading import read_json
 from poss_jax.config.numbers import AtLeastTwo, CountOrZero, Probability
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, build_config, config_to_dict
-from poss_jax.data.rows import Rows
 
-_SMALLEST = 2
+SMALLEST = 2
+"""Fewest tokens that a draft may propose."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -33,7 +30,7 @@ class DraftVocabulary:
     """
 
     vocab_size: AtLeastTwo
-    tokens: tuple[CountOrZero, ...] = Field(min_length=_SMALLEST)
+    tokens: tuple[CountOrZero, ...] = Field(min_length=SMALLEST)
     coverage: Probability | None = None
     source: Any = None
 
@@ -44,53 +41,6 @@ class DraftVocabulary:
             raise ValueError(f"tokens: want ascending ids, got {ids[at + 1]} after {ids[at]}")
         if ids[-1] >= self.vocab_size:
             raise ValueError(f"tokens: want ids below vocab_size {self.vocab_size}, got {ids[-1]}")
-
-
-def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
-    """Counts how often each token occurs as a trained token.
-
-    Args:
-      rows: rows of a run.
-      vocab_size: number of tokens of the target.
-
-    Returns:
-      [V] int64.
-    """
-    return np.bincount(rows.tokens[rows.loss_mask], minlength=vocab_size)
-
-
-def choose_tokens(counts: np.ndarray, size: int) -> np.ndarray:
-    """Chooses the most frequent tokens; ties go to the lowest ids.
-
-    So tokens that never occur fill the vocabulary from the lowest id.
-
-    Args:
-      counts: [V] from `count_trained`.
-      size: number of tokens to choose.
-
-    Returns:
-      [size] int32, ascending ids.
-
-    Raises:
-      UserError: the size is below 2 or above the number of tokens.
-    """
-    if not _SMALLEST <= size <= len(counts):
-        raise UserError(
-            f"draft vocabulary: want a size of {_SMALLEST} to {len(counts)}, the number of tokens "
-            f"of the target, got {size}"
-        )
-    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
-
-
-def size_for_coverage(counts: np.ndarray, coverage: float) -> int:
-    """Finds the smallest size whose tokens cover a share of the counted ones."""
-    shares = np.cumsum(np.sort(counts)[::-1]) / counts.sum()
-    return max(_SMALLEST, int(np.argmax(shares >= coverage)) + 1)
-
-
-def coverage_of(counts: np.ndarray, tokens: np.ndarray) -> float:
-    """Share of the counted tokens that are in a vocabulary."""
-    return float(counts[tokens].sum() / counts.sum())
 
 
 def write_draft_vocabulary(path: Path, vocabulary: DraftVocabulary) -> None:
@@ -106,7 +56,7 @@ def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
     """Reads the tokens of a draft vocabulary.
 
     Args:
-      path: JSON file that `python -m poss_jax.draft_vocab` writes.
+      path: JSON file that `python -m train.draft_vocab` writes.
       vocab_size: number of tokens of the target.
 
     Returns:

@@ -1,17 +1,19 @@
-"""Timing for the benchmark: whole prompts, the first token, and a bare decode step."""
+"""What is measured, and timing: whole prompts, the first token, and a bare decode step."""
 
+import argparse
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.decoding import BenchConfig, MethodConfig
+from poss_jax.config.models import Quantisation
 from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
@@ -24,6 +26,8 @@ from poss_jax.model import target
 from poss_jax.model.ranking import choose
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.model.target import compute_dtype
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import with_default_models
 from poss_jax.program.output import waiting
 
 from .costs import Device, decode, describe_workload, num_parts
@@ -76,29 +80,80 @@ class Decoder:
         self.first_token_seconds = {"cold": cold, "warm": float(np.median(warm))}
 
 
+def read_settings(
+    arguments: Sequence[str] | None,
+    *,
+    prog: str,
+    doc: str | None,
+    add_actions: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> tuple[BenchConfig, argparse.Namespace]:
+    """Reads the command line of a program that prints what a benchmark's models do.
+
+    Of several temperatures and seeds such a program takes the first.
+    """
+    config, args = read_arguments(
+        BenchConfig, arguments, prog=prog, doc=doc, add_actions=add_actions
+    )
+    if args.output is not None:
+        _LOG.warning("%s prints its report; nothing is written to --output", prog)
+    sampling = replace(
+        config.sampling,
+        temperature=(*config.temperatures, config.sampling.temperature)[0],
+        seed=(*config.seeds, config.sampling.seed)[0],
+    )
+    return with_default_models(replace(config, sampling=sampling)), args
+
+
+def need_equal_texts(config: BenchConfig) -> None:
+    """Refuses settings without drafts, or with methods, which may change texts."""
+    if not config.drafts:
+        raise UserError("want at least one draft; give --draft NAME=DIR")
+    if config.drafting == "sampled":
+        raise UserError(
+            "want texts that no draft changes; those of drafting=sampled are the target's in "
+            "distribution only; choose coupled or argmax"
+        )
+    if config.methods:
+        raise UserError("want drafts alone, got methods, which may change texts; leave them out")
+
+
 @waiting("loading the models ...")
 def load_decoders(config: BenchConfig) -> list[Decoder]:
-    """Loads the target once, and one engine per draft beside the autoregressive one."""
-    if AUTOREGRESSIVE in config.drafts:
+    """Loads every target once, and one engine per method beside the autoregressive one."""
+    ways = config.ways
+    if AUTOREGRESSIVE in ways:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
-    baseline = Engine.load(
-        config.target,
-        tree=config.tree,
-        drafting=config.drafting,
-        quantise=config.quantise,
-        mesh=config.mesh,
-    )
-    given = {
-        "allow_target_mismatch": config.allow_target_mismatch,
-        "vocabulary": config.draft_vocabulary,
+
+    @cache
+    def load_target(quantise: Quantisation | None) -> Engine:
+        return Engine.load(
+            config.target,
+            tree=config.tree,
+            drafting=config.drafting,
+            quantise=quantise,
+            mesh=config.mesh,
+        )
+
+    engines = {AUTOREGRESSIVE: load_target(config.quantise)} | {
+        name: _decode_by(way, config, load_target(way.quantise or config.quantise))
+        for name, way in ways.items()
     }
-    return [
-        Decoder(AUTOREGRESSIVE, baseline),
-        *(
-            Decoder(name, baseline.load_draft(folder, **given))
-            for name, folder in config.drafts.items()
-        ),
-    ]
+    return [Decoder(name, engine) for name, engine in engines.items()]
+
+
+def _decode_by(way: MethodConfig, config: BenchConfig, engine: Engine) -> Engine:
+    """Gives an engine of the target what a method wants."""
+    if way.tree is not None:
+        engine = engine.with_tree(way.tree)
+    if way.draft is not None:
+        engine = engine.load_draft(
+            way.draft,
+            allow_target_mismatch=config.allow_target_mismatch,
+            vocabulary=way.draft_vocabulary or config.draft_vocabulary,
+        )
+    if way.drafting is not None:
+        engine = engine.with_tree(engine.trees, drafting=way.drafting)
+    return engine
 
 
 def _prompts_of_all_rooms(dialogues: Sequence[Dialogue]) -> Iterator[PreparedPrompt]:

@@ -1,5 +1,13 @@
-"""The action --autotune of `infer.bench`: the fastest trees of every draft, and their files."""
+"""Finds the fastest tree of every draft and batch size, and keeps them where programs look.
 
+Predicts the speed of hundreds of trees and measures the best (see `search`). Prints a table and, as
+the last line, everything as one JSON object. Every program that decodes with the draft on this kind
+of device finds the trees beside it.
+
+    python -m infer.tune --target T --draft PosS-3=P --batch-sizes 1,4,16
+"""
+
+import argparse
 import math
 import os
 from collections.abc import Sequence
@@ -16,14 +24,15 @@ from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.device import default_tree
 from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
-from poss_jax.program.options import check_writable
+from poss_jax.program.options import at_least, check_writable
 from poss_jax.program.output import print_summary
+from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 
-from .autotune import tree_name, tune
-from .measure import load_decoders
-from .questions import first_prompts, read_questions
-from .report import with_provenance
+from ..bench.measure import load_decoders, need_equal_texts, read_settings
+from ..bench.questions import first_prompts, read_questions
+from ..bench.report import with_provenance
+from .search import tree_name, tune
 
 
 def autotune(
@@ -77,8 +86,6 @@ def places_of_trees(
     config: BenchConfig, file: Path | None, *, overwrite: bool
 ) -> dict[str, AnyPath]:
     """Files that tuned trees are written to, by draft; refused before any work is spent."""
-    if not config.drafts:
-        raise UserError("--autotune: want at least one draft; give --draft NAME=DIR")
     if file is not None and len(config.drafts) > 1:
         raise UserError("--trees-file: want one draft, got several; tune them one by one")
     for made in () if file is None or overwrite else (file, vocabulary_file(file)):
@@ -139,3 +146,58 @@ def _format_tuning(report: dict[str, Any]) -> str:
                 cells += [f"{row['ratio']:.2f}", f"{length:.2f}" if expected else ""]
                 table.append([*cells, f"{row['acceptance_length']:.2f}"])
     return "\n".join(format_rows(head, table))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, measures, prints, writes."""
+    config, args = read_settings(
+        arguments, prog="infer.tune", doc=__doc__, add_actions=_add_actions
+    )
+    need_equal_texts(config)
+    if len(config.temperatures) > 1:
+        raise UserError(
+            f"want one temperature, got {list(config.temperatures)}; give temperatures=[1], or the "
+            "one that texts will be drawn with"
+        )
+    places = places_of_trees(config, args.trees_file, overwrite=args.overwrite)
+    autotune(config, args.batch_sizes, args.try_vocabulary, places)
+
+
+def _batch_sizes(text: str) -> list[int]:
+    """Reads batch sizes separated by commas."""
+    return sorted({at_least(1)(size) for size in text.split(",")})
+
+
+def _add_actions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--batch-sizes",
+        type=_batch_sizes,
+        default=[1],
+        metavar="N,N",
+        help="Numbers of prompts decoded together, such as 1,4,16. (default: 1)",
+    )
+    parser.add_argument(
+        "--try-vocabulary",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Draft vocabulary to try, too, see python -m train.draft_vocab. The option may be "
+        "repeated.",
+    )
+    parser.add_argument(
+        "--trees-file",
+        type=Path,
+        metavar="FILE",
+        help="Write the trees here instead of beside the draft; other programs take it as --trees, "
+        "and a vocabulary that won, FILE with the ending .vocabulary.json, as --draft-vocabulary.",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="Replace --trees-file.")
+
+
+def cli() -> None:
+    """Entry point of `poss-tune`."""
+    run_program(main)
+
+
+if __name__ == "__main__":
+    cli()

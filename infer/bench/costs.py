@@ -13,12 +13,14 @@ computing its FLOPs. Phases follow one another, so the floor of a round is the s
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 
 import jax
 from jax.sharding import Mesh
 
 from poss_jax.config.models import ACCELERATOR_TREE, DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.model.parameters import item_shapes
 from poss_jax.model.target import compute_dtype
 
 
@@ -295,19 +297,18 @@ def _key_value_weights(config: LlamaConfig, width: int) -> int:
 
 
 def _input_width(draft: DraftConfig) -> int:
-    """Width of what a specialist attends with: a state, in EAGLE-3 beside an embedding."""
-    return (2 if draft.family == "eagle3" else 1) * draft.layer.hidden_size
+    """Width of what a specialist attends with: a state, or an embedding and a state."""
+    return item_shapes(draft)["specialists/0"]["attention"]["q"]["weight"][1]
 
 
 def _fuse_weights(draft: DraftConfig) -> int:
     """Weights of `fc`, which joins a feature of the target to an embedding or to a state."""
-    inputs = max(len(draft.aux_layers), 1) if draft.family == "eagle3" else 2
-    return inputs * draft.layer.hidden_size**2
+    return prod(item_shapes(draft)["fc"]["weight"])
 
 
 def _feed_back_weights(draft: DraftConfig) -> int:
-    """Weights that a predicted feature passes on its way to the next specialist."""
-    return 0 if draft.family == "eagle3" else _fuse_weights(draft)
+    """Weights that a predicted feature passes: none where specialists read both halves apart."""
+    return 0 if _input_width(draft) > draft.layer.hidden_size else _fuse_weights(draft)
 
 
 def _draft_of(work: Workload) -> DraftConfig:

@@ -1,0 +1,13 @@
+"""Compares drafts over the same questions.
+
+questions.py     data sets -> questions -> prompts
+measure.py       ways to decode, and their times
+phases.py        times of the phases of a round
+costs.py         bytes, FLOPs and floors of the phases; datasheets of devices
+journal.py       answers, kept as they come
+compare.py       all questions with all methods
+statistics.py    intervals and tests
+summary.py       answers -> numbers
+report.py        numbers -> tables and files; page.py makes a web page of them
+answer_files.py  answers in the field's formats
+"""

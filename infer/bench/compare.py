@@ -1,0 +1,228 @@
+"""Answers all questions with every method, keeps the answers, and sums them up."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from poss_jax.checkpoint.record import provenance, read_record
+from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.paths import local_path
+from poss_jax.config.reading import config_to_dict
+from poss_jax.engine.dialogue import Dialogue
+from poss_jax.engine.prompts import PreparedPrompt
+
+from ..drift.study import study
+from ..roofline import device_name, find_roofline
+from .journal import Answer, Cell, Journal, Key, make_turn
+from .measure import AUTOREGRESSIVE, Decoder, count_memory, load_decoders, measure_steps, play
+from .phases import measure_card
+from .questions import Question, first_prompts, make_dialogues, read_sets
+from .report import with_provenance
+from .summary import make_grid, show_example, summarise_group
+
+
+def bench(
+    config: BenchConfig, *, from_scratch: bool = False
+) -> tuple[dict[str, Any], list[Answer]]:
+    """Runs the whole comparison, or what is missing of it in the folder `config.output`.
+
+    Args:
+      config: what is compared.
+      from_scratch: whether answers that the folder holds are dropped.
+
+    Returns:
+      The report, JSON-compatible (see docs/bench.md), and all answers.
+
+    Raises:
+      UserError: bad input.
+    """
+    decoders = load_decoders(config)
+    sets = read_sets(config, decoders[0].engine)
+    dialogues = {
+        cell: make_dialogues(sets[cell.set], config, sampling, decoders[0].engine)
+        for cell, sampling in _cells(config, sets)
+    }
+    folder = local_path(config.output, "output") if config.output else None
+    journal = Journal(folder, settings_of(config, decoders, sets), from_scratch=from_scratch)
+    keys = [
+        Key(cell, repeat, decoder.name, index)
+        for cell, few in dialogues.items()
+        for repeat in range(config.repeats)
+        for number, batch in enumerate(_batches(range(len(few)), config.batch_size))
+        for decoder in (*decoders[number % len(decoders) :], *decoders[: number % len(decoders)])
+        for index in batch
+    ]
+    at_work = {key.method for key in journal.missing(keys)} | {
+        decoder.name for decoder in decoders if decoder.name not in journal.methods
+    }
+    every = [one for few in dialogues.values() for one in few]
+    for decoder in tqdm([one for one in decoders if one.name in at_work], desc="compile"):
+        decoder.compile(every, batch_size=config.batch_size)
+    by_depth = {"drift": study(config.by_depth)} if config.drift else {}
+    _answer_missing(config, keys, decoders, sets, dialogues, journal)
+    prompt = first_prompts(next(iter(dialogues.values())))[0]
+    report = {
+        "baseline": AUTOREGRESSIVE,
+        "max_new_tokens": config.max_new_tokens,
+        "repeats": config.repeats,
+        "groups": list(_summarise(config, decoders, dialogues, journal)),
+        **_describe_methods(decoders, prompt, journal, has_phases=config.phases),
+    }
+    report = with_provenance(report | by_depth, config)
+    return report, [journal.answers[key] for key in keys]
+
+
+def _cells(config: BenchConfig, sets: dict[str, list[Question]]) -> Iterator[tuple[Cell, Any]]:
+    """Yields every set with every way to choose tokens; greedy answers have no use for seeds."""
+    for name in sets:
+        for temperature in config.temperatures or (config.sampling.temperature,):
+            seeds = config.seeds or (config.sampling.seed,)
+            for seed in seeds[: None if temperature else 1]:
+                sampling = replace(config.sampling, temperature=temperature, seed=seed)
+                yield Cell(name, temperature, seed), sampling
+
+
+def settings_of(
+    config: BenchConfig, decoders: Sequence[Decoder], sets: dict[str, list[Question]]
+) -> dict[str, Any]:
+    """Collects what decides answers and times: the config, the weights, the trees, the device.
+
+    Answers name their set, temperature, seed and draft, so there may be more of them later.
+    """
+    settings = config_to_dict(config)
+    answers_say = "prompts", "datasets", "data_dir", "temperatures", "seeds", "drafts"
+    for key in ("output", "repeats", "drift", "draft_vocabulary", *answers_say):
+        del settings[key]
+    folders = {name: way.draft or config.target for name, way in config.ways.items()}
+    folders[AUTOREGRESSIVE] = config.target
+    of_process = provenance()
+    return settings | {
+        "sets": {name: _digest(list(map(asdict, few))) for name, few in sets.items()},
+        "weights": {name: read_record(folder).weights_sha256 for name, folder in folders.items()},
+        "trees": {decoder.name: str(decoder.engine.trees) for decoder in decoders},
+        "draft_vocabularies": {decoder.name: _digest(_vocabulary(decoder)) for decoder in decoders},
+        "device": device_name(),
+        "versions": {name: of_process["versions"][name] for name in ("jax", "poss_jax")},
+    }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
+
+
+def _vocabulary(decoder: Decoder) -> list[int] | None:
+    """Tokens that a draft may propose; None: all."""
+    tokens = decoder.engine.weights.draft.get("vocabulary")
+    return None if tokens is None else np.asarray(tokens).tolist()
+
+
+def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Cuts questions into batches."""
+    return (indices[first : first + size] for first in range(0, len(indices), size))
+
+
+def _answer_missing(
+    config: BenchConfig,
+    keys: Sequence[Key],
+    decoders: Sequence[Decoder],
+    sets: dict[str, list[Question]],
+    dialogues: dict[Cell, list[Dialogue]],
+    journal: Journal,
+) -> None:
+    """Answers what the journal does not hold; methods take turns, batch by batch."""
+    engines = {decoder.name: decoder.engine for decoder in decoders}
+
+    def batch_of(key: Key) -> Key:
+        return key._replace(question=key.question // config.batch_size)
+
+    missing = list(journal.missing(keys))
+    with tqdm(
+        total=len(keys), initial=len(keys) - len(missing), desc="bench", unit="question"
+    ) as progress:
+        for (cell, _, method, _), group in groupby(missing, batch_of):
+            batch = list(group)
+            asked = [dialogues[cell][key.question] for key in batch]
+            timed = play(engines[method], asked, batch_size=config.batch_size)
+            for key, few in zip(batch, timed, strict=True):
+                question = sets[cell.set][key.question]
+                turns = [make_turn(*one) for one in few]
+                journal.add(Answer(key, question.id, question.category, turns))
+            progress.update(len(batch))
+
+
+def _summarise(
+    config: BenchConfig,
+    decoders: Sequence[Decoder],
+    dialogues: dict[Cell, list[Dialogue]],
+    journal: Journal,
+) -> Iterator[dict[str, Any]]:
+    """Yields the numbers of every set and temperature, over all its seeds."""
+    engine = decoders[0].engine
+    for (name, temperature), group in groupby(dialogues, lambda cell: cell[:2]):
+        cells = list(group)
+        grids = {
+            decoder.name: make_grid(
+                journal.answers,
+                cells,
+                decoder.name,
+                repeats=config.repeats,
+                num_questions=len(dialogues[cells[0]]),
+            )
+            for decoder in decoders
+        }
+        shown = {
+            decoder.name: journal.answers[Key(cells[0], 0, decoder.name, 0)]
+            for decoder in decoders[1:]
+        }
+        about = {
+            "set": name,
+            "temperature": temperature,
+            "seeds": [cell.seed for cell in cells],
+            "example": show_example(engine, dialogues[cells[0]][0].prompt, shown),
+        }
+        yield about | summarise_group(grids, AUTOREGRESSIVE)
+
+
+def _describe_methods(
+    decoders: Sequence[Decoder],
+    prompt: PreparedPrompt,
+    journal: Journal,
+    *,
+    has_phases: bool,
+) -> dict[str, Any]:
+    """Measures what does not depend on the questions: memory, and phases if they are wanted."""
+    roofline = find_roofline() if has_phases else None
+    for decoder in decoders:
+        if decoder.name not in journal.methods:
+            numbers = {
+                "compile_seconds": decoder.compile_seconds,
+                "first_token_seconds": decoder.first_token_seconds,
+                "memory": count_memory(decoder.engine),
+            }
+            if roofline is not None:
+                numbers |= measure_card(decoder.engine, prompt, roofline.device)
+            journal.describe(decoder.name, numbers)
+    about: dict[str, Any] = {
+        "device": device_name(),
+        "methods": {
+            decoder.name: {"tree": _tree_of(decoder), "drafting": decoder.engine.drafting}
+            | journal.methods[decoder.name]
+            for decoder in decoders
+        },
+    }
+    if roofline is None:
+        return about
+    steps = measure_steps(decoders[0].engine, prompt, roofline.device)
+    return about | {"autoregressive_step_milliseconds": steps, "roofline": asdict(roofline)}
+
+
+def _tree_of(decoder: Decoder) -> str | None:
+    """The tree that a question alone is drafted with; None decodes without a draft."""
+    config = decoder.engine.decode_config(1)
+    return config.tree.name if config.draft else None

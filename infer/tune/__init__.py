@@ -1,0 +1,1 @@
+"""Finds the fastest draft trees: `search.py` predicts and measures them."""
