@@ -18,7 +18,7 @@ from infer import bench as program
 from infer import page as page_module
 from infer.answer_files import write_answer_files
 from infer.bench import main
-from infer.brief import align, describe, format_brief
+from infer.brief import describe, format_brief
 from infer.costs import Device
 from infer.journal import Answer, Cell, Journal, Key, Turn, make_turn
 from infer.measure import Decoder, Timed, load_decoders, play
@@ -34,6 +34,7 @@ from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.data.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.engine.dialogue import read_dialogues
 from poss_jax.engine.engine import Engine
+from poss_jax.program.output import align
 
 N = 12
 TREE = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()  # compiled by other tests, too
