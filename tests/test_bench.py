@@ -28,7 +28,7 @@ from infer.bench.phases import phases_to_round
 from infer.bench.questions import first_prompts, read_hub, read_questions, read_sets
 from infer.bench.report import check_output, format_card, format_report
 from infer.bench.summary import Grid, make_grid, show_example, summarise, summarise_group
-from infer.brief import align, describe, format_brief
+from infer.brief import describe, format_brief
 from infer.roofline import Roofline
 from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.config.decoding import BenchConfig, MethodConfig, SamplingConfig
@@ -37,6 +37,7 @@ from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.engine.dialogue import read_dialogues
 from poss_jax.engine.engine import Engine
 from poss_jax.model.quantise import Quantised
+from poss_jax.program.output import align
 
 N = 12
 TREE = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()  # compiled by other tests, too

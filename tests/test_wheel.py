@@ -71,6 +71,8 @@ def test_programs_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) ->
     (site,) = environment.glob("lib/*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "15\n"
+    poss = str(environment / "bin" / "poss")
+    assert run([poss, "plot", "--help"], folder).startswith("usage: poss plot ")
     options = "--prompt import --max-new-tokens 4"
     options += " --tree-depth 6 --stream"  # compiled by tests/test_bundled.py, too
     bundled = site / "poss_jax" / "bundled"

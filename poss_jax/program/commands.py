@@ -72,7 +72,7 @@ def name_programs(text: str) -> str:
 
 def umbrella_name() -> str:
     """How `poss` itself was started."""
-    return _UMBRELLAS[Path(sys.argv[0]).name == "__main__.py"]
+    return "python -m poss_jax" if Path(sys.argv[0]).name == "__main__.py" else "poss"
 
 
 def _umbrella() -> str | None:
