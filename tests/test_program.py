@@ -156,7 +156,7 @@ def test_as_a_command_bad_input_is_one_line_and_code_2() -> None:
     ("program", "lines"),
     [
         ("infer.generate", ['-m infer.generate --question "How do I poach an egg?" --stream ']),
-        ("infer.bench", ["    python -m infer.bench --config configs/demo/bench.yaml"]),
+        ("infer.bench.__main__", ["    python -m infer.bench --config configs/demo/bench.yaml"]),
         ("infer.serve", ["--max-queue", "POSS_API_KEY"]),
         ("train.main", ["    python -m train.main --config configs/demo/"]),
     ],
