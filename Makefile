@@ -22,6 +22,8 @@ ISA_TESTS := train_step layers losses blockwise cache documents posterior sampli
 OLDEST := .venv-oldest
 TEXT_TESTS := $(addprefix tests/test_, text.py rendering.py chats.py)
 
+PYTHON_MODELS := tests/fixtures/python
+
 # Every step of training asks the system for large buffers; large pages make that cheaper.
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
@@ -53,13 +55,13 @@ demo-train: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare 
 	@$(PY) -m infer.bench --config configs/demo/bench_sampled.yaml --overwrite
 	@echo "Models, metrics and the report lie under runs/demo/"
 
-bundle: $(STAMP)  ## train the bundled models (5 hours), and put them into the package
+bundle: $(STAMP)  ## train the small Python models of tests and benchmarks (5 hours)
 	@for run in target_start target eagle_start $(BUNDLED_DRAFTS); do \
 	  echo "== $$run"; \
 	  $(PY) -m train.main --config configs/bundled/$$run.yaml || exit $$?; \
 	done
 	@for run in target $(BUNDLED_DRAFTS); do \
-	  rm -rf poss_jax/bundled/$$run && cp -r runs/bundled/$$run/model poss_jax/bundled/$$run || exit $$?; \
+	  rm -rf $(PYTHON_MODELS)/$$run && cp -r runs/bundled/$$run/model $(PYTHON_MODELS)/$$run || exit $$?; \
 	done
 
 test: $(STAMP)  ## run the tests

@@ -13,6 +13,13 @@ from poss_jax.program.running import Parser
 
 TREE = "DEPTH/TOP_K/TOTAL"
 
+_PYTHON_MODELS = Path(__file__).parent.parent / "tests" / "fixtures" / "python"
+
+
+def python_model(name: str) -> Path:
+    """Folder of a small model that writes Python: `target`, or a draft for it, such as `poss3`."""
+    return _PYTHON_MODELS / name
+
 
 def make_parser(doc: str | None) -> Parser:
     """Makes the parser of a benchmark; --output may hold an older report, which is replaced."""

@@ -44,9 +44,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.options import make_parser
+from benchmarks.options import make_parser, python_model
 from infer.bench.report import show_report
-from poss_jax.bundled import bundled_model
 from poss_jax.checkpoint.folder import read_target, write_model
 from poss_jax.checkpoint.record import new_record, provenance, target_identity
 from poss_jax.config.decoding import SamplingConfig
@@ -409,8 +408,8 @@ def resident_mib(pid: int) -> float:
 
 def write_random_pair(folder: Path, hidden_size: int) -> tuple[str, str]:
     """Writes a target of that width and a PosS-3 draft with random weights; gives their folders."""
-    bundled = bundled_model("target")
-    known = read_target(bundled).config
+    target = python_model("target")
+    known = read_target(target).config
     assert isinstance(known, LlamaConfig)
     heads = {"num_heads": hidden_size // 64, "num_kv_heads": hidden_size // 64, "head_dim": 64}
     sizes = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size}
@@ -421,7 +420,7 @@ def write_random_pair(folder: Path, hidden_size: int) -> tuple[str, str]:
     identity = target_identity("random", None, embedding, embedding)
     pair = ("target", llama, params), ("draft", draft, init_draft(draft, jax.random.key(1)))
     for name, config, weights in pair:
-        tokenizer_from = as_path(bundled) if name == "target" else None
+        tokenizer_from = as_path(target) if name == "target" else None
         record = new_record(config, identity, tokenizer_from=tokenizer_from)
         items = split_items(config, weights)
         write_model(folder / name, record, items, tokenizer_from=tokenizer_from)
@@ -528,8 +527,8 @@ def _known_cores() -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints."""
     parser = make_parser(__doc__)
-    parser.add_argument("--target", default=str(bundled_model("target")), metavar="DIR")
-    parser.add_argument("--draft", default=str(bundled_model("poss3")), metavar="DIR")
+    parser.add_argument("--target", default=str(python_model("target")), metavar="DIR")
+    parser.add_argument("--draft", default=str(python_model("poss3")), metavar="DIR")
     parser.add_argument("--clients", type=at_least(1), default=64)
     parser.add_argument("--seconds", type=at_least(1), default=120)
     parser.add_argument("--max-new-tokens", type=at_least(8), default=128)

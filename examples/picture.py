@@ -1,7 +1,7 @@
-"""Draws docs/drafts.svg: an answer of the bundled models, drafted tokens coloured by position.
+"""Draws docs/drafts.svg: an answer of the default model, drafted tokens coloured by position.
 
 python examples/picture.py
-python examples/picture.py --prompt "class Stack:" --max-new-tokens 80 --output stack.svg
+python examples/picture.py --question "What is a prime number?" --output prime.svg
 """
 
 import argparse
@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 import poss_jax
 from poss_jax.engine.text import Piece
 
-PROMPT = "import argparse\n\n\ndef main():\n    parser ="
+QUESTION = "What is the capital of France, and what is it known for?"
 COLOURS = ("#9ecbff", "#7ee2b8", "#ffd866", "#ffab70", "#f692ce", "#c8a6ff")
 """Background of a token by the position it was drafted at; the last one serves those beyond."""
 
@@ -67,6 +67,8 @@ def _place(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, str, int]]:
         for number, part in enumerate(piece.text.expandtabs(4).split("\n")):
             if number:
                 column, line = 0, line + 1
+            if len(part) <= _COLUMNS < column + len(part):
+                column, line, part = 0, line + 1, part.lstrip(" ")
             while part:
                 if column == _COLUMNS:
                     column, line = 0, line + 1
@@ -82,19 +84,19 @@ def _box(x: float, y: float, num_characters: int, depth: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Answers the prompt with the bundled PosS-3 draft and writes the picture."""
+    """Answers the question with a draft and writes the picture."""
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--prompt", default=PROMPT, help="Text to continue.")
+    parser.add_argument("--question", default=QUESTION, help="Question to answer.")
     parser.add_argument("--max-new-tokens", type=int, default=72, help="Most tokens of the answer.")
     parser.add_argument("--output", type=Path, default=Path("docs/drafts.svg"))
     args = parser.parse_args(arguments)
-    models = poss_jax.bundled_model("target"), poss_jax.bundled_model("poss3")
-    engine = poss_jax.Engine.load(
-        *models, tree=poss_jax.TreeConfig(depth=6, top_k=4, total_tokens=24)
-    )
-    chunks = engine.stream(args.prompt, max_new_tokens=args.max_new_tokens)
-    args.output.write_text(draw(args.prompt, [chunk.pieces for chunk in chunks]))
+    tree = poss_jax.TreeConfig(depth=4, top_k=4, total_tokens=16)
+    draft = next(iter(poss_jax.default_drafts().values()))
+    engine = poss_jax.Engine.load(poss_jax.default_target(), draft, tree=tree)
+    chat = [{"role": "user", "content": args.question}]
+    chunks = engine.stream(chat, max_new_tokens=args.max_new_tokens)
+    args.output.write_text(draw(f"{args.question}\n\n", [chunk.pieces for chunk in chunks]))
 
 
 if __name__ == "__main__":

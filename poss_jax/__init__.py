@@ -10,7 +10,7 @@ Where things live, each folder importing from those above it:
     data              records, chats, tokenizer, rows and features for training
     convert           from and to the checkpoints of other programs
     engine            load, generate, stream, schedule: the library's interface
-    bundled           models that come with the package, and the default target
+    bundled           the default target, and its drafts
     program           what the command-line programs share
     serving           the OpenAI-compatible server
 
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from poss_jax.version import __version__
 
 if TYPE_CHECKING:
-    from poss_jax.bundled import bundled_model
     from poss_jax.bundled.default import default_drafts, default_target
     from poss_jax.config.decoding import SamplingConfig
     from poss_jax.config.models import TreeConfig
@@ -43,13 +42,11 @@ __all__ = [
     "TreeConfig",
     "UserError",
     "__version__",
-    "bundled_model",
     "default_drafts",
     "default_target",
 ]
 
 _PLACES = {
-    "bundled": ["bundled_model"],
     "bundled.default": ["default_drafts", "default_target"],
     "config.decoding": ["SamplingConfig"],
     "config.models": ["TreeConfig"],

@@ -16,6 +16,7 @@ import pytest
 from models import tiny_llama
 from programs import copy_model, refusal
 
+from benchmarks.options import python_model
 from infer.aot import findings, hlo
 from infer.aot.__main__ import main
 from infer.aot.config import AheadConfig
@@ -23,7 +24,6 @@ from infer.aot.gpus import GPUS, describe_gpu
 from infer.aot.programs import Plan, cache_shapes, compile_program, plan, weight_shapes
 from infer.aot.report import find_main_loop, measure
 from infer.bench.costs import Device
-from poss_jax.bundled import bundled_model
 from poss_jax.config.models import MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import SpecialistsConfig
@@ -184,7 +184,7 @@ def test_a_gpu_is_described_in_text():
 
 
 def test_a_folder_says_how_it_is_quantised_and_what_it_can_propose(tmp_path):
-    target = copy_model(bundled_model("target"), tmp_path / "target", quantised="int8")
+    target = copy_model(python_model("target"), tmp_path / "target", quantised="int8")
     mesh = make_mesh(settings().mesh, jax.devices()[:1])
     models = {"model": None, "specialists": None, "target": target}
     planned = plan(settings(**models), mesh)
@@ -192,7 +192,7 @@ def test_a_folder_says_how_it_is_quantised_and_what_it_can_propose(tmp_path):
     assert planned.weights.target["head"]["weight"].values.dtype == jnp.int8
     with pytest.raises(UserError, match="quantise fp8: the target is quantised to int8"):
         plan(settings(**models, quantise="fp8"), mesh)
-    own_head = {"draft": str(bundled_model("eagle3")), "draft_tokens": 9}
+    own_head = {"draft": str(python_model("eagle3")), "draft_tokens": 9}
     with pytest.raises(UserError, match=r"draft_tokens: draft .* has a head of its own"):
         plan(settings(**models | own_head), mesh)
 
@@ -248,7 +248,7 @@ def test_bad_input_is_refused_in_one_line(words, message):
     ],
 )
 def test_models_that_do_not_fit_are_refused(words, message):
-    words = [word.format(bundled=Path(bundled_model("target")).parent) for word in words]
+    words = [word.format(bundled=Path(python_model("target")).parent) for word in words]
     config = load_config(AheadConfig, str(CONFIGS / "llama3-8b.yaml"), words)
     with pytest.raises(UserError, match=message):
         plan(config, make_mesh(config.mesh))

@@ -36,7 +36,7 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "pip download ": "needs a network",
     "bash .ci/run": "this test is part of it",
     "make ": "runs the tests, or for minutes",
-    "python -m infer.generate --target poss_jax/bundled/": "tests/test_bundled.py runs it",
+    "python -m infer.generate --question ": "wants the wheel of the default model",
     "python -m infer.chat": "reads what is typed; tests/test_chat.py types",
     "python -m infer.bench --config configs/bundled/": "runs for minutes",
     "python -m infer.bench --config configs/study/": "runs for half an hour",

@@ -24,7 +24,7 @@ import pytest
 import yaml
 from openai import AsyncOpenAI
 
-from poss_jax.bundled import bundled_model
+from benchmarks.options import python_model
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
@@ -37,7 +37,7 @@ EXAMPLE = ROOT / "examples" / "ray_serve"
 MAX_LENGTH = 256
 SERVER = ["-m", "infer.serve", "--port", "0", "--max-length", str(MAX_LENGTH)]
 SERVER += ["--batch-size", "4", "--slots", "4"]
-MODELS = {"target": str(bundled_model("target")), "draft": str(bundled_model("poss3"))}
+MODELS = {"target": str(python_model("target")), "draft": str(python_model("poss3"))}
 MODELS["model_name"] = "bundled"
 SERVER += [f"--{key.replace('_', '-')}={value}" for key, value in MODELS.items()]
 NUM_TOKENS = 160
@@ -135,7 +135,7 @@ def proxy(*urls: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine.load(bundled_model("target"), bundled_model("poss3"), max_length=MAX_LENGTH)
+    return Engine.load(python_model("target"), python_model("poss3"), max_length=MAX_LENGTH)
 
 
 def requests() -> list[Asked]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.options import python_model
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"poss_jax": "poss_jax", "train": "poss_jax/train", "infer": "poss_jax/infer"}
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
@@ -74,9 +76,8 @@ def test_programs_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) ->
     poss = str(environment / "bin" / "poss")
     assert run([poss, "plot", "--help"], folder).startswith("usage: poss plot ")
     options = "--prompt import --max-new-tokens 4"
-    options += " --tree-depth 6 --stream"  # compiled by tests/test_bundled.py, too
-    bundled = site / "poss_jax" / "bundled"
-    models = ["--target", str(bundled / "target"), "--draft", str(bundled / "poss3")]
+    options += " --tree-depth 6 --stream"  # compiled by tests/test_python_models.py, too
+    models = [f"--target={python_model('target')}", f"--draft={python_model('poss3')}"]
     command = [str(environment / "bin" / "poss-generate"), *models, *options.split()]
     assert '"new_tokens": 4' in run(command, folder)
     assert list(folder.iterdir()) == []

