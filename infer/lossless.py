@@ -33,13 +33,13 @@ from poss_jax.engine.device import default_tree, tree_for
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.steps import on_mesh
+from poss_jax.program.output import print_summary
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 
 from .bench.measure import Decoder, load_decoders, need_equal_texts, read_settings
 from .bench.questions import first_prompts, read_questions
 from .bench.report import with_provenance
-from .screen import print_summary
 
 TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)  # low: certain tokens, ties
 FILTERS = ({}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1})
@@ -328,10 +328,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     decoders = load_decoders(config)
     report = check_lossless(decoders, first_prompts(read_questions(config, decoders[0].engine)))
     print(format_check(report))
-    print_summary(with_provenance(report, config))
+    print_summary(with_provenance(report, config), "")
     if report["failures"]:
         raise SystemExit(1)
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Runs the program."""
     run_program(main)
+
+
+if __name__ == "__main__":
+    cli()

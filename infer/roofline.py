@@ -23,6 +23,7 @@ from jax import lax
 
 from poss_jax.config.paths import is_uri
 from poss_jax.engine.device import default_dtype, device_memory
+from poss_jax.program.output import print_summary
 from poss_jax.program.running import run_program
 from poss_jax.shapes import Array
 
@@ -31,7 +32,6 @@ from .bench.measure import load_decoders, read_settings
 from .bench.phases import measure_card
 from .bench.questions import first_prompts, read_questions
 from .bench.report import format_card, with_provenance
-from .screen import print_summary
 
 ROWS = (1, 8, 16, 64, 512)
 _SECONDS = 0.3  # spent on every program
@@ -159,8 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rates = dataclasses.asdict(roofline)
     report = {"prompt_tokens": len(prompt.ids), "roofline": rates, "methods": methods}
     print(format_card(report))
-    print_summary(with_provenance(report, config))
+    print_summary(with_provenance(report, config), "")
+
+
+def cli() -> None:
+    """Runs the program."""
+    run_program(main)
 
 
 if __name__ == "__main__":
-    run_program(main)
+    cli()

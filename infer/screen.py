@@ -1,9 +1,7 @@
-"""What programs write to standard output: text as it lands, and numbers for other programs."""
+"""Text on standard output, as it lands."""
 
-import json
 import sys
 from itertools import groupby
-from typing import Any
 
 from poss_jax.engine.answers import Chunk
 from poss_jax.program.running import text_marks
@@ -38,11 +36,3 @@ class Screen:
         if self._is_in_line:
             sys.stdout.write("\n")
             self._is_in_line = False
-
-
-def print_summary(value: dict[str, Any], text: str = "") -> None:
-    """Prints the last line of a program: on a terminal a text, elsewhere one JSON object."""
-    if not sys.stdout.isatty():
-        print(json.dumps(value))
-    elif text:
-        print(text)

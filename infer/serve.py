@@ -22,13 +22,10 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
-import jax
-
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError
-from poss_jax.engine.leader import follow
-from poss_jax.program.options import load_engine, read_arguments
+from poss_jax.program.arguments import read_arguments
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
@@ -39,6 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments and serves until a signal comes."""
     start_processes()  # before options ask for the device's default tree
     config, _ = read_arguments(ServeConfig, arguments, prog="infer.serve", doc=__doc__)
+    # With JAX, which --help does not wait for.
+    import jax
+
+    from poss_jax.engine.leader import follow
+    from poss_jax.program.options import load_engine
+    from poss_jax.program.output import waiting
+
     try:
         from poss_jax.serving.app import create_app, make_slots
         from poss_jax.serving.guard import read_api_key
@@ -53,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     # A port that is taken shows before models are loaded.
     with closing(listen(config.host, config.port)) as sock:
-        slots = make_slots(load_engine(config), config)
+        with waiting("loading the models ..."):
+            slots = make_slots(load_engine(config), config)
         logging.getLogger("poss_jax.access").setLevel(logging.INFO)
         app = create_app(config, slots=slots)
         server = make_server(app, config, api_key=key)
@@ -64,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _on_all_devices(config: ServeConfig) -> ServeConfig:
     """Gives several processes one grid of all devices, unless the config has one."""
+    import jax
+
     if jax.process_count() == 1:
         return config
     mesh = config.mesh or MeshConfig(data=1, tensor=-1)

@@ -9,23 +9,28 @@ Where things live, each folder importing from those above it:
     checkpoint        the model folder: its record, its weights, checksums and locks
     data              records, chats, tokenizer, rows and features for training
     convert           from and to the checkpoints of other programs
-    engine            load, generate, stream, schedule: what users hold
+    engine            load, generate, stream, schedule: the library's interface
     bundled           models that come with the package, and the default target
     program           what the command-line programs share
     serving           the OpenAI-compatible server
 
-`train/` makes weights and `infer/` uses them; both are programs around these functions.
+`train/` makes weights, `infer/` uses them; both are programs around these functions.
 """
 
-from poss_jax.bundled import bundled_model
-from poss_jax.bundled.default import default_drafts, default_target
-from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.models import TreeConfig
-from poss_jax.config.reading import UserError
-from poss_jax.engine.answers import Chunk, Generation
-from poss_jax.engine.engine import Engine
-from poss_jax.engine.scheduler import Scheduler
-from poss_jax.engine.slots import Slots
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from poss_jax.bundled import bundled_model
+    from poss_jax.bundled.default import default_drafts, default_target
+    from poss_jax.config.decoding import SamplingConfig
+    from poss_jax.config.models import TreeConfig
+    from poss_jax.config.reading import UserError
+    from poss_jax.engine.answers import Chunk, Generation
+    from poss_jax.engine.engine import Engine
+    from poss_jax.engine.scheduler import Scheduler
+    from poss_jax.engine.slots import Slots
+
 from poss_jax.version import __version__
 
 __all__ = [
@@ -42,3 +47,23 @@ __all__ = [
     "default_drafts",
     "default_target",
 ]
+
+_PLACES = {
+    "bundled": ["bundled_model"],
+    "bundled.default": ["default_drafts", "default_target"],
+    "config.decoding": ["SamplingConfig"],
+    "config.models": ["TreeConfig"],
+    "config.reading": ["UserError"],
+    "engine.answers": ["Chunk", "Generation"],
+    "engine.engine": ["Engine"],
+    "engine.scheduler": ["Scheduler"],
+    "engine.slots": ["Slots"],
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name when it is first used: JAX takes seconds, and `poss --help` needs none."""
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

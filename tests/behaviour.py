@@ -208,7 +208,7 @@ def dump(path: str) -> None:
 
 
 def difference(a: np.ndarray | None, b: np.ndarray | None) -> str:
-    """What differs, in words; empty if nothing does."""
+    """Describes the differences; empty if there are none."""
     if a is None or b is None:
         return "only in the " + ("second" if a is None else "first")
     if a.dtype.kind == b.dtype.kind == "U":

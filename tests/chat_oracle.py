@@ -1,4 +1,4 @@
-"""What is to be trained on in a chat, by transformers' own `apply_chat_template`."""
+"""The trained parts of a chat, by transformers' `apply_chat_template`."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ class Answer(NamedTuple):
     Attributes:
       prompt: what it is asked.
       written: what the template writes behind the prompt.
-      learnt: the beginning of that, up to the token at which the target stops.
+      learnt: its trained start, up to the token at which the target stops.
       is_trained: whether the chat wants it to be trained on.
     """
 
@@ -138,7 +138,7 @@ def expected_texts(answers: list[Answer]) -> list[RenderedChat]:
 
 
 def expected_end(name: str, messages: list[Any], tools: Any) -> int:
-    """How many turns a template writes whole, by the words that are found in its text.
+    """Number of turns a template writes whole, by the words found in its text.
 
     Tools, calls, results and reasoning hold words that occur nowhere else.
     """
@@ -210,7 +210,7 @@ def _check_masks(
 def _check_found(name: str, template: ChatTemplate, answers: list[Answer]) -> None:
     """Spans found in the written chat are the oracle's, of trained answers and others.
 
-    Of an answer that holds headers of its own some are left out.
+    Some headers inside an answer are left out.
     """
     text = answers[-1].prompt + answers[-1].written
     if KINDS[name].cannot_find:

@@ -1,4 +1,4 @@
-"""A chat server with OpenAI's interface on this machine, which answers as it is told."""
+"""A chat server with OpenAI's interface on this machine, with scripted answers."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -49,6 +49,17 @@ def by_role(**turns: str) -> str:
     return "{% if not m %}" + "".join(cases) + "{% else %}" + other + "{% endif %}"
 
 
+GEMMA_ASK = "<turn>model\n"
+GEMMA_TEXT = "{{ m.content | trim }}<end_of_turn>\n"
+
+
+def gemma(before: str = "", **turns: str) -> Kind:
+    """A template of Gemma; `turns` hold the texts of the other roles."""
+    turn = by_role(assistant=GEMMA_ASK + GEMMA_TEXT, **turns)
+    text = before + each(turn, GEMMA_ASK, first="{{ bos_token }}")
+    return Kind(text, ("<end_of_turn>",), ("<turn>",), eos="<eos>", bos="<bos>")
+
+
 REFUSE = "{{ raise_exception('roles must be system, user, assistant') }}"
 IM_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 IM_ASK = "<|im_start|>assistant\n"
@@ -310,36 +321,9 @@ KINDS = {
         ),
         ("</s>",),
     ),
-    "gemma": Kind(
-        each(
-            by_role(
-                system=REFUSE,
-                assistant="<turn>model\n{{ m.content | trim }}<end_of_turn>\n",
-                other="<turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n",
-            ),
-            "<turn>model\n",
-            first="{{ bos_token }}",
-        ),
-        ("<end_of_turn>",),
-        ("<turn>",),
-        eos="<eos>",
-        bos="<bos>",
-    ),
-    "gemma, system in the question": Kind(
-        FOLDED
-        + each(
-            by_role(
-                system="",
-                assistant="<turn>model\n{{ m.content | trim }}<end_of_turn>\n",
-                user="<turn>user\n{{ s if loop.index0 < 2 }}{{ m.content | trim }}<end_of_turn>\n",
-            ),
-            "<turn>model\n",
-            first="{{ bos_token }}",
-        ),
-        ("<end_of_turn>",),
-        ("<turn>",),
-        eos="<eos>",
-        bos="<bos>",
+    "gemma": gemma(system=REFUSE, other="<turn>{{ m.role }}\n" + GEMMA_TEXT),
+    "gemma, system in the question": gemma(
+        FOLDED, system="", user="<turn>user\n{{ s if loop.index0 < 2 }}" + GEMMA_TEXT
     ),
     "deepseek": Kind(each(PLAIN, "Assistant:", first="{{ bos_token }}"), ("<eos>",)),
     "deepseek, forgets thoughts": Kind(

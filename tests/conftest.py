@@ -1,4 +1,4 @@
-"""What every test runs under: eight CPU devices, one compilation cache, no silent promotion."""
+"""The setting of every test: eight CPU devices, one compilation cache, no silent promotion."""
 
 import atexit
 import gc
@@ -86,7 +86,7 @@ def watched_programs(request: pytest.FixtureRequest) -> Iterator["Watch | None"]
 
 @pytest.fixture
 def fresh_programs() -> Iterator[None]:
-    """What was traced or compiled before is not used, and what is here not later."""
+    """Isolates a test from programs traced or compiled before and after it."""
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -113,7 +113,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def is_optimised(item: pytest.Item) -> bool:
-    """Whether a test compiles as users do."""
+    """True if a test compiles as users do."""
     return any(map(item.get_closest_marker, ("optimised", "device")))
 
 

@@ -8,7 +8,7 @@ log      killed when half of the step's line in metrics.jsonl is written
 save     killed when the step's state is written, before that counts as a checkpoint
 sigterm  told to stop while the step is computed
 twice    told to stop, and again before the step is saved
-after    killed so long after the first step was started, wherever that falls
+after    killed this many seconds after the first step started
 """
 
 import json

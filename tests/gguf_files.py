@@ -27,7 +27,7 @@ FUSED = {
     "mlp.down_proj": (WIDTH, MLP),
 }
 BIASES = ("q_proj", "k_proj", "v_proj")
-# Family -> weights of a layer, those with a bias, those of q and k norms.
+# Family -> weights of a layer, the ones with a bias, the q and k norms.
 FAMILIES = {
     "llama": (SEPARATE, (), ()),
     "llama_biases": (SEPARATE, tuple(name.split(".")[1] for name in SEPARATE), ()),

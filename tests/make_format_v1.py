@@ -2,7 +2,7 @@
 
     python tests/make_format_v1.py NEW_FOLDER
 
-A newer format gets a script and a folder of its own.
+A newer format gets a new script and folder.
 """
 
 import json

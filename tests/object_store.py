@@ -1,6 +1,6 @@
 """A stand-in for Google Cloud Storage: objects in a folder, without folders, locks or renames.
 
-Paths reach it as they reach the real one: those of `epath` through fsspec, arrays through
+Paths reach it as they reach the real one: `epath`'s through fsspec, arrays through
 TensorStore's own driver and an HTTP server of this process. Folders are common beginnings of names,
 so an empty one does not exist. gcsfs, which talks to the real store, is not part of it.
 """
@@ -51,7 +51,7 @@ class Objects:
         return file.stat().st_mtime_ns if file.is_file() else 0
 
     def about(self, bucket: str, name: str) -> dict[str, Any]:
-        """What the store's JSON says of an object."""
+        """The store's JSON about an object."""
         full = f"{bucket}/{name}"
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         number = str(self.generation(full))

@@ -27,7 +27,7 @@ TEMPERATURES = (0, 1e-6, 0.01, 0.02, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2)  # half
 
 
 def plant(future: Array, is_planted: Array, logits: Array, level: Level, top_k: int):
-    """Children of every node: the most likely ones, and perhaps the true token.
+    """Children of every node: the most likely ones, and sometimes the true token.
 
     Args:
       future: [B positions] the draft's id of the token the target chooses at every position.
@@ -153,7 +153,7 @@ class Shape:
     def check_pairs(
         self, cases: int = 20, *, seed: int = 0, change: Callable[[Params], Params] = lambda x: x
     ) -> None:
-        """Checks so many drafts, five per target, of which every acceptance length must occur.
+        """Checks drafts, five per target, that must show every acceptance length.
 
         Args:
           cases: how many drafts.
@@ -192,7 +192,7 @@ def _fetch(output: Output) -> SimpleNamespace:
 
 
 def _future(request: Request, expected: SimpleNamespace, shape: tuple[int, ...]) -> np.ndarray:
-    """What the target chooses at every position of prompt and answer."""
+    """The target's choice at every position of prompt and answer."""
     future = np.zeros(shape, np.int32)
     for row, length in enumerate(np.array(request.lengths)):
         answer = expected.tokens[row][: expected.num_tokens[row]]

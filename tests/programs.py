@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from infer.generate import main as generate_main
 from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError
+from train.answers import AnswerFiles
 from train.main import main as train_main
 
 NUM_NEW = 6  # tokens of an answer that `generate` asks for
@@ -139,12 +141,27 @@ def copy_model(source: str, folder: Path, **changes: Any) -> str:
 
 
 def refusal(main: Callable[[list[str]], None], *arguments: str) -> str:
-    """What a program says about bad input: one line."""
+    """The one line that a program prints about bad input."""
     with pytest.raises(UserError) as caught:
         main(list(arguments))
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+@contextmanager
+def interrupted_after(num_lines: int) -> Iterator[None]:
+    """Interrupts a regeneration before it adds a window to `num_lines` lines or more."""
+    add = AnswerFiles.add
+
+    def add_few(files: AnswerFiles, lines: Iterable[Any]) -> None:
+        if files.num_done >= num_lines:
+            raise KeyboardInterrupt
+        add(files, lines)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(AnswerFiles, "add", add_few)
+        yield
 
 
 def _train(runs: Runs, name: str, values: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_until(event: str, pattern: str, module: str, *arguments: str) -> None:
-    """Runs a module in a process of its own, which must reach the moment and die there."""
+    """Runs a module in a new process, which must reach the moment and die there."""
     command = [sys.executable, __file__, event, pattern, module, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

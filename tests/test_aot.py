@@ -1,4 +1,4 @@
-"""What the compiled programs of decoding do not do: sort the vocabulary, copy weights or caches.
+"""Compiled programs of decoding neither sort the vocabulary nor copy weights or caches.
 
 On this machine's CPU always, for a TPU where libtpu is installed; no accelerator is needed.
 """
@@ -84,7 +84,7 @@ def compiled(device: str, name: str, batch_size: int = 1) -> hlo.Program:
 
 
 def lines(program: hlo.Program, places: list[hlo.Place]) -> list[str]:
-    """What was found, for messages; a program that does nothing of the kind has none."""
+    """Findings, for messages; a good program has none."""
     return [
         f"{place.op.kind} {place.op.shapes[:2]} {program.source(program.root(place))}"
         for place in places

@@ -1,4 +1,4 @@
-"""Tokens of chats, asked or learnt: those of `apply_chat_template`, and nothing from messages."""
+"""Tokens of chats, asked or trained: `apply_chat_template`'s, and nothing from messages."""
 
 from copy import deepcopy
 from functools import lru_cache
@@ -199,7 +199,7 @@ def test_what_the_tokenizer_adds_to_texts_is_not_in_chats(single: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Learnt
+# Trained
 
 
 def learn(chat: list[dict[str, Any]], tokenizer: Any) -> list[list[Tokens]]:
@@ -209,7 +209,7 @@ def learn(chat: list[dict[str, Any]], tokenizer: Any) -> list[list[Tokens]]:
 
 
 def turns_of(one: Tokens) -> list[tuple[list[int], list[int]]]:
-    """What comes before each answer of a document, and the answer."""
+    """The text before each answer of a document, and the answer."""
     bounds = np.flatnonzero(np.diff(one.trained, prepend=False, append=False)).reshape(-1, 2)
     return [(one.ids[:begin].tolist(), one.ids[begin:end].tolist()) for begin, end in bounds]
 

@@ -1,4 +1,4 @@
-"""Tuned trees: predictions beside what runs, files beside a draft, and the program as a whole."""
+"""Tuned trees: predictions against runs, files next to a draft, and the whole program."""
 
 import json
 import logging

@@ -28,7 +28,7 @@ from infer.bench.phases import phases_to_round
 from infer.bench.questions import first_prompts, read_hub, read_questions, read_sets
 from infer.bench.report import check_output, format_card, format_report
 from infer.bench.summary import Grid, make_grid, show_example, summarise, summarise_group
-from infer.brief import align, describe, format_brief
+from infer.brief import describe, format_brief
 from infer.roofline import Roofline
 from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.config.decoding import BenchConfig, MethodConfig, SamplingConfig
@@ -37,6 +37,7 @@ from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.engine.dialogue import read_dialogues
 from poss_jax.engine.engine import Engine
 from poss_jax.model.quantise import Quantised
+from poss_jax.program.output import align
 
 N = 12
 TREE = "--tree-depth 3 --tree-top-k 2 --tree-total-tokens 6".split()  # compiled by other tests, too
@@ -619,7 +620,7 @@ def test_flags_win_over_the_config(
     file = write_config(tmp_path, values)
     for arguments in (
         ["--config", file],
-        ["--config", file, "repeats=2", "--tree-depth", "6", "--num-prompts", "9", "tree.top_k=1"],
+        ["--config", file, "repeats=2", "--tree-depth", "4", "--num-prompts", "9", "tree.top_k=1"],
         ["--config", file, *flags],
         [*flags, "--draft", "B=b=c", "--tree-depth", "3", "--allow-target-mismatch"],
     ):
@@ -627,7 +628,7 @@ def test_flags_win_over_the_config(
             main(arguments)
     from_file, changed, overridden, by_flags = seen
     assert from_file == BenchConfig(**values | {"tree": TreeConfig(**values["tree"])})
-    tree = TreeConfig(depth=6, top_k=1, total_tokens=5)
+    tree = TreeConfig(depth=4, top_k=1, total_tokens=5)
     assert changed == replace(from_file, repeats=2, num_prompts=9, tree=tree)
     assert overridden.drafts == {"PosS-2": runs.model("poss2")}
     assert (overridden.tree, overridden.max_new_tokens) == (from_file.tree, N)
@@ -703,7 +704,7 @@ def test_a_benchmark_can_be_given_more(
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert table(report) == table(uninterrupted)
     lines = (tmp_path / "report" / "answers.jsonl").read_text().splitlines()
-    assert len(lines) == 18  # those of the first run were kept
+    assert len(lines) == 18  # the first run's lines were kept
 
     def again(*args: Any) -> None:
         pytest.fail("what is complete is neither compiled nor measured again")
@@ -856,7 +857,7 @@ def test_sets_are_found_by_name(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_a_question_has_no_sampling_of_its_own(runs: Runs, tmp_path: Path) -> None:
-    """Else the temperatures and seeds of a table would not be those of its answers."""
+    """Otherwise a table would show other temperatures and seeds than its answers."""
     record = {"prompt": "heig", "sampling": {"temperature": 2, "seed": 9}}
     config = BenchConfig(target="", prompts=write_lines(tmp_path / "lines.jsonl", record))
     (question,) = read_questions(config, Engine.load(runs.model("target")))

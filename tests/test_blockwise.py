@@ -41,7 +41,7 @@ def whole(q, k, v, documents, lag):
 
 @partial(jax.jit, static_argnames="block")
 def attend_and_differentiate(arrays, documents, lag, *, block=None):
-    """Results, and the gradients of their sum with a weight of its own for each."""
+    """Results, and the gradients of their sum with a weight for each."""
     attends = whole(*arrays, documents, lag)[2]
 
     def attend(q, k, v):

@@ -9,7 +9,8 @@ import pytest
 from programs import Runs, copy_model, refusal
 
 import poss_jax
-from infer.chat import Answered, Chat, compare, main, read_lines
+from infer.chat import main
+from infer.conversation import Answered, Chat, compare, read_lines
 from poss_jax.config.decoding import ChatConfig
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.prompts import PreparedPrompt, with_seed
@@ -35,7 +36,7 @@ def conversation(engine: poss_jax.Engine, **settings: object) -> Chat:
 
 
 def said(capsys: pytest.CaptureFixture[str], chat: Chat, *lines: str) -> list[str]:
-    """What the program prints, the times left out."""
+    """The program's output without times."""
     capsys.readouterr()
     for line in lines:
         chat.take(line)

@@ -1,4 +1,4 @@
-"""Records of every format, chat templates, and what is learnt of a chat."""
+"""Records of every format, chat templates, and the trained parts of a chat."""
 
 from copy import copy
 from pathlib import Path

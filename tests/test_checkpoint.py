@@ -99,7 +99,7 @@ def paths(shapes) -> dict[str, tuple[int, ...]]:
     }
 
 
-# Public: whatever reads our folders relies on these. Changing one means a new format version.
+# Public: other readers of our folders rely on these. Changing one means a new format version.
 LAYER = {
     "attention/q/weight": (12, 8),
     "attention/q/bias": (12,),

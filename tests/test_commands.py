@@ -22,6 +22,7 @@ from test_bench import made_up_report
 
 from poss_jax.config.models import TreeConfig
 from poss_jax.convert.reading import PUBLISHED
+from poss_jax.program.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
@@ -161,7 +162,7 @@ def blocks(page: str) -> list[str]:
     return [re.sub(r" *\\\n *", " ", re.sub(r"^ {4}", "", block, flags=re.M)) for block in found]
 
 
-COMMAND = re.compile(r"^(?:(?:python|pip|make|bash|poss-\w+) |[A-Z_]+=\S+ ).*$", re.M)
+COMMAND = re.compile(r"^(?:(?:python|pip|make|bash|poss|poss-\w+) |[A-Z_]+=\S+ ).*$", re.M)
 
 
 def commands(page: str) -> list[str]:
@@ -179,6 +180,7 @@ class Parsed(Exception):
 
 def execute(line: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a command in this process, or checks its options."""
+    line = re.sub(r"^poss ([\w-]+)", lambda found: written_out(found[1]), line)
     for words, other in INSTEAD.items():
         line = line.replace(words, other)
     words = shlex.split(line, comments=True)
@@ -204,6 +206,11 @@ def execute(line: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 main(arguments)
         case _:
             pytest.fail(f"nobody knows how to run {line!r}")
+
+
+def written_out(name: str) -> str:
+    """What `poss NAME` runs."""
+    return " ".join(["python -m", COMMANDS[name].module, *COMMANDS[name].words])
 
 
 def only(parse: Callable) -> Callable:

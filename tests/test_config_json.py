@@ -92,7 +92,7 @@ def test_targets_transformers_does_not_have(fields):
 
 
 def test_longrope_as_phi3_reads_it():
-    """In transformers 4 it takes these three keys alone, and the trained context beside them."""
+    """In transformers 4 it takes only these three keys, plus the trained context."""
     values = target_config_json(TARGETS["phi3 with longrope"], "float32")
     assert values["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
     assert values["original_max_position_embeddings"] == 64

@@ -44,7 +44,7 @@ def text_of(ids: list[int]) -> str:
 
 
 class Broken(httpx.AsyncByteStream):
-    """Events of a response; the connection breaks after so many."""
+    """Events of a response; the connection breaks after `most`."""
 
     def __init__(self, events: list[Any], most: int, end: bytes = b"") -> None:
         self._events, self._most, self._end = events, most, end

@@ -79,7 +79,8 @@ def test_architectures_that_are_no_list_of_names(tmp_path, tiny, names, capsys):
     source = write_source(tmp_path / "source", draft_tensors(), architectures=names)
     run("draft", source=source, target=tiny / "target", output=tmp_path / "out")
     (source / "config.json").write_text(json.dumps({"architectures": names}))
-    main(["inspect", str(source)])
+    with pytest.raises(SystemExit):
+        main(["inspect", str(source)])
     assert "refused" in capsys.readouterr().out
 
 

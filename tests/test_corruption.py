@@ -1,7 +1,7 @@
 """Damaged sources: one clear error and nothing left behind, or the result of the intact ones.
 
 Every file that a conversion reads is cut at random places and has random bits flipped. Where
-SHA256SUMS names it, that is the whole truth. Without, safetensors have no checksums of their own: a
+SHA256SUMS names it, that is the whole truth. Without, safetensors have no checksums: a
 bit flipped in their data changes the one number it is in, and nothing else; a digit flipped in a
 config changes the config, and no weight.
 """
@@ -35,7 +35,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Result:
-    """What a conversion would write."""
+    """The result that a conversion would write."""
 
     config: Any
     target: Any

@@ -149,7 +149,7 @@ def test_datasheets() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """A pair whose weights outweigh everything else, as those of real models do."""
+    """A pair whose weights outweigh everything else, as in real models."""
     llama = tiny_llama(
         vocab_size=512, hidden_size=128, intermediate_size=512, num_heads=4, head_dim=16
     )
@@ -159,7 +159,7 @@ def engine() -> Engine:
 
 
 def test_xla_counts_the_same(engine: Engine) -> None:
-    """FLOPs are at most those of XLA and 0.8 of them at least; the phases' add up to the round's.
+    """FLOPs are between 0.8 and 1 times XLA's; the phases' add up to the round's.
 
     XLA counts what the cards leave out: softmax and norms, and attention over all rows there is
     room for.

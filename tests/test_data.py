@@ -217,7 +217,7 @@ def test_chat_template_has_one_bos(tokenizer: PreTrainedTokenizerFast) -> None:
     finished = tokenizer.apply_chat_template(messages, tokenize=False)
     assert text == finished + "### assistant\n"
     messages += [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"}]
-    text += "Hello.</s>\n### user\nBye\n"  # what ends an answer can be learnt
+    text += "Hello.</s>\n### user\nBye\n"  # an answer's end can be trained
     assert tokenizer.apply_chat_template(messages, tokenize=False) == text
 
 
@@ -347,7 +347,7 @@ def test_a_stream_of_documents_between_bos_and_eos(tokenizer: PreTrainedTokenize
 
 
 def numbered(*lengths: int) -> list[Tokens]:
-    """Documents of tokens 10, 11, ... and 20, 21, ..., of which odd ones are learnt."""
+    """Documents of tokens 10, 11, ... and 20, 21, ..., of which odd ones are trained."""
     ids = [10 * n + np.arange(length) for n, length in enumerate(lengths, start=1)]
     return [Tokens(one, one % 2 == 1) for one in ids]
 

@@ -2,7 +2,7 @@
 
 A vocabulary of four tokens and texts of four tokens: all 256 texts are enumerated with their exact
 probabilities. Of 200,000 that are sampled autoregressively the frequencies are tested; speculative
-texts are the same, seed by seed. Those of sampled drafts have frequencies of their own, tested too.
+texts are the same, seed by seed. Sampled drafts' texts have their own frequencies, also tested.
 """
 
 import itertools
@@ -98,7 +98,7 @@ def sample(name: str | None, num_samples: int = NUM_SAMPLES, *, world: str = "su
 
 
 def find_bias(texts: np.ndarray, world: str = "sure") -> list[str]:
-    """Which of two tests tell the texts from the exact distribution, at 0.1 %."""
+    """Names the tests, of two, that tell the texts from the exact distribution, at 0.1 %."""
     exact, counts = exact_distribution(world), np.bincount(texts, minlength=V**LENGTH)
     size, found = len(texts), []
     is_common = exact * size >= 5

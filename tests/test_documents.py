@@ -1,4 +1,4 @@
-"""What the document numbers of packed rows say about every token."""
+"""Document numbers of packed rows: positions, lengths and ends of every token."""
 
 import jax
 import jax.numpy as jnp

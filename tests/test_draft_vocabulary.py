@@ -169,7 +169,7 @@ def test_coverage_overrides_and_tokens_that_never_occur(
         (["--coverage", "0"], "--coverage: want a share above 0 and up to 1, got '0'"),
         (["--coverage", "nan"], "--coverage: want a share above 0 and up to 1, got 'nan'"),
         (["--coverage", ".5", "--size", "9"], "not allowed with argument"),
-        (["--output", "v.json"], "--output wants a draft vocabulary; give --size or --coverage"),
+        (["--output", "v.json"], "--output wants a draft vocabulary; add --size or --coverage"),
         (["--size", "9", "--output", "."], "output . exists; name another file or remove it"),
         (["data.sauce=x"], "unknown key 'data.sauce'; did you mean 'data.source'?"),
         (["target=nowhere"], "model folder nowhere does not exist"),
@@ -298,7 +298,7 @@ def golden(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Golden:
 
 @pytest.mark.slow
 def test_acceptance_of_trained_drafts(golden: Golden) -> None:
-    """Half of the bytes serve as well as all; ids off by one are hardly ever accepted."""
+    """Half of the bytes serve as well as all; ids off by one are almost never accepted."""
     engine = Engine(golden.target_record, golden.target, tree=TREE)
     prompts = [case["prompt"] for case in golden.recorded("generate")["cases"][:3]]
     call: dict[str, Any] = {"max_new_tokens": 64, "batch_size": 3}
@@ -325,8 +325,8 @@ def test_a_draft_with_its_own_head_keeps_its_vocabulary(tmp_path: Path) -> None:
     path = tmp_path / "v.json"
     write_draft_vocabulary(path, DraftVocabulary(vocab_size=260, tokens=(1, 2)))
     engine = Engine(golden.target_record, golden.target)
-    with pytest.raises(UserError, match="a draft with a head of its own keeps its vocabulary"):
+    with pytest.raises(UserError, match="a draft with its own head keeps its vocabulary"):
         engine.load_draft(golden.draft_folder, vocabulary=path, dtype=jnp.float32)
     record = replace(golden.draft_record, draft_vocabulary=None)
-    with pytest.raises(UserError, match="a draft with a head of its own"):
+    with pytest.raises(UserError, match="a draft with its own head"):
         with_vocabulary(record, (1, 2), origin="x")

@@ -14,7 +14,7 @@ from models import exact_pair, random_draft, tiny_llama
 from programs import Runs, copy_model, refusal, write_lines
 
 from infer.drift.__main__ import main
-from infer.drift.report import format_report
+from infer.drift.report import format_brief, format_report
 from infer.drift.study import (
     count_rounds,
     decode,
@@ -144,6 +144,13 @@ def test_a_draft_that_knows_the_target(certain: Path, capsys: pytest.CaptureFixt
     assert pair["drafts"] == ["knowing", "random"]
     assert pair["difference"]["value"] == pytest.approx(gain[1] - gain[0]) and gain[1] < gain[0]
     assert 2 / 2**4 <= pair["p_value"] < 1  # all signs of four questions
+
+    *_, head, first, second, difference = format_brief(report).splitlines()
+    assert head.split() == "tokens per pass at 1 at 2 at 3".split()
+    assert first.split() == ["knowing", f"{gain[0]:.2f}", *["100%"] * R]
+    assert second.split()[:2] == ["random", f"{gain[1]:.2f}"]
+    assert difference.startswith(f"random less knowing: -{gain[0] - gain[1]:.2f} tokens, p ")
+    assert max(map(len, format_brief(report).splitlines())) <= 80
 
 
 # --------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
 
 
 def check_family(golden: Golden, name: str, family: Family, monkeypatch: Any) -> None:
-    """Runs the recorded rounds as a family of another name, which has programs of its own."""
+    """Runs the recorded rounds as a family of another name, which compiles its own programs."""
     monkeypatch.setitem(FAMILIES, name, family)
     config = dataclasses.replace(golden.draft_config, family=name)
     record = dataclasses.replace(golden.draft_record, config=config)

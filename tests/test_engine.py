@@ -235,7 +235,7 @@ def test_max_length_can_be_set(runs: Runs) -> None:
 # --------------------------------------------------------------------------------------------------
 # Batches of requests that differ
 
-SETTINGS = [  # a bias each, so that the shapes of all are those of one program
+SETTINGS = [  # a bias each, so that all shapes fit one program
     SamplingConfig(temperature=1.2, top_p=0.95, logit_bias={9: 1}, seed=5),
     SamplingConfig(),
     SamplingConfig(temperature=0.7, top_k=5, repetition_penalty=1.3, logit_bias={9: 1}, seed=4),

@@ -13,7 +13,7 @@ import yaml
 
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.engine.scheduler import Scheduler, Stats
-from poss_jax.program.options import read_arguments
+from poss_jax.program.arguments import read_arguments
 
 pytest.importorskip("fastapi")
 from poss_jax.serving.app import create_app

@@ -212,7 +212,7 @@ def test_tokens_outside_the_vocabulary_and_a_cache_beside_files_are_refused(
     source = write_files(tmp_path / "ge_data", 20)
     config = of_files(runs, tmp_path, source)
     message = refusal(main, "--config", config, f"features.cache={tmp_path}/cache")
-    assert "features.cache: data.source has features of its own" in message
+    assert "features.cache: data.source brings features" in message
     arrays = document(1, length=20)
     arrays["input_ids"][3] = 300
     write_bin(tmp_path / "ge_data" / "data_outside.ckpt", arrays)

@@ -1,4 +1,4 @@
-"""Features from disk: the cache, what it refuses, and how it goes on; rows that come with them."""
+"""Features from disk: the cache, what it refuses, resuming; rows that come with features."""
 
 import errno
 import json
@@ -61,7 +61,7 @@ def written(folder: Path) -> tuple[FeatureCache, np.ndarray]:
 
 
 def cached(runs: Runs, folder: Path, values: dict[str, Any]) -> str:
-    """Config of a run with a cache of several shards, which lies beside it."""
+    """Config of a run with a cache of several shards, next to it."""
     features = {"cache": str(folder / "cache"), "shard_gib": 2**-12}
     return config_file(runs, folder, values, features=features)
 
@@ -218,7 +218,7 @@ def test_a_folder_that_other_hosts_do_not_see_is_refused_before_anything_is_enco
 
     rows = Rows(*(np.zeros((7, 3), kind) for kind in (np.int32, bool, np.int32)))
     monkeypatch.setattr(feature_cache, "_SEEN_SECONDS", 0)
-    monkeypatch.setattr("train.features.ask_first", lambda _: True)  # of its own folder
+    monkeypatch.setattr("train.features.ask_first", lambda _: True)  # each asks its own folder
     cache, not_seen = open_small(tmp_path / "cache"), "cache: this process does not see the folder"
     with pytest.raises(UserError, match=not_seen):
         fill_cache(cache, [rows], encode, 1, make_mesh(MeshConfig()))
@@ -290,7 +290,7 @@ def test_a_disk_that_fills_up_leaves_whole_shards(tmp_path: Path) -> None:
         yield features[6:7, :1]
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(UserError, match="No space left on device; shards before it are kept"):
+    with pytest.raises(UserError, match="No space left on device; earlier shards are kept"):
         cache.write(2, parts())
     names = {path.name for path in (tmp_path / "cache").iterdir()}
     assert names == {"manifest.json", "000000.npy", "000001.npy"} and cache.missing == [2]

@@ -88,6 +88,14 @@ def test_prompts_are_encoded_by_kind_and_answers_join_the_chat(
     ]
 
 
+def test_a_question_is_asked_with_the_chat_template(
+    runs: Runs, target: str, lines: list[Any], tmp_path: Path
+) -> None:
+    (line,) = generate(target, runs.model("poss2"), tmp_path, "--question", "a")
+    for key in KEYS[:-1]:  # seeds are derived from the index of a prompt
+        assert line[key] == lines[1][key]
+
+
 def test_draft_and_batch_size_change_no_token(
     runs: Runs, target: str, prompts: str, lines: list[Any], tmp_path: Path
 ) -> None:
@@ -244,8 +252,8 @@ def test_a_prompt_is_tokenised_once_for_every_answer(
         ("--target {target} --prompts nowhere.jsonl", "nowhere.jsonl: want a readable file"),
         ("--target {target} --prompt", "argument --prompt: expected one argument"),
         ("--target {target} --prompt <s>", "prompt 1 of 1: prompt: want at least one token"),
-        ("--target {target}", "want either a text (prompt) or a file of prompts (prompts)"),
-        ("--target {target} --prompt x --prompts y", "want either a text (prompt) or a file"),
+        ("--target {target}", "want a question, a text (prompt) or a file of prompts (prompts)"),
+        ("--target {target} --prompt x --prompts y", "want a question, a text (prompt) or a file"),
         (
             "--target {target} --prompt x --temprature 1",
             "unknown option --temprature; did you mean --temper",

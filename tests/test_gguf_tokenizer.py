@@ -185,7 +185,7 @@ SPECIALS = ["<unk>", "<s>", "</s>"]
 
 
 def sentencepiece(architecture="llama", **more):
-    """What a GGUF file holds of a vocabulary like Llama 2's: the earlier a piece, the better."""
+    """GGUF fields of a vocabulary like Llama 2's: earlier pieces score higher."""
     trained = Tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False)
     # A piece that is the name of a token which ends turns would be one, as in llama.cpp.

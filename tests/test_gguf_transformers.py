@@ -28,7 +28,7 @@ def test_logits(tmp_path, family, type):
     import torch
     from transformers import AutoModelForCausalLM
 
-    pytest.importorskip("accelerate")
+    pytest.importorskip("accelerate", reason="make test-torch installs it")
     file = write_gguf(tmp_path / "model.gguf", family, draw_tensors(family), type=type)
     run("target", source=file, output=tmp_path / "out")
     record, params = load_target(tmp_path / "out", jnp.float32)

@@ -165,7 +165,7 @@ def test_gradients(trained):
 
 
 def test_drafting_on_a_chain_is_the_training_forward(trained):
-    """A chain of one child per node that is told the recorded text predicts what training did."""
+    """A chain of one child per node that is given the recorded text predicts what training did."""
     predictions, _, _, _, golden = trained
     config, text = golden.draft_config, read_npz("train_batch", ROOT_E3)
     R, tokens, aux = config.trained_depth, text["input_ids"][0], text["aux_hidden"][:1]

@@ -18,7 +18,7 @@ from poss_jax.convert.source import check_blob
 
 ROOT = Path(__file__).parents[1]
 
-# Converts one source after the other, and prints what came of each. A process of its own, because
+# Converts one source after the other, and prints what came of each. A new process, because
 # huggingface_hub reads most of its settings when it is imported.
 _SCRIPT = """
 import json, sys
@@ -36,7 +36,7 @@ print(json.dumps(said))
 
 
 def convert(hub_url: str, home: Path, output: Path, sources: list[str], **env: str) -> dict:
-    """What a process said about each source; None where it was converted."""
+    """A process's message about each source; None if it was converted."""
     variables = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
     variables |= {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"} | env
     variables |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -51,7 +51,7 @@ def convert(hub_url: str, home: Path, output: Path, sources: list[str], **env: s
 
 @dataclass
 class Fetched:
-    """What came of a process without a token, and of one with it."""
+    """Results of a process without a token, and of one with it."""
 
     hub: Hub
     home: Path
@@ -110,7 +110,7 @@ def test_only_what_is_needed_is_fetched(fetched):
     first = [path for _, path, _ in fetched.hub.requests if path.startswith("owner/tiny/")]
     names = {path.rpartition("/")[2] for path in first}
     assert names == {"config.json", "model.safetensors", "tokenizer.json"}
-    # A .bin is fetched where there are no safetensors.
+    # A .bin is fetched if safetensors are missing.
     bins = [path for _, path, _ in fetched.hub.requests if path.endswith(".bin")]
     assert bins and all(path.startswith(("owner/bin/", "owner/shards/")) for path in bins)
     assert "pytorch_model.bin" in fetched.said_with_token["owner/bin"]

@@ -24,7 +24,7 @@ LAYERS = {  # a folder of poss_jax imports from itself and from these
     "__init__": {"config", "version", "engine", "bundled"},
 }
 MODULES = set(LAYERS) - {"__init__"}
-PROGRAMS = {("convert", "__main__.py"), ("draft_vocab.py",)}
+PROGRAMS = {("__main__.py",), ("convert", "__main__.py"), ("draft_vocab.py",)}
 OPENS_FILES = {"config", "checkpoint", "data", "engine", "convert", "bundled", "serving"}
 FILE_CALLS = {"open", "read_text", "write_text", "read_bytes", "write_bytes"}
 SOURCES = sorted(p for top in ("poss_jax", "train", "infer") for p in (ROOT / top).rglob("*.py"))
@@ -63,7 +63,7 @@ def after_entry(tree: ast.Module) -> list[ast.stmt]:
 
 
 def violations(path: Path, source: str) -> list[str]:
-    """What in `source`, read as the module at `path` (relative to the root), breaks a rule."""
+    """Lists the rules that `source`, as the module at `path` (relative to the root), breaks."""
     tree, (top, name, *_) = ast.parse(source), (*path.with_suffix("").parts, "")
     is_program = top != "poss_jax" or path.parts[1:] in PROGRAMS
     if not is_program and name not in LAYERS:

@@ -1,4 +1,4 @@
-"""inspect: says what a source holds, whatever it is, and converts nothing."""
+"""inspect: describes any source, and converts nothing."""
 
 import json
 import os
@@ -35,6 +35,12 @@ def tiny(tmp_path_factory) -> Path:
 def show(source, *flags):
     """Everything that is printed about a source: text, and the JSON of the last line."""
     main(["inspect", str(source), *flags])
+
+
+def show_refused(source):
+    with pytest.raises(SystemExit) as caught:
+        show(source)
+    assert caught.value.code == 1
 
 
 def read(capsys):
@@ -119,7 +125,7 @@ REFUSED = {
 def test_what_would_be_refused(tmp_path, capsys, what):
     tensors, config, message = REFUSED[what]
     config = {"architectures": ["SomeForCausalLM"]} | config
-    show(write_source(tmp_path / "source", tensors, **config))
+    show_refused(write_source(tmp_path / "source", tensors, **config))
     text, summary = read(capsys)
     assert message in summary["refused"] and f"refused: {summary['refused']}" in text
     assert "SomeForCausalLM" in text
@@ -130,10 +136,10 @@ def test_what_would_be_refused(tmp_path, capsys, what):
 
 def test_an_adapter_folder_and_an_empty_one(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
-    show(tmp_path)
+    show_refused(tmp_path)
     assert "a LoRA adapter" in read(capsys)[1]["refused"]
     (tmp_path / "adapter_config.json").unlink()
-    show(tmp_path)
+    show_refused(tmp_path)
     assert "config.json: No such file" in read(capsys)[1]["refused"]
 
 
@@ -218,7 +224,7 @@ def test_only_headers_are_fetched(tmp_path):
 
 
 def inspect_in_a_process(hub_url, home, sources):
-    """The summary of each source; a process of its own, as in test_hub.py."""
+    """The summary of each source; in a new process, as in test_hub.py."""
     script = (
         "import json, sys\n"
         "from poss_jax.convert.inspection import inspect\n"

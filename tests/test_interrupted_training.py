@@ -26,7 +26,7 @@ from train.stages import open_stage
 
 
 def environment() -> dict[str, str]:
-    """Of processes of their own, of which the first compiles and the others find it compiled."""
+    """In separate processes; the first compiles, the others find it compiled."""
     return os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_NUMPY_DTYPE_PROMOTION": "strict",
@@ -80,7 +80,7 @@ def test_killed_run_ends_like_an_uninterrupted_one(
 
 @pytest.fixture(scope="module")
 def milliseconds(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> float:
-    """What a run takes between the metrics of its first step and of its last."""
+    """Seconds between the metrics of a run's first step and its last."""
     folder = tmp_path_factory.mktemp("timed")
     assert interrupt("after", 10**6, config_file(runs, folder, POSS2)).returncode == 0
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
@@ -93,7 +93,7 @@ def milliseconds(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> float:
 def test_killed_at_a_random_moment(
     runs: Runs, tmp_path: Path, milliseconds: float, seed: int
 ) -> None:
-    """Each in its own twentieth of the time, whatever the run is doing then."""
+    """Each in its own twentieth of the time, at any point of the run."""
     config = config_file(runs, tmp_path, POSS2)
     share = (seed + random.Random(seed).random()) / 20
     result = interrupt("after", round(share * milliseconds), config)
@@ -177,7 +177,7 @@ def test_complete_run_does_not_need_its_checkpoints(
 
 
 def poisoned_target(source: str, folder: Path, token: int) -> str:
-    """A copy of a target to which a certain token is no number."""
+    """A copy of a target that gives NaN for a certain token."""
     record, params = load_target(source)
     weight = params["embed"]["weight"]
     params |= {"embed": {"weight": weight.at[token].set(np.nan)}}
@@ -187,7 +187,7 @@ def poisoned_target(source: str, folder: Path, token: int) -> str:
 
 
 def rare_text(folder: Path, text: Path) -> str:
-    """The training text, and one document with a letter of its own."""
+    """The training text, and one document with an extra letter."""
     folder.mkdir()
     for path in text.iterdir():
         (folder / path.name).symlink_to(path)
@@ -220,7 +220,7 @@ def test_poisoned_batch_stops_the_run_and_is_named(runs: Runs, tmp_path: Path) -
         f"its batch is rows {rows} of the training data (text: "
     )
     assert message.endswith(
-        "; raise explosion_factor and run again if the loss is to be that high, else mend the data "
+        "; raise explosion_factor and run again if such a loss is expected, else fix the data "
         "or lower optimizer.learning_rate and start from scratch (--overwrite, or another output)"
     )
     assert checkpoints(tmp_path / "run") == [step - 2, step - 1]

@@ -116,7 +116,7 @@ def test_rest_of_a_running_conversion_is_left_alone(tmp_path):
 
 def test_output_that_another_process_wrote_meanwhile_is_kept(tmp_path):
     with (
-        pytest.raises(UserError, match=r"made: another process wrote it meanwhile, and it is kept"),
+        pytest.raises(UserError, match=r"made: another process has written it meanwhile"),
         whole_folder(tmp_path / "made"),
     ):
         (tmp_path / "made").mkdir()
@@ -187,7 +187,7 @@ def test_file_that_cannot_grow(tmp_path, source, blocks):
 
 
 def test_full_disk(tmp_path, source):
-    """A small file system of its own, where mounting is allowed."""
+    """A small separate file system, if mounting is allowed."""
     mount = f"mount -t tmpfs -o size=128k none {tmp_path}"
     if (
         shutil.which("unshare") is None

@@ -1,4 +1,4 @@
-"""The leaves against NumPy, written anew in float64."""
+"""The leaves against NumPy, written again in float64."""
 
 import jax
 import jax.numpy as jnp

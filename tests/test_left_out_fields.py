@@ -51,10 +51,10 @@ def test_no_tools(tools: Any) -> None:
 @pytest.mark.parametrize(
     ("beside", "reason"),
     [
-        ({"tools": {"a": 1}}, "tools that are no list"),
-        ({"tools": "[1"}, "tools that are no list"),
-        ({"tools": 7}, "tools that are no list"),
-        ({"functions": [TOOL]}, "functions beside a chat, which no template takes; give tools"),
+        ({"tools": {"a": 1}}, "tools that are not a list"),
+        ({"tools": "[1"}, "tools that are not a list"),
+        ({"tools": 7}, "tools that are not a list"),
+        ({"functions": [TOOL]}, "functions with a chat, which no template takes; give tools"),
     ],
 )
 def test_tools_that_are_none(beside: dict[str, Any], reason: str) -> None:
@@ -119,7 +119,7 @@ def test_questions_end_before_tools() -> None:
     turns = [{**USER, "content": parts}, ANSWER, USER, CALLING, RESULT, ANSWER, USER, ANSWER]
     assert read_questions({"messages": turns}) == [USER, USER]
     refused = read_questions({"messages": turns, "tools": [TOOL]})
-    assert refused == Broken("tools beside a question")
+    assert refused == Broken("tools with a question")
 
 
 # --------------------------------------------------------------------------------------------------

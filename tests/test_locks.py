@@ -21,7 +21,7 @@ from test_run_folder import config_for, saved_run
 from poss_jax.checkpoint.locks import hold_folder, hold_lock, sole_writer
 from poss_jax.config.reading import UserError
 from train import main as train_main
-from train.claims import hold_moved_together, hold_together
+from train.claims import hold_together
 from train.main import train
 from train.regenerate import main as regenerate_main
 
@@ -93,7 +93,7 @@ def test_folder_in_a_place_that_is_read_only(
 
 def test_a_folder_that_is_moved_keeps_its_writer(tmp_path: Path) -> None:
     folder = saved_run(tmp_path / "a", [1.0])
-    with hold_moved_together(config_for(folder)):
+    with hold_together(config_for(folder), hold_folder):
         moved = folder.rename(tmp_path / "b")
         for overwrite in (False, True):
             with pytest.raises(UserError, match=r"b is in use by another process, which began"):

@@ -1,4 +1,4 @@
-"""What is said of a step's memory: counted exactly, planned by a compiler, refused in one line."""
+"""A step's memory: counted exactly, planned by a compiler, refused in one line."""
 
 import importlib.util
 from dataclasses import replace
@@ -116,7 +116,7 @@ def test_a_dry_run_says_what_a_device_holds(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--compile-for", "here"], "--compile-for describes a run; give --dry-run, too"),
+        (["--compile-for", "here"], "--compile-for describes a run; add --dry-run"),
         (["--dry-run", "--compile-for", "v5p:none"], "cannot compile for v5p:none"),
     ],
 )

@@ -66,7 +66,7 @@ def engine() -> Engine:
 
 
 def moved(text: str) -> Iterator[tuple[str, int]]:
-    """What a program moves between devices to hold it whole or in other parts: line, numbers."""
+    """Arrays that a program moves between devices to gather or reshard them: line, numbers."""
     kinds = "all-gather|all-to-all|collective-permute"
     for line in text.splitlines():
         if found := re.search(rf"= (.*?) (?:{kinds})(?:-start)?\(", line):

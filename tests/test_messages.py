@@ -1,4 +1,4 @@
-"""What the server reads of messages, and how it names tokens in log-probabilities."""
+"""The server's reading of messages, and names of tokens in log-probabilities."""
 
 import logging
 from types import SimpleNamespace

@@ -36,7 +36,7 @@ def test_a_commit_that_keeps_a_rejected_row_is_noticed(monkeypatch):
 
 @pytest.mark.slow
 def test_keys_of_the_wrong_specialist_are_noticed(monkeypatch, tmp_path):
-    """The output stays right whatever is drafted; the recorded trees tell."""
+    """The output stays right for any draft; the recorded trees show the mistake."""
     golden = load_golden(tmp_path, next(name for name in METHODS if name.startswith("poss")))
     original = drafting._enter_level
 

@@ -1,6 +1,9 @@
 """Command lines: keys of a config as options, sampling settings, trees."""
 
+import argparse
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,9 @@ from poss_jax.config.decoding import BenchConfig, DriftConfig, GenerateConfig, S
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
 from poss_jax.config.training import RegenerateConfig, TrainConfig
+from poss_jax.engine import device
 from poss_jax.engine.trees import read_trees
-from poss_jax.program import options
-from poss_jax.program.options import list_options, read_arguments
+from poss_jax.program.arguments import list_options, read_arguments
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 KINDS = [
@@ -85,7 +88,7 @@ def test_options_win_over_overrides_and_overrides_over_the_file(tmp_path: Path) 
             "--top-k: Input should be greater than or equal to 0, got '-2'",
         ),
         ("--max-length 0", "--max-length: Input should be greater than 0, got '0'"),
-        ("--prompts x", "want either a text (prompt) or a file of prompts (prompts)"),
+        ("--prompts x", "want a question, a text (prompt) or a file of prompts (prompts)"),
     ],
 )
 def test_command_lines_that_are_refused(arguments: str, error: str) -> None:
@@ -109,10 +112,65 @@ def test_a_missing_key_names_its_option() -> None:
         read_arguments(DriftConfig, ["--draft=a=b"], prog="test", doc=None)
 
 
+def shown_help(kind: Any, *words: str, doc: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        read_arguments(kind, list(words), prog="test", doc=doc)
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+DOC = """Does something.
+
+Explains it at length.
+
+    python -m infer.generate --prompt x --output \\
+        answers.jsonl
+    python -m infer.generate --config configs/demo/bench.yaml
+    python -m infer.generate --config configs/nowhere.yaml
+"""
+
+
+def test_help_fits_a_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["poss generate"])
+    monkeypatch.chdir(CONFIGS.parent)
+    printed = shown_help(GenerateConfig, "--help", doc=DOC, capsys=capsys)
+    lines = printed.splitlines()
+    assert lines[0] == "usage: poss generate [options] [section.key=value ...]"
+    assert len(lines) <= 45 and max(map(len, lines)) <= 80
+    assert lines[2] == "Does something." and "at length" not in printed
+    assert "    poss generate --prompt x --output \\\n        answers.jsonl\n" in printed
+    assert "configs/demo/bench.yaml" in printed and "configs/nowhere.yaml" not in printed
+    for flag in ("--prompt TEXT", "--target DIR", "--tree D/K/N", "--temperature X", "--help-all"):
+        assert f"  {flag} " in printed
+    for flag in ("--tree-depth", "--logit-bias", "--allow-target-mismatch"):
+        assert flag not in printed
+    all_of_it = shown_help(GenerateConfig, "--help-all", doc=DOC, capsys=capsys)
+    assert "at length" in all_of_it and "--tree-depth" in all_of_it
+
+
+def test_short_help_has_what_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in KINDS:
+        printed = shown_help(kind, "--help", doc="x", capsys=capsys)
+        for option in list_options(kind):
+            assert not option.about.is_required or f"  {option.flag} " in printed
+
+
+def test_options_of_another_option_are_shown_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--tune", action="store_true", help="Tune.")
+        parser.add_argument("--sizes", help="With --tune: sizes.")
+
+    for words, is_shown in ((["--help"], False), (["--tune", "--help"], True)):
+        with pytest.raises(SystemExit):
+            read_arguments(GenerateConfig, words, prog="test", doc="x", add_actions=add)
+        assert ("--sizes" in capsys.readouterr().out) == is_shown
+
+
 def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        read_arguments(TrainConfig, ["--help"], prog="test", doc="The description.")
-    printed = capsys.readouterr().out
+    printed = shown_help(TrainConfig, "--help-all", doc="The description.", capsys=capsys)
     for key, about in list_keys(TrainConfig).items():
         name = key if "." in key else f"--{key.replace('_', '-')}"
         assert about.is_section or f" {name} " in printed.replace("\n", " "), key
@@ -240,7 +298,7 @@ def test_a_server_samples_unless_it_is_told_otherwise(given: list[str]) -> None:
 
 def test_options_do_not_ask_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of a run join each other first."""
-    monkeypatch.setattr(options, "default_tree", lambda: pytest.fail("asked for devices"))
+    monkeypatch.setattr(device, "default_tree", lambda: pytest.fail("asked for devices"))
     assert read(["--max-new-tokens", "7"]).max_new_tokens == 7
 
 
@@ -289,6 +347,63 @@ def test_trees_that_are_refused(tmp_path: Path, text: str, error: str) -> None:
 )
 def test_trees_out_of_bounds(option: str, error: str) -> None:
     assert error in refusal(tree, option)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("6/10/60", (6, 10, 60)), ("chain:5", (5, 1, 6)), ("1/1/2", (1, 1, 2))]
+)
+def test_a_tree_in_one_word(text: str, sizes: tuple[int, int, int]) -> None:
+    expected = TreeConfig(**dict(zip(("depth", "top_k", "total_tokens"), sizes, strict=True)))
+    assert tree(["--tree", text]) == expected
+    assert tree([f"--tree={text}", "--tree-depth", "1"]) == replace(expected, depth=1)
+    assert tree(["--tree", text, "tree.depth=9"]) == expected
+
+
+def test_a_tree_of_the_command_line_wins_over_a_file(tmp_path: Path) -> None:
+    (tmp_path / "tree.yaml").write_text("tree: {depth: 2, top_k: 2, total_tokens: 5}")
+    (tmp_path / "trees.yaml").write_text("trees: some.yaml")
+    for name in ("tree", "trees"):
+        given = ["--config", str(tmp_path / f"{name}.yaml")]
+        assert tree([*given, "--tree", "chain:2"]) == TreeConfig(depth=2, top_k=1, total_tokens=3)
+        automatic = read([*given, "--tree", "auto"])
+        assert automatic.tree is automatic.trees is None
+        without = read([*given, "--tree", "none"])
+        assert without.tree is None
+        assert read_trees(Path(without.trees or "")) == {1: None}
+
+
+def test_programs_with_a_tree_of_their_own_take_it_as_auto() -> None:
+    model = ["--config", str(CONFIGS / "aot" / "llama3-8b.yaml"), "--tree"]
+    for text, expected in (("auto", TreeConfig()), ("4/4/16", CPU_TREE)):
+        assert read_arguments(AheadConfig, [*model, text], prog="t", doc=None)[0].tree == expected
+    with pytest.raises(UserError, match=r"^--tree 'none': want DEPTH/TOP_K/TOTAL_.* or auto$"):
+        read_arguments(AheadConfig, [*model, "none"], prog="t", doc=None)
+
+
+DEEP = (
+    "want total_tokens above depth, {}, since every level needs a node and the root is one, got {};"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--tree 6/10", "--tree '6/10': want DEPTH/TOP_K/TOTAL_TOKENS such as 6/10/60, chain:N, "),
+        ("--tree chain", "--tree 'chain': want DEPTH/TOP_K/TOTAL_TOKENS such as 6/10/60, chain:N,"),
+        ("--tree 0/1/2", "--tree: depth: Input should be greater than 0, got 0"),
+        ("--tree chain:1001", "--tree: depth: Input should be less than or equal to 1000, got"),
+        (f"--tree chain:{'9' * 5000}", "'chain:99999"),
+        ("--tree 40/1/5", f"tree 40/1/5: {DEEP.format(40, 5)}"),
+        ("--tree-depth 40 --tree-total-tokens 5", f"tree 40/4/5: {DEEP.format(40, 5)}"),
+        ("tree={depth: 5, total_tokens: 5}", f"tree 5/10/5: {DEEP.format(5, 5)}"),
+        ("--tree none --tree-depth 2", "want it alone, got a tree, too; leave out one of them"),
+        ("--tree 2/2/4 --trees file", "--trees: want it alone, got a tree, too"),
+    ],
+)
+def test_one_word_trees_that_are_refused(words: str, error: str) -> None:
+    arguments = [words] if "{" in words else words.split()
+    message = refusal(tree, *arguments)
+    assert error in message and len(message) < 300
 
 
 def test_a_file_of_trees_stands_alone() -> None:

@@ -183,7 +183,7 @@ def test_a_draft_is_trained_and_decoded_with(phi3):
 
 
 def test_drafts_hold_their_projections_apart(phi3, tmp_path):
-    """Whatever their config.json calls them; an export gives the same draft again."""
+    """With any name in config.json; an export gives the same draft again."""
     source = write_source(tmp_path / "source", draft_tensors(), **PHI3)
     for name in ("first", "second"):
         run("draft", source=source, target=phi3, output=tmp_path / name)

@@ -1,4 +1,4 @@
-"""What is shown of finished and running training runs."""
+"""Tables and plots of finished and running training runs."""
 
 import importlib.util
 import json

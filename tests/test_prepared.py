@@ -44,7 +44,7 @@ def prepare(folder: Path, tokenizer: Any, records: list[Any], **settings: Any) -
 
 
 def texts_of(rows: Rows, tokenizer: Any, *, learnt: bool) -> list[str]:
-    """Documents of all rows, or what is learnt of them."""
+    """Documents of all rows, or their trained parts."""
     return [
         tokenizer.decode(tokens[(documents == number) & (mask | (not learnt))])
         for tokens, mask, documents in zip(rows.tokens, rows.loss_mask, rows.documents, strict=True)

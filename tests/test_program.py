@@ -1,8 +1,9 @@
-"""What every program does around its own work: one-line errors, exit codes, compilation cache."""
+"""The frame of every program: one-line errors, exit codes, compilation cache."""
 
 import errno
 import fnmatch
 import importlib
+import json
 import os
 import pwd
 import re
@@ -19,6 +20,7 @@ import pytest
 
 import poss_jax
 from poss_jax.config.reading import UserError
+from poss_jax.program.output import announce, print_summary
 from poss_jax.program.running import Parser, run_program
 
 MEMORY = "lower the batch size, the lengths or the tree, in training data.sequence_length, batch_"
@@ -153,7 +155,7 @@ def test_as_a_command_bad_input_is_one_line_and_code_2() -> None:
 @pytest.mark.parametrize(
     ("program", "lines"),
     [
-        ("infer.generate", ['        --prompt "def read_lines(path):" --max-new-tokens 64\n']),
+        ("infer.generate", ['-m infer.generate --question "How do I poach an egg?" --stream ']),
         ("infer.bench.__main__", ["    python -m infer.bench --config configs/demo/bench.yaml"]),
         ("infer.serve", ["--max-queue", "POSS_API_KEY"]),
         ("train.main", ["    python -m train.main --config configs/demo/"]),
@@ -163,10 +165,87 @@ def test_help_shows_the_examples(
     program: str, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        importlib.import_module(program).main(["--help"])
+        importlib.import_module(program).main(["--help-all"])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     assert all(line in printed for line in lines)
+
+
+# --------------------------------------------------------------------------------------------------
+# Output
+
+
+RESULT = {
+    "model_step": 24_000,
+    "loss": 4.654545454545454,
+    "share": 0.04654545,
+    "by_depth": [0.5, 2],
+    "not_answered": {"too_long": 3, "refused": 1},
+    "is_done": True,
+    "data": {"nested": {}},
+    "none": None,
+}
+
+
+def show_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+
+
+def test_other_programs_get_json(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(RESULT, "some text")
+    assert json.loads(capsys.readouterr().out) == RESULT
+
+
+def test_people_get_a_text_or_the_numbers_with_few_digits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_on_a_terminal(monkeypatch)
+    print_summary(RESULT, "some text")
+    print_summary(RESULT, "")
+    assert capsys.readouterr().out == "some text\n"
+    print_summary(RESULT)
+    assert capsys.readouterr().out.splitlines() == [
+        "model step    24,000",
+        "loss          4.65",
+        "share         0.0465",
+        "by depth      0.5 2",
+        "not answered  too long 3, refused 1",
+        "is done       yes",
+    ]
+
+
+def test_json_may_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_on_a_terminal(monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["poss-train", "--json"])
+    print_summary(RESULT, "some text")
+    assert json.loads(capsys.readouterr().out) == RESULT
+
+
+@pytest.mark.parametrize("program", ["infer.generate", "infer.drift", "train.main", "train.plot"])
+def test_programs_with_a_result_take_json(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module(program).main(["--help"])
+    assert "  --json " in capsys.readouterr().out
+
+
+def test_long_work_is_announced_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def work() -> Iterator[int]:
+        for number in range(3):
+            seen.append(capsys.readouterr().err)
+            yield number
+
+    assert list(announce(work(), "working")) == [0, 1, 2] and not any(seen)
+    seen.clear()
+    show_on_a_terminal(monkeypatch)
+    assert list(announce(work(), "working")) == [0, 1, 2]
+    assert seen == ["working\r", "       \r", ""]
 
 
 PIPED = """
@@ -290,7 +369,14 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(
     ("started_as", "name"),
-    [("/usr/bin/poss-bench", "poss-bench"), ("/a/bench.py", "python -m infer.bench")],
+    [
+        ("/usr/bin/poss-bench", "poss-bench"),
+        ("/a/bench.py", "python -m infer.bench"),
+        ("poss bench", "poss bench"),
+        ("python -m poss_jax tune", "python -m poss_jax tune"),
+        ("/my bench", "python -m infer.bench"),
+        ("poss inspect", "poss"),  # of several commands, one of which is inspect
+    ],
 )
 def test_the_usage_names_what_a_program_was_started_as(
     started_as: str, name: str, monkeypatch: pytest.MonkeyPatch

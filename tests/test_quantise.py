@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from models import (
     assert_same,
     make_engine,
+    needs_f16c,
     random_draft,
     random_target,
     random_tokens,
@@ -51,7 +52,9 @@ from train.main import main as train_main
 from train.regenerate import main as regenerate_main
 
 SLOW = pytest.mark.slow
+READ = ["int8", pytest.param("fp8", marks=needs_f16c)]
 kinds = pytest.mark.parametrize("kind", KINDS)
+read_kinds = pytest.mark.parametrize("kind", READ)  # where values are read, not only written
 MESH = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 TREE = TreeConfig(depth=2, top_k=3, total_tokens=7)
 PROMPTS = ["def area_7", "def area_1_1(width, heig", [0, 5, 260]]
@@ -90,6 +93,7 @@ def test_int8_drawn():
     np.testing.assert_allclose(weight.scale, [0.02, 1.0], rtol=1e-6)
 
 
+@needs_f16c
 def test_fp8_drawn():
     weight = quantise(jnp.array([[448.0, -1.0, 1.1, 0.001]]), "fp8")
     assert weight.values.dtype == jnp.float8_e4m3fn
@@ -97,8 +101,10 @@ def test_fp8_drawn():
     np.testing.assert_array_equal(weight.scale, [1.0])
 
 
-@kinds
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@read_kinds
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=needs_f16c)]
+)
 def test_error_is_bounded(kind, dtype):
     """Outputs of very different size each have their own scale."""
     rng = np.random.default_rng(0)
@@ -113,7 +119,7 @@ def test_error_is_bounded(kind, dtype):
     np.testing.assert_allclose(np.abs(dequantise(rounded)).max(1), np.abs(wide).max(1), rtol=1e-6)
 
 
-@kinds
+@read_kinds
 def test_outputs_are_quantised_apart(kind):
     """So weights may be joined, and outputs taken, before or after quantisation."""
     a, b = (jnp.asarray(np.random.default_rng(seed).normal(size=(5, 8))) for seed in (0, 1))
@@ -155,7 +161,7 @@ def test_items_are_those_of_the_whole(kind):
 # The seam
 
 
-@kinds
+@read_kinds
 @pytest.mark.parametrize("shape", [(1,), (3,), (7,), (20,), (40,), (1, 1), (2, 3)])
 def test_linear_is_that_of_the_dequantised_weight(kind, shape):
     rng = np.random.default_rng(0)
@@ -211,7 +217,7 @@ def test_a_loop_reads_int8_in_every_turn(num_rows):
     assert "f32[96,96]" not in loop
 
 
-@kinds
+@read_kinds
 def test_features_are_those_of_the_dequantised_target(kind):
     config = tiny_llama(qkv_bias=True)
     target = quantise_target(random_target(config), kind)
@@ -223,7 +229,7 @@ def test_features_are_those_of_the_dequantised_target(kind):
 
 
 def converted(jaxpr: Any) -> Iterator[tuple[tuple[int, ...], Any, Any]]:
-    """Shape and types of every conversion, those of inner programs, too."""
+    """Shape and types of every conversion, including inner programs'."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "convert_element_type":
             before, after = equation.invars[0].aval, equation.outvars[0].aval
@@ -235,7 +241,7 @@ def converted(jaxpr: Any) -> Iterator[tuple[tuple[int, ...], Any, Any]]:
                 yield from converted(getattr(inner, "jaxpr", inner))
 
 
-@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("kind", [None, *READ])
 def test_no_weight_becomes_wider_than_the_activations(kind):
     llama = tiny_llama(vocab_size=307, hidden_size=40, intermediate_size=88)
     config = DraftConfig(layer=llama, positions_per_specialist=(2, 2))
@@ -267,7 +273,7 @@ def test_no_weight_becomes_wider_than_the_activations(kind):
     ("kind", "is_sampled", "tree", "batch"),
     [
         ("int8", True, (2, 2, 5), 3),
-        pytest.param("fp8", False, (2, 2, 5), 2, marks=SLOW),
+        pytest.param("fp8", False, (2, 2, 5), 2, marks=(SLOW, needs_f16c)),
     ],
 )
 def test_speculative_equals_autoregressive(kind, is_sampled, tree, batch):
@@ -288,6 +294,8 @@ def test_drafts_of_the_unquantised_target_are_used(runs, quantised):
         head.unsafe_buffer_pointer()
         == engine.weights.target["head"]["weight"].values.unsafe_buffer_pointer()
     )
+    for specialist in engine.weights.draft["specialists"]:
+        assert isinstance(specialist["mlp"]["down"]["weight"], Quantised)
     given = {"max_new_tokens": 24, "sampling": [SAMPLED, SamplingConfig(), SAMPLED]}
     want = [answer.output_ids for answer in alone.generate(PROMPTS, **given)]
     answers = engine.generate(PROMPTS, batch_size=2, **given)
@@ -413,6 +421,7 @@ def test_parts_lie_like_the_weight_they_are_of(quantised, runs, kind):
 # Programs
 
 
+@needs_f16c
 def test_programs_quantise(runs, tmp_path):
     target, draft = runs.model("target"), runs.model("poss2")
     (line,) = generate(target, draft, tmp_path, "--prompt", PROMPTS[0], "--quantise", "int8")
@@ -424,6 +433,7 @@ def test_programs_quantise(runs, tmp_path):
         assert head.values.dtype == jnp.float8_e4m3fn
 
 
+@needs_f16c
 def test_answers_of_another_quantisation_are_not_joined(tmp_path, quantised):
     chats = write_lines(tmp_path / "chats.jsonl", {"prompt": "def"}, {"prompt": "area"})
     given = [f"data.source={chats}", "--max-new-tokens", "4", "--output", str(tmp_path / "a.jsonl")]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Runs, refusal, summary, write_lines
+from programs import Runs, interrupted_after, refusal, summary, write_lines
 
 from poss_jax import Generation, SamplingConfig, UserError
 from poss_jax.config.training import DataConfig
@@ -118,7 +118,7 @@ def test_turns_are_answered_in_turn_and_batched_by_length() -> None:
     assert [turn["role"] for turn in lines[0]["messages"]] == ["user", "assistant"] * 2
     assert engine.batches == [["c", "dd"], ["aaa"], ["dd|<dd>|e", "aaa|<aaa>|b"]]
     assert [line["id"] for line in lines] == ["0", "1", "2"]
-    assert engine.seeds[2] == engine.seeds[4] == 7  # of the first chat, whatever its batch
+    assert engine.seeds[2] == engine.seeds[4] == 7  # of the first chat, in any batch
     assert len(set(engine.seeds)) == 3
 
 
@@ -280,7 +280,7 @@ def run(runs: Runs, folder: Path, *arguments: str) -> None:
 
 
 def test_the_target_answers_a_data_set(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--keep-unfinished", "--temperature", "0.8", "--seed", "3"]
     run(runs, tmp_path / "whole", *options)
@@ -298,19 +298,8 @@ def test_the_target_answers_a_data_set(
     found = load_documents(DataConfig(source=str(out), validation_fraction=0.5))
     assert found.tally.dropped == {} and found.tally.records == 9
     # Killed in its second window and run again, it writes the same.
-    add = AnswerFiles.add
-
-    def stop(files: AnswerFiles, lines: Any) -> None:
-        monkeypatch.setattr(AnswerFiles, "add", add)
-        raise KeyboardInterrupt
-
-    def add_once(files: AnswerFiles, lines: Any) -> None:
-        add(files, lines)
-        monkeypatch.setattr(AnswerFiles, "add", stop)
-
-    monkeypatch.setattr(AnswerFiles, "add", add_once)
     other = tmp_path / "interrupted"
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_after(8):
         run(runs, other, *options)
     assert len((other / "out.jsonl").read_text().splitlines()) == 5
     run(runs, other, *options)

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 from chat_server import ChatServer, Reply, echo, said, serve
-from programs import Runs, refusal, summary, write_lines
+from programs import Runs, interrupted_after, refusal, summary, write_lines
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from poss_jax.engine.prompts import prompt_seed
 from train import server as module
-from train.answers import AnswerFiles
 from train.regenerate import main
 
 
@@ -317,20 +316,9 @@ def test_an_interrupted_run_goes_on(
 ) -> None:
     chat.reply = lambda body: (400, {}) if last(body) == "question 4" else echo(body)
     run(chat, tmp_path / "whole")
-    add, count = AnswerFiles.add, 0
-
-    def stop(files: AnswerFiles, lines: Any) -> None:
-        nonlocal count
-        count += len(lines)
-        if count > 6:
-            raise KeyboardInterrupt
-        add(files, lines)
-
-    monkeypatch.setattr(module, "_take", lambda waiting: [waiting.popleft().result()])
-    monkeypatch.setattr(AnswerFiles, "add", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, interrupted_after(6):
+        patch.setattr(module, "_take", lambda waiting: [waiting.popleft().result()])
         run(chat, tmp_path / "stopped")
-    monkeypatch.setattr(AnswerFiles, "add", add)
     capsys.readouterr()
     with serve(ChatServer(reply=chat.reply)) as elsewhere:  # at another address
         run(elsewhere, tmp_path / "stopped", "--concurrency", "5")
@@ -350,11 +338,11 @@ def test_an_interrupted_run_goes_on(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("--draft d", "--draft: is for a target that is loaded here; leave it out, or server"),
-        ("--tree-depth 3", "tree: is for a target"),
-        ("--batch-size 4", "--batch-size: is for a target"),
-        ("--max-length 99", "--max-length: is for a target"),
-        ("--quantise int8", "--quantise: is for a target"),
+        ("--draft d", "--draft: applies only to a local target; leave it or server out"),
+        ("--tree-depth 3", "tree: applies only to a local target"),
+        ("--batch-size 4", "--batch-size: applies only to a local target"),
+        ("--max-length 99", "--max-length: applies only to a local target"),
+        ("--quantise int8", "--quantise: applies only to a local target"),
         ("--template llama3", "--template: the server has its own"),
         ("--concurrency 0", "--concurrency: Input should be greater than 0"),
         ("--concurrency 9999", "--concurrency: Input should be less than or equal to 1024"),
@@ -377,8 +365,8 @@ def test_keys_that_want_a_server(tmp_path: Path) -> None:
     given = ["--source", "s.jsonl", "--output", str(tmp_path / "out.jsonl")]
     assert "want a target (--target DIR), or a server (--server URL)" in refusal(main, *given)
     given += ["--target", "t"]
-    assert "--model: is for a server" in refusal(main, *given, "--model", "m")
-    assert "--concurrency: is for a server" in refusal(main, *given, "--concurrency", "4")
+    assert "--model: applies only to a server" in refusal(main, *given, "--model", "m")
+    assert "--concurrency: applies only to a server" in refusal(main, *given, "--concurrency", "4")
 
 
 @pytest.mark.parametrize(

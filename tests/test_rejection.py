@@ -57,7 +57,7 @@ DRAFTS = {"unlike": UNLIKE, "equal": TARGET, "filtered": FEW}
 def choose_often(
     target: np.ndarray, drafted: np.ndarray, num_children: int, *, mistake: str = ""
 ) -> np.ndarray:
-    """How often each token comes out as a child or as a draw from what is left."""
+    """Frequency of each token as a child or as a draw from the rest."""
     return np.array(_count(jax.random.key(0), target, drafted, num_children, mistake))
 
 
@@ -65,7 +65,7 @@ def choose_often(
 def _count(
     key: jax.Array, target: jax.Array, drafted: jax.Array, num_children: int, mistake: str
 ) -> jax.Array:
-    del mistake  # the name of what is planted, which has a program of its own
+    del mistake  # the planted mistake's name, which makes a separate program
     of_children, of_thresholds, of_rest = jax.random.split(key, 3)
     shape = (1, NUM_DRAWS, V)
     p, q = (jnp.broadcast_to(probs[None, None], shape) for probs in (target, drafted))

@@ -354,7 +354,7 @@ def saved_run(folder: Path, scores: list[float | None]) -> Path:
 
 
 def resume(folder: Path) -> tuple[int, list[int]]:
-    """The step that a run goes on from, which must be intact, and those that are logged."""
+    """The step from which a run continues, which must be intact, and the logged steps."""
     run = RunFolder(config_for(folder))
     state = run.restore(state_at(0))
     run.close()
@@ -364,7 +364,7 @@ def resume(folder: Path) -> tuple[int, list[int]]:
 
 
 def damage_every_file(tmp_path: Path, damages: list[str], capfd: pytest.CaptureFixture) -> int:
-    """Damages each file of the newest checkpoint in turn, and goes on."""
+    """Damages each file of the newest checkpoint in turn, and continues."""
     source = saved_run(tmp_path / "source", [1.0, 2.0])
     newest = source / "checkpoints" / "2"
     names = [str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()]
@@ -475,7 +475,7 @@ def test_checkpoints_without_checksums(
     try:
         assert resume(folder) == (2, [1, 2])  # such as without a score
     except UserError as error:
-        assert re.search(r"of .* cannot be read \(.*\); where one is damaged, move it", str(error))
+        assert re.search(r"of .* cannot be read \(.*\); move a damaged checkpoint away", str(error))
     shutil.rmtree(folder / "checkpoints" / "2")
     assert resume(folder)[0] == 1
 

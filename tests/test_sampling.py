@@ -87,7 +87,7 @@ def test_filters(given, kept):
 
 @pytest.mark.parametrize("sharpness", [0.0, 1.0, 30.0])
 def test_a_draw_is_the_best_of_what_the_filters_keep(sharpness):
-    """Whatever the filters, one at a time or together; with equal scores, too."""
+    """For any filters, one at a time or together; with equal scores, too."""
     rng = np.random.default_rng(0)
     B, rows = 60, 3
     given = settings(

@@ -1,4 +1,4 @@
-"""The scheduler: every text is that of `generate`, whatever else is decoded meanwhile."""
+"""The scheduler: every text equals `generate`'s, regardless of the other requests."""
 
 import asyncio
 import threading

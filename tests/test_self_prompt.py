@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_server import ChatServer, said, serve
-from programs import Runs, refusal, summary, write_lines
+from programs import Runs, interrupted_after, refusal, summary, write_lines
 
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError
@@ -18,7 +18,6 @@ from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import prompt_seed
-from train.answers import AnswerFiles
 from train.regenerate import main
 from train.self_prompt import Asked, TurnWriter, find_opening, plan_questions, repeats_itself
 
@@ -186,7 +185,7 @@ def failures(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns that reach their limit are used: a tiny target hardly ever ends one."""
+    """Turns that reach their limit are used: a tiny target almost never ends one."""
     refuse = TurnWriter._refuse
     monkeypatch.setattr(TurnWriter, "_refuse", lambda self, text, _: refuse(self, text, "stop"))
 
@@ -197,7 +196,7 @@ OWN = ["--self-prompt", "12", "--self-prompt-tokens", "12", "--self-prompt-top-p
 
 @pytest.mark.usefixtures("finished")
 def test_a_run_that_is_stopped_ends_with_the_same_chats(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [*OWN, "--self-prompt-turns", "2", *TEMPERATURES]
     lines = run(runs, tmp_path / "whole", *options)
@@ -214,18 +213,7 @@ def test_a_run_that_is_stopped_ends_with_the_same_chats(
         DataConfig(source=str(tmp_path / "whole/out.jsonl"), validation_fraction=0.5)
     )
     assert found.tally.dropped == {}
-    add = AnswerFiles.add
-
-    def stop(files: AnswerFiles, lines: Any) -> None:
-        monkeypatch.setattr(AnswerFiles, "add", add)
-        raise KeyboardInterrupt
-
-    def add_once(files: AnswerFiles, lines: Any) -> None:
-        add(files, lines)
-        monkeypatch.setattr(AnswerFiles, "add", stop)
-
-    monkeypatch.setattr(AnswerFiles, "add", add_once)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_after(8):
         run(runs, tmp_path / "stopped", *options)
     assert run(runs, tmp_path / "stopped", *options) == lines
     assert summary(capsys)["answered_before"] == 8
@@ -282,15 +270,15 @@ def test_questions_of_a_source_are_mixed_in(runs: Runs, tmp_path: Path, tokenize
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("--self-prompt-turns 2 --source s.jsonl", "--self-prompt-turns: is for turns that the"),
-        ("--source-share 0.5 --source s.jsonl", "--source-share: is for turns that the target"),
+        ("--self-prompt-turns 2 --source s.jsonl", "--self-prompt-turns: applies only to turns"),
+        ("--source-share 0.5 --source s.jsonl", "--source-share: applies only to turns that"),
         ("--self-prompt 3 --source s.jsonl", "source_share: want it above 0 with a data.source"),
         (
             "--self-prompt 3 --source-share 0.5",
             "--source-share: want it above 0 with a data.source",
         ),
         ("--self-prompt 0", "--self-prompt: Input should be greater than 0"),
-        ("", "or self_prompt, for questions of the target's own"),
+        ("", "or self_prompt, to let the target write questions"),
     ],
 )
 def test_bad_arguments(runs: Runs, tmp_path: Path, arguments: str, error: str) -> None:

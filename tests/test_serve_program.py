@@ -29,7 +29,7 @@ LONG = {"prompt": "def area_7", "max_tokens": 230, "ignore_eos": True}
 
 
 class Process:
-    """A server in a process of its own; its messages go to a file."""
+    """A server in a new process; its messages go to a file."""
 
     def __init__(self, runs: Runs, log: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "infer.serve", "--target", runs.model("target")]
@@ -91,7 +91,7 @@ def serving(runs: Runs, log: Path, *arguments: str) -> Iterator[Process]:
 
 
 def last_event(stream: http.client.HTTPResponse) -> dict[str, Any]:
-    """What comes last of a stream."""
+    """The last part of a stream."""
     *_, last = (line for line in stream.read().split(b"\n") if line)
     return json.loads(last.removeprefix(b"data: "))
 

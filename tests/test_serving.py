@@ -94,7 +94,7 @@ def texts(reply: Any) -> list[str]:
 
 
 def offline(engine: Engine, prompts: list[Any], options: Any = (), **more: Any) -> list[Generation]:
-    """What `generate` answers, choice by choice."""
+    """`generate`'s answers, choice by choice."""
     given = dict(options)
     settings = SamplingConfig(**given | {"seed": given.get("seed", 0) % 2**32})
     seeds = [prompt_seed(settings.seed, index) for index in range(len(prompts))]
@@ -354,7 +354,7 @@ def test_a_message_has_no_space_before_it(client: openai.OpenAI, spaces: dict[st
 
 @pytest.fixture(scope="module")
 def target(runs: Runs) -> Any:
-    """The target's parameters, as a forward of its own takes them."""
+    """The target's parameters, for a separate forward."""
     _, params = load_target(runs.model("target"), jnp.float32)
     return params | {"layers": stack_layers(params["layers"])}
 
@@ -366,7 +366,7 @@ def forward(served: Served, target: Any, ids: list[int], num_prompt: int) -> np.
 
 
 def bytes_of(tokenizer: Any, token: int) -> bytes:
-    """What a token writes: byte-level names have a letter for each byte."""
+    """Text of a token: byte-level names have a letter per byte."""
     name = tokenizer.convert_ids_to_tokens(token)
     is_special = token in tokenizer.all_special_ids
     return name.encode() if is_special else bytes(map(byte_characters().index, name))

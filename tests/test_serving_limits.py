@@ -45,7 +45,7 @@ AUTH = f"authorization: Bearer {KEY}"
 @pytest.fixture(scope="module")
 def served(runs: Runs) -> Iterator[Served]:
     """A server of one slot, with a key, little patience, and a short queue."""
-    tree = TreeConfig(depth=3, top_k=2, total_tokens=6)  # the programs are those of test_serving
+    tree = TreeConfig(depth=3, top_k=2, total_tokens=6)  # the same programs as in test_serving
     engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=tree)
     small = {"batch_size": 1, "slots": (1,), "max_queue": 2, "max_body_mib": 0.25}
     given = {"api_key": KEY, "patience": PATIENCE}
@@ -244,7 +244,7 @@ def test_deep_nesting(served: Served, name: str) -> None:
     ids=lambda body: str(body)[:40],
 )
 def test_thousands_of_mistakes_are_one(served: Served, body: Any) -> None:
-    """Millions, each with a report of its own, stopped the server for a minute."""
+    """Millions of mistakes, each reported, stopped the server for a minute."""
     path, kind = "/v1/completions", CompletionRequest
     if "messages" in body:
         path, kind = "/v1/chat/completions", ChatRequest
@@ -496,7 +496,7 @@ def test_keys_that_no_header_can_carry(monkeypatch: pytest.MonkeyPatch, key: str
     ],
 )
 def test_names_of_a_server(name: str, allowed: tuple[str, ...], is_known: bool) -> None:
-    """Whatever address it listens at: a page of that name may reach it in its own network."""
+    """At any address it listens at: a page of that name may reach it in its own network."""
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -547,7 +547,7 @@ def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
 
 
 def test_a_page_of_another_site_cannot_ask(served: Served) -> None:
-    """What browsers send without asking first has no JSON as its type, and no answer is shown."""
+    """Requests that browsers send without asking first are not of type JSON: refused."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         headers = {"authorization": f"Bearer {KEY}", "content-type": kind, "origin": "http://x"}
         response = served.post("/v1/completions", LONG, **headers)
@@ -556,7 +556,7 @@ def test_a_page_of_another_site_cannot_ask(served: Served) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whatever the schema allows
+# Anything the schema allows
 
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")

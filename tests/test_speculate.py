@@ -35,7 +35,7 @@ LONGROPE = RopeConfig(
 
 
 def check_shape(shape: tuple, *, cases: int, seed: int, is_sampled: bool = False) -> None:
-    """Compares both ways of decoding over so many drawn models, prompts, limits and oracles."""
+    """Compares both ways of decoding over drawn models, prompts, limits and oracles."""
     (depth, top_k, total_tokens), spans, batch = shape
     llama = tiny_llama(rope=DYNAMIC if is_sampled else LONGROPE)
     config = DraftConfig(layer=llama, positions_per_specialist=spans)

@@ -64,7 +64,7 @@ def test_intervals_cover(n: int):
 
 
 def test_numbers_of_several_depths_are_drawn_together():
-    """What holds for each draw of questions, such as a sum over depths, holds for its interval."""
+    """An identity for each draw of questions, such as a sum over depths, holds for the interval."""
     values = np.random.default_rng(1).random((12, 3))
     whole = np.ones_like(values)
     summed = estimate(lambda part, whole: share(part, whole).sum(axis=0), values, whole)
@@ -80,7 +80,7 @@ def test_few_questions_have_no_interval():
 
 
 def test_what_one_question_holds_has_no_interval():
-    """Without that question there is no share to compare."""
+    """Without that question no share can be compared."""
     part, whole = np.eye(8)[0], 2 * np.eye(8)[0]
     assert estimate(share, part, whole) == {"value": 0.5, "low": None, "high": None}
 

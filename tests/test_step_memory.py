@@ -1,4 +1,4 @@
-"""What the compiler says of the memory of a training step: how it grows with depth and length."""
+"""The compiler's memory of a training step: its growth with depth and length."""
 
 from dataclasses import replace
 from functools import cache, partial

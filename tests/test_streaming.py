@@ -11,7 +11,7 @@ from programs import Runs, copy_model, refusal, write_lines
 from test_text import byte_fallback
 
 from infer.generate import main
-from infer.screen import Screen, print_summary
+from infer.screen import Screen
 from poss_jax import Chunk, Engine, Generation, SamplingConfig, TreeConfig, UserError
 from poss_jax.program.running import BRACKETS, COLOUR, text_marks
 
@@ -109,7 +109,7 @@ def test_stop_strings_at_every_place_of_an_answer(
 
 
 def check_rounds(answer: Generation, whole: Generation) -> None:
-    """The rounds are those of the whole answer, the last one cut where the tokens are."""
+    """The rounds equal the whole answer's, the last one cut like the tokens."""
     last = len(answer.accepted_per_round) - 1
     if last < 0:
         assert len(answer.output_ids) == 1
@@ -245,7 +245,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, dict[str, Any]]:
-    """What the program prints, and its summary."""
+    """The program's output and its summary."""
     main([*arguments, "--max-new-tokens", str(N)])
     text, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     return text, json.loads(last) | {"seconds_with_compilation": 0}
@@ -302,17 +302,6 @@ def test_terminals_get_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text_marks() == COLOUR
     monkeypatch.setenv("NO_COLOR", "1")
     assert text_marks() == BRACKETS
-
-
-def test_a_terminal_gets_a_text_instead_of_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    print_summary({"answers": 1}, "one answer")
-    assert capsys.readouterr().out == '{"answers": 1}\n'
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    print_summary({"answers": 1}, "one answer")
-    print_summary({"answers": 1})
-    assert capsys.readouterr().out == "one answer\n"
 
 
 def test_interrupted_stream_keeps_what_was_printed_and_the_finished_answers(

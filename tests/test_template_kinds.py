@@ -55,7 +55,7 @@ USED = {name for name, kind in KINDS.items() if not kind.refused}
 
 @functools.cache
 def outcomes(name: str) -> Counter[str]:
-    """What becomes of all chats under a template."""
+    """Results of all chats under a template."""
     return Counter(check_chat(name, record, knows_ends=True) for record in CHATS.values())
 
 

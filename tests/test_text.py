@@ -46,7 +46,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """Llama 2's kind: words, and bytes for all that is no word."""
+    """Llama 2's kind: words, and bytes for the rest."""
     names = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "▁a", "b", "▁▁", "é", "<0xZZ>"]
     backend = Tokenizer(models.BPE(vocabulary(names), merges=[], byte_fallback=True))
     space, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
@@ -70,7 +70,7 @@ def wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def byte_characters() -> list[str]:
-    """How byte-level tokens spell every byte: itself if it can be printed, else from U+0100 on."""
+    """Byte-level spelling of every byte: itself if printable, else from U+0100 on."""
     kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)
     return [chr(byte if byte in kept else next(others)) for byte in range(256)]
@@ -94,7 +94,7 @@ def decode(tokenizer: PreTrainedTokenizerFast, tokens: list[int]) -> str:
 def shown(
     tokenizer, tokens: list[int], stop: tuple[str, ...] = (), anchor: int | None = None
 ) -> tuple[list[str], TextStream]:
-    """What each token adds, and what the end adds."""
+    """Text that each token adds, and that the end adds."""
     stream = TextStream(tokenizer, stop, anchor=anchor)
     parts = [stream.push(token, depth=0) for token in tokens] + [stream.finish()]
     return ["".join(piece.text for piece in part) for part in parts], stream
@@ -267,7 +267,7 @@ def test_stop_string_at_every_place(length: int) -> None:
 
 
 def first_complete(text: str, stops: tuple[str, ...]) -> str:
-    """What is left of a text, found the slow way: stop as soon as a stop string is complete."""
+    """The rest of a text, found the slow way: stop as soon as a stop string is complete."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:

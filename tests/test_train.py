@@ -106,7 +106,7 @@ def test_with_one_depth_acceptance_is_one_plus_agreement(runs: Runs) -> None:
 
 
 def _quality(validation: dict[str, Any]) -> float:
-    """What the best checkpoint has most of: acceptance of a draft, likelihood of a target."""
+    """The best checkpoint's measure: acceptance of a draft, likelihood of a target."""
     length = validation.get("simulated_acceptance_length")
     return -validation["validation_loss"] if length is None else length
 
@@ -162,7 +162,7 @@ def test_dry_run_prints_sizes_and_writes_nothing(
 
 
 class Crash(Exception):
-    """What kills a run."""
+    """Ways to kill a run."""
 
 
 def crash_when(function: Callable[..., Any], dies: Callable[..., bool]) -> Callable[..., Any]:
@@ -207,7 +207,7 @@ def test_crashed_run_ends_like_an_uninterrupted_one(
     starts: list[int | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bit for bit: weights and metrics, wherever it died, with a metrics line half written."""
+    """Bit for bit: weights and metrics, killed at any point, with a metrics line half written."""
     folder = tmp_path / "run"
     config = config_file(runs, tmp_path, values)
     for where, attribute, function in crashes:
@@ -259,7 +259,7 @@ def test_model_is_of_the_best_checkpoint(
 
 
 # --------------------------------------------------------------------------------------------------
-# Starting from an earlier draft, and starting anew
+# Starting from an earlier draft, and starting over
 
 
 def test_specialists_start_as_copies_of_an_earlier_drafts_last(runs: Runs, tmp_path: Path) -> None:

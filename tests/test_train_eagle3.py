@@ -184,7 +184,7 @@ def assert_close(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("rope", [LLAMA.rope, ROPE_BY_LENGTH], ids=lambda rope: rope.type)
 def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any, rope: Any) -> None:
-    """A row of two documents trains as two rows of one, whatever chains read behind their ends."""
+    """A row of two documents trains as two rows of one, even if chains read past their ends."""
     cut, layer = 6, dataclasses.replace(TASK.draft.layer, rope=rope)
     task = TASK._replace(
         target=dataclasses.replace(LLAMA, rope=rope),

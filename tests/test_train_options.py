@@ -279,9 +279,7 @@ def test_a_run_does_not_go_on_with_another_target(runs: Runs, tmp_path: Path) ->
     changed["weights_sha256"] |= {"layers/1": "0" * 64}
     (target / "model.json").write_text(json.dumps(changed))
     shutil.rmtree(tmp_path / "run" / "model")
-    assert "target: its file has become another since this run began" in refusal(
-        main, "--config", config
-    )
+    assert "target: its file has changed since this run began" in refusal(main, "--config", config)
     (tmp_path / "run" / "made_with.json").write_text("[")
     assert "made_with.json: want a JSON object, got a damaged" in refusal(main, "--config", config)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics_before
@@ -295,7 +293,7 @@ def test_a_run_does_not_go_on_from_another_draft(runs: Runs, tmp_path: Path) -> 
     changed["weights_sha256"] |= {"fc": "0" * 64}
     (start / "model.json").write_text(json.dumps(changed))
     shutil.rmtree(tmp_path / "run" / "model")
-    assert "init_draft: its file has become another" in refusal(main, "--config", config)
+    assert "init_draft: its file has changed" in refusal(main, "--config", config)
 
 
 def test_validations_say_if_no_answer_is_long_enough(

@@ -156,7 +156,7 @@ def assert_moved_by(gradients, before, after):
 
 
 def assert_features_near(got, want):
-    """Two programs agree but for rounding."""
+    """Two programs agree up to rounding."""
     np.testing.assert_allclose(got, want, rtol=0, atol=ROUNDING * np.abs(want).max())
 
 
@@ -240,7 +240,7 @@ def test_step_equals_a_plain_one(target, draft, step, zero_scores):
 
 @pytest.mark.parametrize("rope", [LLAMA.rope, ROPE_BY_LENGTH], ids=lambda rope: rope.type)
 def test_packed_documents_equal_rows_of_their_own(target, draft, rope):
-    """Positions, kept row 0, diagonals, zero target, noise and loss are those of each document."""
+    """Positions, kept row 0, diagonals, zero target, noise and loss are each document's."""
     llama, lengths = dataclasses.replace(LLAMA, rope=rope), [5, 4, 2]
     layer = dataclasses.replace(TASK.draft.layer, rope=rope)
     task = TASK._replace(
@@ -365,7 +365,7 @@ def test_untrained_specialists_get_no_gradient(target, draft):
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_target_step(accumulation_steps):
-    """Tokens to be learnt are predicted from the row before, within their document."""
+    """Trained tokens are predicted from the row before, within their document."""
     params = stacked(random_target(LLAMA))
     documents = jnp.asarray([[1] * 5 + [2] * 6 + [0], [1] * 12], jnp.int32)
 

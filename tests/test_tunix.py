@@ -30,7 +30,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from examples.tunix.policy import rotate_as_tunix, target_params
 from examples.tunix.rollout import PossRollout
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of tunix
+pytestmark = pytest.mark.filterwarnings("ignore")  # tunix's
 
 LLAMA = tiny_llama(vocab_size=64, max_position_embeddings=128)
 DRAFT = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))

@@ -30,7 +30,7 @@ def answers(engine: Engine) -> list[Any]:
 
 @pytest.fixture
 def compilations() -> Iterator[list[Any]]:
-    """What was compiled so far in this test."""
+    """Programs compiled so far in this test."""
     seen = []
 
     def listen(event: str, duration: float, **details: Any) -> None:

@@ -1,4 +1,4 @@
-"""What validation reports, against NumPy and the definitions."""
+"""Validation's reports, against NumPy and the definitions."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ TASK = DraftTask(
     objective=ObjectiveConfig(top_k=3, probability_weight=0.5),
     step=STEP,
 )
-# Rows with one document, two, and padding; the first two hold a fifth of what is to be learnt.
+# Rows with one document, two, and padding; the first two hold a fifth of the trained tokens.
 MASK = np.random.default_rng(3).random((B, T)) < np.array([[0.3], [0.3], [0.9], [0.9]])
 DOCUMENTS = np.array([[1] * 12, [1] * 5 + [2] * 7, [1] * 12, [1] * 9 + [0] * 3])
 TOKENS = random_tokens(LLAMA, B, T)
@@ -98,7 +98,7 @@ def test_accepted_of_any_hits():
 
 
 def test_draft_by_depth(target, draft):
-    """Rows that read and predict what is learnt count, and no chain leaves its document."""
+    """Rows that read and predict trained tokens count; chains stay in their document."""
     sums, shown = jax.jit(make_draft_validation(TASK, R))(draft, target, BATCH)
     out = draft_metrics(add_up([(sums, shown)])[0])
     data = jax.jit(prepare_draft_data, static_argnums=1)(target, TASK, BATCH)

@@ -1,4 +1,4 @@
-"""The wheel: one package with all programs, which run where there is no checkout."""
+"""The wheel: one package with all programs, which run without a checkout."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ assert find_spec("train") is find_spec("infer") is None
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, since setuptools writes beside the sources."""
+    """Built from a copy, since setuptools writes next to the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in PACKAGES:
@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """What a command prints in a folder, without anything of this checkout."""
+    """Output of a command in a folder, without this checkout."""
     quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"} | quick
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -70,7 +70,7 @@ def test_programs_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) ->
     run([*pip, "--no-deps", "--no-index", str(wheel)], folder)
     (site,) = environment.glob("lib/*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "11\n"
+    assert run([str(python), "-c", LOAD_PROGRAMS], folder) == "12\n"
     options = "--prompt import --max-new-tokens 4"
     options += " --tree-depth 6 --stream"  # compiled by tests/test_bundled.py, too
     bundled = site / "poss_jax" / "bundled"

@@ -1,7 +1,7 @@
 """The search without a transformer: draft and target know the next token from the last one alone.
 
 A round of it compiles in a second and tells whether expansion, selection and acceptance together
-are lossless, whatever the log-probabilities are.
+are lossless for any log-probabilities.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Watches the trees of compiled rounds: what must hold of each, whatever the draft proposes."""
+"""Watches the trees of compiled rounds: conditions that hold for any draft."""
 
 from collections import Counter
 from collections.abc import Iterator

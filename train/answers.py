@@ -1,6 +1,6 @@
-"""Chats that a target answers itself, and the files that they are kept in.
+"""Chats whose answers the target writes, and the files they are kept in.
 
-Chats are answered in windows: always the same ones together, and a window is written at once. So an
+Chats are answered in windows, always the same ones together, and a window is written at once. So an
 interrupted run resumes as if it had never stopped.
 """
 
@@ -43,7 +43,7 @@ class Question:
       index: index of the record in the source.
       where: file and line of the record.
       ids: names of the record.
-      messages: a system message, if there is one, then the user's turns; or why there are none.
+      messages: system message if any, then the user's turns; or why there are none.
     """
 
     index: int
@@ -57,13 +57,13 @@ class AnswerSettings:
     """Settings of all answers.
 
     Attributes:
-      sampling: how tokens are chosen; the first chat has its seed, the others seeds derived from it
-        and their index.
+      sampling: how tokens are chosen; the first chat gets its seed, the others seeds derived from
+        it and their index.
       max_new_tokens: most tokens of an answer.
       batch_size: number of chats answered together.
       stop: strings that end an answer.
       keeps_unfinished: keep answers that reach the limit.
-      temperatures: those of the answers of chat 0, 1, ..., in turn; empty takes that of `sampling`.
+      temperatures: temperatures of chat 0, 1, ..., repeated; empty uses that in `sampling`.
     """
 
     sampling: SamplingConfig
@@ -75,7 +75,7 @@ class AnswerSettings:
 
 
 def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
-    """Reads what all records of a data set ask.
+    """Reads the questions of all records of a data set.
 
     Args:
       config: the data set.
@@ -112,7 +112,7 @@ def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
 def answer_window(
     engine: Engine, questions: Sequence[Question], settings: AnswerSettings
 ) -> list[Line]:
-    """Lets the target answer every turn of some chats, its own answers before the next turn.
+    """Lets the target answer every turn of some chats, with its earlier answers in context.
 
     A chat ends early if its next answer does not fit, is empty, or is not finished.
 
@@ -130,7 +130,7 @@ def answer_window(
 def answer_dialogues(
     engine: Engine, dialogues: Sequence[Dialogue], settings: AnswerSettings
 ) -> None:
-    """Lets the target answer all turns that are left."""
+    """Lets the target answer all remaining turns."""
 
     def refuse(answer: Generation) -> str:
         return refuse_answer(answer, settings)
@@ -146,7 +146,7 @@ def answer_dialogues(
 
 
 def refuse_answer(answer: Generation, settings: AnswerSettings) -> str:
-    """Reason why a chat ends before an answer; "" keeps the answer."""
+    """Reason to drop an answer and end its chat; "" keeps it."""
     if answer.stop_reason == "length" and not settings.keeps_unfinished:
         return f"an answer not finished after {settings.max_new_tokens} tokens"
     return "" if (answer.text or "").strip() else "an empty answer"
@@ -170,7 +170,7 @@ def answer_line(question: Question, dialogue: Dialogue, max_length: int = 0) -> 
     Args:
       question: what was asked.
       dialogue: its conversation.
-      max_length: most tokens of prompt and answer, where an engine refused longer ones.
+      max_length: most tokens of prompt and answer, if an engine refused longer ones.
     """
     ended = dialogue.ended
     if dialogue.is_too_long:
@@ -185,7 +185,7 @@ def answer_line(question: Question, dialogue: Dialogue, max_length: int = 0) -> 
 
 
 def answer_files(output: Path) -> tuple[Path, Path, Path]:
-    """Names the output, what failed beside it, and how both were made."""
+    """Paths of the output, of the failures, and of how both were made."""
     stem = output.stem if output.suffix == ".jsonl" else output.name
     return (
         output,
@@ -195,28 +195,28 @@ def answer_files(output: Path) -> tuple[Path, Path, Path]:
 
 
 class AnswerFiles:
-    """The output, what failed beside it, and how both were made.
+    """The output file, the failures, and how both were made.
 
     Attributes:
       output: a .jsonl file of chats.
       failed: a .jsonl file of what could not be answered, and why.
-      num_done: questions that are dealt with, from the first on.
-      counts: what the files say: `answered`, or why not.
+      num_done: questions done, counted from the first.
+      counts: lines of the files: `answered`, or the reason.
     """
 
     def __init__(
         self, output: Path, made_from: dict[str, Any], window: int, *, overwrite: bool = False
     ) -> None:
-        """Opens those of an interrupted run, or makes new ones once there are lines.
+        """Opens the files of an interrupted run, or makes new ones once there are lines.
 
         Args:
-          output: where chats go.
-          made_from: what decides them; the files must have been made from the same.
-          window: questions that are answered together.
-          overwrite: start from the beginning; what is there is kept until there are lines.
+          output: file of chats.
+          made_from: all that decides the chats; existing files must agree.
+          window: questions answered together.
+          overwrite: start from the beginning; old files stay until there are lines.
 
         Raises:
-          UserError: the files are something else, or were made otherwise.
+          UserError: the files are something else, or were made with other settings.
         """
         self.output = output
         _, self.failed, self._about = answer_files(output)
@@ -267,7 +267,7 @@ class AnswerFiles:
             )
 
     def _resume(self, window: int, num_questions: int) -> None:
-        """Keeps the windows that are whole."""
+        """Keeps the complete windows."""
         keys = {self.output: "messages", self.failed: "reason"}
         found = {path: _read_lines(path, key) for path, key in keys.items()}
         times = Counter(line["index"] for lines in found.values() for line, _ in lines)
@@ -287,7 +287,7 @@ class AnswerFiles:
 
 
 def hash_questions(questions: Sequence[Question]) -> str:
-    """Hash of what is asked, in order."""
+    """Hash of the questions, in order."""
     digest = hashlib.sha256()
     for question in questions:
         digest.update(json.dumps([question.where, str(question.messages)]).encode())
@@ -295,7 +295,7 @@ def hash_questions(questions: Sequence[Question]) -> str:
 
 
 def _read_lines(path: Path, key: str) -> list[tuple[Line, int]]:
-    """Lines with a key, up to the first that is damaged, and where each ends."""
+    """Lines with a key, up to the first damaged one, and where each ends."""
     lines: list[tuple[Line, int]] = []
     end, last = 0, -1
     if path.exists():
@@ -305,8 +305,8 @@ def _read_lines(path: Path, key: str) -> list[tuple[Line, int]]:
                 if line is None or line["index"] <= last:
                     if raw.endswith(b"\n"):
                         tqdm.write(
-                            f"{path}: line {len(lines) + 1} is damaged; what it and those after it "
-                            "answer is asked again",
+                            f"{path}: line {len(lines) + 1} is damaged; it and all later lines "
+                            "are asked again",
                             file=sys.stderr,
                         )
                     break

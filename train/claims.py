@@ -8,15 +8,15 @@ import json
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 from etils import epath
 
-from poss_jax.checkpoint.locks import hold_folder, sole_writer
+from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.paths import (
@@ -34,7 +34,7 @@ from poss_jax.config.yaml_text import parse_yaml
 
 from .devices import ask_first, meet
 
-# What a run may be continued with other values of: none changes what it learns but by rounding.
+# Settings that may change on resume: they change what a run learns by rounding at most.
 _FREE_KEYS = {
     "checkpoint_every",
     "explosion_factor",
@@ -51,7 +51,7 @@ _FREE_KEYS = {
 
 
 def check_output(config: TrainConfig) -> None:
-    """Raises UserError where a run cannot write to the URI that is its output."""
+    """Raises UserError if a run cannot write to its output URI."""
     if not is_uri(config.output):
         return
     if not config.output.startswith("gs://"):
@@ -65,32 +65,26 @@ def check_output(config: TrainConfig) -> None:
 
 
 @contextmanager
-def hold_together(config: TrainConfig) -> Iterator[None]:
+def hold_together(
+    config: TrainConfig, lock: Callable[[str], AbstractContextManager[None]] = sole_writer
+) -> Iterator[None]:
     """Keeps other runs out of the folder of this one; its first process holds the lock.
 
-    Raises:
-      UserError: in every process, another run is at work there.
-    """
-    with ExitStack() as held:
-        ask_first(lambda: held.enter_context(sole_writer(config.output)))
-        yield
-
-
-@contextmanager
-def hold_moved_together(config: TrainConfig) -> Iterator[None]:
-    """Keeps other runs out of the folder of this one, which exists now, also once it is moved.
+    Args:
+      config: the run.
+      lock: keeps the name; `hold_folder` keeps a folder that exists, also where it is moved.
 
     Raises:
       UserError: in every process, another run is at work there.
     """
     with ExitStack() as held:
-        ask_first(lambda: held.enter_context(hold_folder(config.output)))
+        ask_first(lambda: held.enter_context(lock(config.output)))
         yield
 
 
 @contextmanager
 def claim_together(config: TrainConfig, *, overwrite: bool) -> Iterator[AnyPath]:
-    """`claim_folder` by the first process; all of them look at the same place.
+    """Calls `claim_folder` in the first process; all processes use its result.
 
     Raises:
       UserError: in every process, what `claim_folder` refuses in the first.
@@ -104,18 +98,18 @@ def claim_together(config: TrainConfig, *, overwrite: bool) -> Iterator[AnyPath]
 
 @contextmanager
 def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[AnyPath]:
-    """Yields where a run keeps what it prepares before its first step.
+    """Yields the folder for what a run prepares before its first step.
 
-    For a run that continues, this is its folder. For a new one it is a temporary sibling, which
-    takes the place of the folder (and of an earlier run in it) when the block ends well: a run
-    that cannot start leaves nothing behind and destroys nothing.
+    For a run that continues, this is its own folder. For a new one it is a temporary sibling that
+    replaces the folder (and an earlier run in it) when the block succeeds: a run that cannot start
+    leaves nothing behind and destroys nothing.
 
     Args:
       config: the run.
-      overwrite: start from scratch where the folder holds a run.
+      overwrite: start from scratch if the folder holds a run.
 
     Raises:
-      UserError: the folder holds something else, or a run with another config, or cannot be made.
+      UserError: the folder holds something else or a run with another config, or cannot be made.
     """
     path = absolute(config.output)
     if _continues(config, path, overwrite=overwrite):
@@ -130,11 +124,11 @@ def claim_folder(config: TrainConfig, *, overwrite: bool = False) -> Iterator[An
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """Gives a temporary sibling, which takes the place of a folder at the end.
+    """Yields a temporary sibling that replaces a folder at the end.
 
-    Whoever is here holds the run's lock, so siblings that are found are those of killed processes.
+    The caller holds the run's lock, so siblings found here were left by killed processes.
     """
-    path = path.resolve()  # what a link names is replaced, not the link
+    path = path.resolve()  # replaces the link's target, not the link
     prefix = f".{path.name}.partial-"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +148,7 @@ def _renamed(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _copied(path: epath.Path) -> Iterator[epath.Path]:
-    """Gives a temporary sibling of a URI, which is copied there at the end."""
+    """Yields a temporary sibling of a URI, copied there at the end."""
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
     try:
         yield partial
@@ -165,7 +159,7 @@ def _copied(path: epath.Path) -> Iterator[epath.Path]:
 
 
 def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
-    """Tells whether the folder holds this run already; False: it holds nothing to keep."""
+    """True if the folder already holds this run; False if it holds nothing to keep."""
     for model in (config.target, config.init_target, config.init_draft):
         if model is not None and real_path(model).is_relative_to(real_path(path)):
             raise UserError(f"output {path} holds {model}, which is needed; name another folder")
@@ -212,7 +206,7 @@ def saved_config(path: AnyPath) -> dict[str, Any] | None:
 
 
 def changed_settings(saved: dict[str, Any], config: TrainConfig) -> list[str]:
-    """Describes what a config has otherwise than a saved one, without what may change."""
+    """Describes how a config differs from a saved one in settings that must not change."""
     wanted = config_to_dict(config)
     return _differences(saved | {key: wanted[key] for key in _FREE_KEYS & wanted.keys()}, wanted)
 

@@ -1,7 +1,7 @@
 """The devices and processes of a run: who takes part, what lies where, who writes.
 
-Every process runs the whole program over its own devices. All of them join each computation on the
-mesh and each save of the training state; files that one process can write are the first one's.
+Every process runs the whole program on its own devices. All of them join each computation on the
+mesh and each save of the training state; the first process alone writes the other files.
 """
 
 import json
@@ -42,24 +42,24 @@ AnswerT = TypeVar("AnswerT")
 
 
 def is_first_process() -> bool:
-    """Tells whether this process is the one that writes."""
+    """True in the process that writes."""
     return jax.process_index() == 0
 
 
 def meet(name: str) -> None:
-    """Waits until every process has come here."""
+    """Waits until every process has arrived here."""
     multihost_utils.sync_global_devices(name)
 
 
 def ask_first(function: Callable[[], AnswerT]) -> AnswerT:
-    """Broadcasts what a function returns in process 0, a JSON value, or that it raises an error."""
+    """Runs a function in process 0 and broadcasts its JSON value, or its error."""
     answer, unexpected = np.zeros(_MESSAGE_BYTES, np.uint8), None
     if is_first_process():
         try:
             said = {"value": function()}
         except UserError as error:
             said = {"error": cut(str(error), _LONGEST_ERROR)}
-        except Exception as error:  # the others wait, whatever it is
+        except Exception as error:  # the others are waiting for an answer
             said, unexpected = {"error": "process 0 failed; its own output says why"}, error
         content = json.dumps(said).encode()
         answer[: len(content)] = np.frombuffer(content, np.uint8)
@@ -77,11 +77,11 @@ def ask_first(function: Callable[[], AnswerT]) -> AnswerT:
 
 
 def put_batch(rows: Rows, mesh: Mesh) -> TrainBatch:
-    """Places a batch; every process gives the part that its own devices hold."""
+    """Places a batch; every process supplies its devices' part."""
     place = place_batch(mesh)
 
     def put(array: Any) -> jax.Array:
-        parts: dict[Any, Any] = {}  # features are read from disk here: once, for all that hold them
+        parts: dict[Any, Any] = {}  # read from disk here, so once per part
 
         def read(index: Any) -> Any:
             bounds = tuple((one.start, one.stop) for one in index)
@@ -105,7 +105,7 @@ class OnMesh:
             return self._jitted(*args)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Takes shapes that are placed; nothing is computed."""
+        """Lowers for shapes with shardings; nothing is computed."""
         with jax.set_mesh(self._mesh):
             return self._jitted.lower(*args)
 
@@ -118,7 +118,7 @@ def compile_on(
     Args:
       mesh: devices of all its arguments.
       function: arrays in, arrays out.
-      out: where its results lie, a prefix of their tree; None: every device holds them whole.
+      out: sharding of the results, a prefix of their tree; None: replicated.
       donate: arguments whose memory becomes the result's.
     """
     out = replicate(mesh) if out is None else out
@@ -126,13 +126,13 @@ def compile_on(
 
 
 def make_on(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function whose result lies as the table says; no device ever holds it whole."""
+    """Runs a function with its result sharded by the table; no device ever holds it whole."""
     place = place_tree(jax.eval_shape(function, *args), mesh)
     return compile_on(mesh, function, place)(*args)
 
 
 def stack_on(mesh: Mesh, layers: list[Params]) -> Params:
-    """`stack_layers` array by array; those given are deleted, so that no two copies are held."""
+    """`stack_layers` array by array; deletes the inputs, so that only one copy is held."""
 
     def stack(place: jax.sharding.Sharding, *parts: jax.Array) -> jax.Array:
         stacked = jax.jit(_stack, out_shardings=place)(*parts)
@@ -149,7 +149,7 @@ def _stack(*parts: jax.Array) -> jax.Array:
 
 
 def make_step_on(mesh: Mesh, step: Callable[..., Any], state: TrainState) -> OnMesh:
-    """Jits `(state, ...) -> (state, metrics)`: the state stays where it lies and is donated."""
+    """Jits `(state, ...) -> (state, metrics)`: the state keeps its sharding and is donated."""
     return compile_on(mesh, step, (place_tree(state, mesh), replicate(mesh)), donate=(0,))
 
 
@@ -161,7 +161,7 @@ def write_together(
     *,
     tokenizer_from: AnyPath,
 ) -> None:
-    """Writes a model whose layers or specialists are stacked; only process 0 writes.
+    """Writes a model with stacked layers or specialists; only process 0 writes.
 
     Raises:
       UserError: what `write_model` refuses.
@@ -170,7 +170,7 @@ def write_together(
     if is_first_process():
         write_model(folder, record, items, tokenizer_from=tokenizer_from)
     else:
-        for _ in items:  # each is gathered from all processes
+        for _ in items:  # all processes join in gathering each item
             pass
     meet("model written")
 
@@ -178,7 +178,7 @@ def write_together(
 def _whole_items(
     config: LlamaConfig | DraftConfig, params: Params, mesh: Mesh
 ) -> Iterator[tuple[str, Params]]:
-    """Gathers a model item by item; no device holds more than one of them whole."""
+    """Gathers a model item by item; no device holds more than one item whole."""
     whole = compile_on(mesh, lambda item: item)
     whole_at = compile_on(mesh, lambda stack, index: jax.tree.map(lambda leaf: leaf[index], stack))
     for name in item_shapes(config):
@@ -192,12 +192,11 @@ def _whole_items(
 
 @contextmanager
 def preemption_notice() -> Iterator[Callable[[int], bool]]:
-    """Gives a function to call after every step: whether the run is to save and stop there.
+    """Yields a function to call after every step: True if the run is to save and stop there.
 
-    It takes the number of steps since the start of the process, from 1: of several processes any
-    may be told, and JAX then finds a step that all of them have still ahead, which is the first if
-    they are told before it. Once SIGTERM was noticed, another one, or Ctrl-C, ends the process at
-    once.
+    It takes the number of steps since the process started, from 1. If any process is preempted, all
+    stop at the next step that none has passed. After the first SIGTERM, another one or Ctrl-C ends
+    the process at once.
     """
     if jax.distributed.is_initialized():
         yield _all_processes_stop
@@ -209,7 +208,7 @@ def preemption_notice() -> Iterator[Callable[[int], bool]]:
         _quit_at_the_next_signal()
 
     before = None
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+    if threading.current_thread() is threading.main_thread():  # only it may set handlers
         before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, note)
     try:

@@ -65,7 +65,7 @@ _LOG = logging.getLogger(__name__)
 class DraftStage:
     """Trains the specialists of a frozen target."""
 
-    lookahead = 2  # a draft is given a row's feature and the token after it
+    lookahead = 2  # a draft reads a row's feature and the token after it
 
     def __init__(self, config: TrainConfig, folder: AnyPath, mesh: Mesh) -> None:
         assert config.target is not None
@@ -86,7 +86,7 @@ class DraftStage:
         )
 
     def _open_draft(self) -> None:
-        """Settles the draft's shape, after the one it starts from if there is one."""
+        """Sets the draft's shape, following the draft it starts from if there is one."""
         wanted, self._vocabulary = self._run.specialists, None
         if wanted.draft_vocabulary is not None:
             ids = read_draft_vocabulary(wanted.draft_vocabulary, self._record.llama.vocab_size)
@@ -119,7 +119,7 @@ class DraftStage:
         if family.is_trained_in_chains and wanted.kv == "shared":
             raise UserError(
                 f"specialists.kv: drafts of the family {draft.family} always share one stream of "
-                "keys and values, with projections of their own; leave it out"
+                "keys and values, with separate projections; leave it out"
             )
         self.config = replace(
             draft,
@@ -129,7 +129,7 @@ class DraftStage:
         )
 
     def _refuse_other_models(self, folder: AnyPath) -> None:
-        """Keeps what the run was begun with beside its rows, and refuses to go on with another."""
+        """Refuses to continue with other models than the run began with, and records them."""
         ids = hashlib.sha256(json.dumps(self._vocabulary).encode()).hexdigest()
         now = {"target": self._record.fingerprint, "specialists.draft_vocabulary": ids}
         if self._run.init_draft is not None:
@@ -143,14 +143,14 @@ class DraftStage:
             raise UserError(f"{path}: want a JSON object, got a damaged file; remove it") from error
         if changed := [name for name, value in now.items() if before.get(name, value) != value]:
             raise UserError(
-                f"{changed[0]}: its file has become another since this run began; put it back, or "
+                f"{changed[0]}: its file has changed since this run began; put it back, or "
                 "start from scratch with --overwrite"
             )
         if is_first_process():
             write_file(path, json.dumps(now) + "\n")
 
     def _check_init_draft(self, record: ModelRecord) -> None:
-        """Refuses settings that the draft to start from decides otherwise."""
+        """Refuses settings that contradict the draft to start from."""
         wanted, draft = self._run.specialists, record.draft
         if len(wanted.positions_per_specialist) < draft.num_specialists:
             raise UserError(
@@ -178,7 +178,7 @@ class DraftStage:
                 )
 
     def _open_rows(self, folder: AnyPath) -> None:
-        """Reads the text, and looks for features of it."""
+        """Reads the text and looks for its features."""
         config, target = self._run, self._record.llama
         load = functools.partial(load_documents, config.data, target.hidden_size)
         prepared = prepare_rows(folder, config, self.tokenizer, target, load)
@@ -189,7 +189,7 @@ class DraftStage:
         self.report = prepared.report
 
     def _fit(self) -> dict[str, Any]:
-        """Names what a draft to start from has to fit."""
+        """Properties that a draft to start from must share."""
         allowed = self._run.allow_target_mismatch
         return {"target": self._record, "allow_target_mismatch": allowed}
 
@@ -204,7 +204,7 @@ class DraftStage:
             self._target["layers"] = load_layers(target, self._record, dtype, self.mesh)
 
     def _load_init_draft(self, folder: str) -> Params:
-        """Loads the draft to start from, with as many specialists as are wanted."""
+        """Loads the draft to start from, with the wanted number of specialists."""
         wanted, place = self._run.specialists, place_weights(self.mesh)
         _, draft = load_draft(folder, jnp.float32, sharding=place, **self._fit())
         if wanted.kv == "shared" and not has_shared_keys_values(draft):
@@ -233,11 +233,11 @@ class DraftStage:
             self._run,
             self._dtype,
             self.mesh,
-            has_features=self._features is not None,  # those not there yet are made before
+            has_features=self._features is not None,  # missing ones are written first
         )
 
     def init_params(self) -> Params:
-        """See `Stage`; a head of the draft's own begins as the target's rows of its tokens."""
+        """See `Stage`; a draft's own head starts as the target's rows for its tokens."""
         passes = self._run.specialists.start == "pass_through"
         pass_through = family_of(self.config).pass_through if passes else None
         is_tied = self.config.kv == "shared" and not family_of(self.config).is_trained_in_chains
@@ -255,7 +255,7 @@ class DraftStage:
 
         if self._run.init_draft is None:
             return make_on(self.mesh, init, self._key, self._target["head"]["weight"])
-        draft, self._init_draft = self._init_draft, None  # its memory is free for the steps
+        draft, self._init_draft = self._init_draft, None  # frees its memory for the steps
         return make_on(self.mesh, stack, draft)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
@@ -269,7 +269,7 @@ class DraftStage:
 
     @functools.cached_property
     def _measured_task(self) -> DraftTask:
-        """The task, with the deviations of the target's features where the loss has them."""
+        """The task, with the deviations of the target's features if the loss uses them."""
         if not self._run.objective.normalised_features:
             return self._task
         return self._task._replace(deviations=self.measure_deviations())
@@ -315,7 +315,7 @@ class DraftStage:
 
 
 def _check_depths(config: TrainConfig) -> int:
-    """Returns the depth of validations; refuses depths that do not fit the rows."""
+    """Returns the depth of validations; refuses depths too large for the rows."""
     trained, length = config.specialists.depth, config.data.sequence_length
     depths = {
         "specialists.depth": trained,

@@ -1,4 +1,4 @@
-"""The frozen target's features, where they are not computed in every step."""
+"""The frozen target's features, if they are not computed in every step."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ from .devices import ask_first, compile_on, is_first_process, meet, put_batch, s
 EncodeFunction = Callable[[TrainBatch], Array]
 
 _MEASURED_ROWS = 64
-_SMALLEST_DEVIATION = 0.01  # of the mean one; a dimension that never moves is not divided by 0
+_SMALLEST_DEVIATION = 0.01  # times the mean one; avoids dividing by 0 for a constant dimension
 
 
 def find_features(
@@ -47,21 +47,21 @@ def find_features(
 ) -> FeatureSource | None:
     """Finds the features of a run's rows; None: they are computed in every step.
 
-    They are in files that the data came from, or in a cache, some of which may not be written yet.
+    They come with the data, or from a cache that may still be incomplete.
 
     Raises:
-      UserError: a cache has other features, or its disk has no room for what it lacks.
+      UserError: a cache has other features, or its disk has no room for the missing ones.
     """
     num_rows = len(prepared.train) + len(prepared.validation)
     width = (len(draft.aux_layers) + 1) * record.llama.hidden_size
     shape = num_rows, config.data.sequence_length, width
     if prepared.files and draft.aux_layers:
         raise UserError(
-            "data.source has features of its own, which are final hidden states; a draft of the "
+            "data.source brings features, which are final hidden states; a draft of the "
             f"family {draft.family} reads inner states: give texts or chats"
         )
     if prepared.files and config.features.cache is not None:
-        raise UserError("features.cache: data.source has features of its own; leave out the cache")
+        raise UserError("features.cache: data.source brings features; leave out the cache")
     if prepared.files:
         tokens = np.concatenate([prepared.train.tokens, prepared.validation.tokens])
         return FeatureFiles(prepared.files, shape, np.dtype(dtype), tokens)
@@ -81,10 +81,10 @@ def find_features(
 
 
 def is_complete(features: FeatureSource | None) -> bool:
-    """Tells, alike in every process, whether all features are known without the target.
+    """True in every process if all features are known without the target.
 
     Raises:
-      UserError: they are, but not to this process.
+      UserError: they are complete, but this process does not see them.
     """
     found = features is not None and ask_first(lambda: not features.missing)
     if found and isinstance(features, FeatureCache):
@@ -108,7 +108,7 @@ def make_encode(
     *,
     aux_layers: tuple[int, ...] = (),
 ) -> EncodeFunction:
-    """Returns a function that gives a batch's features in bfloat16, whole on every device."""
+    """Returns a function that computes a batch's features in bfloat16, replicated."""
 
     def features(target: Params, batch: TrainBatch) -> Array:
         found = encode(
@@ -132,17 +132,17 @@ def fill_cache(
     batch_size: int,
     mesh: Mesh,
 ) -> None:
-    """Writes the shards that a cache lacks; all processes compute, the first one writes.
+    """Writes a cache's missing shards; all processes compute, the first one writes.
 
     Args:
       cache: feature cache of the rows.
-      parts: the rows to train on, and those held out.
+      parts: training rows and held-out rows.
       encode_batch: see `make_encode`.
       batch_size: rows encoded at a time.
       mesh: the devices.
 
     Raises:
-      UserError: they cannot be written, or this process does not see them.
+      UserError: the shards cannot be written, or this process does not see them.
     """
     rows = _join(parts)
     progress = tqdm(
@@ -165,7 +165,7 @@ def measure_deviations(
     """Standard deviation of each dimension of the target's features, over the first rows.
 
     Args:
-      target: its layers are used where the rows bring no features.
+      target: its layers are used if the rows bring no features.
       config: the run.
       record: record of the target.
       rows: the rows to train on; padding does not count.
@@ -199,7 +199,7 @@ def _write(cache: FeatureCache, shard: int, features: Iterator[np.ndarray]) -> N
     if is_first_process():
         cache.write(shard, features)
     else:
-        for _ in features:  # each is computed by all processes
+        for _ in features:  # all processes compute each batch
             pass
 
 
@@ -213,7 +213,7 @@ def _encode_rows(
 
 @contextmanager
 def _claim(cache: FeatureCache) -> Iterator[None]:
-    """One run writes a cache; others wait, and find it written."""
+    """Locks a cache for writing; other runs wait and then find it written."""
 
     def say(holder: str) -> None:
         tqdm.write(f"waiting for {holder}, which writes {cache.folder}", file=sys.stderr)
@@ -232,14 +232,14 @@ def _claim(cache: FeatureCache) -> Iterator[None]:
 
 
 def _hash_target(record: ModelRecord) -> str:
-    """Of everything that the target computes with."""
+    """Hashes everything that the target computes with."""
     values = config_to_dict(record)
     parts = [values["config"], record.weights_sha256 or values["target"]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _hash_rows(prepared: Prepared) -> str:
-    """Of everything that features depend on."""
+    """Hashes everything in the rows that features depend on."""
     digest = hashlib.sha256()
     for part in (prepared.train, prepared.validation):
         for array in (part.tokens, part.documents):

@@ -16,12 +16,12 @@ from .devices import is_first_process
 from .loggers import open_loggers, scalars
 from .run_folder import RunFolder
 
-_DECAY = 0.98  # the running mean looks back some fifty steps
+_DECAY = 0.98  # the running mean covers about fifty steps
 _MARGIN = 1.0  # a loss near zero may jump by several times its size
 
 
 class Diverged(Exception):
-    """A step went wrong; nothing after it is worth saving."""
+    """A step diverged; nothing after it is worth saving."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(reason)
@@ -29,7 +29,7 @@ class Diverged(Exception):
 
 
 class LossWatch:
-    """Compares the loss of every step with the running mean of those before.
+    """Compares the loss of every step with the running mean of earlier steps.
 
     Attributes:
       level: the running mean; None before the first step.
@@ -39,10 +39,10 @@ class LossWatch:
         self._factor, self.level = factor, level
 
     def check(self, step: int, metrics: dict[str, Any]) -> None:
-        """Takes in a step's metrics, or raises `Diverged`."""
+        """Adds a step's metrics, or raises `Diverged`."""
         loss, level = metrics["loss"], self.level
         check_finite(step, {"loss": loss, **metrics})
-        if loss == 0:  # nothing in the batch is trained on
+        if loss == 0:  # the batch has no trained token
             return
         if level is None:
             self.level = loss
@@ -53,16 +53,16 @@ class LossWatch:
 
 
 def check_finite(step: int, metrics: dict[str, Any]) -> None:
-    """Raises `Diverged` where a metric holds an infinity or no number."""
+    """Raises `Diverged` if a metric is infinite or NaN."""
     for name, value in metrics.items():
         if not np.isfinite(value).all():
             raise Diverged(step, f"{name} {value}")
 
 
 class Journal:
-    """Writes the metrics of a step down once the next step is under way.
+    """Writes a step's metrics once the next step has been started.
 
-    So the device never waits for the host, and is at most one step ahead.
+    So the device never waits for the host and is at most one step ahead.
     """
 
     def __init__(self, config: TrainConfig, folder: RunFolder, first_step: int) -> None:
@@ -102,10 +102,10 @@ class Journal:
         return self._watch.level
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
-        """Takes in the metrics of a step that was started, arrays that may not be there yet.
+        """Adds the metrics of a started step; the arrays may not be computed yet.
 
         Raises:
-          Diverged: the step before went wrong.
+          Diverged: the step before diverged.
         """
         self.settle()
         self._pending = step, metrics
@@ -114,7 +114,7 @@ class Journal:
         """Waits for the newest step.
 
         Raises:
-          Diverged: it went wrong.
+          Diverged: it diverged.
         """
         if self._pending is None:
             return
@@ -128,7 +128,7 @@ class Journal:
             self._show(loss=metrics["loss"])
 
     def validated(self, step: int, results: dict[str, Any]) -> None:
-        """Takes in a validation.
+        """Logs a validation.
 
         Raises:
           Diverged: it is not finite.
@@ -144,7 +144,7 @@ class Journal:
             logger.log(step, scalars(metrics))
 
     def _costs(self, step: int) -> dict[str, float]:
-        """Time and memory, the only numbers that differ from run to run."""
+        """Time and memory, the only numbers that vary between equal runs."""
         now, (last_step, then) = time.monotonic(), self._last_line
         self._last_line = step, now
         tokens = (step - last_step) * self._tokens_per_step
@@ -161,7 +161,7 @@ class Journal:
 
 
 def _peak_bytes() -> int:
-    """The most memory that was in use: of the first device, on CPU of the process."""
+    """Peak memory of the first device, or on CPU of the process."""
     stats = jax.local_devices()[0].memory_stats()
     if stats:
         return stats["peak_bytes_in_use"]

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard and Weights & Biases, where a run asks for them."""
+"""Metrics for TensorBoard and Weights & Biases, if a run asks for them."""
 
 import hashlib
 import importlib.util
@@ -13,14 +13,14 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 class Logger(Protocol):
-    """Takes the numbers of one step after the other."""
+    """Receives the numbers of each step."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Takes in the numbers of a step; after a resume one may come again."""
+        """Logs the numbers of a step; after a resume a step may repeat."""
         ...
 
     def close(self) -> None:
-        """Hands on what is still held back."""
+        """Flushes what is buffered."""
         ...
 
 
@@ -29,7 +29,7 @@ class _TensorBoard:
         del config
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
-        # What an interrupted run wrote beyond its checkpoint comes again.
+        # Drop what an interrupted run wrote beyond its checkpoint: it is written again.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -54,7 +54,7 @@ class _Wandb:
             dir=str(folder),
             config=config_to_dict(config),
         )
-        # A step of its own: the service's must never go back, as a resumed run does.
+        # Our own step axis: the service's must never go back, as a resumed run does.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -68,7 +68,7 @@ _KINDS = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 
 
 def check_loggers(config: TrainConfig) -> None:
-    """Raises UserError where a package is missing that the run needs."""
+    """Raises UserError if a package that the run needs is missing."""
     for name in config.loggers:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise UserError(
@@ -83,13 +83,13 @@ def open_loggers(config: TrainConfig, folder: AnyPath, first_step: int) -> list[
     Args:
       config: the run.
       folder: folder of the run.
-      first_step: the last step that is done already.
+      first_step: the last completed step.
     """
     return [_KINDS[name](config, folder, first_step) for name in config.loggers]
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """Takes lists apart: agreement [0.7, 0.6] gives agreement/depth_0 and agreement/depth_1."""
+    """Splits lists: agreement [0.7, 0.6] gives agreement/depth_0 and agreement/depth_1."""
     return dict(_scalars(metrics))
 
 

@@ -24,7 +24,7 @@ from .stages import Stage
 
 StepFunction = Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
 
-# Of a sample: tokens shown before a place, and places of each text.
+# For samples: tokens shown before a place, and places per text.
 _TOKENS_BEFORE = 16
 _PLACES = 4
 
@@ -32,13 +32,13 @@ _PLACES = 4
 def run_steps(
     config: TrainConfig, folder: RunFolder, stage: Stage, step_fn: StepFunction, state: TrainState
 ) -> TrainState:
-    """Trains from the state's step to the last, or to where the run is told to stop.
+    """Trains from the state's step to the last, or until a signal stops the run.
 
     Returns:
-      The last state, which is saved.
+      The last state, already saved.
 
     Raises:
-      UserError: the run diverged; the checkpoints are of the time before.
+      UserError: the run diverged; checkpoints from before remain.
     """
     first_step = int(state.step)
     with (
@@ -71,7 +71,7 @@ def _check_in(
     step: int,
     state: TrainState,
 ) -> None:
-    """Validates if that is due, and saves; but not what went wrong."""
+    """Validates if due, and saves; a diverged state is not saved."""
     journal.settle()
     score = None
     if _is_due(config, step, config.validate_every):
@@ -83,7 +83,7 @@ def _check_in(
 
 
 def _is_due(config: TrainConfig, step: int, every: int) -> bool:
-    """Tells whether a step ends with a checkpoint; every validation brings one."""
+    """True if a step ends with a checkpoint; every validation does."""
     return step == config.num_steps or any(step % n == 0 for n in {every, config.validate_every})
 
 
@@ -97,7 +97,7 @@ def validation_batches(config: TrainConfig, stage: Stage) -> Iterator[TrainBatch
 def _describe_divergence(
     config: TrainConfig, folder: RunFolder, stage: Stage, error: Diverged
 ) -> str:
-    """Names the batch, and writes its text where one can look at it."""
+    """Names the batch and writes its text to a file."""
     rows = rows_at(len(stage.rows), error.step - 1, config.batch_size, config.seed)
     texts = [stage.tokenizer.decode(tokens) for tokens in stage.rows.tokens[rows]]
     named = [f"# row {row}\n\n{text}\n" for row, text in zip(rows, texts, strict=True)]
@@ -108,14 +108,14 @@ def _describe_divergence(
         kept = "nothing is saved yet"
     return (
         f"step {error.step} diverged: {error}; {kept}, its batch is rows {listed} of the training "
-        f"data (text: {place}); raise explosion_factor and run again if the loss is to be that "
-        "high, else mend the data or lower optimizer.learning_rate and start from scratch "
+        f"data (text: {place}); raise explosion_factor and run again if such a loss is "
+        "expected, else fix the data or lower optimizer.learning_rate and start from scratch "
         "(--overwrite, or another output)"
     )
 
 
 class Profiler:
-    """Records the steps that the config names, if the run comes through them."""
+    """Records the steps that the config names, if the run reaches them."""
 
     def __init__(self, config: ProfileConfig | None, folder: AnyPath) -> None:
         self._folder, self._is_on = folder, False
@@ -129,7 +129,7 @@ class Profiler:
             self._is_on = True
 
     def after(self, step: int, arrays: Any) -> None:
-        """Stops recording after the window's last step, once its arrays are there."""
+        """Stops recording after the window's last step, once its arrays are computed."""
         if step == self._last and self._is_on:
             jax.block_until_ready(arrays)
             self.close()
@@ -146,15 +146,15 @@ class Profiler:
 
 
 def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
-    """Writes down what is predicted at a few places of the first validation rows.
+    """Formats the predictions at a few places of the first validation rows.
 
     Args:
       stage: whose validation it was.
       shown: predictions for its first rows.
-      num_samples: how many of them are used, if there are so many.
+      num_samples: most rows to show.
 
     Returns:
-      Markdown: a table for each row, and a line in it for each place, the depths side by side.
+      Markdown: a table per row, with a line per place and a column per depth.
     """
     depth = len(shown.tokens)
     head = ["text before", *(f"depth {d}" for d in range(depth))]
@@ -176,7 +176,7 @@ def format_samples(stage: Stage, shown: Predictions, num_samples: int) -> str:
 
 
 def _places(is_trained: np.ndarray, depth: int) -> list[int]:
-    """Rows spread over the text from which `depth` trained rows follow each other."""
+    """Places spread over the text, each followed by `depth` consecutive trained rows."""
     starts = range(len(is_trained) - depth + 1)
     places = [start for start in starts if is_trained[start : start + depth].all()]
     picked = np.linspace(0, len(places) - 1, _PLACES).round().astype(int) if places else []
@@ -184,12 +184,12 @@ def _places(is_trained: np.ndarray, depth: int) -> list[int]:
 
 
 def _text_before(row: Rows, end: int) -> np.ndarray:
-    """The last tokens before a place, of its own document."""
+    """The last tokens before a place, within its document."""
     tokens, documents = row.tokens[0, :end], row.documents[0, :end]
     return tokens[documents == documents[-1]][-_TOKENS_BEFORE:]
 
 
 def _quoted(tokenizer: Any, tokens: Any) -> str:
-    """Text as code in a cell of a table, line ends and spaces visible."""
+    """Text as inline code for a table cell, line ends and spaces visible."""
     text = repr(tokenizer.decode(tokens))[1:-1]
     return f"`` {text} ``".replace("|", "\\|")

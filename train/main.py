@@ -8,7 +8,6 @@ leaves a folder that holds metrics, checkpoints and the trained model. Run again
 """
 
 import argparse
-import json
 import logging
 import sys
 import tempfile
@@ -21,16 +20,18 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from poss_jax.checkpoint.locks import hold_folder
 from poss_jax.config.paths import absolute
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
-from poss_jax.program.options import read_arguments
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import print_summary
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
-from .claims import check_output, claim_together, hold_moved_together, hold_together
+from .claims import check_output, claim_together, hold_together
 from .devices import is_first_process, make_on
 from .loggers import check_loggers
 from .loop import run_steps
@@ -44,11 +45,11 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
     """Runs (or resumes) one training run to its end, or until SIGTERM.
 
     Returns:
-      The summary that is printed: where the model lies, which step it is of and its validation; or
+      The printed summary: path of the model, its step and its validation; or
       where the run stopped.
 
     Raises:
-      UserError: bad input, and then nothing of an earlier run is touched; or the run diverged.
+      UserError: bad input (an earlier run is left untouched), or the run diverged.
     """
     check_loggers(config)
     check_output(config)
@@ -61,7 +62,7 @@ def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
         if stage is None and is_damaged(config):
             return {"model": str(absolute(config.output) / "model")}
         with (
-            hold_moved_together(config),
+            hold_together(config, hold_folder),
             closing(RunFolder(config, is_checked=stage is None)) as folder,
         ):
             if stage is not None:
@@ -82,7 +83,7 @@ def _summarise(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int | None:
-    """Trains and writes the model; returns the step if the run is told to stop before the end."""
+    """Trains and writes the model; returns the step if the run was stopped before the end."""
     stage.write_features()
     optimizer = make_optimizer(config.optimizer, config.num_steps)
     start = make_on(stage.mesh, partial(init_state, optimizer=optimizer), stage.init_params())
@@ -93,7 +94,7 @@ def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int | None:
         if is_first_process():
             tqdm.write(
                 f"stopped after step {step} of {config.num_steps}, which is saved; "
-                "run the same command again to go on",
+                "run the same command again to continue",
                 file=sys.stderr,
             )
         return step
@@ -104,14 +105,14 @@ def _train(config: TrainConfig, folder: RunFolder, stage: Stage) -> int | None:
 
 
 def describe(config: TrainConfig, compile_for: str | None = None) -> dict[str, Any]:
-    """Reads what a run would read but weights, without training or writing anything.
+    """Reads all that a run would read except weights; trains and writes nothing.
 
     Args:
       config: the run.
       compile_for: also compile the step for this machine (`here`) or a TPU slice; None: do not.
 
     Returns:
-      Sizes, budget, what became of the data, a decoded sample of the first training row, and the
+      Sizes, budget, how the data was used, a decoded sample of the first training row, and the
       memory of a step.
     """
     with tempfile.TemporaryDirectory() as scratch:
@@ -138,19 +139,19 @@ def describe(config: TrainConfig, compile_for: str | None = None) -> dict[str, A
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parses arguments, trains (or describes), prints one JSON line."""
+    """Parses arguments, trains (or describes), prints a summary."""
     config, args = read_arguments(
         TrainConfig, arguments, prog="train.main", doc=__doc__, add_actions=_add_actions
     )
     if args.compile_for and not args.dry_run:
-        raise UserError("--compile-for describes a run; give --dry-run, too")
+        raise UserError("--compile-for describes a run; add --dry-run")
     start_processes()
     if args.dry_run:
         results = describe(config, args.compile_for)
     else:
         results = train(config, overwrite=args.overwrite)
     if is_first_process():
-        print(json.dumps(results))
+        print_summary(results)
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +173,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
 
 def cli() -> None:
     """Entry point of `poss-train`."""
-    for name in ("absl", "asyncio"):  # Orbax: what it logs of a failed save is raised as well
+    for name in ("absl", "asyncio"):  # Orbax logs a failed save and raises it, too
         logging.getLogger(name).setLevel(logging.CRITICAL)
     run_program(main)
 

@@ -1,7 +1,7 @@
-"""Memory that a training step takes of every device.
+"""Memory that a training step takes on each device.
 
-What is kept is counted, what comes and goes is planned by the compiler; no weight is made. It can
-plan for devices that are not there: a TPU slice is compiled for ahead of time, with libtpu alone.
+The persistent arrays are counted, the temporary ones planned by the compiler; no weight is made.
+Also plans for absent devices: a TPU slice is compiled for ahead of time, with libtpu alone.
 """
 
 from collections.abc import Callable
@@ -31,13 +31,13 @@ from .devices import OnMesh, make_step_on
 
 
 class PlannedStep(NamedTuple):
-    """A step and the shapes of what it takes, with where each array lies.
+    """A step and the shapes and shardings of its arguments.
 
     Attributes:
       step: `(state, *others) -> (state, metrics)`.
       state: parameters and optimizer state.
       others: for a draft's step the frozen target, the batch and the random key.
-      hidden: bytes per device of one layer's output, which a step holds at the least.
+      hidden: bytes per device of one layer's output, the least that a step holds.
     """
 
     step: OnMesh
@@ -49,14 +49,14 @@ class PlannedStep(NamedTuple):
 def plan_draft_step(
     task: DraftTask, config: TrainConfig, dtype: Any, mesh: Mesh, *, has_features: bool = False
 ) -> PlannedStep:
-    """The step that trains a draft, on a mesh whose devices need not exist.
+    """Plans the step that trains a draft, on a mesh whose devices need not exist.
 
     Args:
       task: the draft and its target.
       config: the run.
       dtype: dtype of computation.
       mesh: the devices.
-      has_features: whether batches bring the target's features, so that its layers are not needed.
+      has_features: whether batches bring the target's features, so its layers are not needed.
     """
 
     def stacked(name: str, init: Callable[..., Any], shape: Any) -> Any:
@@ -85,7 +85,7 @@ def plan_draft_step(
 def plan_target_step(
     llama: LlamaConfig, config: TrainConfig, dtype: Any, mesh: Mesh
 ) -> PlannedStep:
-    """The step that trains a target, on a mesh whose devices need not exist."""
+    """Plans the step that trains a target, on a mesh whose devices need not exist."""
 
     def init() -> Any:
         params = init_target(llama, jax.random.key(0))
@@ -101,11 +101,11 @@ def plan_target_step(
 
 
 def describe_devices(planned: PlannedStep, compile_for: str | None) -> dict[str, Any]:
-    """Prints which axes cut every array, and what a step takes of every device.
+    """Prints which axes shard every array, and the memory of a step per device.
 
     Args:
       planned: the step.
-      compile_for: ask the compiler, which takes a minute or more for a large model.
+      compile_for: also compile, which takes a minute or more for a large model.
 
     Returns:
       Bytes per device.
@@ -125,7 +125,7 @@ def check_memory(planned: PlannedStep) -> None:
     """Refuses a step that cannot fit the devices of this machine.
 
     Raises:
-      UserError: even what is kept and the output of one layer are more than a device's memory.
+      UserError: the persistent arrays plus one layer's output exceed a device's memory.
     """
     needed = bytes_per_device((planned.state, planned.others)) + planned.hidden
     available = device_memory()
@@ -138,7 +138,7 @@ def check_memory(planned: PlannedStep) -> None:
 
 
 def _count_memory(planned: PlannedStep) -> dict[str, int]:
-    """Counts the bytes per device of all that a step keeps."""
+    """Counts the bytes per device of a step's persistent arrays."""
     state, *others = planned.state, *planned.others
     optimizer = bytes_per_device(state.opt_state)
     numbers = {"parameters": bytes_per_device(state.params), "optimizer": optimizer}
@@ -153,7 +153,7 @@ def compile_memory(planned: PlannedStep) -> dict[str, int]:
 
 
 def _describe_placement(planned: PlannedStep) -> list[str]:
-    """Says which axes cut every array, and what a device then holds.
+    """Describes which axes shard every array, and what a device then holds.
 
     Returns:
       Lines for people.
@@ -171,7 +171,7 @@ def _describe_placement(planned: PlannedStep) -> list[str]:
 
 
 def _describe_numbers(title: str, numbers: dict[str, int]) -> str:
-    """Bytes in words, a line."""
+    """Formats bytes as one line."""
     shown = (f"{name.replace('_', ' ')} {_size(number)}" for name, number in numbers.items())
     return f"{title:9} of each device: {', '.join(shown)}"
 
@@ -205,6 +205,6 @@ def _abstract_batch(config: TrainConfig, mesh: Mesh) -> TrainBatch:
 
 
 def _rows_per_device(config: TrainConfig, mesh: Mesh) -> int:
-    """Positions of text that a device works on at a time."""
+    """Positions of text that a device processes at a time."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"] * config.step.accumulation_steps
     return config.batch_size * config.data.sequence_length // parts

@@ -1,4 +1,4 @@
-"""Shows how training runs went, side by side: a plot, and a table of their validation.
+"""Compares training runs: a plot, and a table of their validation.
 
 Needs folders of runs, finished or not; writes an image (matplotlib: pip install 'poss-jax[plots]'),
 prints the table as Markdown and one JSON line at the end.
@@ -17,6 +17,8 @@ from typing import Any
 from poss_jax.config.paths import as_path, local_path, read_text, real_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.yaml_text import parse_yaml
+from poss_jax.program.arguments import describe
+from poss_jax.program.output import add_json, print_summary
 from poss_jax.program.running import Parser, run_program
 from poss_jax.program.tables import format_rows
 
@@ -38,7 +40,7 @@ class RunMetrics:
     Attributes:
       name: name of its folder.
       steps: lines of metrics.jsonl about training steps.
-      validations: and about validations.
+      validations: lines about validations.
       spans: positions that each specialist serves.
     """
 
@@ -49,7 +51,7 @@ class RunMetrics:
 
     @property
     def specialists(self) -> list[int]:
-        """The specialist that serves each depth that was validated; none for a target."""
+        """The specialist of each validated depth; none for a target."""
         depth = len(self.best.get("agreement", ()))
         served = [index for index, span in enumerate(self.spans) for _ in range(span)]
         return served[:depth] + served[-1:] * (depth - len(served))
@@ -57,12 +59,12 @@ class RunMetrics:
     @property
     def best(self) -> dict[str, Any]:
         """The validation with the longest acceptance length or, of a target, the lowest loss."""
-        # Of equals the newest, as the run itself chooses.
+        # On ties the newest, as the run itself chooses.
         return max(reversed(self.validations), key=_score)
 
 
 def read_run(folder: str) -> RunMetrics:
-    """Reads the metrics of a run, which may still go on.
+    """Reads the metrics of a run, which may still be running.
 
     Raises:
       UserError: no run, or one that was never validated.
@@ -87,7 +89,7 @@ def read_run(folder: str) -> RunMetrics:
 
 
 def check_run(folder: str, run: RunMetrics) -> None:
-    """Raises UserError where a line lacks what the table or the plot needs."""
+    """Raises UserError if a line lacks a value that the table or the plot needs."""
     try:
         format_table([run])
         for line in (*run.steps, *run.validations):
@@ -102,7 +104,7 @@ def _no_metrics(folder: str) -> UserError:
 
 
 def format_table(runs: list[RunMetrics]) -> str:
-    """The best validation of every run as Markdown, drafts depth by depth."""
+    """Formats the best validation of every run as Markdown, drafts by depth."""
     table, by_depth = [], []
     for run in runs:
         length = run.best.get("simulated_acceptance_length")
@@ -119,7 +121,7 @@ def format_table(runs: list[RunMetrics]) -> str:
 
 
 def plot_runs(runs: list[RunMetrics], path: Path) -> None:
-    """Draws losses and acceptance over steps and, of drafts, agreement and cosine over depths."""
+    """Draws losses and acceptance over steps; for drafts agreement and cosine over depths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -148,7 +150,7 @@ def plot_runs(runs: list[RunMetrics], path: Path) -> None:
 
 
 def _draw_losses(axes: Any, runs: list[RunMetrics]) -> None:
-    """Lines for training, dots for validation."""
+    """Draws lines for training, dots for validation."""
     for run in runs:
         steps, losses = [line["step"] for line in run.steps], [line["loss"] for line in run.steps]
         (drawn,) = axes.plot(steps, losses, alpha=0.5)
@@ -185,13 +187,16 @@ def _mean(loss: float | list[float]) -> float:
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, reads the runs, prints and draws."""
     parser = Parser(
-        module="train.plot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        module="train.plot",
+        description=describe(__doc__, shows_all=False),
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
     parser.add_argument(
         "--output", metavar="FILE", help="image to write (default: training.png in the first run)"
     )
     parser.add_argument("--table", action="store_true", help="print the table, draw nothing")
+    add_json(parser)
     args = parser.parse_args(arguments)
     if not args.table and importlib.util.find_spec("matplotlib") is None:
         raise UserError(
@@ -211,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
         output = local_path(args.output or f"{args.runs[0]}/training.png", "output")
         output = output if output.suffix else output.with_name(f"{output.name}.png")
         plot_runs(runs, output)
-    print(json.dumps({"runs": len(runs), "plot": output and str(output)}))
+    print_summary({"runs": len(runs), "plot": output and str(output)})
 
 
 def cli() -> None:

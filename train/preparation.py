@@ -1,4 +1,4 @@
-"""Data and dtype that both stages of training begin with."""
+"""Data and dtype shared by both stages of training."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ def run_dtype(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 def read_unquantised(folder: str) -> ModelRecord:
-    """Reads the record of a target that is trained with; refuses a quantised one."""
+    """Reads the record of a run's target; refuses a quantised one."""
     record = read_target(folder)
     if record.quantised is not None:
         raise UserError(
@@ -49,17 +49,17 @@ def prepare_rows(
     llama: LlamaConfig,
     load: Callable[[], Documents] | None = None,
 ) -> Prepared:
-    """Rows to train on and held-out rows, of which a batch must be full.
+    """Makes training rows and held-out rows, at least a batch of each.
 
-    Process 0 makes them, and the others read its file. In a dry run, where each has a folder of its
-    own, each makes them.
+    Process 0 makes them and the others read its file. In a dry run each process has its own folder
+    and makes them itself.
 
     Args:
-      folder: folder of the run, where the rows are kept.
+      folder: folder of the run, keeps the rows.
       config: the run.
       tokenizer: cuts texts into tokens.
       llama: config of the target.
-      load: reads the documents if the rows are not there yet.
+      load: reads the documents if the rows are not made yet.
 
     Raises:
       UserError: the data cannot be used, or there is too little of it.
@@ -93,13 +93,13 @@ def prepare_rows(
 
 
 def num_validation_rows(config: TrainConfig, available: int) -> int:
-    """Held-out rows that a validation takes: as many as the config wants, in full batches."""
+    """Held-out rows per validation: as many as the config wants, in full batches."""
     size = config.batch_size
     return min(-(-config.validation_rows // size), available // size) * size
 
 
 def describe_data(report: dict[str, Any]) -> list[str]:
-    """Says what became of a data set.
+    """Describes how a data set was used.
 
     Args:
       report: report of `Prepared`.
@@ -130,7 +130,7 @@ def describe_data(report: dict[str, Any]) -> list[str]:
 
 
 def describe_sample(rows: Rows, tokenizer: Any) -> list[str]:
-    """Shows the first document of the first row, marking what is trained on."""
+    """Shows the first document of the first row, marking the trained tokens."""
     before, after = text_marks()
     document = (rows.documents[0] == 1).nonzero()[0]
     begin = max(0, int(rows.loss_mask[0].argmax()) - _SAMPLE_TOKENS // 2)

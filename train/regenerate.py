@@ -1,10 +1,10 @@
 r"""Lets a target answer the questions of a data set itself.
 
 A draft learns best from the target's own words. Needs a model folder and a data set of chats or
-questions; writes chats that `data.source` reads, and beside them what could not be answered
+questions; writes chats that `data.source` reads, and next to them the questions that failed
 (NAME.failed.jsonl). A draft makes it faster and changes nothing else. Run the command again to
-resume it. Any server with OpenAI's chat interface can answer instead of a loaded target; its key
-is read from OPENAI_API_KEY.
+resume. A server with OpenAI's chat interface can replace the loaded target; its key is read from
+OPENAI_API_KEY.
 
     python -m train.regenerate --target models/llama --draft models/poss3 --source sharegpt.json \
         --output sharegpt_llama.jsonl --batch-size 16
@@ -20,7 +20,6 @@ Without a data set, a chat model writes the questions, too:
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +40,9 @@ from poss_jax.data.templates import ChatTemplate
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import check_bias
-from poss_jax.program.options import check_writable, load_engine, read_arguments
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import check_writable, load_engine
+from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.running import run_program
 
 from .answers import (
@@ -61,7 +62,7 @@ _DATA_OPTIONS = ("source", "subset", "split", "template", "system_prompt", "max_
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses arguments, answers, prints one JSON line."""
+    """Parses arguments, answers, prints a summary."""
     config, args = read_arguments(
         RegenerateConfig,
         arguments,
@@ -74,17 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_writable(output)
     _check_apart(config.data.source, output)
     with sole_writer(output):
-        print(json.dumps(_regenerate(config, output, overwrite=args.overwrite)))
+        print_summary(_regenerate(config, output, overwrite=args.overwrite))
 
 
 class Answerer(NamedTuple):
     """A target that answers: loaded here, or behind a server.
 
     Attributes:
-      made_from: what decides the answers, beside questions and settings.
+      made_from: all that decides the answers except questions and settings.
       tokenizer: its tokenizer; None if a server has it.
       settings: settings of all answers.
-      window: number of questions that are answered together.
+      window: number of questions answered together.
       answer: answers questions; yields lines of the output, some at a time.
     """
 
@@ -96,7 +97,7 @@ class Answerer(NamedTuple):
 
 
 def _regenerate(config: RegenerateConfig, output: Path, *, overwrite: bool) -> dict[str, Any]:
-    """Answers the questions that are not answered yet; returns the summary."""
+    """Answers the remaining questions; returns the summary."""
     answerer = (
         _load_target(config) if config.server is None else _find_server(config, config.server)
     )
@@ -138,7 +139,8 @@ def _regenerate(config: RegenerateConfig, output: Path, *, overwrite: bool) -> d
 def _load_target(config: RegenerateConfig) -> Answerer:
     """Loads the target that answers, in windows of several batches."""
     settings = _settings(config, config.batch_size)
-    engine = load_engine(config)
+    with waiting("loading the models ..."):
+        engine = load_engine(config)
     check_bias(settings.sampling, engine.target_config.vocab_size)
     _set_template(engine, config.data)
     engine.check_stop(settings.stop, settings.max_new_tokens)
@@ -164,7 +166,7 @@ def _load_target(config: RegenerateConfig) -> Answerer:
 
 
 def _describe_drafts(config: RegenerateConfig, engine: Engine) -> dict[str, Any]:
-    """Describes the drafts, which decide the answers where they are sampled."""
+    """Describes the drafts, which decide the answers if drafts are sampled."""
     return {
         "drafting": config.drafting,
         "draft": config.draft and read_record(config.draft).fingerprint,
@@ -174,7 +176,7 @@ def _describe_drafts(config: RegenerateConfig, engine: Engine) -> dict[str, Any]
 
 
 def _find_server(config: RegenerateConfig, url: str) -> Answerer:
-    """Finds the server that answers; each question by itself, so its address may change."""
+    """Finds the server that answers; its address may change between runs."""
     tokenizer = load_tokenizer(as_path(config.target)) if config.target is not None else None
     writer = _find_writer(config, tokenizer)
     server = Server(url, config.model, config.chat_template_kwargs)
@@ -192,13 +194,13 @@ def _find_writer(config: RegenerateConfig, tokenizer: Any) -> TurnWriter | None:
 
 
 def _describe(settings: AnswerSettings) -> dict[str, Any]:
-    """Describes the settings of answers; a file from before there were `temperatures` goes on."""
+    """Describes the settings of answers; files older than `temperatures` stay valid."""
     described = asdict(settings)
     return described if settings.temperatures else described | {"temperatures": None}
 
 
 def _describe_self_prompt(config: RegenerateConfig) -> dict[str, Any]:
-    """Describes what decides the turns that the target writes."""
+    """Describes all that decides the turns the target writes."""
     if config.self_prompt is None:
         return {}
     return {name: value for name, value in vars(config).items() if name.startswith("self_prompt_")}
@@ -216,7 +218,7 @@ def _settings(config: RegenerateConfig, batch_size: int) -> AnswerSettings:
 
 
 def _check_apart(source: str, output: Path) -> None:
-    """Raises UserError where the output, or a file beside it, is what is to be read."""
+    """Raises UserError if a file to write is also one to read."""
     for path in answer_files(output):
         if not is_uri(source) and path.absolute().match(os.path.abspath(as_path(source))):
             raise UserError(
@@ -232,7 +234,7 @@ def _check_apart(source: str, output: Path) -> None:
 
 
 def _set_template(engine: Engine, source: DataConfig) -> None:
-    """Lets the engine ask with the template that training will use for the answers."""
+    """Gives the engine the template that training will use for the answers."""
     if engine.tokenizer is None:
         raise UserError("this target has no tokenizer to ask with; copy its files there")
     template = ChatTemplate(engine.tokenizer, source.template)

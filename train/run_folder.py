@@ -1,13 +1,13 @@
-"""The folder of a run: what it keeps, and resuming from that (`claims`: who may write there).
+"""The folder of a run: what it holds, and resuming from it (`claims.py`: who may write there).
 
 config.yaml  provenance.json  metrics.jsonl  checkpoints/<step>/  samples/<step>.md  model/
 
 One run writes to it at a time. A new folder appears once the run can start, and then holds the
 config, the provenance and the prepared data.
 
-The folder may be a URI. Its store has no locks, so nothing keeps a second run out. It appends to no
-object: metrics.jsonl is written again with each checkpoint. Of a new folder config.yaml is written
-last, of the model model.json. The store checks its objects, so checkpoints have no checksums there.
+The folder may be a URI. An object store has no locks, so nothing keeps a second run out, and cannot
+append: metrics.jsonl is rewritten with each checkpoint. A new folder gets config.yaml last, a model
+model.json last. The store verifies its objects, so checkpoints have no checksums there.
 """
 
 import json
@@ -41,41 +41,41 @@ from poss_jax.learn.state import TrainState
 
 from .devices import ask_first, is_first_process
 
-# Of a checkpoint; written last, and not needed to read it.
+# Files of a checkpoint that are written last and not needed to read it.
 _WITHOUT_SUMS = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
-# Orbax moves checkpoints that are not to be kept there in one go: none is ever there in part.
+# Orbax moves checkpoints here before it deletes them, so none is ever seen in part.
 _REMOVED = ".removed"
 
-# The other processes wait so long while the first also reads what it wrote for its checksums.
+# How long other processes wait while the first rereads its files for their checksums.
 _SAVE_SECONDS = 6 * 3600
 
 
 class _Manager(ocp.CheckpointManager):
-    """Saves what it is told to, and leaves it to the loop to ask for preemption (`run_steps`)."""
+    """Leaves preemption to the loop (`run_steps`), and saves when asked."""
 
     def reached_preemption(self, step: int) -> bool:
         return False
 
 
 class RunFolder:
-    """A run's folder, once it is claimed.
+    """A claimed folder of a run.
 
     A checkpoint has checksums, written before it counts as one. They are compared when the folder
-    is opened: one that is damaged is moved to `damaged/`, and the run goes on from one before it.
+    is opened: a damaged checkpoint moves to `damaged/` and the run continues from an earlier one.
 
     Raises:
       UserError: every checkpoint is damaged, or they cannot be read.
     """
 
     def __init__(self, config: TrainConfig, *, is_checked: bool = False) -> None:
-        """Opens the folder; `is_checked` says that its checkpoints were compared just now."""
+        """Opens the folder; `is_checked` says that its checkpoints were just verified."""
         self.path = absolute(config.output)
         self._checkpoints = self.path / "checkpoints"
         self._unwritten: list[str] = []  # lines of metrics.jsonl
         self._empty_removed()
         if not is_checked:
-            ask_first(self._set_damaged_aside)  # before Orbax reads what it has to say of them
+            ask_first(self._set_damaged_aside)  # before Orbax reads its metadata of them
             ask_first(self._remove_partial_model)
         policies = [
             checkpoint_managers.LatestN(config.keep_checkpoints),
@@ -85,7 +85,7 @@ class RunFolder:
             best_fn=_score,
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             todelete_subdir=None if is_uri(self.path) else _REMOVED,
-            cleanup_tmp_directories=True,  # what a killed process had begun to save
+            cleanup_tmp_directories=True,  # unfinished saves of a killed process
             async_options=ocp.AsyncOptions(
                 timeout_secs=_SAVE_SECONDS,
                 post_finalization_callback=None if is_uri(self.path) else self._write_sums,
@@ -101,19 +101,19 @@ class RunFolder:
 
     @property
     def latest_step(self) -> int:
-        """The step of the newest checkpoint; 0: there is none."""
+        """The step of the newest checkpoint; 0 if there is none."""
         return self._manager.latest_step() or 0
 
     @property
     def loss_level(self) -> float | None:
-        """The running mean of the loss at the newest checkpoint; None: there is none."""
+        """The running mean of the loss at the newest checkpoint; None if there is none."""
         metrics = self._manager.metrics(self.latest_step) if self.latest_step else None
         return (metrics or {}).get("loss_level")
 
     def restore(self, state: TrainState) -> TrainState:
-        """Returns the newest saved state in place of this one; or this one if none is saved.
+        """Returns the newest saved state; the given one if none is saved.
 
-        Metrics beyond it are dropped: the run writes them again.
+        Later metrics are dropped: the run writes them again.
 
         Raises:
           UserError: it cannot be read, or metrics.jsonl is damaged.
@@ -129,7 +129,7 @@ class RunFolder:
         Args:
           step: step of the state.
           state: may be donated once this returns.
-          score: how good it is; None: it was not validated.
+          score: score of its validation; None if there was none.
           loss_level: running mean of the loss.
 
         Raises:
@@ -138,7 +138,7 @@ class RunFolder:
         metrics = {"score": score, "loss_level": loss_level}
         with self._saving():
             self._write_metrics()
-            self._manager.wait_until_finished()  # what the save before this one moves
+            self._manager.wait_until_finished()  # the previous save moves folders
             self._empty_removed()
             self._manager.save(step, args=ocp.args.StandardSave(vars(state)), metrics=metrics)
 
@@ -148,7 +148,7 @@ class RunFolder:
         return self.latest_step if export == "last" or best is None else best
 
     def exported(self, export: str, state: TrainState) -> TrainState:
-        """Returns the state of that step; `state` is the newest, and is given up for it.
+        """Returns the state of that step; `state` is the newest one, and may be freed.
 
         Raises:
           UserError: a save failed, or the state cannot be read.
@@ -156,13 +156,13 @@ class RunFolder:
         with self._saving():
             self._manager.wait_until_finished()
         if self.exported_step(export) != self.latest_step:
-            ask_first(self._set_damaged_aside)  # it may be long since that was saved
+            ask_first(self._set_damaged_aside)  # it may have been saved long ago
             self._manager.reload()
         step = self.exported_step(export)
         return state if step == int(state.step) else self._read(step, state)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Appends one line to metrics.jsonl; in process 0 alone."""
+        """Appends one line to metrics.jsonl; in process 0 only."""
         if not is_first_process():
             return
         self._unwritten.append(json.dumps(metrics) + "\n")
@@ -170,7 +170,7 @@ class RunFolder:
             self._write_metrics()
 
     def logged_validation(self, step: int) -> dict[str, Any]:
-        """Validation that metrics.jsonl holds for a step; empty if there is none.
+        """Validation logged for a step; empty if there is none.
 
         Raises:
           UserError: metrics.jsonl is damaged.
@@ -181,7 +181,7 @@ class RunFolder:
         return {}
 
     def write_sample(self, name: str, text: str) -> AnyPath:
-        """Writes a text that people may want to look at; in process 0 alone."""
+        """Writes a text for people to read; in process 0 only."""
         path = self.path / "samples" / name
         if is_first_process():
             path.parent.mkdir(exist_ok=True)
@@ -207,12 +207,12 @@ class RunFolder:
         """Turns what Orbax raises on a failed save into one UserError."""
         try:
             yield
-        except Exception as error:  # of many kinds
+        except Exception as error:  # Orbax raises many kinds
             reason = failed_write(error)
             mended = "make room there" if reason.errno in (ENOSPC, EDQUOT) else "mend that"
             raise UserError(
                 f"cannot save to {self._checkpoints}: {reason.strerror}; {mended}, and the same "
-                "command goes on from the last checkpoint that is whole"
+                "command continues from the last complete checkpoint"
             ) from error
 
     @contextmanager
@@ -220,17 +220,17 @@ class RunFolder:
         """Turns what Orbax raises on what it cannot read into one UserError."""
         try:
             yield
-        except Exception as error:  # of many kinds
+        except Exception as error:  # Orbax raises many kinds
             if is_out_of_memory(error):
                 raise
             reason = " ".join(str(error).partition(". See full")[0].split())[:200]
             raise UserError(
-                f"{what} of {self.path} cannot be read ({reason}); where one is damaged, move it "
-                "away, and the same command goes on from the one before it"
+                f"{what} of {self.path} cannot be read ({reason}); move a damaged checkpoint away, "
+                "and the same command continues from the one before"
             ) from error
 
     def _empty_removed(self) -> None:
-        """Frees the space of checkpoints that are not to be kept, in process 0."""
+        """Deletes the checkpoints that Orbax moved away, in process 0."""
         if is_first_process() and not is_uri(self.path):
             shutil.rmtree(self._checkpoints / _REMOVED, ignore_errors=True)
 
@@ -240,7 +240,7 @@ class RunFolder:
             write_sums(folder, list_files(folder) - _WITHOUT_SUMS)
 
     def _set_damaged_aside(self) -> None:
-        """Moves damaged checkpoints away; those written before there were checksums stay."""
+        """Moves damaged checkpoints away; old ones without checksums stay."""
         damaged = damaged_checkpoints(self.path)
         intact = _steps(self._checkpoints) - damaged.keys()
         for step, reason in damaged.items():
@@ -254,18 +254,18 @@ class RunFolder:
             aside.parent.mkdir(exist_ok=True)
             (self._checkpoints / str(step)).rename(aside)
             tqdm.write(
-                f"checkpoint {step} is damaged ({reason}) and moved to {aside}; the newest that is "
-                f"intact is {max(intact)}",
+                f"checkpoint {step} is damaged ({reason}) and moved to {aside}; the newest "
+                f"intact one is {max(intact)}",
                 file=sys.stderr,
             )
 
     def _remove_partial_model(self) -> None:
-        """Removes what a killed process had uploaded of the model."""
+        """Removes a model that a killed process uploaded in part."""
         if not isinstance(self.model, Path) and not holds_model(self.path):
             self.model.rmtree(missing_ok=True)
 
     def _read(self, step: int, state: TrainState) -> TrainState:
-        """Reads a state to where `state` lies, which is freed first."""
+        """Reads a state with the shardings of `state`, which is freed first."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, vars(state))
         jax.tree.map(lambda array: array.delete(), vars(state))
         with self._reading(f"checkpoint {step}"):
@@ -288,7 +288,7 @@ class RunFolder:
             path.write_text((read_text(path) if path.exists() else "") + text)
 
     def _drop_metrics_after(self, step: int) -> None:
-        """A resumed run writes again what it had logged beyond its checkpoint."""
+        """Drops metrics beyond the checkpoint, which a resumed run writes again."""
         path = self.path / "metrics.jsonl"
         if path.exists():
             lines = self._metrics_lines()
@@ -314,7 +314,7 @@ class RunFolder:
 
 
 def holds_model(run: AnyPath) -> bool:
-    """Tells whether a run is complete; a model at a URI may be there in part."""
+    """True if a run is complete; a model at a URI may be uploaded in part."""
     model = run / "model"
     return (model / "model.json" if is_uri(run) else model).exists()
 
@@ -331,7 +331,7 @@ def damaged_checkpoints(run: AnyPath) -> dict[int, str]:
 
 
 def is_damaged(config: TrainConfig) -> bool:
-    """Says which checkpoints of a complete run are damaged; its model does not need them."""
+    """True, with a line each, if checkpoints of a complete run are damaged."""
     run = absolute(config.output)
 
     def say() -> bool:

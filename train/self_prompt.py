@@ -1,7 +1,7 @@
-r"""User's turns that the target writes itself, so that no data set is needed.
+r"""User turns that the target writes itself, so that no data set is needed.
 
-Of a chat model it is enough to write what its template puts before a user's turn: what the model
-writes then is a question of the kind it was trained on (Magpie, arXiv 2406.08464).
+A chat model needs only the text that its template puts before a user's turn: what it writes next is
+a question of the kind it was trained on (Magpie, arXiv 2406.08464).
 
     <|im_start|>user\n   ->   What is the capital of France?   ->   answered like any question
 """
@@ -41,16 +41,16 @@ from .answers import (
 
 _PROBES = "a first question", "something else"
 _LEAST_CHARACTERS = 10
-_MOST_REPETITION = 0.3  # a text that zlib makes smaller than this share says one thing many times
+_MOST_REPETITION = 0.3  # a text that zlib shrinks below this share repeats itself
 _SHINGLE = 3  # words
-_BANDS, _BAND_SIZE = 16, 4  # texts that share half of their shingles mostly share a band
-_MOST_ALIKE = 0.6  # of the shingles of two texts
+_BANDS, _BAND_SIZE = 16, 4  # texts that share half their shingles usually share a band
+_MOST_ALIKE = 0.6  # share of the shingles of two texts
 
 
 def plan_questions(config: RegenerateConfig, tokenizer: Any) -> list[Question]:
-    """Lists what is asked: the source's questions, the target's own, or both by their shares.
+    """Lists the questions: the source's, the target's own, or both by their shares.
 
-    Those that the target is to write have no user's turn yet.
+    Questions the target is to write have no user turn yet.
 
     Raises:
       UserError: the source holds too few.
@@ -68,7 +68,7 @@ def plan_questions(config: RegenerateConfig, tokenizer: Any) -> list[Question]:
 
 
 def _usable(data: DataConfig, tokenizer: Any, number: int) -> list[Question]:
-    """The first questions of a source, which each say what it is called."""
+    """The first usable questions of a source."""
     if not number:
         return []
     found = list_questions(data, tokenizer)
@@ -88,11 +88,11 @@ def _usable(data: DataConfig, tokenizer: Any, number: int) -> list[Question]:
 
 @dataclass(frozen=True)
 class Opening:
-    """What a template writes around a user's turn.
+    """Text that a template writes around a user's turn.
 
     Attributes:
       before: text up to the turn.
-      after: text behind it, up to where the answer begins.
+      after: text after it, up to where the answer begins.
     """
 
     before: str
@@ -100,7 +100,7 @@ class Opening:
 
 
 def find_opening(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Opening:
-    """Finds what the tokenizer's template writes before a user's next turn, and behind it.
+    """Finds what the tokenizer's template writes before and after a user's next turn.
 
     Args:
       tokenizer: tokenizer of the target.
@@ -132,15 +132,15 @@ class TurnWriter:
     Attributes:
       num_turns: user's turns of a conversation.
       max_new_tokens: most tokens of a turn.
-      stop: strings that end a turn, where no special token does.
-      stop_ids: tokens that end it, beside those that end answers.
+      stop: strings that end a turn, if no special token does.
+      stop_ids: tokens that end it, besides the answers' stop tokens.
     """
 
     def __init__(self, config: RegenerateConfig, tokenizer: Any) -> None:
-        """Looks how the tokenizer's template opens and ends a user's turn.
+        """Finds how the tokenizer's template opens and ends a user's turn.
 
         Raises:
-          UserError: that cannot be found.
+          UserError: they cannot be found.
         """
         if tokenizer is None or not tokenizer.chat_template:
             raise UserError(
@@ -159,7 +159,7 @@ class TurnWriter:
         self.stop = () if special or not ending else (ending.splitlines()[0],)
 
     def is_due(self, question: Question, dialogue: Dialogue) -> bool:
-        """Tells whether the target has to write the next turn of a conversation."""
+        """True if the target has to write the next turn of a conversation."""
         asked = [] if isinstance(question.messages, Broken) else question.messages
         is_own = not any(message["role"] == "user" for message in asked)
         is_open = not dialogue.left and not dialogue.ended
@@ -172,23 +172,23 @@ class TurnWriter:
           UserError: see `find_opening`.
         """
         text = find_opening(self._tokenizer, dialogue.messages).before
-        # A blank at the end is part of the first word's token.
+        # A trailing space belongs to the first word's token.
         ids = call_tokenizer(self._tokenizer, text.rstrip(" "), add_special_tokens=False)
         return list(ids["input_ids"])
 
     def sampling(self, dialogue: Dialogue) -> SamplingConfig:
-        """Says how the tokens of a conversation's turns are chosen."""
+        """Sampling settings of a conversation's turns."""
         return replace(self._sampling, seed=dialogue.sampling.seed)
 
     def take(self, dialogue: Dialogue, turn: Generation) -> None:
-        """Makes what was written the next turn, or ends the conversation before it."""
+        """Adds the text as the next turn, or ends the conversation."""
         text = (turn.text or "").strip()
         dialogue.left = [{"role": "user", "content": text}]
         if reason := self._refuse(text, turn.stop_reason):
             dialogue.end(reason)
 
     def _refuse(self, text: str, stop_reason: str) -> str:
-        """Reason not to use a turn; "" uses it."""
+        """Reason to refuse a turn; "" accepts it."""
         if stop_reason == "length":
             return f"a user's turn not finished after {self.max_new_tokens} tokens"
         if self._special.search(text):
@@ -203,7 +203,7 @@ class TurnWriter:
 def talk_window(
     engine: Engine, questions: Sequence[Question], settings: AnswerSettings, writer: TurnWriter
 ) -> list[Line]:
-    """Does what `answer_window` does, and lets the target write the turns that are its own."""
+    """Like `answer_window`; the target also writes its share of the user turns."""
     dialogues = [open_dialogue(question, settings) for question in questions]
     pairs = list(zip(questions, dialogues, strict=True))
     for _ in range(writer.num_turns):
@@ -233,7 +233,7 @@ def _write_turns(
 
 
 def repeats_itself(text: str) -> bool:
-    """Tells whether a text says the same over and over."""
+    """True if a text repeats itself."""
     content = text.encode()
     return len(zlib.compress(content)) < _MOST_REPETITION * len(content)
 
@@ -243,11 +243,11 @@ def repeats_itself(text: str) -> bool:
 
 
 class Asked:
-    """Questions that were asked, to find those that are asked again or nearly again.
+    """Finds questions that were asked before, or nearly.
 
     A text is the set of its shingles, three words each. Its signature keeps the smallest of many
-    hashes (MinHash): the share that two signatures have in common is about that of their sets, so
-    texts which share a band of the signature are compared.
+    hashes (MinHash); two signatures agree in about the share that their sets have in common. Texts
+    that share a band of the signature are compared.
     """
 
     def __init__(self, lines: Iterable[Line] = ()) -> None:
@@ -262,7 +262,7 @@ class Asked:
             self.add(_first_question(line))
 
     def add(self, text: str) -> str:
-        """Notes a question; returns why it is not new and then does not note it, or ""."""
+        """Adds a new question and returns ""; for a repeated one returns why."""
         words = text.casefold().split()
         if " ".join(words) in self._exact:
             return "a question that was asked before"
@@ -295,7 +295,7 @@ class Asked:
 
 
 def read_asked(path: Path, num_done: int) -> Asked:
-    """Reads the questions of the chats that an output file holds already."""
+    """Reads the questions already in an output file."""
     lines = (line for _, line in json_lines(path)) if num_done else ()
     return Asked(lines)
 
@@ -305,7 +305,7 @@ def _first_question(line: Line) -> str:
 
 
 def _runs(words: Sequence[str]) -> list[str]:
-    """All runs of so many words; of a shorter text, the whole."""
+    """All shingles of a text; a shorter text is one shingle."""
     ends = range(min(_SHINGLE, len(words)), len(words) + 1)
     return [" ".join(words[max(0, end - _SHINGLE) : end]) for end in ends]
 

@@ -1,8 +1,8 @@
 """A chat server with OpenAI's interface that answers the questions of a data set, many at a time.
 
-The server holds model, template and limit of length; a question that it refuses is a failure of
-that question alone, unless it refuses all of the first ones. A server that is busy or away is asked
-again, later and later.
+The server holds model, template and length limit. A question that it refuses counts as one failure,
+unless it refuses all of the first ones. A busy or unreachable server is asked again, at growing
+intervals.
 """
 
 import itertools
@@ -44,22 +44,22 @@ from .answers import (
 from .self_prompt import TurnWriter
 
 _TRIES = 8
-_FIRST_WAIT = 1.0  # seconds; every further one is twice as long
+_FIRST_WAIT = 1.0  # seconds; doubles with every try
 _LONGEST_WAIT = 60.0
 _SAID_WAIT = 10.0
 _LONGEST_ASKED_WAIT = 3600.0
 _TIMEOUT = 600.0
-_AHEAD = 4  # questions under way or answered behind a slow one, per request
-_REFUSALS = 100  # so many at the beginning, and nothing else, are the fault of the settings
+_AHEAD = 4  # questions running or answered ahead of a slow one, per request
+_REFUSALS = 100  # this many refusals and no answer: the settings are wrong
 
 _OF_THE_QUESTION = {400, 413, 422}
 _REFUSES = "the server refuses it with status"
-_CALLS = ("tool_calls", "function_call")  # reasons of an end, and fields of a message
-_PASSING = {0, 408, 409, 425, 429}  # 0: no answer; and all from 500 on
+_CALLS = ("tool_calls", "function_call")  # finish reasons, and fields of a message
+_PASSING = {0, 408, 409, 425, 429}  # 0: no answer; also all from 500 on
 
 
 class Refused(Exception):
-    """The server refuses a question, or its answer is of no use; `said` is what the server says."""
+    """The server refuses a question, or its answer is unusable; `said` quotes the server."""
 
     def __init__(self, reason: str, said: str = "") -> None:
         super().__init__(reason)
@@ -93,7 +93,7 @@ class Server:
         model: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Notes where the server is, and asks it for the name of its first model if none is given.
+        """Sets the address; asks the server for its first model if none is given.
 
         Args:
           url: its address, such as http://localhost:8000/v1.
@@ -116,11 +116,11 @@ class Server:
         """Answers a conversation.
 
         Returns:
-          The answer, and further fields of its message: what the target thought before it.
+          The answer, and other fields of its message: the target's reasoning.
 
         Raises:
-          Refused: the server does not answer this one.
-          UserError: it answers none.
+          Refused: the server refuses this question.
+          UserError: it answers no question.
         """
         body = {"messages": messages, **self._more}
         limits = settings.max_new_tokens, settings.stop
@@ -151,7 +151,7 @@ class Server:
         max_tokens: int,
         stop: Sequence[str],
     ) -> dict[str, Any]:
-        """Asks for one text; returns what the server says of it."""
+        """Asks for one text; returns the server's choice."""
         body = body | {"max_tokens": max_tokens} | ({"stop": list(stop)} if stop else {})
         said = self._request(path, body | self._sampling(sampling))
         try:
@@ -163,11 +163,11 @@ class Server:
         return choice
 
     def close(self) -> None:
-        """Lets requests that wait for another try give up."""
+        """Stops requests that wait for another try."""
         self._closed.set()
 
     def _sampling(self, sampling: SamplingConfig) -> dict[str, Any]:
-        """How tokens are chosen; what not all servers know is sent only if it is asked for."""
+        """Sampling fields; those that not all servers know are sent only if set."""
         default = SamplingConfig()
         names = (
             "top_k",
@@ -200,7 +200,7 @@ class Server:
         return name
 
     def _request(self, path: str, body: Any = None, *, tries: int = _TRIES) -> Any:
-        """Sends a request, again while the server is busy or away; returns the JSON it answers."""
+        """Sends a request, retrying while the server is busy or away; returns its JSON."""
         for number in range(1, tries + 1):
             reply = self._send(path, body)
             if reply.status == 200:
@@ -217,7 +217,7 @@ class Server:
     def _send(self, path: str, body: Any) -> Reply:
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self._url}/{path}", data, {"Content-Type": "application/json"})
-        if self._key:  # and not to whom it redirects
+        if self._key:  # not sent on a redirect
             request.add_unredirected_header("Authorization", f"Bearer {self._key}")
         try:
             try:
@@ -231,7 +231,7 @@ class Server:
             return Reply(0, str(getattr(error, "reason", error)).encode())
 
     def _wait(self, number: int, retry_after: str, got: str) -> bool:
-        """Waits after a try; True if the server is closed meanwhile."""
+        """Waits after a try; True if `close` was called."""
         seconds = min(_FIRST_WAIT * 2 ** (number - 1), _LONGEST_WAIT)
         seconds = max(seconds * random.uniform(0.5, 1), _seconds_of(retry_after))
         if seconds >= _SAID_WAIT:
@@ -258,20 +258,20 @@ def answer_questions(
     concurrency: int,
     writer: TurnWriter | None = None,
 ) -> Lines:
-    """Lets a server answer questions, many at a time.
+    """Answers questions with a server, many at a time.
 
     Args:
       server: the server.
       questions: what to ask.
       settings: settings of all answers.
-      concurrency: number of questions under way together.
-      writer: lets the server write the user's turns that are its own; None: there are none.
+      concurrency: number of questions in flight.
+      writer: lets the server write its share of the user turns; None: it writes none.
 
     Yields:
       Lines of the output (see `train.answers.answer_window`), in the order of the questions.
 
     Raises:
-      UserError: the server stopped answering; all before its question is yielded.
+      UserError: the server stopped answering; earlier lines are yielded first.
     """
     tasks: SimpleQueue[tuple[Question, Future[Line]] | None] = SimpleQueue()
 
@@ -284,7 +284,7 @@ def answer_questions(
                 line.set_exception(error)
 
     num_threads = min(concurrency, len(questions))
-    for _ in range(num_threads):  # daemons: an interrupted run does not wait for answers
+    for _ in range(num_threads):  # daemons: an interrupted run does not wait for them
         threading.Thread(target=work, daemon=True).start()
     waiting: deque[Future[Line]] = deque()
     try:
@@ -304,10 +304,10 @@ def answer_questions(
 
 
 def hold_refusals(answers: Lines) -> Lines:
-    """Holds the first lines back until one shows that the server does not refuse everything.
+    """Holds the first lines back until the server has accepted one question.
 
     Args:
-      answers: what `answer_questions` yields.
+      answers: lines from `answer_questions`.
 
     Yields:
       The same lines.
@@ -354,7 +354,7 @@ def _refuses_all(refused: Sequence[Line]) -> UserError:
 def _answer(
     server: Server, question: Question, settings: AnswerSettings, writer: TurnWriter | None
 ) -> Line:
-    """Lets the server answer every turn of a chat, its own answers before the next turn."""
+    """Lets the server answer every turn of a chat, with its earlier answers in context."""
     dialogue, said = open_dialogue(question, settings), {}
     while not dialogue.ended:
         try:
@@ -377,7 +377,7 @@ def _answer(
 
 
 def _write_turn(server: Server, dialogue: Dialogue, writer: TurnWriter) -> None:
-    """Lets the server write the next user's turn, or ends where the template refuses one."""
+    """Lets the server write the next user's turn, or ends the chat if the template refuses."""
     try:
         prompt = writer.prompt(dialogue)
     except UserError as error:
@@ -388,7 +388,7 @@ def _write_turn(server: Server, dialogue: Dialogue, writer: TurnWriter) -> None:
 
 
 def _take(waiting: deque[Future[Line]]) -> list[Line]:
-    """Takes the first line, and those behind it that are ready."""
+    """Takes the first line and the ready ones after it."""
     lines = [waiting.popleft().result()]
     while waiting and waiting[0].done() and not waiting[0].exception():
         lines.append(waiting.popleft().result())
@@ -396,10 +396,10 @@ def _take(waiting: deque[Future[Line]]) -> list[Line]:
 
 
 def _read(choice: dict[str, Any], text: str, thoughts: str = "") -> Generation:
-    """Makes an answer of a text.
+    """Turns a text into an answer.
 
     Raises:
-      Refused: it is of no use.
+      Refused: it is unusable.
     """
     reason = choice.get("finish_reason")
     if reason == "content_filter":
@@ -410,7 +410,7 @@ def _read(choice: dict[str, Any], text: str, thoughts: str = "") -> Generation:
 
 
 def _thoughts(message: dict[str, Any]) -> Any:
-    """What a server splits off an answer as the target's reasoning, by the names of any server."""
+    """The reasoning that a server splits off an answer, under any of its names."""
     return message.get("reasoning_content") or message.get("reasoning") or ""
 
 

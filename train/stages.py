@@ -1,4 +1,4 @@
-"""The two things a run can train. Each says what its rows, parameters, step and model are."""
+"""The two things a run can train: each defines its rows, parameters, step and model."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -29,10 +29,10 @@ class Stage(Protocol):
     Attributes:
       config: shape of the model that is trained.
       mesh: the devices it is trained on.
-      rows: what is trained on.
+      rows: rows to train on.
       validation_rows: held-out rows.
-      report: what both were made of.
-      tokenizer: cuts text into the tokens of both.
+      report: what both were made from.
+      tokenizer: tokenizer of both.
       lookahead: how many tokens after its own a row predicts first.
     """
 
@@ -47,11 +47,11 @@ class Stage(Protocol):
     def config(self) -> LlamaConfig | DraftConfig: ...
 
     def load_weights(self) -> None:
-        """Reads the weights that are at hand from the first step on, once the step fits."""
+        """Reads the weights needed from the first step on, once the step is known to fit."""
         ...
 
     def write_features(self) -> None:
-        """Writes to disk what is not to be computed in every step."""
+        """Writes features to disk, so that steps need not compute them."""
         ...
 
     def plan_step(self) -> PlannedStep:
@@ -59,7 +59,7 @@ class Stage(Protocol):
         ...
 
     def init_params(self) -> Params:
-        """Parameters before the first step on the mesh, layers or specialists stacked."""
+        """Initial parameters on the mesh, layers or specialists stacked."""
         ...
 
     def make_step(
@@ -71,7 +71,7 @@ class Stage(Protocol):
     def validate(
         self, params: Params, batches: Iterable[TrainBatch]
     ) -> tuple[dict[str, Any], Predictions]:
-        """Measures the parameters on held-out batches, and shows the first of them."""
+        """Measures the parameters on held-out batches, and returns predictions for the first."""
         ...
 
     def score(self, results: dict[str, Any]) -> float:
@@ -84,12 +84,12 @@ class Stage(Protocol):
 
 
 def open_stage(config: TrainConfig, folder: AnyPath, *, plan_for: str | None = None) -> Stage:
-    """Reads what the run needs but weights: text, tokenizer, and what the models are.
+    """Reads all that the run needs except weights: text, tokenizer, model configs.
 
     Args:
       config: the run.
-      folder: where it keeps what it prepares.
-      plan_for: devices (see `mesh_for`) to plan a run on, which does not take place.
+      folder: folder for prepared data.
+      plan_for: devices (see `mesh_for`) to plan a run for, without running it.
 
     Raises:
       UserError: something is missing or does not fit.

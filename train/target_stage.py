@@ -56,7 +56,7 @@ class TargetStage:
     def __init__(
         self, config: TrainConfig, folder: AnyPath, mesh: Mesh, *, is_shared: bool = True
     ) -> None:
-        """Reads text and tokenizer; `is_shared` says that all processes have the same folder."""
+        """Reads text and tokenizer; `is_shared`: all processes have the same folder."""
         assert config.model is not None
         load = functools.cache(lambda: load_documents(config.data))
         self._run, self._key, self.config = config, jax.random.key(config.seed), config.model
@@ -112,10 +112,10 @@ class TargetStage:
             copy_tokenizer(as_path(self._run.init_target), local)
 
     def load_weights(self) -> None:
-        """See `Stage`; those of `init_target` are read when the state is made."""
+        """See `Stage`; `init_target` is read when the state is made."""
 
     def write_features(self) -> None:
-        """See `Stage`; a target has no use for any."""
+        """See `Stage`; a target needs none."""
 
     def plan_step(self) -> PlannedStep:
         """See `Stage`."""

@@ -4,8 +4,8 @@
     PYTHONPATH=$PWD serve run serve.yaml
     serve run app:app target=../../models/llama draft=../../models/poss3 batch_size=32
 
-Settings are those of `poss-serve`. A replica takes requests once it is warmed up, and Ray replaces
-it when its decoding fails.
+Settings are `poss-serve`'s. A replica takes requests once it is warmed up, and Ray replaces it when
+its decoding fails.
 """
 
 import asyncio

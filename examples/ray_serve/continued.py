@@ -20,7 +20,7 @@ from poss_jax.serving.requests import ApiError
 Event = dict[str, Any]
 
 _SILENCE_SECONDS = 30.0  # a server that is alive writes a comment every 10 s
-# Fields that a continuation does not have, or has with values of its own.
+# Fields that a continuation lacks or sets itself.
 _REPLACED = {"messages", "prompt", "n", "best_of", "echo", "suffix", "max_completion_tokens"}
 _REPLACED |= {"logprobs", "top_logprobs", "tools", "functions", "response_format", "modalities"}
 

@@ -73,7 +73,7 @@ class Pool:
 
         Args:
           call: the request.
-          patience: seconds to go on trying.
+          patience: seconds to keep trying.
 
         Returns:
           The response, its body not read yet; a refusal if all refuse.

@@ -11,7 +11,7 @@ from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.shapes import Array, Params
 
 ROPE_THETA = 1_000_000
-"""What tunix 0.1.7 rotates by, whatever `ModelConfig.rope_theta` says; it scales no frequencies."""
+"""Rope theta of tunix 0.1.7, which ignores `ModelConfig.rope_theta` and scales no frequencies."""
 
 OUTER = {
     "embedder/input_embedding": "embed/weight",

@@ -45,7 +45,7 @@ class PossRollout(BaseRollout):
         batch_size: int = 8,
         **unused: Any,
     ) -> None:
-        """Takes what `RLCluster` gives a rollout engine, and two arguments of its own.
+        """Takes `RLCluster`'s arguments for a rollout engine, and two more.
 
         Args:
           rollout_actor: the policy, a `tunix.models.llama3.model.Llama3`.

@@ -21,7 +21,8 @@ import jax
 from poss_jax.config.reading import UserError
 from poss_jax.model.sharding import make_mesh
 from poss_jax.program.ahead import tpu_slice
-from poss_jax.program.options import check_writable, read_arguments
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import check_writable
 from poss_jax.program.running import run_program
 
 from ..bench.costs import DEVICES

@@ -1,4 +1,4 @@
-"""Settings of `infer.aot`, which compiles decoding for devices that are not there."""
+"""Settings of `infer.aot`, which compiles decoding for devices that need not be present."""
 
 from typing import Literal
 
@@ -23,18 +23,18 @@ class AheadConfig:
       draft: Model folder of a draft; only its record is read.
       specialists: Draft to describe as `train.main` would make it, instead of its folder; without
         either, only autoregressive programs are compiled.
-      draft_tokens: Number of tokens that the draft can propose; null takes all (of a folder: those
-        it says).
+      draft_tokens: Number of tokens that the draft can propose; null takes the folder's, usually
+        all.
       tree: Size of the draft tree.
       sampling: How tokens are chosen.
       batch_size: Number of prompts decoded together.
-      context: Tokens in the cache, for prefill and for the bytes that a round must read.
+      context: Tokens in the cache, used for prefill and for the bytes that a round reads.
       max_new_tokens: Most new tokens, for which the caches have room.
       dtype: Dtype of weights and caches.
       quantise: Type that the target's matrices are rounded to; null keeps their dtype.
       mesh: Grid of devices; by default all of them split the width of every layer.
       programs: Programs to compile: prefill, step (one token, autoregressively), round (one, called
-        from the host), rounds (all of them, in a loop on the device); null takes all, without a
+        from the host), rounds (all of them, in a loop on the device); null takes all, or without a
         draft the first two.
     """
 

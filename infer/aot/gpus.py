@@ -58,7 +58,7 @@ GPUS: Mapping[str, Mapping[str, Any]] = {
         "device_memory_size": 140 * 2**30,
     },
 }
-"""GPUs that can be compiled for where there is none."""
+"""GPUs that can be compiled for without having one."""
 
 
 def gpu(name: str) -> list[Any]:
@@ -69,7 +69,7 @@ def gpu(name: str) -> list[Any]:
     """
     if name not in GPUS:
         raise UserError(f"gpu {name}: want one of {', '.join(GPUS)}")
-    # Without a driver JAX cannot ask CUDA's libraries for their versions, and would give up.
+    # Without a driver JAX cannot ask CUDA's libraries for their versions, and gives up.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         topology = topologies.get_topology_desc(
@@ -97,7 +97,7 @@ def describe_gpu(name: str) -> str:
 
 
 def _as_text(message: Mapping[str, Any]) -> str:
-    """A message in protobuf's text format; the names of an enum are tuples of one here."""
+    """Formats a message as protobuf text; enum names are tuples of one here."""
     parts = []
     for name, value in message.items():
         if isinstance(value, Mapping):

@@ -22,13 +22,14 @@ from contextlib import nullcontext
 from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.paths import local_path
-from poss_jax.program.options import read_arguments, with_default_models
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import with_default_models
+from poss_jax.program.output import print_summary, wants_json
 from poss_jax.program.running import run_program
 
 from .. import lossless, roofline
 from ..brief import format_brief
 from ..drift.report import format_report as format_drift
-from ..screen import print_summary
 from ..tune.__main__ import main as tune
 from .answer_files import write_answer_files
 from .compare import bench
@@ -68,14 +69,14 @@ def _compare(config: BenchConfig, *, from_scratch: bool) -> None:
     table = format_report(report)
     if "drift" in report:
         table += f"\n\n## By position\n\n{format_drift(report['drift'])}"
-    print(format_brief(report) if sys.stdout.isatty() else table)
+    print(table if wants_json() else format_brief(report))
     if config.output is not None:
         folder = local_path(config.output, "output")
         write_report(report, table, folder)
         write_page(report, folder / "report.html")
         write_answer_files(answers, folder)
         print(f"report: {config.output}")
-    print_summary(report)
+    print_summary(report, "")
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,9 @@ from poss_jax.model import target
 from poss_jax.model.ranking import choose
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.model.target import compute_dtype
-from poss_jax.program.options import read_arguments, with_default_models
+from poss_jax.program.arguments import read_arguments
+from poss_jax.program.options import with_default_models
+from poss_jax.program.output import waiting
 
 from .costs import Device, decode, describe_workload, num_parts
 
@@ -115,6 +117,7 @@ def need_equal_texts(config: BenchConfig) -> None:
         raise UserError("want drafts alone, got methods, which may change texts; leave them out")
 
 
+@waiting("loading the models ...")
 def load_decoders(config: BenchConfig) -> list[Decoder]:
     """Loads every target once, and one engine per method beside the autoregressive one."""
     ways = config.ways

@@ -11,9 +11,9 @@ from poss_jax.checkpoint.whole import refuse_non_empty, write_file
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import config_to_dict
 from poss_jax.program.options import check_writable
+from poss_jax.program.output import print_summary, wants_json
 from poss_jax.program.tables import format_rows
 
-from ..screen import print_summary
 from .phases import PARTS
 from .statistics import FEWEST, format_estimate
 from .summary import LOOPING_BELOW
@@ -213,11 +213,20 @@ def show_report(
     table: str,
     folder: Path | None,
     *,
+    brief: str | None = None,
     plot: Callable[[Path], None] | None = None,
 ) -> None:
-    """Prints the table and, unless on a terminal, one line of JSON; writes both to a folder."""
-    print(table)
+    """Prints the table, or for people its brief form, and for programs a line of JSON.
+
+    Args:
+      report: numbers.
+      table: the same as Markdown.
+      folder: folder to write both to; None writes nothing.
+      brief: what a terminal is shown; None: the table.
+      plot: see `write_report`.
+    """
+    print(table if brief is None or wants_json() else brief)
     if folder is not None:
         write_report(report, table, folder, plot=plot)
         print(f"report: {folder}")
-    print_summary(report)
+    print_summary(report, "")

@@ -17,11 +17,11 @@ from contextlib import nullcontext
 from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.config.decoding import DriftConfig
 from poss_jax.config.paths import local_path
-from poss_jax.program.options import read_arguments
+from poss_jax.program.arguments import read_arguments
 from poss_jax.program.running import run_program
 
 from ..bench.report import check_output, show_report
-from .report import format_report, plot_report
+from .report import format_brief, format_report, plot_report
 from .study import study
 
 
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report,
             format_report(report),
             folder,
+            brief=format_brief(report),
             plot=lambda folder: plot_report(report, folder / "drift.svg"),
         )
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from poss_jax.program.output import align
 from poss_jax.program.tables import format_rows
 
 from ..bench.statistics import format_estimate
 
+_MOST_POSITIONS = 8  # of the brief form
 _COLUMNS = {
     "feature_cosine": "cosine",
     "feature_distance": "distance",
@@ -34,6 +36,28 @@ def format_report(report: dict[str, Any]) -> str:
     ]
     for name, draft in report["drafts"].items():
         lines += ["", f"{name}, by position:", "", *_by_depth(draft)]
+    return "\n".join(lines)
+
+
+def format_brief(report: dict[str, Any]) -> str:
+    """The main numbers within 80 columns: tokens per pass, and what is accepted by position."""
+    positions = range(1, min(report["depth"], _MOST_POSITIONS) + 1)
+    rows = [["", "tokens per pass", *(f"at {position}" for position in positions)]]
+    for name, draft in report["drafts"].items():
+        accepted = draft["by_depth"]["decoded_conditional_acceptance"]["value"]
+        cells = ["" if np.isnan(share) else f"{share:.0%}" for share in np.array(accepted, float)]
+        length = draft["decoded_acceptance_length"]["value"]
+        rows.append([name, f"{length:.2f}", *cells[: len(positions)]])
+    lines = [
+        f"{report['prompts']} prompts, greedy chains of depth {report['depth']}; share of drafted "
+        "tokens accepted at",
+        "each position, where all before were:",
+        *align(rows),
+    ]
+    for pair in report["pairs"]:
+        first, second = pair["drafts"]
+        difference = pair["difference"]["value"]
+        lines.append(f"{second} less {first}: {difference:+.2f} tokens, p {pair['p_value']:.2g}")
     return "\n".join(lines)
 
 

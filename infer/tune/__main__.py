@@ -25,13 +25,13 @@ from poss_jax.engine.device import default_tree
 from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.program.options import at_least, check_writable
+from poss_jax.program.output import print_summary
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 
 from ..bench.measure import load_decoders, need_equal_texts, read_settings
 from ..bench.questions import first_prompts, read_questions
 from ..bench.report import with_provenance
-from ..screen import print_summary
 from .search import tree_name, tune
 
 
@@ -73,7 +73,7 @@ def autotune(
         report["files"][name] = str(places[name])
     print(_format_tuning(report))
     print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
-    print_summary(with_provenance(report, config))
+    print_summary(with_provenance(report, config), "")
 
 
 def _gain(tuned: dict[int, dict[str, Any]]) -> float:
@@ -194,5 +194,10 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="Replace --trees-file.")
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Runs the program."""
     run_program(main)
+
+
+if __name__ == "__main__":
+    cli()

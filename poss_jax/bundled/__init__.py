@@ -14,10 +14,10 @@ def bundled_model(name: str) -> Path:
     """Returns the model folder of a bundled model.
 
     Args:
-      name: `target`, or that of a draft for it, such as `poss3`.
+      name: `target`, or a draft for it, such as `poss3`.
 
     Raises:
-      UserError: there is none of this name.
+      UserError: no bundled model has this name.
     """
     folder = _FOLDER / name
     if not (folder / "model.json").is_file():

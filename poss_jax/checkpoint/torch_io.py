@@ -20,12 +20,12 @@ _GLOBAL = re.compile(r"GLOBAL (\S+)")
 def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
     """Reads a state dict without running any code from the file.
 
-    Files of the zip format have their checksums compared first, and are mapped into memory, so a
-    tensor costs memory only once it is used. The older format has no checksums and is read whole.
+    Checksums of zip-format files are compared first, and the files are memory-mapped, so a tensor
+    costs memory only once used. The older format has no checksums and is read whole.
 
     Args:
       path: a file written by `torch.save`.
-      check: compare the checksums; otherwise no more is read than what is used.
+      check: compare the checksums; False reads only what is used.
 
     Returns:
       Arrays by name; bfloat16 as `ml_dtypes.bfloat16`.
@@ -40,7 +40,7 @@ def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
         is_zip = _is_zip(path)
         if is_zip and check:
             _check_zip(path)
-        with warnings.catch_warnings():  # of old pickles: they are read, or refused below
+        with warnings.catch_warnings():  # about old pickles, which are read or refused below
             warnings.simplefilter("ignore")
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except UserError:
@@ -48,7 +48,7 @@ def read_bin(path: str | Path, *, check: bool = True) -> dict[str, np.ndarray]:
     except pickle.UnpicklingError as error:
         is_intact = is_zip and check
         raise UserError(_explain_pickle(path, error, is_intact=is_intact)) from error
-    except Exception as error:  # a damaged pickle raises whatever it leads the unpickler to
+    except Exception as error:  # a damaged pickle can raise any kind
         raise UserError(_damaged(path, str(error) or type(error).__name__)) from error
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
@@ -62,7 +62,7 @@ def write_bin(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     Args:
       path: path of the file.
-      arrays: arrays by name; NumPy's types that PyTorch has, or `ml_dtypes.bfloat16`.
+      arrays: arrays by name; NumPy types that PyTorch has, or `ml_dtypes.bfloat16`.
 
     Raises:
       UserError: torch is not installed, or the file cannot be written.
@@ -79,14 +79,14 @@ def write_bin(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _to_torch(torch: Any, array: np.ndarray) -> Any:
-    array = array if array.flags.writeable else array.copy()  # torch warns of any other
+    array = array if array.flags.writeable else array.copy()  # torch warns about read-only arrays
     if array.dtype == ml_dtypes.bfloat16:  # as in _to_numpy
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def _is_zip(path: Path) -> bool:
-    """Tells whether the file begins as the zip format does, which torch decides by too."""
+    """True if the file starts like a zip, which is torch's test, too."""
     with path.open("rb") as file:
         return file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
 
@@ -123,7 +123,7 @@ def _import_torch(path: str) -> Any:
 
 def _to_numpy(torch: Any, tensor: Any, origin: str) -> np.ndarray:
     tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:  # NumPy has no such type; the bits are the same
+    if tensor.dtype == torch.bfloat16:  # NumPy has no bfloat16; pass the bits
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     try:
         return tensor.numpy()

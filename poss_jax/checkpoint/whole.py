@@ -1,6 +1,6 @@
-"""Atomic writes: a folder or a file is written whole or not at all, whatever happens meanwhile.
+"""Atomic writes: a folder or a file is written whole or not at all.
 
-At a URI a folder is uploaded, last the file without which nobody takes it for one (`paths.py`).
+At a URI a folder is uploaded; the file that identifies it goes last (`paths.py`).
 """
 
 import glob
@@ -21,7 +21,7 @@ _LOCK = "lock"
 
 @contextmanager
 def whole_folder(folder: str | AnyPath) -> Iterator[Path]:
-    """Gives a temporary folder to fill, which becomes `folder` at the end, or vanishes.
+    """Yields a temporary folder to fill, which becomes `folder` at the end, or vanishes.
 
     Raises:
       UserError: the folder is not empty, cannot be replaced or cannot be written.
@@ -34,7 +34,7 @@ def whole_folder(folder: str | AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def _renamed(folder: Path) -> Iterator[Path]:
-    """Gives a temporary sibling, which is renamed at the end."""
+    """Yields a temporary sibling, renamed at the end."""
     folder = folder.resolve()
     new_parents: list[Path] = []
     try:
@@ -55,23 +55,22 @@ def _renamed(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno in (ENOTEMPTY, EEXIST):
             raise UserError(
-                f"output {folder}: another process wrote it meanwhile, and it is kept; name "
-                "another folder"
+                f"output {folder}: another process has written it meanwhile; name another folder"
             ) from error
         raise UserError(
             f"cannot write folder {folder}: {error}; nothing is kept, give a place that can hold it"
         ) from error
     finally:
         for path in new_parents:
-            with suppress(OSError):  # not empty, as it is to be
+            with suppress(OSError):  # normally not empty
                 path.rmdir()
 
 
 def write_file(path: AnyPath, text: str) -> None:
-    """Writes a text file; whoever opens it finds the old text or the new one.
+    """Writes a text file; readers find the old text or the new one.
 
     Raises:
-      OSError: it cannot be written, and is left as it was.
+      OSError: it cannot be written; the old file stays.
     """
     if not isinstance(path, Path):
         path.write_text(text)
@@ -88,7 +87,7 @@ def write_file(path: AnyPath, text: str) -> None:
 
 @contextmanager
 def naming(path: AnyPath) -> Iterator[None]:
-    """Lets errors of the system name the file that is written; that of a full disk names none."""
+    """Adds the file's name to system errors that lack it, such as a full disk's."""
     try:
         yield
     except OSError as error:
@@ -98,15 +97,15 @@ def naming(path: AnyPath) -> Iterator[None]:
 
 
 def write_output(path: AnyPath, text: str, *, name: str = "output") -> None:
-    """Writes a text file that a user asked for, and its folder.
+    """Writes a text file and creates its folder.
 
     Args:
       path: file to write or to replace.
       text: its contents.
-      name: what the file is, for the message.
+      name: name of the file's option, for the message.
 
     Raises:
-      UserError: it cannot be written, and is left as it was.
+      UserError: it cannot be written; the old file stays.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,17 +115,17 @@ def write_output(path: AnyPath, text: str, *, name: str = "output") -> None:
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Removes what killed processes left of earlier tries; those that live hold their lock."""
+    """Removes leftovers of killed processes; live ones hold their lock."""
     for path in parent.glob(f"{glob.escape(prefix)}*"):
         try:
             with FileLock(path / _LOCK, timeout=0):
                 shutil.rmtree(path, ignore_errors=True)
-        except (Timeout, OSError):  # a live one's, or another user's
+        except (Timeout, OSError):  # held by a live process, or another user's
             continue
 
 
 def refuse_irreplaceable(folder: str | AnyPath) -> None:
-    """Raises UserError unless `whole_folder` may write here: it replaces an empty folder."""
+    """Raises UserError unless `whole_folder` may write here: it can only replace an empty one."""
     refuse_non_empty(folder)
     folder = as_path(folder)
     if not isinstance(folder, Path):

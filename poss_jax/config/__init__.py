@@ -2,10 +2,10 @@
 
 models.py        shapes of target, draft, tree and mesh (hashable: static arguments of jit)
 training.py      training runs and their data
-decoding.py      runs of the programs that decode; sampling
-numbers.py       types of their numbers, with bounds
+decoding.py      runs of the decoding programs; sampling
+numbers.py       bounded types of numbers
 reading.py       YAML files, `base:`, dotted overrides, keys and their help, messages
 yaml_text.py     YAML within limits
-json_reading.py  JSON that others wrote
-paths.py         what users write for a path: local ones, and URIs of object stores
+json_reading.py  JSON from outside
+paths.py         paths that users write: local ones, and URIs of object stores
 """

@@ -24,29 +24,29 @@ from poss_jax.config.numbers import (
 )
 
 SMOLLM2 = "smollm2"
-"""The target where none is given: SmolLM2-135M-Instruct, see `poss_jax/bundled/default.py`."""
+"""The target if none is given: SmolLM2-135M-Instruct, see `poss_jax/bundled/default.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SamplingConfig:
-    """Sampling settings; names, meaning and order of application are those of `transformers`.
+    """Sampling settings, with the names, meaning and order of `transformers`.
 
-    The frequency and presence penalties are those of the OpenAI API.
+    Frequency and presence penalties work as in the OpenAI API.
 
     Attributes:
-      temperature: Divide the scores by this number; 0 is greedy, and then top_k, top_p and min_p
-        change nothing.
+      temperature: Divide the scores by this number, 0 is greedy; then top_k, top_p and min_p change
+        nothing.
       top_k: Sample from the top_k most likely tokens; 0 allows all.
       top_p: Sample from the most likely tokens that together have this probability; 1 allows all.
       min_p: Sample from tokens at least this likely, relative to the most likely one; 0 allows all.
-      repetition_penalty: Divide positive and multiply negative scores of tokens that are in the
-        text already, prompt included; 1 changes nothing.
-      frequency_penalty: Subtract this from the logit of a token for every time that the output
-        holds it, the prompt not included; 0 changes nothing.
-      presence_penalty: Subtract this from the logits of tokens that the output holds; 0 changes
+      repetition_penalty: Divide positive and multiply negative scores of tokens already in the
+        text, including the prompt; 1 changes nothing.
+      frequency_penalty: Subtract this from a token's logit once per occurrence in the output (not
+        the prompt); 0 changes nothing.
+      presence_penalty: Subtract this from the logits of tokens that occur in the output; 0 changes
         nothing.
       logit_bias: Add a value to the logit of a token, such as 42=-1.5.
-      seed: Seed of all draws; the first prompt has it, the others have seeds derived from it and
+      seed: Seed of all draws; the first prompt uses it, the others seeds derived from it and
         their index.
     """
 
@@ -74,11 +74,11 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ServedSampling(SamplingConfig):
-    """Sampling settings of a server's requests, unless they say otherwise.
+    """Sampling settings of a server's requests, if a request does not set them.
 
     Attributes:
-      temperature: Divide the scores by this number; 0 is greedy, and then top_k, top_p and min_p
-        change nothing. The default is that of the OpenAI API.
+      temperature: Divide the scores by this number, 0 is greedy; then top_k, top_p and min_p change
+        nothing. The default is that of the OpenAI API.
       seed: Every request has its own; only 0 is allowed.
     """
 
@@ -91,24 +91,24 @@ class ServedSampling(SamplingConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DecodingConfig:
-    """Settings that all programs share which decode.
+    """Settings shared by all decoding programs.
 
     Attributes:
       target: Model folder of the target.
       max_new_tokens: Most new tokens of an answer.
       sampling: How tokens are chosen.
-      tree: Size of the draft tree; null takes what was tuned for the draft on this kind of device
-        (`infer.tune`), else the default of the device (depth 6, top_k 10 and total_tokens 60 on
-        accelerators, 4, 4 and 16 on CPU).
-      drafting: How drafts propose tokens when texts are sampled (docs/generate.md, "Ways to
-        draft"): coupled uses the noise that the target samples with, argmax takes the most likely
-        tokens; both leave every text as it is. sampled draws tokens and keeps them by a ratio test;
-        then texts have the same distribution, but not the same tokens as without a draft.
-      allow_target_mismatch: Use a draft that was made for other weights of the same shape.
+      tree: Size of the draft tree; null takes the one tuned for the draft on this kind of device
+        (`infer.tune`), else the device's default (depth 6, top_k 10 and total_tokens
+        60 on accelerators, 4, 4 and 16 on CPU).
+      drafting: How drafts propose tokens in sampled texts (docs/generate.md, "Ways to draft"):
+        coupled uses the noise that the target samples with, argmax takes the most likely tokens;
+        both leave every text unchanged. sampled draws tokens and keeps them by a ratio test: texts
+        have the same distribution, but not the same tokens as without a draft.
+      allow_target_mismatch: Use a draft made for other weights of the same shape.
       draft_vocabulary: JSON file of the tokens that drafts may propose (docs/generate.md, "Draft
         vocabularies"); for drafts that share the target's head.
       quantise: Round the target's matrices to 8 bits as they are loaded (docs/generate.md,
-        "Quantised targets"); null keeps what its folder holds.
+        "Quantised targets"); null keeps the stored type.
       mesh: Grid of devices (docs/generate.md, "Several devices"); null takes one.
     """
 
@@ -131,8 +131,9 @@ class AnswerConfig(DecodingConfig):
       draft: Model folder of a draft made for the target; without one, decoding is autoregressive.
       batch_size: Number of prompts decoded together.
       max_length: Most tokens of prompt and answer together; null takes the target's own limit.
-      trees: YAML file of draft trees by batch size (docs/generate.md, "Trees by batch size").
-      stop: Text that ends an answer and is not part of it.
+      trees: YAML file of draft trees by batch size (docs/generate.md, "Trees by batch size"), or
+        none: decode without the draft.
+      stop: Text that ends an answer and is left out of it.
     """
 
     draft: str | None = None
@@ -154,18 +155,20 @@ class GenerateConfig(AnswerConfig):
     """One run of `infer.generate`.
 
     Attributes:
-      target: Model folder of the target; smollm2 is the one that `make chat` fetches.
-      prompt: Text to continue.
+      target: Model folder of the target; smollm2 is the one `make chat` fetches.
+      question: Question to a chat model, asked with its chat template.
+      prompt: Text to continue as it is.
       prompts: JSONL file of prompts; each line has one of prompt, prompt_ids, messages or turns.
-      stream: Print text while it is decoded, one answer after the other.
-      show_drafts: Mark the text that the draft proposed, with stream: in green, or in brackets
+      stream: Print text as it is decoded, one answer at a time.
+      show_drafts: With stream: mark the text that the draft proposed, in green, or in brackets
         without colours.
       output: JSONL file to write the answers to; it must not exist yet.
-      precompile: Most tokens of texts to come (prompt and answer together); their programs are
-        compiled beforehand, and later runs find them compiled. A prompt is optional then.
+      precompile: Lengths (most tokens of prompt and answer together) to compile for in advance;
+        later runs find the programs compiled. A prompt is then optional.
     """
 
     target: str = SMOLLM2
+    question: str | None = None
     prompt: str | None = None
     prompts: str | None = None
     stream: bool = False
@@ -175,9 +178,9 @@ class GenerateConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        num_given = (self.prompt is not None) + (self.prompts is not None)
+        num_given = sum(one is not None for one in (self.question, self.prompt, self.prompts))
         if num_given != 1 and not (num_given == 0 and self.precompile):
-            raise ValueError("want either a text (prompt) or a file of prompts (prompts)")
+            raise ValueError("want a question, a text (prompt) or a file of prompts (prompts)")
         if self.show_drafts and not self.stream:
             raise ValueError("show_drafts marks text as it is streamed; set stream, too")
         if self.stream and self.batch_size > 1:
@@ -189,7 +192,7 @@ class ChatConfig(AnswerConfig):
     """One conversation of `infer.chat`.
 
     Attributes:
-      target: Model folder of the target; smollm2 is the one that `make chat` fetches.
+      target: Model folder of the target; smollm2 is the one `make chat` fetches.
       system: Message that tells the model how to answer; null leaves it to the chat template.
       plain: Do not mark the text that the draft proposed.
     """
@@ -206,29 +209,29 @@ class ChatConfig(AnswerConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ServeConfig(AnswerConfig):
-    """One server. Requests that say nothing about sampling take what is given here.
+    """One server. Its sampling settings are the defaults of requests.
 
     Attributes:
-      target: Model folder of the target; smollm2 is the one that `make chat` fetches.
-      host: Address to listen at; 0.0.0.0 is all of them.
+      target: Model folder of the target; smollm2 is the one `make chat` fetches.
+      host: Address to listen at; 0.0.0.0 listens on all.
       port: Port to listen at; 0 takes a free one.
-      batch_size: Most answers that are decoded together.
-      slots: Sizes that the batch can have; null takes 1, 4, 16, ... up to batch_size on CPU, where
-        an empty place costs as much as a text, and batch_size alone elsewhere.
+      batch_size: Most answers decoded together.
+      slots: Batch sizes; null takes 1, 4, 16, ... up to batch_size on CPU, where an empty slot
+        costs as much as a text, and batch_size alone elsewhere.
       max_length: Most tokens of prompt and answer together; null takes the target's own limit, at
         most 8192.
       cache_gib: Most memory for keys and values, in GiB; null takes what batch_size and max_length
         need.
-      max_queue: Most requests that wait; more are answered with 429.
-      max_logprobs: Most log-probabilities per token that a request may ask for.
-      timeout_seconds: Longest time for an answer, from its arrival on.
-      stream_interval_seconds: Shortest time between two events of a stream; what comes meanwhile is
-        one event. The first token and the end do not wait.
+      max_queue: Most waiting requests; further ones get 429.
+      max_logprobs: Most log-probabilities per token that a request may want.
+      timeout_seconds: Longest time for an answer, from its arrival.
+      stream_interval_seconds: Shortest time between two events of a stream; text in between is
+        joined. The first token and the end do not wait.
       drain_seconds: Longest time to finish answers after SIGTERM.
       max_body_mib: Largest body of a request, in MiB; null takes 1, or 16 bytes per token of
-        max_length where that is more.
-      allowed_hosts: Names that the header Host of a request may have, besides localhost and
-        addresses; `*` stands for all. With an API key any name will do.
+        max_length if that is more.
+      allowed_hosts: Names allowed in a request's Host header, besides localhost and addresses; `*`
+        allows all. With an API key any name is allowed.
       model_name: Name of the model in the API; null takes the name of the target's folder.
     """
 
@@ -262,7 +265,7 @@ class ServeConfig(AnswerConfig):
 
     @property
     def max_requests(self) -> int:
-        """Most requests at once: those that are decoded, those that wait, and some to refuse."""
+        """Most requests at once: decoding, waiting, and some to refuse."""
         return self.max_queue + 4 * self.batch_size
 
 
@@ -271,14 +274,14 @@ class ComparisonConfig:
     """Drafts to compare, and the prompts to compare them on.
 
     Attributes:
-      drafts: Drafts to compare: a name for the table, and the model folder.
+      drafts: Drafts to compare: a name for the table, and a model folder.
       prompts: JSONL file of prompts or questions, `stdlib` (modules of Python's standard library
         that training on `stdlib` holds out), or `packages:NAME,NAME` (all modules of these
-        installed packages); null takes stdlib where no datasets are given.
-      datasets: Sets of questions to use, too: folders of data_dir that hold a question.jsonl,
-        whatever `prompts` takes, mt_bench, gsm8k, humaneval, alpaca or another id on the Hub.
+        installed packages); null takes stdlib if no datasets are given.
+      datasets: More sets of questions: folders of data_dir that hold a question.jsonl, any value
+        of `prompts`, mt_bench, gsm8k, humaneval, alpaca or another id on the Hub.
       data_dir: Folder of sets of questions.
-      num_prompts: Number of prompts to use of a set; of a file, at most.
+      num_prompts: Number of prompts to use per set; at most, for a file.
       prompt_tokens: Length of a prompt cut from modules, in tokens.
       output: Folder to write the report to; it must be new or empty.
     """
@@ -327,20 +330,20 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     """One benchmark: every method against autoregressive decoding over the same prompts.
 
     Attributes:
-      target: Model folder of the target; smollm2 is the one that `make chat` fetches.
+      target: Model folder of the target; smollm2 is the one `make chat` fetches.
       methods: Further ways to decode by name, such as a draft with another tree, or the target
         quantised. Every draft of `drafts` is a method, too.
       temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
       seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
         is used.
-      batch_size: Number of questions answered together. The seconds of a batch are shared out
-        equally among its answers; times of phases stay those of one prompt.
-      repeats: Number of timed passes over all prompts, interleaved with those of the other drafts.
-      phases: Time the phases of a round, too, and say how far each is from its floor; each is
-        compiled by itself, which takes minutes with a large target (docs/bench.md).
-      drift: Measure the drafts by depth, too, on the first set (docs/experiments.md).
-      output: Folder to write the report to. It must be new or empty; that of an interrupted
-        benchmark of the same settings goes on.
+      batch_size: Number of questions answered together. A batch's seconds are shared equally
+        among its answers; phases are timed with one prompt.
+      repeats: Number of timed passes over all prompts, interleaved with the other drafts.
+      phases: Also time the phases of a round and compare each with its floor; each is compiled
+        by itself, which takes minutes with a large target (docs/bench.md).
+      drift: Also measure the drafts by depth, on the first set (docs/experiments.md).
+      output: Folder to write the report to. It must be new or empty; an interrupted run with
+        the same settings is resumed.
     """
 
     target: str = SMOLLM2
@@ -365,7 +368,7 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
             for name in ("quantise", "draft_vocabulary", "mesh", "methods"):
                 if getattr(self, name):
                     raise ValueError(f"drift: is measured on models as they are; leave out {name}")
-            _ = self.by_depth  # is checked before any work
+            _ = self.by_depth  # checked before any work
 
     @property
     def ways(self) -> dict[str, MethodConfig]:
@@ -388,7 +391,7 @@ class DriftConfig(ComparisonConfig):
       max_new_tokens: Most new tokens of an answer; more than depth.
       depth: Number of drafted positions to measure.
       spans: Number of specialists to propose positions_per_specialist for (docs/experiments.md).
-      allow_target_mismatch: Use a draft that was made for other weights of the same shape.
+      allow_target_mismatch: Use a draft made for other weights of the same shape.
     """
 
     target: str

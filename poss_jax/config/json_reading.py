@@ -1,4 +1,4 @@
-"""Reading what others wrote: JSON within limits, and no links that lead out of a folder."""
+"""Reading untrusted files: JSON within limits, and no links that lead out of a folder."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any
 from poss_jax.config.paths import AnyPath, file_size
 from poss_jax.config.reading import UserError
 
-MAX_BYTES = 1 << 28  # of a file that holds one object
+MAX_BYTES = 1 << 28  # of a JSON file
 MAX_DEPTH = 100
 
 Pairs = list[tuple[str, Any]]
@@ -22,7 +22,7 @@ _HALF = re.compile(r"\\u[dD][89abABcdefCDEF]")  # an escape of half a character
 
 
 class JsonError(ValueError):
-    """Says in one line why a text cannot be read as JSON."""
+    """A text cannot be read as JSON; the message is one line."""
 
 
 def parse_json(
@@ -33,7 +33,7 @@ def parse_json(
 ) -> Any:
     """Reads a JSON value.
 
-    NaN and Infinity are read, since Python writes them: who uses a number checks it.
+    NaN and Infinity are accepted, since Python writes them; the caller checks numbers.
 
     Args:
       content: the text, or its UTF-8.
@@ -74,14 +74,14 @@ def check_text(value: Any) -> None:
 
 
 def parse_object(content: bytes, origin: str) -> dict[str, Any]:
-    """Reads a JSON object in which no key is given twice.
+    """Reads a JSON object without repeated keys.
 
     Args:
       content: the text as UTF-8.
-      origin: what it came from, for messages.
+      origin: its source, for messages.
 
     Raises:
-      UserError: not an object, a key that is given twice, or what `parse_json` refuses.
+      UserError: not an object, a repeated key, or what `parse_json` refuses.
     """
     try:
         values = parse_json(content, object_hook=partial(_unique_keys, origin))
@@ -101,7 +101,7 @@ def read_json(path: AnyPath) -> dict[str, Any]:
     """
     try:
         size = file_size(path)
-        if not path.is_file():  # a pipe would be waited for, a device may never end
+        if not path.is_file():  # a pipe would block, a device may never end
             raise UserError(f"{path}: want a regular file; put the file itself there")
         if size > MAX_BYTES:
             raise UserError(f"{path}: want at most {MAX_BYTES:,} bytes of JSON, got {size:,}")
@@ -112,13 +112,13 @@ def read_json(path: AnyPath) -> dict[str, Any]:
 
 
 def check_own_file(path: Path) -> None:
-    """Checks that a file which exists is a regular one of its own folder, also behind links.
+    """Checks that a file, if it exists, is a regular one inside its folder, even through links.
 
-    A link in a folder that somebody else made could give any file of this machine away. The Hub's
-    cache links the files of `snapshots/COMMIT` to `blobs` beside it, which is allowed.
+    A link in someone else's folder could expose any file of this machine. Links from the Hub
+    cache's `snapshots/COMMIT` to its `blobs` folder are allowed.
 
     Raises:
-      UserError: a link to outside, or neither a file nor missing.
+      UserError: a link to outside, or something that is not a regular file.
     """
     folder, real = path.parent.resolve(), Path(os.path.realpath(path))
     homes = [folder]

@@ -20,9 +20,9 @@ from poss_jax.config.numbers import (
 )
 from poss_jax.config.reading import UserError
 
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 Spans = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
-_MOST_STOP_IDS = 64  # of files: what decodes may have fewer
+_MOST_STOP_IDS = 64  # in files; decoders may allow fewer
 Divisors = tuple[Positive, ...]
 Quantisation = Literal["int8", "fp8"]
 Drafting = Literal["coupled", "argmax", "sampled"]
@@ -35,7 +35,7 @@ class RopeConfig:
     Attributes:
       type: `default`, `linear` (positions divided by the factor), `dynamic` (the base grows with
         the sequence's length), `llama3` (low frequencies divided by the factor, smoothly), or
-        `longrope` (every frequency divided by a number of its own, a larger one in long texts).
+        `longrope` (a separate divisor per frequency, larger in long texts).
       theta: Base of the geometric series of frequencies.
       factor: Ratio of the stretched context to the trained one.
       low_freq_factor: Ratio of trained context to wavelength below which llama3 divides.
@@ -99,7 +99,7 @@ class LlamaConfig:
       o_bias: Give the attention's output projection a bias.
       qk_norm: Norm each head of queries and keys before it is rotated (Qwen3).
       mlp_bias: Give the projections of the MLP a bias.
-      fused_projections: Keep q, k and v in one tensor of PyTorch checkpoints, gate and up in
+      fused_projections: PyTorch checkpoints store q, k and v in one tensor, gate and up in
         another (Phi-3).
       bos_token_id: Token that begins a text.
       eos_token_ids: Tokens that end a text.
@@ -140,7 +140,7 @@ class LlamaConfig:
 
     @property
     def extras(self) -> list[str]:
-        """Fields of the biases and norms that its layers have and those of Llama have not."""
+        """Fields of biases and norms that differ from plain Llama."""
         fields = ("qkv_bias", "o_bias", "qk_norm", "mlp_bias")
         return [field for field in fields if getattr(self, field)]
 
@@ -152,22 +152,22 @@ class DraftConfig:
     EAGLE-2 and HASS are `positions_per_specialist=(1,)`, PosS-n is `(n, n, ...)`.
 
     Attributes:
-      layer: shape of one specialist and of the embedding; its `num_layers` is 1 in new drafts, and
-        not looked at.
+      layer: shape of one specialist and of the embedding; its `num_layers` is 1 in new drafts and
+        ignored.
       positions_per_specialist: how many draft positions each specialist serves; beyond the last
         span the last specialist continues.
       trained_depth: number of draft positions the rollout was trained on.
       fc_bias: whether the fusion layer has a bias.
       family: name of the draft family, see `poss_jax.model.families`.
-      kv: `shared` where all specialists read one stream of keys and values; a model's record keeps
-        it.
+      kv: `shared` if all specialists read one stream of keys and values; stored in the model's
+        record.
       aux_layers: layers of the target whose inputs together are a feature; empty: a feature is the
         hidden state after the target's final norm.
-      head_size: number of tokens of a head of its own; None: it has the target's.
+      head_size: number of tokens of the draft's own head; None: it uses the target's.
       norm_before_residual: whether a layer adds to its normed feature rather than to the feature.
-      fc_norm: `whole` where the target's feature is normed before `fc`, `each` where each layer's
-        part of it is normed by itself.
-      output_norm: `head` where the head alone reads normed features, `fed_back` where the next
+      fc_norm: `whole` if the target's feature is normed before `fc`, `each` if each layer's part
+        of it is normed by itself.
+      output_norm: `head` if only the head reads normed features, `fed_back` if the next
         specialist does, too; None: neither.
     """
 
@@ -194,14 +194,14 @@ class DraftConfig:
 
     @property
     def other_norms(self) -> dict[str, Any]:
-        """Fields of norms that are not as EAGLE-3 has them, and their values."""
+        """Norm settings that differ from EAGLE-3's."""
         usual = {"norm_before_residual": False, "fc_norm": None, "output_norm": "head"}
         own = {field: getattr(self, field) for field in usual}
         return {field: value for field, value in own.items() if value != usual[field]}
 
     @property
     def method(self) -> str:
-        """Name of the method these spans and this trained depth amount to."""
+        """Name of the method, by spans and trained depth."""
         spans = self.positions_per_specialist
         first_family = self.family == "eagle"
         if len(spans) == 1 and not first_family:
@@ -226,7 +226,7 @@ class DraftConfig:
         return 0 if self.kv == "shared" else self.specialist_at(depth)
 
     def num_streams(self, depth: int) -> int:
-        """Caches of keys and values that drafting so many positions reads."""
+        """Number of key/value caches that drafting `depth` positions reads."""
         return max(map(self.stream_at, range(depth))) + 1
 
 
@@ -246,7 +246,7 @@ class TreeConfig:
 
     @property
     def name(self) -> str:
-        """Names the tree as options and reports do: depth/top_k/total_tokens."""
+        """Name in options and reports: depth/top_k/total_tokens."""
         return f"{self.depth}/{self.top_k}/{self.total_tokens}"
 
     @property
@@ -261,7 +261,7 @@ class TreeConfig:
 
     @property
     def max_accepted(self) -> int:
-        """Longest acceptance a round can have."""
+        """Most drafted tokens a round can accept."""
         return min(self.depth, self.num_nodes - 1)
 
 
@@ -274,7 +274,7 @@ class MeshConfig:
     """Grid of devices; at most one axis is -1 and takes the remaining devices.
 
     Attributes:
-      data: Number of groups of devices that split the batch; each has a whole copy of the models.
+      data: Number of groups of devices that split the batch; each holds a full copy of the models.
       fsdp: Number of devices of a group that split the batch, the weights and the optimizer state.
       tensor: Number of devices that split the width of every layer.
     """
@@ -297,7 +297,7 @@ class MeshConfig:
         """Sizes of data, fsdp and tensor on this number of devices; 1, 1, 1 is always one device.
 
         Raises:
-          UserError: they do not multiply to the number of devices.
+          UserError: their product is not the number of devices.
         """
         sizes = (self.data, self.fsdp, self.tensor)
         given = math.prod(size for size in sizes if size != -1)

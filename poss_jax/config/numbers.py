@@ -1,4 +1,4 @@
-"""Types of the numbers in configs. Each has both bounds, so that nothing overflows on the device.
+"""Bounded types of numbers in configs, so that nothing overflows on the device.
 
 Whole numbers may be written as text ("8") or as 8.0, and real numbers as text too: YAML reads 1e-4
 as text. True and false are not numbers.
@@ -16,7 +16,7 @@ def _refuse_bool(value: Any) -> Any:
 
 
 def _no_smaller_than(least: float) -> AfterValidator:
-    """Refuses numbers so close to 0 that float32 may take them for it, but not 0 itself."""
+    """Refuses numbers that float32 may round to 0, but not 0 itself."""
 
     def check(number: float) -> float:
         if 0 < abs(number) < least:
@@ -36,13 +36,13 @@ AtLeastTwo = Annotated[int, Field(gt=1, lt=2**31), _NUMBER]
 NumLayers = Annotated[int, Field(gt=0, le=10_000), _NUMBER]
 HeadDim = Annotated[Count, Field(multiple_of=2)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31), _NUMBER]
-TokenId = Annotated[int, Field(ge=-1, lt=2**31), _NUMBER]  # -1 stands for none in some config.json
-Devices = Annotated[int, Field(ge=-1, lt=2**31), _NUMBER]  # -1: those that are left
+TokenId = Annotated[int, Field(ge=-1, lt=2**31), _NUMBER]  # some config.json write -1 for none
+Devices = Annotated[int, Field(ge=-1, lt=2**31), _NUMBER]  # -1: the rest
 Seed = Annotated[int, Field(ge=0, lt=2**32), _NUMBER]
 NumTokens = Annotated[int, Field(gt=0, le=10**18), _NUMBER]  # stays on the host
 Port = Annotated[int, Field(ge=0, lt=2**16), _NUMBER]
 Concurrency = Annotated[int, Field(gt=0, le=1024), _NUMBER]  # each has a thread
-Depth = Annotated[int, Field(gt=0, le=1000), _NUMBER]  # every one is compiled by itself
+Depth = Annotated[int, Field(gt=0, le=1000), _NUMBER]  # each depth is compiled by itself
 
 # Real numbers become float32, in which 1e-45 is 0, 1e39 is infinite and 0.99999999 is 1.
 Positive = Annotated[float, Field(gt=0, le=1e30), _NUMBER, _REAL]

@@ -1,8 +1,8 @@
 """Paths of this machine, and URIs of object stores such as gs://bucket/folder.
 
-`pathlib` makes one slash of the two in a URI, so what users write becomes a path here. An object
-store has objects, each of which is replaced as a whole. It has no locks, no renames, and folders
-only as common beginnings of names.
+`pathlib` merges the two slashes of a URI, so users' paths are parsed here. An object store replaces
+objects as a whole. It has no locks and no renames, and its folders are only common prefixes of
+names.
 """
 
 import io
@@ -20,22 +20,22 @@ from etils import epath
 from poss_jax.config.reading import UserError, one_line
 
 AnyPath = Path | epath.Path
-"""A path of this machine, or a URI; both are used alike."""
+"""A local path or a URI; both have the same methods."""
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_CUT_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # what pathlib leaves of it
+_CUT_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a URI after pathlib
 
-# In the order of upload: readers look for these, so that a folder without them counts as none.
+# In upload order, last: readers look for these, so a folder without them does not count.
 _LAST = ("tokenizer.json", "config.json", "model.json", "config.yaml")
 
 
 def is_uri(path: str | AnyPath) -> bool:
-    """Tells whether a path is a URI."""
+    """True if a path is a URI."""
     return _URI.match(str(path)) is not None
 
 
 def as_path(path: str | AnyPath) -> AnyPath:
-    """The path that a user's text means; `~` is the home folder.
+    """Turns a user's text into a path; `~` is the home folder.
 
     Raises:
       UserError: a URI of an unknown kind, or of a store that cannot be reached.
@@ -44,23 +44,23 @@ def as_path(path: str | AnyPath) -> AnyPath:
 
 
 def absolute(path: str | AnyPath) -> AnyPath:
-    """`as_path`, from the root on; epath would put the working directory before a URI."""
+    """`as_path`, made absolute; epath would prefix a URI with the working directory."""
     found = as_path(path)
     return found.absolute() if isinstance(found, Path) else found
 
 
 def real_path(path: str | AnyPath) -> AnyPath:
-    """`absolute`, without links."""
+    """`absolute`, with links resolved."""
     found = as_path(path)
     return found.resolve() if isinstance(found, Path) else found
 
 
 def local_path(path: str | Path, name: str) -> Path:
-    """The path of a user's text where no URI will do.
+    """Turns a user's text into a local path; refuses URIs.
 
     Args:
       path: the text.
-      name: setting that it is of, for the message.
+      name: name of the setting, for the message.
 
     Raises:
       UserError: a URI.
@@ -77,7 +77,7 @@ def _reach(uri: str) -> epath.Path:
         path.exists()
     except KeyError as error:
         raise UserError(f"{uri}: want a local path, or a URI of gs://, s3:// or az://") from error
-    except Exception as error:  # of many kinds: the store's client's, the network's
+    except Exception as error:  # the store's client raises many kinds
         raise UserError(
             f"{uri}: its store cannot be reached ({one_line(error)}); for gs:// install gcsfs (pip "
             "install 'poss-jax[gcs]'), and check credentials and bucket"
@@ -86,9 +86,9 @@ def _reach(uri: str) -> epath.Path:
 
 
 def cache_folder() -> Path:
-    """Folder of what can be made again: compiled programs, the default model.
+    """Folder of caches that can be rebuilt: compiled programs, the default model.
 
-    The environment variable POSS_JAX_CACHE names it; else it is `poss_jax` in XDG_CACHE_HOME or in
+    The environment variable POSS_JAX_CACHE names it; the default is `poss_jax` in XDG_CACHE_HOME or
     `~/.cache`.
 
     Raises:
@@ -98,7 +98,7 @@ def cache_folder() -> Path:
         return local_path(named, "POSS_JAX_CACHE").absolute()
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError as error:  # a container may know neither HOME nor the user
+    except RuntimeError as error:  # a container may have neither HOME nor the user
         raise UserError("the home folder is unknown; set HOME or POSS_JAX_CACHE") from error
     return Path(base) / "poss_jax"
 
@@ -113,7 +113,7 @@ def file_size(path: AnyPath) -> int:
 
 
 def read_text(path: AnyPath, encoding: str = "utf-8") -> str:
-    """Reads a whole file; epath's own does not decode by every encoding."""
+    """Reads a whole file; epath's version does not take every encoding."""
     if isinstance(path, Path):
         return path.read_text(encoding=encoding)
     with path.open("rb") as file, io.TextIOWrapper(file, encoding) as text:  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def read_text(path: AnyPath, encoding: str = "utf-8") -> str:
 
 
 def move_file(source: Path, to: AnyPath) -> None:
-    """Moves a file of this machine; whoever opens `to` finds the old content or the new one."""
+    """Moves a file of this machine; readers of `to` see the old content or the new one."""
     if isinstance(to, Path):
         source.replace(to)
     else:
@@ -130,11 +130,11 @@ def move_file(source: Path, to: AnyPath) -> None:
 
 @contextmanager
 def local_files(folder: AnyPath, names: Iterable[str]) -> Iterator[Path]:
-    """Gives a folder as one of this machine: itself, or for a URI a temporary copy of some files.
+    """Yields a local folder: itself, or for a URI a temporary copy of some files.
 
     Args:
       folder: path or URI.
-      names: files to copy, as far as they exist.
+      names: files to copy, if they exist.
     """
     if isinstance(folder, Path):
         yield folder
@@ -148,7 +148,7 @@ def local_files(folder: AnyPath, names: Iterable[str]) -> Iterator[Path]:
 
 @contextmanager
 def uploaded(folder: AnyPath) -> Iterator[Path]:
-    """Gives a folder of this machine to fill: itself, or for a URI a temporary one to upload."""
+    """Yields a local folder to fill: itself, or for a URI a temporary one to upload."""
     if isinstance(folder, Path):
         yield folder
         return
@@ -158,7 +158,7 @@ def uploaded(folder: AnyPath) -> Iterator[Path]:
 
 
 def copy_files(folder: AnyPath, to: epath.Path) -> None:
-    """Copies all files below a folder to a URI, last those that make it count as whole."""
+    """Copies all files below a folder to a URI, with the files that mark it complete last."""
     for file in sorted(_list_files(folder), key=lambda file: _rank(file.name)):
         _copy_file(file, to / str(file.relative_to(folder)))
 

@@ -1,4 +1,4 @@
-"""Strict reading of config dataclasses: unknown keys are refused, one line says what is wrong."""
+"""Strict reading of config dataclasses: unknown keys are refused, errors are one line."""
 
 import dataclasses
 import difflib
@@ -17,9 +17,9 @@ from pydantic_core import PydanticUndefined
 
 from poss_jax.config.yaml_text import LARGEST_TEXT, parse_yaml
 
-_DEEPEST_KEY = 20  # of an override
+_DEEPEST_KEY = 20  # in an override
 _MOST_BASES = 20
-_LONGEST_PATH = 500  # as messages show it
+_LONGEST_PATH = 500  # in messages
 
 ConfigT = TypeVar("ConfigT")
 
@@ -29,7 +29,7 @@ class UserError(Exception):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tells whether an error says that memory, a device's or the machine's, was too small."""
+    """True if an error says that memory of a device or the machine ran out."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
@@ -38,10 +38,10 @@ class Key(NamedTuple):
 
     Attributes:
       annotation: its type.
-      default: its default; None if it has none or a whole section as default.
+      default: its default; None if there is none or it is a section.
       is_required: True if it must be given.
-      help: the line about it in its class's docstring.
-      is_section: True for a section, whose own keys follow it.
+      help: its text in the class's docstring.
+      is_section: True for a section, whose keys follow it.
     """
 
     annotation: Any
@@ -52,7 +52,7 @@ class Key(NamedTuple):
 
 
 def list_keys(kind: Any, prefix: str = "") -> dict[str, Key]:
-    """Lists the keys of a config dataclass by dotted name, sections before their own keys."""
+    """Lists the keys of a config dataclass by dotted name, sections before their keys."""
     keys: dict[str, Key] = {}
     help_of = _attribute_lines(kind)
     for name, field in kind.__pydantic_fields__.items():
@@ -81,7 +81,7 @@ def build_config(
       kind: the dataclass.
       values: nested mapping, as YAML gives it.
       origin: source of the values, for messages.
-      given_as: dotted key -> the option or override that gave it, for messages; the last wins.
+      given_as: dotted key -> the option or override that gave it, for messages; the last one wins.
 
     Raises:
       UserError: unknown key (with the nearest known name), missing key, or wrong value.
@@ -128,15 +128,15 @@ def read_yaml(path: Path | epath.Path, derived: tuple[Path, ...] = ()) -> dict[A
 
     Args:
       path: path of the file.
-      derived: files that are being read, and name this one.
+      derived: files being read that name this one.
 
     Raises:
-      UserError: missing or malformed file, or another `base` than a file's path.
+      UserError: missing or malformed file, or a `base` that is not a file's path.
     """
     where = f"config {cut(str(path), _LONGEST_PATH)}"
     try:
         with path.open("rb") as file:
-            content = file.read(LARGEST_TEXT + 1)  # one more, which is refused
+            content = file.read(LARGEST_TEXT + 1)  # one byte more, to refuse it
         values = parse_yaml(content.decode())
     except OSError as error:
         raise UserError(f"{where}: {error.strerror}; give the path of a YAML file") from error
@@ -155,27 +155,27 @@ def read_yaml(path: Path | epath.Path, derived: tuple[Path, ...] = ()) -> dict[A
 
 
 def change_config(config: ConfigT, *, origin: str, **changes: Any) -> ConfigT:
-    """Builds a config of the same kind in which some fields differ; refuses as `build_config`."""
+    """Copies a config with some fields changed; refuses like `build_config`."""
     names = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
     values = {name: getattr(config, name) for name in names} | changes
     return build_config(type(config), values, origin=origin)
 
 
 def shorten(value: Any) -> str:
-    """A value as messages show it, however long it is."""
+    """Formats a value for messages, cutting long ones."""
     try:
         return reprlib.repr(value)
-    except ValueError:  # Python writes no number of more than 4300 digits
+    except ValueError:  # Python refuses to print more than 4300 digits
         return "a number of too many digits"
 
 
 def cut(text: str, most: int = 100) -> str:
-    """The beginning of a text, for messages."""
+    """Cuts a text for messages."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def one_line(error: object) -> str:
-    """Fits what an error says into a message: one line, without control characters."""
+    """Formats an error as one line without control characters."""
     line = " ".join(str(error).split())[:200]
     return "".join(letter if letter.isprintable() else "?" for letter in line)
 
@@ -219,8 +219,8 @@ def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:
-    """Key that is wrong, and the message, which begins with the key or has it in quotes."""
-    # A misspelt key is often a missing key as well; the misspelt one says more.
+    """Returns the wrong key and a message that begins with it or quotes it."""
+    # A misspelt key often also counts as missing; report the misspelling.
     error = min(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
     where = cut(".".join(str(part) for part in error["loc"]))
     match error["type"]:
@@ -232,7 +232,7 @@ def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:
         case "value_error":
             message = str(error["ctx"]["error"])
             message = f"{where}: {message}" if where else message
-            return message.partition(": ")[0], message  # of a whole config it may name a key, too
+            return message.partition(": ")[0], message  # may name a key itself
         case "too_short":
             least, got = (error["ctx"][key] for key in ("min_length", "actual_length"))
             return where, f"{where}: want at least {least}, got {got}"
@@ -245,7 +245,7 @@ def _explain(kind: Any, errors: Sequence[Any]) -> tuple[str, str]:
 
 
 def _attribute_lines(kind: Any) -> dict[str, str]:
-    """Reads the `Attributes:` of a class's docstring, and those of the classes it extends."""
+    """Reads `Attributes:` in the docstrings of a class and its bases."""
     lines: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]

@@ -1,4 +1,4 @@
-"""Settings of training runs, and of the data they learn from."""
+"""Settings of training runs, and of their data."""
 
 import math
 import re
@@ -33,7 +33,7 @@ from poss_jax.config.yaml_text import parse_yaml
 
 
 def _read_scalar(value: Any) -> Any:
-    """Reads the text of an option as a config would, so that false is no text."""
+    """Parses an option's text like a config value, so that `false` is a boolean."""
     return parse_yaml(value) if isinstance(value, str) else value
 
 
@@ -47,24 +47,25 @@ class DataConfig:
     """Source of texts or chats, the tokens to train on, and the layout of rows.
 
     Attributes:
-      source: `stdlib` (sources of Python's standard library), `packages` (those of all installed
-        packages, too), `packages:NAME,NAME` (those of some), a .txt, .json or .jsonl file or glob,
-        .ckpt files of tokens and features (stage draft), or the id of a data set on the Hub.
+      source: A .txt, .json or .jsonl file or glob, the id of a data set on the Hub, or `stdlib`
+        (Python's standard library), `packages` (it and all installed packages),
+        `packages:NAME,NAME` (these packages). Stage draft also takes .ckpt files of tokens and
+        features.
       subset: Configuration of the Hub data set.
       split: Split of the Hub data set.
       format: Format of the records: `chat` (messages, conversations), `pairs` (question and answer,
-        instruction and output), `text`, `rendered` (chats that a template has written into `text`),
-        `tokens` (input_ids, loss_mask), or `auto`, which looks at the first record.
-      template: Chat template: null takes the tokenizer's own; or llama2, llama3, or the path of a
+        instruction and output), `text`, `rendered` (chats already rendered into `text`),
+        `tokens` (input_ids, loss_mask), or `auto`, which decides by the first record.
+      template: Chat template: null (the tokenizer's own), llama2, llama3, or the path of a
         .jinja file.
       system_prompt: System message for chats that have none.
       train_on: Train on the assistant's turns of a chat, or on `all` turns.
-      packing: `stream` (texts one after the other, cut into rows), `documents` (several whole chats
-        per row, which do not see each other) or `none` (one per row); null takes stream for texts
-        and documents otherwise.
-      sequence_length: Number of tokens per row; longer documents are cut, if packing is not stream.
-      validation_fraction: Share of documents held out for validation; of packages, share of them.
-      held_out: Packages to hold out instead, each as a whole (source packages).
+      packing: `stream` (texts concatenated and cut into rows), `documents` (several whole chats per
+        row, which do not see each other) or `none` (one per row); null takes stream for texts,
+        else documents.
+      sequence_length: Number of tokens per row; longer documents are cut unless packing is stream.
+      validation_fraction: Share of documents (or packages) held out for validation.
+      held_out: Packages to hold out instead, each whole (source packages).
       max_documents: Most documents to read; null reads all.
       max_dropped: Share of unusable records above which the run is refused.
     """
@@ -89,7 +90,7 @@ class DataConfig:
 
     @property
     def packages(self) -> tuple[str, ...] | None:
-        """Names of the packages that are the source, () for all; None if it is something else."""
+        """Names of the source packages, () for all; None for other sources."""
         kind, _, names = self.source.partition(":")
         if kind != "packages":
             return None
@@ -97,7 +98,7 @@ class DataConfig:
 
     @property
     def is_code(self) -> bool:
-        """True if the source is modules of Python, named by their paths."""
+        """True if the source is Python modules, named by their paths."""
         return self.source == "stdlib" or self.packages is not None
 
 
@@ -107,22 +108,22 @@ class ObjectiveConfig:
 
     Attributes:
       feature_weight: Weight of the SmoothL1 loss between predicted and true feature.
-      normalised_features: Divide that difference by the standard deviation of each dimension over
+      normalised_features: Divide this difference by the standard deviation of each dimension over
         the target's features, so that no dimension outweighs the others.
       probability_weight: Weight of the cross-entropy against the target's distribution.
       top_k_weight: Weight of the cross-entropy over the top_k most likely tokens; 0 leaves it out.
       top_k: Number of tokens in that cross-entropy.
       depth_weights: Weight of each depth's loss, one per depth; empty gives all 1.
-      trained_rows: Rows that are trained: those whose `label`, the token that they predict, and the
-        token that they read belong to an answer; or, as in the reference, those whose `token` does:
-        it stands before the one that they read, so that the first drafted token of an answer is
-        never learnt, and what stands behind it is.
-      average_over: Rows that a loss is averaged over: `trained` ones, or `all`, padding too, as the
-        reference of EAGLE-3 does.
+      trained_rows: Rows to train: `label`, rows whose predicted token and whose read token belong
+        to an answer; or `token`, as in the reference, rows whose own token does. That token stands
+        before the read one, so the first drafted token of an answer is never trained and the one
+        after the answer is.
+      average_over: Rows that a loss is averaged over: `trained` ones, or `all` including padding,
+        as in the reference of EAGLE-3.
       feature_noise: Half-width of the uniform noise on input features for a document of 512 tokens
         (it is divided by length / 512).
-      zero_scores: Count columns that a row may not see as attention scores of zero, as PosS and
-        HASS were trained; a control, decoding leaves them out.
+      zero_scores: Give masked columns an attention score of zero, as PosS and
+        HASS were trained; a control, since decoding masks them.
     """
 
     feature_weight: PositiveOrZero = 1.0
@@ -145,11 +146,11 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class StepConfig:
-    """Sizes of the parts of a step, to fit the memory; results are the same up to rounding.
+    """Sizes of the parts of a step, to fit in memory; results are equal up to rounding.
 
     Attributes:
-      vocabulary_chunk: Number of positions of a sequence whose logits are in memory at a time.
-      attention_block: Number of positions whose attention scores are in memory at a time (squared).
+      vocabulary_chunk: Number of positions per sequence whose logits are in memory at once.
+      attention_block: Number of positions whose attention scores are in memory at once (squared).
       accumulation_steps: Number of parts of a batch, computed one after the other.
     """
 
@@ -164,16 +165,16 @@ class OptimizerConfig:
 
     Attributes:
       learning_rate: Peak learning rate.
-      warmup_fraction: Share of the steps in which the learning rate rises.
-      warmup_steps: Least number of such steps; null takes 2 / (1 - b2), in which Adam learns how
-        large gradients are (arXiv 1910.04209), but at most a fifth of the run.
+      warmup_fraction: Share of the steps over which the learning rate rises.
+      warmup_steps: Least number of such steps; null takes 2 / (1 - b2), the time Adam needs to
+        learn how large gradients are (arXiv 1910.04209), but at most a fifth of the run.
       b1: Decay of the mean of gradients.
       b2: Decay of the mean of squared gradients.
       eps: Number added to the denominator of an update.
       weight_decay: Decay of the weights.
       clip_value: Largest absolute value of a gradient's element; null does not clip.
-      clip_norm: Largest norm of all gradients together, to which larger ones are scaled down before
-        they are clipped by value; null does not scale.
+      clip_norm: Largest norm of all gradients together; larger ones are scaled down before
+        clipping by value; null does not scale.
     """
 
     learning_rate: Positive = 3e-5
@@ -196,18 +197,18 @@ class SpecialistsConfig:
       depth: Number of positions that training drafts.
       fc_bias: Give the projection of the draft's input a bias.
       kv: `per_specialist`, or `shared`: all specialists of an eagle draft have the same key and
-        value projections, and one cache. An eagle3 draft always has one cache and never the same
+        value projections, and one cache. An eagle3 draft always has one cache and separate
         projections.
-      num_frozen: Number of specialists, from the first, that are not trained; what all share is not
-        then, either.
+      num_frozen: Number of specialists, from the first, that are not trained; the parameters that
+        all share are then frozen, too.
       family: Kind of draft: `eagle` (EAGLE-2, HASS, PosS) or `eagle3` (EAGLE-3, and PosS on it);
-        null takes that of init_draft, or eagle.
+        null takes init_draft's, or eagle.
       aux_layers: Layers of the target whose inputs an eagle3 draft reads; null takes 2, n/2 and
         n - 3 of n layers.
       draft_vocabulary: File of the tokens that the draft can propose, written by
-        `python -m train.draft_vocab`; null takes that of init_draft, or all.
-      start: Parameters of a draft from scratch: `random`, or `pass_through`, with which an eagle
-        draft begins by predicting the feature it reads, plus a little of the token.
+        `python -m train.draft_vocab`; null takes init_draft's, or all.
+      start: Parameters of a draft from scratch: `random`, or `pass_through`: an eagle
+        draft starts by predicting the feature it reads, plus a little of the token.
     """
 
     positions_per_specialist: Spans = (1,)
@@ -238,8 +239,8 @@ class FeaturesConfig:
     """Source of the target's features.
 
     Attributes:
-      cache: Folder to keep the features of all rows in, or to read them from; null runs the target
-        in every step.
+      cache: Folder to write the features of all rows to, or to read them from; null runs the
+        target in every step.
       shard_gib: Size of the files of a new cache, in GiB.
     """
 
@@ -272,11 +273,11 @@ class TrainConfig:
         may have more layers than it. null starts from scratch.
       target: Model folder of the frozen target (stage draft).
       init_draft: Model folder of a draft to start from (stage draft); null starts from scratch.
-      allow_target_mismatch: Start from a draft that was made for other weights of the same shape.
+      allow_target_mismatch: Start from a draft made for other weights of the same shape.
       specialists: The draft to train (stage draft).
       data: Source of texts or chats, and the layout of rows.
       objective: Weights of the draft's loss (stage draft).
-      step: Sizes of the parts of a step, to fit the memory.
+      step: Sizes of the parts of a step, to fit in memory.
       optimizer: Learning rate and the like.
       mesh: Grid of devices.
       features: Source of the target's features (stage draft).
@@ -288,19 +289,19 @@ class TrainConfig:
       seed: Seed of initial parameters, order of rows and noise.
       checkpoint_every: Steps between checkpoints; every validation saves one, too.
       validate_every: Steps between validations; the run also ends with one.
-      validation_rows: Number of held-out rows per validation, in whole batches: rounded up, or
-        down where there are no more.
-      validation_depth: Depths that a draft is validated at; null takes those it is trained at. The
-        last specialist serves those beyond.
+      validation_rows: Number of held-out rows per validation, rounded up to whole batches, or down
+        if there are no more.
+      validation_depth: Depths to validate a draft at; null takes the trained ones. The last
+        specialist serves the depths beyond its span.
       log_every: Steps between lines of metrics.
       num_samples: Number of held-out texts shown with the model's predictions at a validation.
-      keep_checkpoints: Number of newest checkpoints to keep, beside the best one: that with the
-        longest simulated acceptance length (stage target: the lowest validation loss).
-      export: Checkpoint that `model` is made of.
+      keep_checkpoints: Number of newest checkpoints to keep, besides the best one: the longest
+        simulated acceptance length (stage target: the lowest validation loss).
+      export: Checkpoint that `model` is made from.
       export_dtype: Dtype that `model` is stored in.
       explosion_factor: Stop the run if the loss is this many times its running mean, and 1 above
-        it; null stops only if it is not finite.
-      loggers: Programs to send metrics to, beside the file metrics.jsonl.
+        it; null stops only at a loss that is not finite.
+      loggers: Programs to send metrics to, besides the file metrics.jsonl.
       profile: Steps to record into the run's subfolder `profile`; null records none.
     """
 
@@ -380,7 +381,7 @@ class TrainConfig:
             )
 
     def with_budget(self, num_rows: int) -> "TrainConfig":
-        """Returns the same run with its length in tokens, given the number of training rows."""
+        """Sets the run's length in tokens, given the number of training rows."""
         if self.num_epochs is None:
             return self
         num_tokens = math.ceil(self.num_epochs * num_rows * self.data.sequence_length)
@@ -389,7 +390,7 @@ class TrainConfig:
 
     @property
     def num_steps(self) -> int:
-        """Number of optimizer steps that take `num_tokens`."""
+        """Number of optimizer steps for `num_tokens`."""
         assert self.num_tokens is not None, "see with_budget"
         return math.ceil(self.num_tokens / (self.batch_size * self.data.sequence_length))
 
@@ -403,23 +404,22 @@ class RegenerateConfig(AnswerConfig):
         no question may spell out.
       server: Address of a chat server with OpenAI's interface that answers instead, such as
         http://localhost:8000/v1; the environment variable OPENAI_API_KEY holds its key.
-      model: Name of the model that the server is to answer with; null takes the first it lists.
-      concurrency: Number of questions that the server is asked at a time.
-      chat_template_kwargs: Values that the server gives its chat template, such as
+      model: Name of the server's model; null takes the first it lists.
+      concurrency: Number of questions sent to the server at a time.
+      chat_template_kwargs: Values for the server's chat template, such as
         enable_thinking=false.
-      data: The questions; of its keys, those about rows and training have no effect here.
-      output: JSONL file of chats to write; failures go into a file beside it.
+      data: The questions; its keys about rows and training have no effect.
+      output: JSONL file of chats to write; failures go into a file next to it.
       keeps_unfinished: Keep answers that reach max_new_tokens; otherwise their chat ends before
         them.
-      temperatures: Temperatures of the answers, which the chats take in turn; empty takes
+      temperatures: Temperatures of the answers, one per chat, repeated; empty takes
         sampling.temperature.
-      self_prompt: Number of chats in which the target writes the user's turns, too; what cannot be
-        used of them is counted.
-      source_share: Share of these chats that ask what data.source asks instead.
-      self_prompt_turns: Most user's turns of a chat that the target writes.
-      self_prompt_tokens: Most tokens of such a turn; a longer one is not used.
+      self_prompt: Number of chats whose user turns the target writes, unusable ones included.
+      source_share: Share of these chats that use the questions of data.source instead.
+      self_prompt_turns: Most user turns of a chat that the target writes.
+      self_prompt_tokens: Most tokens of such a turn; a longer one is dropped.
       self_prompt_temperature: Temperature of such turns.
-      self_prompt_top_p: Sample them from the most likely tokens that together have this
+      self_prompt_top_p: Sample such turns from the most likely tokens that together have this
         probability.
     """
 
@@ -449,14 +449,16 @@ class RegenerateConfig(AnswerConfig):
         elif self.target is None:
             raise ValueError("want a target (--target DIR), or a server (--server URL)")
         elif name := self._first_given("model", "concurrency", "chat_template_kwargs"):
-            raise ValueError(f"{name}: is for a server; give server, or leave it out")
+            raise ValueError(f"{name}: applies only to a server; give server, or leave it out")
 
     def _check_questions(self) -> None:
         """Checks where the questions come from."""
         of_self_prompt = [f"self_prompt_{name}" for name in ("turns", "tokens", "temperature")]
         of_self_prompt += ["self_prompt_top_p", "source_share"]
         if self.self_prompt is None and (name := self._first_given(*of_self_prompt)):
-            raise ValueError(f"{name}: is for turns that the target writes; give self_prompt")
+            raise ValueError(
+                f"{name}: applies only to turns that the target writes; give self_prompt"
+            )
         if self.self_prompt is not None and self.data.is_code == (self.source_share > 0):
             raise ValueError("source_share: want it above 0 with a data.source, and only then")
         if self.self_prompt is not None and self.target is None:
@@ -464,7 +466,7 @@ class RegenerateConfig(AnswerConfig):
         if self.self_prompt is None and self.data.is_code:
             raise ValueError(
                 f"data.source: want chats or questions (--source DATA), got {self.data.source}, "
-                "which holds none; or self_prompt, for questions of the target's own"
+                "which holds none; or self_prompt, to let the target write questions"
             )
 
     def _check_server(self, url: str) -> None:
@@ -476,9 +478,7 @@ class RegenerateConfig(AnswerConfig):
         of_engine = ["draft", "drafting", "tree", "trees", "draft_vocabulary", "quantise", "mesh"]
         of_engine += ["batch_size", "max_length", "allow_target_mismatch"]
         if name := self._first_given(*of_engine):
-            raise ValueError(
-                f"{name}: is for a target that is loaded here; leave it out, or server"
-            )
+            raise ValueError(f"{name}: applies only to a local target; leave it or server out")
         if self.data.template is not None:
             raise ValueError("data.template: the server has its own; leave it out")
 

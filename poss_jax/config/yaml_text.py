@@ -1,4 +1,4 @@
-"""YAML that anybody may have written: plain values within limits, or one line that says why not."""
+"""Untrusted YAML: plain values within limits, or an error of one line."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ import yaml
 
 LARGEST_TEXT = 2**18  # bytes
 _DEEPEST = 50
-_MOST_NODES = 50_000  # what an alias stands for counts each time
+_MOST_NODES = 50_000  # an alias counts its contents each time
 _MOST_BITS = 1024
 
 _TAGS = ("null", "bool", "int", "float", "str", "seq", "map", "timestamp")
 
 
 def parse_yaml(text: str) -> Any:
-    """Reads a YAML document of plain values, in which no key is given twice.
+    """Reads a YAML document of plain values, without repeated keys.
 
     Raises:
-      ValueError: malformed, or beyond the limits; its message is one line.
+      ValueError: malformed or beyond the limits; the message is one line.
     """
     if len(text) > LARGEST_TEXT:
         raise ValueError(f"want at most {LARGEST_TEXT:,} characters, got {len(text):,}")
@@ -24,21 +24,21 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _Loader)
     except RecursionError as error:
         raise ValueError(f"nested more than {_DEEPEST} deep") from error
-    except Exception as error:  # of many kinds: PyYAML's constructors expect well-formed values
+    except Exception as error:  # PyYAML's constructors raise many kinds on malformed values
         problem = " ".join(str(error).replace('in "<unicode string>", line', "at line").split())
         raise ValueError(problem[:300]) from error
 
 
 def lone_surrogates(text: str) -> set[str]:
-    """Halves of characters in a text, which UTF-8 cannot write."""
+    """Halves of characters in a text, which UTF-8 cannot encode."""
     return {letter for letter in text if "\ud800" <= letter <= "\udfff"}
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which by itself bounds neither nesting nor aliases nor numbers."""
+    """The safe loader with bounds on nesting, aliases and numbers."""
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-        # Long before Python's own limit, which deep brackets reach only after seconds.
+        # Well before Python's limit, which deep brackets reach only after seconds.
         if self.flow_level >= _DEEPEST:
             raise yaml.YAMLError(f"nested more than {_DEEPEST} deep")
         super().fetch_flow_collection_start(TokenClass)
@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check(self, root: Any) -> None:
-        """Walks the tree with all aliases written out, as those will who read the values."""
+        """Walks the tree with all aliases expanded, as readers of the values will."""
         waiting, num_nodes = [(root, 1)], 0
         while waiting:
             node, depth = waiting.pop()
@@ -78,7 +78,7 @@ class _Loader(yaml.SafeLoader):
             keys.add(key)
 
     def construct_scalar(self, node: Any) -> str:
-        """Text that can be a file's name and be written as UTF-8."""
+        """Reads text that can be a file name and be encoded as UTF-8."""
         text = super().construct_scalar(node)
         if "\0" in text or lone_surrogates(text):
             raise _problem("text with a character that no text may hold", node)

@@ -16,7 +16,6 @@ JSON object.
 """
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -35,6 +34,7 @@ from poss_jax.convert.plan import Conversion, plan_draft, plan_specialists, plan
 from poss_jax.convert.reading import Row
 from poss_jax.model.parameters import count_parameters
 from poss_jax.model.quantise import KINDS
+from poss_jax.program.output import add_json, print_summary
 from poss_jax.program.running import Parser, run_program
 from poss_jax.shapes import Params
 
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = vars(_parser().parse_args(arguments))
     if "output" in options:  # before anything large is read
         refuse_irreplaceable(options["output"])
+    options.pop("json")  # see `wants_json`
     options.pop("run")(**options)
 
 
@@ -72,8 +73,10 @@ def _inspect(source: str, **options: Any) -> None:
     lines += [f"assumed: {line}" for line in found.assumed]
     lines += [f"needs: {found.needs}"] if found.needs else []
     lines += [f"refused: {found.refused}"] if found.refused else []
-    print("\n".join(lines))
-    print(json.dumps(found.summary))
+    print("\n".join(lines).rstrip())
+    print_summary(found.summary, "")
+    if found.refused:
+        raise SystemExit(1)
 
 
 def _target(source: str, output: AnyPath, **options: Any) -> None:
@@ -94,7 +97,7 @@ def _export(model: AnyPath, output: AnyPath, *, as_bin: bool, **options: Any) ->
     arrays = tqdm(export.arrays(), total=len(export.rows), unit="tensor", disable=None)
     write_export(output, export, iter(arrays), as_bin=as_bin)
     summary = {"output": str(output), "tensors": len(export.rows), "dtype": export.dtype}
-    print(json.dumps(summary))
+    print_summary(summary, f"wrote {output}: {len(export.rows)} tensors, {export.dtype}")
 
 
 def _write(output: AnyPath, conversion: Conversion) -> None:
@@ -115,7 +118,8 @@ def _write(output: AnyPath, conversion: Conversion) -> None:
         "quantised": record.quantised,
         "assumed": list(conversion.assumed),
     }
-    print(json.dumps(summary))
+    name, count = record.method or record.family, summary["parameters"]
+    print_summary(summary, f"wrote {output}: {name}, {count:,} parameters, {conversion.dtype}")
 
 
 def _advance(progress: tqdm, item: tuple[str, Params]) -> tuple[str, Params]:
@@ -294,6 +298,7 @@ def _parser() -> argparse.ArgumentParser:
     ) -> None:
         command = commands.add_parser(name, help=text, description=f"{text} {more}")
         command.set_defaults(run=run)
+        add_json(command)
         for flag in f"{required} {optional}".split():
             options = _OPTIONS[flag] | changes.get(flag, {})
             if flag.startswith("--"):

@@ -1,16 +1,16 @@
-"""Data sets in, rows of tokens out; the tokenizer.
+"""Data sets in, rows of tokens out; the tokenizer too.
 
 Everything here is deterministic: the same source gives the same split, tokenizer and rows.
 
 files.py          files found and read
 records.py        records of a data set, one after the other
 conversations.py  records of every format -> texts, chats, tokens
-sources.py        what became of the records; training and held-out documents
-rendering.py      chats written by a template, within limits (render_worker.py does it)
-templates.py      chat templates, and which characters of a chat are trained on
+sources.py        counts of used and dropped records; training and held-out documents
+rendering.py      chats rendered by a template within limits (in render_worker.py)
+templates.py      chat templates, and which characters of a chat are trained
 tokenizer.py      the embedded tokenizer; loading any
 encoding.py       documents -> tokens and loss masks
-features.py       rows with features, which are read as they are needed
+features.py       rows with features, read on demand
 feature_cache.py  features kept on disk
 feature_files.py  features that other programs stored
 rows.py           sequences laid into rows; the batch of a step

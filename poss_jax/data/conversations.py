@@ -17,12 +17,12 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: optionally a system message, then users' and assistants' turns in turn.
+    """A conversation: optionally a system message, then alternating user and assistant turns.
 
-    Results of tools may stand between two turns of the assistant.
+    Tool results may stand between two turns of the assistant.
 
     Attributes:
-      messages: turns; the last one is an assistant's that is trained on.
+      messages: turns; the last is a trained assistant turn.
       tools: what the assistant may call, as JSON schemas; None: nothing.
     """
 
@@ -32,7 +32,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat as a template has written it already, special tokens spelled out."""
+    """A chat already rendered by a template, special tokens spelled out."""
 
     text: str
 
@@ -43,8 +43,8 @@ class Tokens:
 
     Attributes:
       ids: [length] int64.
-      trained: [length] bool; True where a token is trained on.
-      file: which has the target's features of them; "": none has.
+      trained: [length] bool; True for trained tokens.
+      file: file of the target's features for them; "" if none.
     """
 
     ids: np.ndarray
@@ -76,7 +76,7 @@ _ASSISTANT_FIRST = Broken("begins with the assistant")
 
 
 def detect_format(record: dict[str, Any]) -> str | None:
-    """Names the format of a record by its keys; None if it is of none."""
+    """Names the format of a record by its keys; None if unknown."""
     if _turns(record) is not None:
         return "chat"
     if "input_ids" in record:
@@ -89,7 +89,7 @@ def detect_format(record: dict[str, Any]) -> str | None:
 def read_document(record: dict[str, Any], kind: str | None) -> tuple[Document | Broken, str]:
     """Reads a record of a format.
 
-    A chat is used up to its first oddity; the turns before it are good.
+    A chat is used up to its first unusable turn.
 
     Args:
       record: record of a data set.
@@ -106,16 +106,16 @@ def read_document(record: dict[str, Any], kind: str | None) -> tuple[Document | 
 
 
 def read_questions(record: dict[str, Any]) -> list[Message] | Broken:
-    """Reads what a chat asks, answered or not: optionally a system message, then users' turns.
+    """Reads the questions of a chat, answered or not: optionally a system message, then user turns.
 
-    Beside chats and pairs it knows `turns` (a list of texts) and questions that stand alone.
+    Besides chats and pairs it reads `turns` (a list of texts) and single questions.
     """
-    asked = Broken("tools beside a question") if _read_tools(record) else _read_asked(record)
+    asked = Broken("tools with a question") if _read_tools(record) else _read_asked(record)
     return asked if isinstance(asked, Broken) else _with_system(record, asked)
 
 
 def content_key(document: Document) -> str:
-    """A text that two documents share only if they are the same."""
+    """A text that is equal only for equal documents."""
     match document:
         case Chat():
             content = [document.messages, document.tools] if document.tools else document.messages
@@ -128,7 +128,7 @@ def content_key(document: Document) -> str:
 
 
 def plain_texts(documents: Sequence[Document]) -> list[str]:
-    """Texts of documents, to train a tokenizer on or to cut prompts from; tokens have none."""
+    """Texts of documents, to train a tokenizer or cut prompts from; without tokenised ones."""
     texts = []
     for document in documents:
         if isinstance(document, Chat):
@@ -146,12 +146,12 @@ def plain_text(message: Message) -> str:
 
 
 def is_trained(message: Message) -> bool:
-    """Tells whether a turn is an answer that its `weight` and `train` do not leave out."""
+    """True for an assistant turn that `weight` and `train` do not exclude."""
     return message["role"] == "assistant" and all(message.get(key, 1) for key in _TRAINED)
 
 
 def end_with_answer(messages: Sequence[Message]) -> list[Message]:
-    """Leaves out the turns behind the last answer that is trained on."""
+    """Drops the turns after the last trained answer."""
     count = max((i for i, one in enumerate(messages, start=1) if is_trained(one)), default=0)
     return list(messages[:count])
 
@@ -176,7 +176,7 @@ def _read_asked(record: dict[str, Any]) -> list[Message] | Broken:
 
 
 def _with_system(record: dict[str, Any], messages: list[Message]) -> list[Message]:
-    """Puts the system message that stands beside a chat before it, unless it has one."""
+    """Turns a record's `system` field into the system message, unless the chat has one."""
     text = record.get("system")
     if not isinstance(text, str) or not text.strip() or messages[0]["role"] == "system":
         return messages
@@ -184,7 +184,7 @@ def _with_system(record: dict[str, Any], messages: list[Message]) -> list[Messag
 
 
 def _turns(record: dict[str, Any]) -> list[Any] | None:
-    """Turns of a chat, as they stand; None for any other record."""
+    """Raw turns of a chat; None for any other record."""
     return next((record[key] for key in _CHAT_KEYS if isinstance(record.get(key), list)), None)
 
 
@@ -199,27 +199,27 @@ def _read_chat(record: dict[str, Any]) -> tuple[Chat | Broken, str]:
 
 
 def _make_chat(record: dict[str, Any], messages: list[Message]) -> Chat | Broken:
-    """Puts what stands beside the turns of a chat to them."""
+    """Builds a chat from its turns and the record's other fields."""
     tools = _read_tools(record)
     return tools if isinstance(tools, Broken) else Chat(_with_system(record, messages), tools)
 
 
 def _read_tools(record: dict[str, Any]) -> list[Any] | Broken | None:
-    """Reads the tools of a record, a list or its JSON; an empty one is none."""
+    """Reads the tools of a record, a list or its JSON; empty means none."""
     tools = record.get("tools")
     if record.get("functions"):
-        return Broken("functions beside a chat, which no template takes; give tools")
+        return Broken("functions with a chat, which no template takes; give tools")
     try:
         tools = parse_json(tools.strip() or "null") if isinstance(tools, str) else tools
     except JsonError as error:
-        return Broken("tools that are no list", str(error))
+        return Broken("tools that are not a list", str(error))
     if tools and not isinstance(tools, list):
-        return Broken("tools that are no list", type(tools).__name__)
+        return Broken("tools that are not a list", type(tools).__name__)
     return tools if isinstance(tools, list) and tools else None
 
 
 def _read_turns(turns: list[Any]) -> tuple[list[Message], Broken | None]:
-    """Reads turns up to the first oddity, which may be that the assistant begins."""
+    """Reads turns up to the first unusable one, such as an assistant who begins."""
     messages: list[Message] = []
     oddity = None
     for turn in turns:
@@ -234,7 +234,7 @@ def _read_turns(turns: list[Any]) -> tuple[list[Message], Broken | None]:
 
 
 def _read_user_turns(texts: list[Any]) -> list[Message] | Broken:
-    """Reads questions up to the first that is not one."""
+    """Reads questions up to the first invalid one."""
     asked: list[Message] = []
     for text in texts:
         message = _read_turn({"role": "user", "content": text}, after=None)
@@ -283,12 +283,12 @@ def _oddity_of_turn(message: Message, after: str | None) -> Broken | None:
 
 
 def _calls(message: Message) -> bool:
-    """Tells whether a turn calls tools."""
+    """True if a turn calls tools."""
     return message["role"] == "assistant" and any(message.get(key) for key in CALLS)
 
 
 def _read_content(content: Any) -> str | list[dict[str, str]] | None:
-    """Reads the content of a turn, whose parts must be text; None if it is none."""
+    """Reads the content of a turn, whose parts must be text; None if invalid."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
@@ -304,7 +304,7 @@ def _read_content(content: Any) -> str | list[dict[str, str]] | None:
 
 
 def _pair_keys(record: dict[str, Any]) -> tuple[str, str] | None:
-    """Finds the keys of question and answer; a table of several layouts has empty ones, too."""
+    """Finds the keys of question and answer; tables of mixed layouts may have empty ones."""
     found = [pair for pair in _PAIRS if all(key in record for key in pair)]
     return min(found, key=lambda pair: any(record[key] is None for key in pair), default=None)
 
@@ -324,7 +324,7 @@ def _read_pair(record: dict[str, Any]) -> Chat | Broken:
 
 
 def _read_question(record: dict[str, Any]) -> Message | Broken:
-    both = _pair_keys(record)  # a question may stand without an answer, to be asked
+    both = _pair_keys(record)  # the answer may be missing
     keys = [both[0]] if both else [key for key, _ in _PAIRS if record.get(key) is not None]
     question = record[keys[0]] if keys else None
     context = next((record[key] for key in _PAIR_CONTEXTS if record.get(key)), "")

@@ -21,8 +21,8 @@ def encode_documents(
 ) -> Iterator[list[Tokens] | Broken]:
     """Tokenises documents of one kind.
 
-    A text becomes bos + tokens + eos, all trained on; what looks like a special token in it is
-    plain text. Of a chat the answers are trained on, each behind the tokens that ask for it.
+    A text becomes bos + tokens + eos, all trained; special tokens spelled out in it are plain
+    text. In a chat the answers are trained, each after the tokens of its prompt.
 
     Args:
       documents: all of them texts, chats, chats as text, or tokens.
@@ -30,8 +30,8 @@ def encode_documents(
       template: chat template.
 
     Yields:
-      For every document the sequences it becomes (of a chat perhaps several, see
-      `ChatTemplate.render` and `_join`), or why it cannot be used.
+      The sequences of every document (several for some chats, see `ChatTemplate.render` and
+      `_join`), or why it cannot be used.
     """
     with tqdm(total=len(documents), desc="tokenise", unit="doc", delay=2) as progress:
         for start in range(0, len(documents), _DOCUMENTS_PER_CHUNK):
@@ -79,15 +79,15 @@ def _encode_chats(
 
 
 def _join(chat: RenderedChat, encoded: Sequence[list[int]], tokenizer: Any) -> Iterator[Tokens]:
-    """Joins prompts, as the target is asked with them, and answers, as it writes them.
+    """Joins prompts, as the target reads them, and answers, as it writes them.
 
-    One sequence holds all turns, unless a prompt has other tokens than the turns before it: where
-    an answer begins with what merges with the end of its prompt, later prompts hold the merged
-    tokens. Then another sequence begins with that prompt.
+    One sequence holds all turns, unless a prompt tokenises differently from the turns before it. If
+    an answer's start merges with the end of its prompt, later prompts hold the merged tokens; then
+    a new sequence starts with that prompt.
 
     Args:
       chat: chat.
-      encoded: tokens up to the begin and the end of each answer, then of the whole text.
+      encoded: tokens up to the start and the end of each answer, then of the whole text.
       tokenizer: tokenizer of the target.
     """
     ids: list[int] = []
@@ -106,16 +106,16 @@ def _join(chat: RenderedChat, encoded: Sequence[list[int]], tokenizer: Any) -> I
 
 
 def _as_tokens(ids: Sequence[int], trained: Sequence[bool]) -> Tokens:
-    """Makes a document; what follows the last answer is not trained on."""
+    """Makes a document; tokens after the last flag are not trained."""
     mask = np.zeros(len(ids), bool)
     mask[: len(trained)] = trained
     return Tokens(np.asarray(ids, np.int32), mask)
 
 
 def _encode_alone(tokenizer: Any, answer: str) -> list[int]:
-    """Encodes an answer behind a letter that it does not merge with.
+    """Encodes an answer after a letter that it does not merge with.
 
-    Some tokenizers put a space before a text that nothing precedes.
+    Some tokenizers put a space before the start of a text.
     """
     for before in ("x", "\n", "1"):
         alone, both = encode_rendered(tokenizer, [before, before + answer])

@@ -1,10 +1,10 @@
 """Features kept on disk: written once, read by many epochs and runs.
 
-    manifest.json    what they are features of
-    000000.npy ...   shards of rows [n T D], the bits of bfloat16 as uint16; behind them, where
-                     NumPy does not look, the CRC-32 of every row as uint32
+    manifest.json    what the features were made from
+    000000.npy ...   shards of rows [n T D], the bits of bfloat16 as uint16; appended, where NumPy
+                     does not look: the CRC-32 of every row as uint32
 
-A shard is written under another name first, so one that is there is whole.
+A shard is written under another name first, so an existing one is complete.
 """
 
 import json
@@ -151,14 +151,14 @@ class FeatureCache:
             partial.replace(path)
         except OSError as error:
             raise UserError(
-                f"{path} cannot be written: {error.strerror}; shards before it are kept, run the "
-                "same command again to go on"
+                f"{path} cannot be written: {error.strerror}; earlier shards are kept, run the "
+                "same command again to continue"
             ) from error
         finally:
             partial.unlink(missing_ok=True)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Features [n T D] bfloat16 of some rows; no more than these is read.
+        """Features [n T D] bfloat16 of some rows; reads only these.
 
         Raises:
           UserError: a shard is missing or damaged.
@@ -177,7 +177,7 @@ class FeatureCache:
             array = _open_shard(path, shape)
             rows = np.ascontiguousarray(array[places])
             _check_rows(rows, places, _read_sums(path, array))
-        except Exception as error:  # of many kinds, where NumPy reads a damaged header
+        except Exception as error:  # NumPy raises many kinds on a damaged header
             raise UserError(
                 f"{path}: want a shard of features {shape}, got a damaged file "
                 f"({one_line(error)}); remove it, the next run writes it again"
@@ -254,7 +254,7 @@ def _open_shard(path: Path, wanted: tuple[int, ...]) -> np.memmap:
 
 
 def _read_sums(path: Path, array: np.memmap) -> np.ndarray | None:
-    """The checksums of a shard's rows; None: it was written before there were any."""
+    """The checksums of a shard's rows; None for old shards without them."""
     end = array.offset + array.nbytes
     if path.stat().st_size == end:
         return None

@@ -1,7 +1,7 @@
 """Features that other programs stored: one `.ckpt` file per document (EAGLE's `ge_data`).
 
 `torch.save` of input_ids [S], hidden_state [S D] (after the target's last norm) and loss_mask [S],
-each with or without an axis of one in front.
+each with or without a leading axis of one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,13 +25,13 @@ _DIMENSIONS = {"input_ids": 1, "hidden_state": 2, "loss_mask": 1}
 
 @dataclass(frozen=True)
 class FeatureFiles:
-    """Features of rows of one document each, from a file each.
+    """Features of rows that hold one document each, from a file each.
 
     Attributes:
       paths: file of every row.
       shape: rows, tokens of a row, width.
       dtype: dtype to read them in.
-      tokens: [rows T] tokens that the rows were made of.
+      tokens: [rows T] tokens the rows were made from.
     """
 
     paths: tuple[str, ...]
@@ -41,18 +41,18 @@ class FeatureFiles:
 
     @property
     def missing(self) -> list[int]:
-        """Nothing is left to be written."""
+        """Nothing is missing: the files are complete."""
         return []
 
     def describe(self) -> str:
-        """Describes the features, for people."""
+        """Describes the features."""
         return f"in {len(self.paths):,} files, each read when its row is needed"
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Features [n T D] of some rows, cut to T or padded with zeros.
 
         Raises:
-          UserError: a file cannot be read any more, or holds other tokens than before.
+          UserError: a file can no longer be read, or its tokens have changed.
         """
         T, D = self.shape[1:]
         features = np.zeros((len(rows), T, D), self.dtype)
@@ -69,9 +69,9 @@ class FeatureFiles:
 
 
 def read_feature_files(config: DataConfig, width: int | None) -> Iterator[tuple[str, Record]]:
-    """Yields the name of every file, and its tokens and its loss mask.
+    """Yields the name of every file with its tokens and loss mask.
 
-    Features are left where they are (but files of PyTorch's older format are read whole).
+    Features are not read (except that PyTorch's older format is always read whole).
 
     Args:
       config: its source is a path or a glob.
@@ -97,7 +97,7 @@ def _read_tokens(path: Path, width: int | None) -> Record:
 
 
 def _unbatched(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Takes an axis of one away where some writers leave it."""
+    """Removes the leading axis of one that some writers leave."""
     return {
         name: arrays[name].reshape(arrays[name].shape[-dimensions:])
         if arrays[name].shape[:-dimensions] == (1,)

@@ -1,4 +1,4 @@
-"""Rows that come with the target's features, which are read from disk as they are needed."""
+"""Rows that come with the target's features, read from disk on demand."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -20,11 +20,11 @@ class FeatureSource(Protocol):
 
     @property
     def missing(self) -> list[int]:
-        """Parts that are to be written before all rows can be read."""
+        """Parts still to be written before all rows can be read."""
         ...
 
     def describe(self) -> str:
-        """Describes the features, for people."""
+        """Describes the features."""
         ...
 
     def read(self, rows: np.ndarray) -> np.ndarray:
@@ -34,11 +34,11 @@ class FeatureSource(Protocol):
 
 @dataclass(frozen=True)
 class LazyFeatures:
-    """Features [n T D] of some rows of a source; slices of it are read when they are taken.
+    """Features [n T D] of some rows of a source; slices are read when taken.
 
     Attributes:
-      source: place of all features.
-      rows: [n] which of its rows.
+      source: source of all features.
+      rows: [n] indices of its rows.
     """
 
     source: FeatureSource
@@ -46,7 +46,7 @@ class LazyFeatures:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """As an array's."""
+        """Shape, as of an array."""
         return len(self.rows), *self.source.shape[1:]
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -56,7 +56,7 @@ class LazyFeatures:
 
 @dataclass(frozen=True)
 class RowsWithFeatures(Rows):
-    """Rows whose features are known.
+    """Rows with the target's features.
 
     Attributes:
       features: features of every token; any finite number at padding.
@@ -70,7 +70,7 @@ class RowsWithFeatures(Rows):
 
 
 def join_features(prepared: Prepared, source: FeatureSource) -> Prepared:
-    """Joins rows with a source that has those to train on first, then those held out."""
+    """Joins rows with a source that holds training rows first, then held-out rows."""
     train, validation = prepared.train, prepared.validation
     every = np.arange(len(train) + len(validation))
     of_train = LazyFeatures(source, every[: len(train)])

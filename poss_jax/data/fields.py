@@ -1,4 +1,4 @@
-"""Fields of a chat that a template leaves out: the chat is cut before the first turn of one."""
+"""Fields that a template leaves out: the chat is cut before the first turn that has one."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,23 +8,23 @@ from poss_jax.data.records import Broken
 from poss_jax.data.rendering import Part, RenderError
 from poss_jax.data.templates import ChatTemplate
 
-_FIELDS = {  # of an answer
+_FIELDS = {  # of an assistant turn
     "tool calls": CALLS,
     "reasoning": ("reasoning_content", "reasoning", "thinking"),
 }
 
 
 def fit_chat(chat: Chat, template: ChatTemplate) -> tuple[Chat | Broken, str]:
-    """Cuts a chat before the first turn of which the template leaves something out.
+    """Cuts a chat before the first turn that the template does not write in full.
 
-    That is found by writing the chat without it: what is then written alike was left out.
+    Found by rendering the chat without a field: if the text is the same, the field was left out.
 
     Returns:
       The chat, and why a part of it was left out ("" if it is whole); or why none can be used.
     """
     bare = list(_bare_chats(chat))
     whole = _write(chat, template) if bare else None
-    if whole is None:  # `render` says why it cannot be written
+    if whole is None:  # `render` will say why
         return chat, ""
     cuts = [(_first_same(chat, held, whole, _write(one, template)), w) for w, held, one in bare]
     end, what = min(cuts)
@@ -37,7 +37,7 @@ def fit_chat(chat: Chat, template: ChatTemplate) -> tuple[Chat | Broken, str]:
 
 
 def _bare_chats(chat: Chat) -> Iterator[tuple[str, set[int], Chat]]:
-    """Yields what may be left out, the turns that hold it, and the chat without it."""
+    """Yields a field that may be left out, the turns that have it, and the chat without it."""
     turns = list(enumerate(chat.messages))
     if chat.tools:
         yield "tools", {0}, replace(chat, tools=None)
@@ -62,10 +62,10 @@ def _write(chat: Chat, template: ChatTemplate) -> list[Part] | None:
 def _first_same(
     chat: Chat, held: set[int], whole: Sequence[Part], bare: Sequence[Part] | None
 ) -> int:
-    """Index of the first turn that is written alike without what it holds; else their number.
+    """Index of the first turn that is written the same without its field; else their number.
 
-    An answer is written in a part, other turns in the prompt of the next answer. A template that
-    refuses the bare chat cannot do without.
+    An answer is written in its own part, other turns in the prompt of the next answer. If a
+    template refuses the bare chat, it needs the field.
     """
     if bare is None:
         return len(chat.messages)

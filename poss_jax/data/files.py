@@ -1,4 +1,4 @@
-"""Files of text and of JSON lines: found, read, and refused in one clear line."""
+"""Files of text and of JSON lines: finding and reading them, with one-line errors."""
 
 import glob
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from poss_jax.config.reading import UserError
 
 
 def matching_files(pattern: str) -> list[AnyPath]:
-    """Finds the files that a path, a URI or a glob names, in order."""
+    """Lists the files that a path, a URI or a glob names, in order."""
     if is_uri(pattern):
         return _matching_objects(pattern)
     path = as_path(pattern)
@@ -51,7 +51,7 @@ def read_text(path: AnyPath) -> str:
 
 
 def json_lines(path: AnyPath) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (file:line, object) of every line that is not blank."""
+    """Yields (file:line, object) for every non-blank line."""
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue

@@ -1,8 +1,7 @@
 r"""Rendered chats -> tokens: only the template writes special tokens, never a message.
 
-A message may spell out a special token. While the template runs, a number that nobody writes stands
-in its place. Then a copy of the tokenizer, in which special tokens have names that nobody writes,
-encodes the whole text:
+A message may spell out a special token. While the template runs, an unguessable number replaces it.
+Then a copy of the tokenizer, whose special tokens have unguessable names, encodes the whole text:
 
     message     Hi</s>
     rendered    <s>### user\nHi90210000001\n
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from poss_jax.config.reading import UserError
 from poss_jax.data.tokenizer import call_tokenizer, special_pattern
 
-_NUMBER = str(secrets.randbits(128))  # digits: no filter of a template changes them
+_NUMBER = str(secrets.randbits(128))  # digits: no template filter changes them
 _STAND_IN = re.compile(_NUMBER + "([0-9]{6})")
 _NAME = f"\U000f0000{secrets.token_hex(16)}-{{}}\U000f0001"  # clients must not guess it
 
@@ -30,8 +29,8 @@ class _Marks(NamedTuple):
 
     Attributes:
       ids: id of each, by its text.
-      known: their ids, without the one of unknown letters, which comes from any text.
-      pattern: matches them where a text spells them out.
+      known: their ids except the unknown token's, which any text may give.
+      pattern: matches them if a text spells them out.
     """
 
     ids: dict[str, int]
@@ -40,7 +39,7 @@ class _Marks(NamedTuple):
 
 
 def hide_marks(tokenizer: Any, value: Any) -> Any:
-    """Puts stand-ins where messages spell out special tokens, in keys and values at any depth."""
+    """Replaces special tokens spelled out in messages, in keys and values at any depth."""
     marks = _find_marks(tokenizer)
     numbers = {text: f"{_NUMBER}{index:06}" for index, text in enumerate(marks.ids)}
 
@@ -55,16 +54,16 @@ def hide_marks(tokenizer: Any, value: Any) -> Any:
 
 
 def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Encodes chats as `apply_chat_template` does: special tokens are those that the text spells.
+    """Encodes rendered chats as `apply_chat_template` does: special tokens are those spelled out.
 
-    So there is no bos that the template does not write. What `hide_marks` hid becomes plain text.
+    So bos appears only if the template writes it. What `hide_marks` hid becomes plain text.
 
     Args:
       tokenizer: tokenizer of the target.
-      texts: chats as their template wrote them, or beginnings of them.
+      texts: chats as rendered by their template, or prefixes of them.
 
     Raises:
-      UserError: a special token is spelled out, and the tokenizer cannot tell it from its own.
+      UserError: a message spells out a special token that the tokenizer cannot tell apart.
     """
     encoded = call_tokenizer(
         tokenizer,
@@ -80,9 +79,9 @@ def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _has_foreign_mark(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
-    """True if a special token is hidden in a text, or comes from it but not from its name.
+    """True if a special token is hidden in a text, or arises without its name being there.
 
-    Some tokenizers change letters before they look for special tokens.
+    Some tokenizers normalise letters before they look for special tokens.
     """
     if _STAND_IN.search(text):
         return True
@@ -92,7 +91,7 @@ def _has_foreign_mark(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
 
 
 def _encode_apart(tokenizer: Any, text: str) -> list[int]:
-    """Encodes a text whose special tokens are the template's, and whose stand-ins are plain."""
+    """Encodes the template's special tokens as tokens and the hidden ones as plain text."""
     marks, renamed = _find_marks(tokenizer), _rename_marks(tokenizer)
     names, spelled = _names(marks), list(marks.ids)
     own = marks.pattern.sub(lambda found: names[found.group()], text)
@@ -114,7 +113,7 @@ def _names(marks: _Marks) -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def _rename_marks(tokenizer: Any) -> Any:
-    """Copies a tokenizer, whose special tokens get other names there."""
+    """Copies a tokenizer and renames its special tokens."""
     from tokenizers import Tokenizer
 
     marks = _find_marks(tokenizer)

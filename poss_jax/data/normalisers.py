@@ -1,4 +1,4 @@
-"""How far the normaliser of a tokenizer can grow a text: it comes with a model, as templates do."""
+"""Bounds on text growth by a tokenizer's normaliser, which comes with a model and is untrusted."""
 
 import base64
 import json
@@ -11,11 +11,11 @@ MOST_GROWTH = 16.0
 
 
 def check_growth(tokenizer: Any, origin: object) -> None:
-    """Raises UserError if the normaliser of a tokenizer may grow a text beyond all use.
+    """Raises UserError if a tokenizer's normaliser may grow a text too much.
 
     Args:
-      tokenizer: a tokenizer of `transformers`; slow ones have no such normaliser.
-      origin: where it comes from, for the message.
+      tokenizer: a tokenizer of `transformers`; slow ones have none.
+      origin: its path, for the message.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.normalizer is None:
@@ -29,13 +29,13 @@ def check_growth(tokenizer: Any, origin: object) -> None:
 
 
 def _growth(about: dict[str, Any]) -> float:
-    """Most characters that one may become; those of Unicode's own forms are few."""
+    """Most characters that one may become; Unicode's own forms give few."""
     match about:
         case {"type": "Sequence", "normalizers": parts}:
             return math.prod(map(_growth, parts))
         case {"type": "Replace", "pattern": {"String": old}, "content": new} if old:
             return max(1.0, len(new) / len(old))
-        case {"type": "Replace", "content": new}:  # a pattern may match between all characters
+        case {"type": "Replace", "content": new}:  # a pattern may match between any two characters
             return 1.0 + len(new)
         case {"type": "Prepend", "prepend": before}:
             return 1.0 + len(before)
@@ -45,6 +45,6 @@ def _growth(about: dict[str, Any]) -> float:
 
 
 def _longest_entry(table: bytes) -> float:
-    """Longest text of a table of SentencePiece: the size of a trie, the trie, texts between 0s."""
+    """Longest text in a SentencePiece table: trie size, trie, texts separated by zeros."""
     texts = table[4 + int.from_bytes(table[:4], "little") :]
     return float(max(1, *map(len, texts.split(b"\0"))))

@@ -1,4 +1,4 @@
-"""The rows that a run trains on: made once, kept in its folder, the same when it is resumed."""
+"""The rows of a run: made once, kept in its folder, the same on resume."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ from poss_jax.data.tokenizer import special_pattern
 
 _FILE = "data.npz"
 _PARTS = ("train", "validation")
-_LOOKED_AT = 100  # texts, to see whether they are chats
+_LOOKED_AT = 100  # texts inspected to see whether they are chats
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Prepared:
     Attributes:
       train: rows to train on.
       validation: rows held out.
-      report: what became of the records; lengths, packing and share trained on of documents.
-      files: which have the features of every row, those to train on first; empty: none have.
+      report: used and dropped records; lengths, packing and trained share of the documents.
+      files: feature file of every row, training rows first; empty without features.
     """
 
     train: Rows
@@ -54,20 +54,19 @@ def prepare(
     load: Callable[[], Documents] | None = None,
     stop_ids: Sequence[int] = (),
 ) -> Prepared:
-    """Makes the rows of a run, or reads those that it made before.
+    """Makes the rows of a run, or reads the ones it made before.
 
     Args:
       folder: folder of the run.
       config: the data.
       tokenizer: tokenizer of the target.
       vocab_size: vocabulary size of the target.
-      load: gives the documents; None reads them as `config` says.
-      stop_ids: tokens that end a text of the target, beside the tokenizer's eos.
+      load: returns the documents; None reads them as `config` says.
+      stop_ids: tokens that end a text of the target, besides the tokenizer's eos.
 
     Raises:
-      UserError: what `load_documents` refuses; a chat template that cannot be used; token ids
-        outside the vocabulary; a loss mask of nothing or of everything; a folder that was prepared
-        otherwise.
+      UserError: what `load_documents` refuses; an unusable chat template; token ids outside the
+        vocabulary; a loss mask of nothing or everything; a folder prepared with other settings.
     """
     path = folder / _FILE
     made_from = _fingerprint(config, tokenizer, vocab_size, stop_ids)
@@ -124,7 +123,7 @@ def make_prepared(
 
 
 def _fit_chats(documents: Documents, template: ChatTemplate) -> Documents:
-    """Leaves out what the template does not write of chats, and counts it."""
+    """Cuts chats where the template leaves something out, and counts them."""
     tally, parts = documents.tally, {name: list[Document]() for name in _PARTS}
     for name, kept in parts.items():
         for document in getattr(documents, name):
@@ -157,7 +156,7 @@ class _Part:
         self._split = 0
 
     def add(self, document: Document, sequences: list[Tokens] | Broken) -> None:
-        """Keeps the first tokens of each, if any of them is trained on."""
+        """Keeps the first tokens of each sequence that has a trained token."""
         if isinstance(sequences, Broken):
             self._tally.drop(_excerpt(document), sequences)
             return
@@ -176,14 +175,14 @@ class _Part:
 
     @property
     def files(self) -> list[str]:
-        """Documents that have features, in the order of the rows."""
+        """Feature files, in the order of the rows."""
         return [one.file for one in self._sequences if one.file]
 
     def rows(self) -> Rows:
         return make_rows(self._sequences, self._config.sequence_length, self._packing)
 
     def statistics(self, rows: Rows) -> dict[str, Any]:
-        """Measures documents: lengths, share trained on, packing."""
+        """Measures documents: lengths, trained share, packing."""
         lengths = np.asarray(self._lengths)
         quantiles = np.percentile(lengths, [50, 90, 99, 100], method="lower").tolist()
         is_text = rows.documents > 0
@@ -230,14 +229,14 @@ def _refuse_spelled_out(texts: Sequence[Any], config: DataConfig, tokenizer: Any
     if 2 * len(found) > len(texts[:_LOOKED_AT]):
         raise UserError(
             f"data.source {config.source!r}: texts spell out {found[0].group()!r}, like chats that "
-            "a template has written; set data.format to rendered (or to text, if they are none)"
+            "a template has written; set data.format to rendered (or to text, if they are not)"
         )
 
 
 def _fingerprint(
     config: DataConfig, tokenizer: Any, vocab_size: int, stop_ids: Sequence[int]
 ) -> str:
-    """Hash of what decides the rows, the source's content aside."""
+    """Hash of all that decides the rows except the source's content."""
     template = config.template
     if template is not None and (path := as_path(template)).is_file():
         template = read_text(path)
@@ -253,7 +252,7 @@ def _fingerprint(
 
 
 def _write(path: AnyPath, prepared: Prepared, made_from: str) -> None:
-    """Writes all or nothing."""
+    """Writes the file atomically."""
     arrays = {
         f"{part}/{name}": array
         for part in _PARTS
@@ -270,7 +269,7 @@ def _write(path: AnyPath, prepared: Prepared, made_from: str) -> None:
 
 def _read(path: AnyPath, made_from: str) -> Prepared:
     try:
-        # A whole entry is compared with its checksum; np.load of the file may not read to its end.
+        # Reading an entry whole verifies its checksum; np.load may stop before its end.
         with path.open("rb") as file, zipfile.ZipFile(file) as saved:
             arrays = {
                 name.removesuffix(".npy"): np.load(io.BytesIO(saved.read(name)))
@@ -282,7 +281,7 @@ def _read(path: AnyPath, made_from: str) -> Prepared:
         }
         report, saved_from = json.loads(str(arrays["report"])), str(arrays["made_from"])
         files = tuple(json.loads(str(arrays["files"])))
-    except Exception as error:  # of many kinds, where zipfile reads damaged headers
+    except Exception as error:  # zipfile raises many kinds on damaged headers
         raise UserError(
             f"{path}: want the rows of this run, got a damaged file ({one_line(error)}); remove it "
             "to make them again from the same source"

@@ -1,4 +1,4 @@
-"""Records of a data set, one after the other; what is broken is named."""
+"""Records of a data set, one after the other; broken ones are named."""
 
 import re
 import sysconfig
@@ -15,7 +15,7 @@ from poss_jax.config.reading import UserError, one_line
 from poss_jax.config.training import DataConfig
 from poss_jax.data.files import existing_files, matching_files
 
-LONGEST_RECORD = 1 << 26  # bytes; a longer record is not a conversation
+LONGEST_RECORD = 1 << 26  # bytes; no conversation is longer
 LARGEST_LIST = 1 << 30  # bytes; reading takes several times as much memory
 
 _SKIPPED = re.compile(  # other people's code, tests, and files that are tables
@@ -34,8 +34,8 @@ class Broken:
     """A record that cannot be used.
 
     Attributes:
-      reason: what is counted.
-      detail: what is special about this one.
+      reason: reason to count.
+      detail: details of this record.
     """
 
     reason: str
@@ -49,7 +49,7 @@ Record = dict[str, Any] | Broken
 
 
 def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
-    """Yields where a record lies, and the record.
+    """Yields the place of every record, and the record.
 
     A file's content decides whether it is a JSON list or JSON lines, not its name.
 
@@ -88,7 +88,7 @@ def _read_module(path: Path) -> Record:
 def _read_packages(
     wanted: tuple[str, ...], held_out: tuple[str, ...]
 ) -> Iterator[tuple[str, Record]]:
-    """Reads modules of installed packages, mixed: of all but this one, if none is wanted."""
+    """Reads modules of installed packages, mixed; of all packages but this one if none is named."""
     installed = Path(sysconfig.get_path("purelib"))
     folders = {folder.name: folder for folder in installed.iterdir() if folder.is_dir()}
     folders = {name: f for name, f in folders.items() if name.isidentifier() and name != "poss_jax"}
@@ -182,5 +182,5 @@ def _read_hub(config: DataConfig) -> Iterator[tuple[str, Record]]:
         )
         for number, row in enumerate(rows):
             yield f"{name} row {number}", row
-    except Exception as error:  # of many families: the Hub's, Arrow's, the client's, the system's
+    except Exception as error:  # the Hub, Arrow, the client and the system raise many kinds
         raise UserError(f"{wanted}; as a data set it fails: {one_line(error)}") from error

@@ -1,8 +1,8 @@
 """Renders chats for `rendering.py`: a program that answers lines of JSON with lines of JSON.
 
-A template comes with a model, and Jinja's sandbox only keeps it from files and from Python. So the
-memory of this process is limited, and a timer of the kernel ends it where a text takes too long,
-also inside of a single operation on long strings or numbers.
+A template comes with a model, and Jinja's sandbox only keeps it from files and Python. So this
+process's memory is limited, and a kernel timer ends it if a text takes too long, even inside a
+single operation on long strings or numbers.
 """
 
 import json
@@ -17,8 +17,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def main() -> None:
-    """Answers every request, a line, with a line for each of its steps."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever the program does with it
+    """Answers every request line with a line for each of its steps."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have changed it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -26,7 +26,7 @@ def main() -> None:
         _limit_memory(limits["bytes"])
         for end, is_asking in request["steps"]:
             template = request["template"] | {"add_generation_prompt": is_asking}
-            signal.setitimer(signal.ITIMER_PROF, limits["seconds"])  # its signal ends the process
+            signal.setitimer(signal.ITIMER_PROF, limits["seconds"])  # the signal ends the process
             text, error = _render(chat[:end], template, limits["characters"])
             answer = json.dumps({"error": error} if error else _part(before, text))
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -46,7 +46,7 @@ def _part(before: str, text: str) -> dict[str, Any]:
 
 
 def _render(chat: Any, template: dict[str, Any], most_characters: int) -> tuple[str, str]:
-    """The text, and why there is none."""
+    """Renders a chat; returns the text, or "" and the reason."""
     try:
         (text,), _ = render_jinja_template(conversations=[chat], **template)
         if len(text) > most_characters:
@@ -62,7 +62,7 @@ def _render(chat: Any, template: dict[str, Any], most_characters: int) -> tuple[
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limits what the process may take beyond what it has now, once."""
+    """Limits, once, how much memory the process may add to what it has now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = Path("/proc/self/statm")
     if soft == hard == resource.RLIM_INFINITY and pages.exists():

@@ -1,8 +1,8 @@
 """Chats -> text by a chat template, within limits of time, memory and length.
 
-Templates run in another process (`render_worker.py`): they are programs that come with a model, and
-only a process can be ended whatever it does. It starts with the first chat, serves all threads in
-turn, and costs a fraction of a millisecond per call.
+Templates are programs that come with a model, so they run in another process (`render_worker.py`),
+which can be ended. It starts with the first chat, serves all threads one at a time, and costs a
+fraction of a millisecond per call.
 """
 
 import atexit
@@ -18,26 +18,26 @@ from typing import Any, NamedTuple
 
 from poss_jax.config.reading import one_line
 
-SECONDS = 2.0  # of processor time, for one text
+SECONDS = 2.0  # of processor time per text
 MEMORY_BYTES = 1 << 30
-CHARACTERS = 1 << 20  # of one text, beside `GROWTH` times what the chats hold
+CHARACTERS = 1 << 20  # per text, plus `GROWTH` times what the chats hold
 GROWTH = 4
 
 
 class RenderError(Exception):
-    """Says in one line why a template does not write a chat."""
+    """A template cannot render a chat; the message is one line."""
 
 
 class RenderEnded(RenderError):
-    """Says in one line that the process which renders has ended, most likely for lack of memory."""
+    """The rendering process ended, most likely for lack of memory."""
 
 
 class Step(NamedTuple):
-    """A text to write of a chat.
+    """A prefix of a chat to render.
 
     Attributes:
-      end: number of its messages, the first ones of the chat.
-      is_asking: end with what asks for an answer.
+      end: number of messages in it.
+      is_asking: add the generation prompt.
     """
 
     end: int
@@ -45,10 +45,10 @@ class Step(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A text, as it differs from the one before.
+    """A rendered text, given by its difference from the one before.
 
     Attributes:
-      shared: characters that both begin with; of the first text that is none.
+      shared: length of the common prefix; 0 for the first text.
       text: what follows them.
     """
 
@@ -64,7 +64,7 @@ def render_chat(
     tools: Sequence[Any] | None = None,
     is_asking: bool,
 ) -> str:
-    """Writes a whole chat (see `render_steps`)."""
+    """Renders a whole chat (see `render_steps`)."""
     step = Step(len(messages), is_asking)
     return render_steps(tokenizer, messages, [step], template=template, tools=tools)[0].text
 
@@ -77,18 +77,18 @@ def render_steps(
     template: str | None = None,
     tools: Sequence[Any] | None = None,
 ) -> list[Part]:
-    """Writes beginnings of a chat as `tokenizer.apply_chat_template` does.
+    """Renders prefixes of a chat as `tokenizer.apply_chat_template` does.
 
     Args:
       tokenizer: tokenizer of the target.
       messages: messages of the chat, all their fields.
-      steps: texts to write.
+      steps: prefixes to render.
       template: text of the template; None takes the tokenizer's own.
       tools: JSON schemas of what the assistant may call.
 
     Raises:
-      RenderError: the template is missing or raises an error, or a text takes too much.
-      RenderEnded: the process that renders has ended.
+      RenderError: the template is missing or raises an error, or a text exceeds the limits.
+      RenderEnded: the rendering process has ended.
     """
     try:
         chosen = tokenizer.get_chat_template(template, tools)
@@ -107,19 +107,19 @@ def render_steps(
 
 
 def start_renderer() -> None:
-    """Starts the process that renders beside what comes first, since its start takes seconds."""
+    """Starts the rendering process early, since starting takes seconds."""
     _WORKER.start()
 
 
 class _Worker:
-    """The process that renders; one request at a time."""
+    """The rendering process; serves one request at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, request: bytes, num_texts: int) -> list[Part]:
-        """Sends a request and reads its answers; after an end the next one starts a new process."""
+        """Sends a request and reads its answers; restarts the process if it has ended."""
         with self._lock:
             process = self._running()
             try:
@@ -160,7 +160,7 @@ def _start() -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=os.environ | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        process_group=0,  # Ctrl-C is for the program, which decides what to do
+        process_group=0,  # Ctrl-C goes to the program alone
     )
 
 
@@ -174,7 +174,7 @@ def _error_of_end(code: int, num_bytes: int) -> RenderError:
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes, num_lines: int) -> list[bytes]:
-    """Whole lines that come back; fewer than asked for where the process ends."""
+    """Reads complete lines; fewer than requested if the process ends."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(request)
@@ -186,7 +186,7 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes, num_lines: int) 
 
 
 def _without_none(message: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out keys without a value, as transformers does."""
+    """Drops keys without a value, as transformers does."""
     return {key: value for key, value in message.items() if value is not None}
 
 

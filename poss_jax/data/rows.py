@@ -1,4 +1,4 @@
-"""Rows of tokens that a training step is fed, and their order."""
+"""Rows of tokens for training, and their order."""
 
 import functools
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ class Rows:
 
     Attributes:
       tokens: [rows T] int32.
-      loss_mask: [rows T] bool; True where a token is trained on.
-      documents: [rows T] int32; which document of its row a token belongs to, counted from 1;
-        0: padding at the row's end.
+      loss_mask: [rows T] bool; True for trained tokens.
+      documents: [rows T] int32; document of a token within its row, from 1; 0 is padding at the
+        row's end.
     """
 
     tokens: np.ndarray
@@ -36,11 +36,11 @@ def make_rows(sequences: Sequence[Tokens], length: int, packing: str) -> Rows:
     """Lays sequences into rows of `length` tokens.
 
     Args:
-      sequences: tokenised documents, for `documents` and `none` no longer than a row.
+      sequences: tokenised documents; for `documents` and `none` no longer than a row.
       length: T.
-      packing: `stream` (one after the other, chopped into rows that count as one document each;
-        what does not fill a row is dropped), `documents` (several whole ones per row) or `none`
-        (one per row).
+      packing: `stream` (concatenated and cut into rows that count as one document each; an
+        incomplete last row is dropped), `documents` (several whole ones per row) or `none` (one
+        per row).
 
     Raises:
       UserError: the sequences do not fill one row.
@@ -69,7 +69,7 @@ def make_rows(sequences: Sequence[Tokens], length: int, packing: str) -> Rows:
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Fills rows with documents: the longest first, each where it leaves the least room.
+    """Fills rows with documents: longest first, best fit.
 
     lengths 5 3 2 4, size 7   ->   rows [0 2] [1 3]
 
@@ -81,8 +81,8 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
       Documents of every row; both in the order of the documents.
     """
     rows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # rows by the room they have
-    has_room = np.zeros(size + 1, bool)  # whether there are any
+    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # rows by their free room
+    has_room = np.zeros(size + 1, bool)  # whether there are any such rows
     for index in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
         room = lengths[index] + int(np.argmax(has_room[lengths[index] :]))
         if has_room[room]:
@@ -98,10 +98,10 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def batch_at(rows: Rows, step: int, batch_size: int, seed: int) -> Rows:
-    """Takes the batch of one step out of an endless sequence of shuffled epochs.
+    """Returns the batch of one step from an endless sequence of shuffled epochs.
 
-    A pure function of the step, so a resumed run sees what an uninterrupted one would. Batches
-    cross epoch boundaries: every row occurs exactly once per epoch.
+    A pure function of the step, so a resumed run sees the same batches. Batches cross epoch
+    boundaries: every row occurs exactly once per epoch.
     """
     return rows[rows_at(len(rows), step, batch_size, seed)]
 

@@ -1,4 +1,4 @@
-"""Documents of a data set, what became of its records, and which documents are held out."""
+"""Documents of a data set, the tally of its records, and the held-out split."""
 
 import hashlib
 import itertools
@@ -14,19 +14,19 @@ from poss_jax.data.conversations import Document, Tokens, content_key, detect_fo
 from poss_jax.data.feature_files import SUFFIX, read_feature_files
 from poss_jax.data.records import Broken, read_records
 
-_NAMED = 3  # of the records that are dropped
+_NAMED = 3  # of the dropped records
 
 
 @dataclass
 class Tally:
-    """Counts of the records of a data set, by what became of them.
+    """Counts of a data set's records: read, dropped, cut.
 
     Attributes:
       source: source of the records.
       records: how many were read.
       dropped: reason -> how many could not be used.
-      cut: reason -> how many chats are used in part.
-      first_dropped: the first of those dropped: where they lie, and why they were.
+      cut: reason -> how many chats were cut.
+      first_dropped: the first dropped ones: their places and reasons.
     """
 
     source: str
@@ -36,7 +36,7 @@ class Tally:
     first_dropped: list[str] = field(default_factory=list)
 
     def drop(self, where: str, broken: Broken) -> None:
-        """Counts a record that cannot be used."""
+        """Counts a dropped record."""
         self.dropped[broken.reason] += 1
         if len(self.first_dropped) < _NAMED:
             self.first_dropped.append(f"{where}: {broken}")
@@ -59,7 +59,7 @@ class Documents:
     Attributes:
       train: documents to train on.
       validation: documents held out.
-      tally: what became of the records.
+      tally: counts of the records.
     """
 
     train: list[Document]
@@ -70,16 +70,15 @@ class Documents:
 def load_documents(config: DataConfig, width: int | None = None) -> Documents:
     """Reads the documents of `config.source` and holds some of them out.
 
-    A document's side depends on nothing but its name (`stdlib`), its package (`packages`) or its
-    content (all other sources), so the split survives added documents, and duplicates never lie on
-    both sides.
+    A document's side depends only on its name (`stdlib`), its package (`packages`) or its content
+    (other sources), so the split survives added documents, and duplicates are on one side.
 
     Args:
       config: the data.
-      width: width of the features that files of features must have; None: any.
+      width: width that stored features must have; None: any.
 
     Raises:
-      UserError: nothing to read, too much that cannot be used, or one side of the split is empty.
+      UserError: nothing to read, too many unusable records, or an empty side of the split.
     """
     documents = Documents([], [], Tally(config.source))
     usable = _usable_documents(config, width, documents.tally)
@@ -99,7 +98,7 @@ def load_documents(config: DataConfig, width: int | None = None) -> Documents:
 def _usable_documents(
     config: DataConfig, width: int | None, tally: Tally
 ) -> Iterator[tuple[str, Document]]:
-    """Yields (what decides a document's side of the split, the document)."""
+    """Yields (key that decides the side of the split, document)."""
     has_features = config.source.endswith(SUFFIX)
     wanted = "tokens" if has_features else config.format
     kind = None if wanted == "auto" else wanted

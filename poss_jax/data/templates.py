@@ -1,11 +1,11 @@
-r"""Chat templates: which one, and which characters of a rendered chat are trained on.
+r"""Chat templates: which one applies, and which characters of a rendered chat are trained.
 
     messages[:1] + prompt of the answer   <s>[INST] Hi [/INST]
     messages[:2]                          <s>[INST] Hi [/INST] Hello. </s>
                                                               ^^^^^^^^^^^^ trained
 
-So a draft is trained on what a target has to write when it is asked with the same template, the
-token that ends its turn included.
+So a draft is trained on what the target writes when it is asked with the same template, including
+the token that ends its turn.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ BUILT_IN = {
         "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     ),
 }
-_NEEDED = {  # special tokens; a name of an attribute or the token itself
+_NEEDED = {  # special tokens: the attribute's name or the token itself
     "llama2": ("bos_token", "eos_token"),
     "llama3": ("bos_token", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
@@ -55,7 +55,7 @@ class RenderedChat:
 
     Attributes:
       text: rendered chat, special tokens spelled out.
-      spans: characters [begin, end) that are trained on, in order.
+      spans: characters [begin, end) that are trained, in order.
     """
 
     text: str
@@ -63,11 +63,11 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """Writes chats as a target of this tokenizer is asked.
+    """Renders chats as this tokenizer's target reads them.
 
     Attributes:
       name: name of the template, for reports.
-      text: source of the template; None is the tokenizer's own.
+      text: source of the template; None: the tokenizer's.
       ends_turns: whether an answer ends with a special token; without one a target never learns
         to stop.
     """
@@ -85,7 +85,7 @@ class ChatTemplate:
           tokenizer: tokenizer of the target.
           name: None (the tokenizer's own), a key of `BUILT_IN`, or the path of a Jinja file.
           system_prompt: system message of chats that have none.
-          stop_ids: tokens that end a text of the target, beside the tokenizer's eos.
+          stop_ids: tokens that end a text of the target, besides the tokenizer's eos.
 
         Raises:
           UserError: no such template, or one that does not fit the tokenizer or cannot be used.
@@ -109,13 +109,13 @@ class ChatTemplate:
         self.ends_turns = bool(self._special_end.search(learnt))
 
     def render(self, chat: Chat) -> list[RenderedChat] | Broken:
-        """Writes a chat whose last turn is an assistant's.
+        """Renders a chat whose last turn is an assistant's.
 
-        A template may change earlier turns when later ones come (drop what was thought, move the
-        system message). Then the chat becomes one text per answer, each as the target was asked.
+        A template may change earlier turns when later ones come (drop reasoning, move the system
+        message). Then the chat becomes one text per answer, each as the target was asked.
 
         Returns:
-          The texts; or why the chat cannot be written.
+          The texts; or why the chat cannot be rendered.
         """
         for text in _strings([chat.messages, chat.tools]):
             if found := self._special.search(text):
@@ -128,10 +128,10 @@ class ChatTemplate:
         return self._join(parts[::2], parts[1::2], trained)
 
     def write_answers(self, chat: Chat) -> list[Part]:
-        """Writes, for every answer, the chat up to its prompt and the chat up to its end.
+        """Renders, for every answer, the chat up to its prompt and up to its end.
 
         Raises:
-          RenderError: the template does not write it.
+          RenderError: the template cannot render it.
         """
         messages, tools = chat.messages, chat.tools
         if self._system_prompt is not None and messages[0]["role"] != "system":
@@ -142,13 +142,13 @@ class ChatTemplate:
         return render_steps(self._tokenizer, messages, steps, template=self.text, tools=tools)
 
     def find_answers(self, text: str) -> list[RenderedChat] | Broken:
-        """Finds the answers in a chat that this template has written already.
+        """Finds the answers in a chat already rendered by this template.
 
         Returns:
-          The text; or where an answer has no end, so that it would hold the next turn.
+          The text; or a refusal if an answer has no end and would include the next turn.
 
         Raises:
-          UserError: the template writes nothing around answers that could be found.
+          UserError: the template writes no recognisable marks around answers.
         """
         turns = self._turns
         if turns.end is None or turns.header is None:
@@ -171,7 +171,7 @@ class ChatTemplate:
     def _write(
         self, messages: Sequence[Message], steps: Sequence[Step], tools: list[Any] | None = None
     ) -> list[str]:
-        """Whole texts of a small chat; raises RenderError."""
+        """Renders texts of a small chat whole; raises RenderError."""
         parts = render_steps(self._tokenizer, messages, steps, template=self.text, tools=tools)
         texts = [""]
         for part in parts:
@@ -179,7 +179,7 @@ class ChatTemplate:
         return texts[1:]
 
     def _settle_content(self, message: Message) -> Message:
-        """Joins parts of text where the template takes text alone."""
+        """Joins text parts if the template takes plain text only."""
         is_text = isinstance(message.get("content", ""), str)
         if is_text or message["role"] in self._roles_of_parts:
             return message
@@ -187,7 +187,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _roles_of_parts(self) -> frozenset[str]:
-        """Roles whose content may come in parts: one part is then written like its text."""
+        """Roles whose content may be a list of parts: one part renders like its text."""
         chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
         steps, found = [Step(2, False)], set[str]()
         wanted = self._write(chat, steps)
@@ -201,9 +201,9 @@ class ChatTemplate:
     def _join(
         self, asked: Sequence[Part], answered: Sequence[Part], trained: Sequence[bool]
     ) -> list[RenderedChat] | Broken:
-        """Joins parts to one text, or to one per answer where a prompt does not hold those before.
+        """Joins parts to one text, or to one per answer if a prompt changes the earlier turns.
 
-        What a template writes behind an answer's end may go when another turn follows.
+        A template may drop what it writes after an answer's end once another turn follows.
         """
         is_one, end, spans = True, 0, []
         for before, answer in zip(asked, answered, strict=True):
@@ -223,7 +223,7 @@ class ChatTemplate:
         return list(compress(chats, trained))
 
     def _length_trained(self, answer: str) -> int:
-        """Up to the token at which the target stops; else up to a special token before blanks."""
+        """Trained length: to the target's stop token, else to a special token before whitespace."""
         if stop := self._turns.stop.search(answer):
             return stop.end()
         stripped = answer.rstrip()
@@ -239,14 +239,14 @@ def _join_pairs(asked: Sequence[Part], answered: Sequence[Part]) -> Iterator[str
 
 
 def _explain(error: RenderError) -> Broken:
-    """Why a chat is not written."""
+    """Turns a rendering error into the reason for a dropped chat."""
     if isinstance(error, RenderEnded):
         return Broken("the process of the chat template ended", str(error))
     return Broken("the chat template refuses it", str(error))
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Texts of nested lists and objects, their keys included."""
+    """Yields texts of nested lists and objects, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -257,7 +257,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _read_template(tokenizer: Any, name: str | None) -> str | None:
-    """The template's text; None is the tokenizer's own."""
+    """The template's text; None: the tokenizer's."""
     if name is None:
         if not tokenizer.chat_template:
             raise UserError(

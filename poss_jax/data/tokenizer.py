@@ -1,4 +1,4 @@
-"""The embedded tokenizer, and what is asked of any tokenizer."""
+"""The embedded tokenizer, and helpers for any tokenizer."""
 
 import os
 import re
@@ -32,12 +32,12 @@ def train_tokenizer(
 ) -> "transformers.PreTrainedTokenizerFast":
     """Trains a lossless byte-level BPE with a chat template and saves it as a Hugging Face one.
 
-    Only the first `TOKENIZER_SAMPLE_CHARACTERS` of the texts are looked at.
+    Only the first `TOKENIZER_SAMPLE_CHARACTERS` of the texts are used.
 
     Args:
       texts: documents.
-      vocab_size: tokens, the 256 bytes and 3 special tokens included.
-      folder: where the tokenizer's files go; made if missing.
+      vocab_size: number of tokens, including 256 bytes and 3 special tokens.
+      folder: folder for the tokenizer's files; made if missing.
 
     Raises:
       UserError: the vocabulary cannot hold bytes and special tokens.
@@ -80,8 +80,8 @@ def load_tokenizer(folder: AnyPath) -> "transformers.PreTrainedTokenizerBase":
     Needs neither torch nor a network, and runs no code of the folder.
 
     Raises:
-      UserError: the folder holds no tokenizer, a broken one, one that needs code of its own, or
-        something else than a file where a tokenizer's file belongs.
+      UserError: the folder holds no tokenizer, a broken one, one that needs custom code, or a
+        tokenizer file that is not a regular file.
     """
     with local_files(folder, TOKENIZER_FILES) as local:
         return _load_local(local, folder)
@@ -91,7 +91,7 @@ def _load_local(folder: Path, origin: AnyPath) -> "transformers.PreTrainedTokeni
     for path in folder.glob("*.*"):
         if path.suffix in _SUFFIXES and path.exists() and not path.is_file():
             raise UserError(f"{path}: want a regular file; put the file itself there")
-    has_json = (folder / "tokenizer.json").exists()  # else, AutoTokenizer converts (imports torch)
+    has_json = (folder / "tokenizer.json").exists()  # else AutoTokenizer converts (imports torch)
     kind = "PreTrainedTokenizerFast" if has_json else "AutoTokenizer"
     with _errors_of_tokenizer(f"{origin}: want a tokenizer, got", "copy its files there"):
         tokenizer = getattr(_transformers(), kind).from_pretrained(
@@ -115,25 +115,25 @@ def call_tokenizer(tokenizer: Any, texts: Any, **settings: Any) -> Any:
 
 
 def special_ids(tokenizer: Any, name: str) -> list[int]:
-    """Gives the id of the bos or eos token, as a list: empty if the tokenizer has none."""
+    """Returns the id of the bos or eos token as a list, empty if there is none."""
     token_id = getattr(tokenizer, f"{name}_token_id")
     return [] if token_id is None else [token_id]
 
 
 def special_pattern(tokenizer: Any) -> re.Pattern[str]:
-    """Matches the special tokens of a tokenizer where a text spells them out."""
+    """Pattern of a tokenizer's special tokens as spelled out in a text."""
     added = tokenizer.added_tokens_decoder.values()
     return match_any(token.content for token in added if token.special)
 
 
 def match_any(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches one of some texts, the longest first; nothing if there are none."""
+    """Pattern that matches any of the texts, longest first; nothing if there are none."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def encode_plain(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Encodes plain text: no bos, and no special tokens even where their names are spelled out."""
+    """Encodes plain text: no bos, and no special tokens even if spelled out."""
     return call_tokenizer(
         tokenizer,
         list(texts),
@@ -146,9 +146,9 @@ def encode_plain(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 @contextmanager
 def _errors_of_tokenizer(what: str, to_do: str) -> Iterator[None]:
-    """Turns whatever a tokenizer raises into a UserError.
+    """Turns any error of a tokenizer into a UserError.
 
-    Its Rust side raises plain Exception, and BaseException where it panics.
+    Its Rust side raises plain Exception, and BaseException on a panic.
     """
     try:
         yield
@@ -168,7 +168,7 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _transformers() -> Any:
-    """Imports transformers without its advice to install a deep-learning framework."""
+    """Imports transformers without its advice to install a framework."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 

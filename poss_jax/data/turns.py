@@ -1,4 +1,4 @@
-"""What a chat template writes around answers, learnt from how it writes small chats."""
+"""Finds the marks a chat template writes around answers, by rendering small chats."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from poss_jax.data.rendering import RenderError, Step
 from poss_jax.data.tokenizer import match_any
 
 Write = Callable[[Sequence[Message], Sequence[Step], list[Any] | None], list[str]]
-"""Writes beginnings of a chat with tools; raises RenderError."""
+"""Renders prefixes of a chat with tools; raises RenderError."""
 
 QUESTION, ANSWER, NEXT = "a question", "an answer", "another question"
 _WORD, _RESULT = "some word", "some result"
@@ -39,15 +39,15 @@ _TOOLS = [{"type": "function", "function": _TOOL}]
 
 @dataclass(frozen=True)
 class Turns:
-    """What a template writes around answers.
+    """Marks that a template writes around answers.
 
     Attributes:
       stop: matches a token that ends an answer when it is generated.
-      example: what follows the prompt of a small chat that is answered.
-      header: matches what stands before an answer; None: nothing that could be found.
-      lead: what every answer begins with, where nothing asks for it.
-      end: matches what stands behind an answer in any turn; None: nothing that could be found.
-      opening: matches what begins a turn, so that no answer holds it.
+      example: text after the prompt of a small answered chat.
+      header: matches the text before an answer; None if none is recognisable.
+      lead: text that every answer begins with if no prompt asks for it.
+      end: matches the text after an answer in any turn; None if none is recognisable.
+      opening: matches the start of a turn, so that no answer includes it.
     """
 
     stop: re.Pattern[str]
@@ -59,16 +59,16 @@ class Turns:
 
 
 class _Sight(NamedTuple):
-    """A small chat as it is written.
+    """A small rendered chat, in pieces.
 
     Attributes:
-      before: what stands between the question and the prompt's end.
-      asks: the part of it that asks for an answer, and is left out otherwise.
-      answer: what follows the prompt.
-      lead: the part of it before what was said.
-      behind: what follows what was said.
-      followed: the same where another turn follows; None: the answer is written otherwise then.
-      last: all of the chat with another turn.
+      before: text between the question and the prompt's end.
+      asks: the part of it that asks for an answer (the generation prompt).
+      answer: text after the prompt.
+      lead: the part of it before the answer's words.
+      behind: text after the answer's words.
+      followed: the same if another turn follows; None if the answer is then written differently.
+      last: the whole chat with another turn.
     """
 
     before: str
@@ -81,18 +81,18 @@ class _Sight(NamedTuple):
 
 
 def learn_turns(write: Write, special: re.Pattern[str], stops: Sequence[str]) -> Turns | Broken:
-    """Learns what a template writes around answers.
+    """Finds the marks that a template writes around answers.
 
     Args:
-      write: writes with the template.
+      write: renders with the template.
       special: matches special tokens.
-      stops: tokens that the model is known to stop at.
+      stops: tokens at which the model stops.
 
     Returns:
-      What it writes; or why the template cannot be used.
+      The marks; or why the template cannot be used.
 
     Raises:
-      RenderError: the template does not write a small chat.
+      RenderError: the template cannot render a small chat.
     """
     seen = _look(write, special, _CHAT, ANSWER)
     if isinstance(seen, Broken):
@@ -125,10 +125,10 @@ def _look(
     said: str,
     tools: list[Any] | None = None,
 ) -> _Sight | Broken:
-    """Writes a question, the answer that says something, and a turn that follows."""
+    """Renders a question, an answer, and a following turn."""
     question, prompt, whole = write(chat, [Step(1, False), Step(1, True), Step(2, False)], tools)
     last = ""
-    with suppress(RenderError):  # a template may know chats of one turn only
+    with suppress(RenderError):  # a template may support single-turn chats only
         [last] = write(chat, [Step(3, True)], tools)
     if not whole.startswith(prompt):
         return Broken("the chat template begins a finished answer otherwise than it asks for it")
@@ -153,7 +153,7 @@ def _look(
 
 
 def _look_at_call(write: Write, special: re.Pattern[str]) -> _Sight | None:
-    """The same where the answer calls a tool; None if the template knows none."""
+    """Like `_look` with an answer that calls a tool; None if the template has no tools."""
     try:
         seen = _look(write, special, _CALLING, _WORD, _TOOLS)
     except RenderError:
@@ -166,7 +166,7 @@ def _end_marks(
 ) -> tuple[set[str], set[str]]:
     """Special tokens that end the answer: in any turn, and those that differ by turn.
 
-    A template may write more behind the last answer, so only what it writes in both places counts.
+    A template may write more after the last answer, so only what it writes in both places counts.
     """
     followed = seen.behind if seen.followed is None else seen.followed
     common = _common_pieces(seen.behind, followed, special)
@@ -179,7 +179,7 @@ def _end_marks(
 
 
 def _common_pieces(one: str, other: str, special: re.Pattern[str]) -> list[str]:
-    """What both begin with, of special tokens (every second) and the texts between them."""
+    """Common prefix of two texts, split into special tokens (every second) and other text."""
     pieces = [re.split(f"({special.pattern})", text) for text in (one, other)]
     return [piece for piece, _ in takewhile(_are_equal, zip(*pieces, strict=False))]
 
@@ -187,7 +187,7 @@ def _common_pieces(one: str, other: str, special: re.Pattern[str]) -> list[str]:
 def _header(
     seen: _Sight, call: _Sight | None, special: re.Pattern[str], end: re.Pattern[str] | None
 ) -> re.Pattern[str] | None:
-    """What asks for an answer, if a special token shows it; else all between two turns' texts."""
+    """Pattern of the generation prompt if it has a special token, else of all between turns."""
     if special.search(seen.asks):
         return re.compile(re.escape(seen.asks))
     lead = re.escape(_lead(seen))
@@ -206,7 +206,7 @@ def _lead(seen: _Sight) -> str:
 
 
 def _openings(seen: _Sight, special: re.Pattern[str], end: re.Pattern[str] | None) -> set[str]:
-    """What begins the turns of users and assistants: its first special token, if it has one."""
+    """Starts of user and assistant turns: the first special token, else the whole text."""
     turn = (seen.followed or "").partition(NEXT)[0]
     mark = end.search(turn) if end else None
     begun = [turn[mark.end() :] if mark else turn, seen.asks or seen.before]

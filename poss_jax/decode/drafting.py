@@ -1,14 +1,14 @@
 """Drafting: committing pairs to the specialists' caches, and the search for one tree.
 
-A one-layer draft has keys and values that depend on a row's own pair alone, so that
+Keys and values of a one-layer draft depend only on a row's own pair, so
 
-  - committing tokens takes only `x` and the K/V projections of every specialist, or of the first
-    one, where all specialists read one stream of keys and values;
-  - a specialist with a stream of its own that takes over at some depth projects the rows drafted
-    before it again; in one stream a row stays as the specialist that drafted it projected it.
+  - committing tokens needs only `x` and the K/V projections of every specialist, or of the first
+    one if all specialists read one stream of keys and values;
+  - a specialist with its own stream that takes over at some depth projects the earlier drafted rows
+    again; in one shared stream a row keeps the projection of the specialist that drafted it.
 
-While drafting, the keys and values of the beam of every level after the first stand beside the
-cache of the stream that reads them:
+While drafting, the keys and values of the beams after the first level are kept next to the cache of
+the stream that reads them:
 
     [ committed pairs ]   [ level 1: W rows | level 2: W rows | ... ]
 """
@@ -38,7 +38,7 @@ class Level(NamedTuple):
       depth: draft position of the children, static.
       position: their position in the text.
       path: tokens of all beam nodes so far.
-      on_path: True where a child follows the token.
+      on_path: True for tokens on a child's path.
     """
 
     depth: int
@@ -58,7 +58,7 @@ _FILTER_MARGIN = 1.5
 def join_pairs(
     params: Params, config: DraftConfig, tokens: Int[Array, "B T"], features: Float[Array, "B T F"]
 ) -> Float[Array, "B T width"]:
-    """Makes draft inputs of (feature, token) pairs."""
+    """Makes draft inputs from (feature, token) pairs."""
     embedded = jnp.take(params["embed"]["weight"], tokens, axis=0)
     return whole_rows(family_of(config).join(params, config, embedded, features))
 
@@ -76,8 +76,8 @@ def commit_pairs(
       params: the draft.
       config: its shape.
       cache: T rows must be free above `length`.
-      x: draft inputs made of true target features.
-      num_pairs: how many of the T pairs count.
+      x: draft inputs from true target features.
+      num_pairs: number of valid pairs of the T.
     """
     positions = cache.length[:, None] + jnp.arange(x.shape[1])[None]
     rows = KeysValues([], [])
@@ -100,13 +100,13 @@ def draft(
     Args:
       params: the draft, with the target's embedding and head (`attach`).
       config: its shape.
-      tree: how deep and how wide.
+      tree: size of the tree.
       cache: all pairs committed.
       root_input: x of the last committed pair.
       children: proposes the children of each node.
     """
     beam, x = root_beam(len(root_input)), root_input
-    rows = x[:, :0]  # draft inputs of the levels after the first, as they come
+    rows = x[:, :0]  # draft inputs of the levels after the first, appended per level
     path = jnp.zeros((len(x), 0), jnp.int32)  # their tokens
     own = None  # their keys and values in this level's stream
     levels: list[Candidates] = []
@@ -152,17 +152,17 @@ def coupled_children(
 ) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
     """The tokens the target is likely to draw with the noise it is going to use.
 
-    The target draws `argmax(its scores + noise)`, and the noise is known. With the draft's own
-    scores in place of the target's, `scores + noise` ranks the candidates by how near they are to
-    being drawn; its softmax, sharpened, estimates how likely each one is. Greedy sequences have no
-    noise and are ranked as by `top_children`.
+    The target draws `argmax(its scores + noise)`, and the noise is known. With the draft's scores
+    in place of the target's, `scores + noise` ranks the candidates by how close they are to being
+    drawn; its softmax, sharpened, estimates their probabilities. Greedy sequences have no noise
+    and are ranked as by `top_children`.
 
     Args:
       logits: logits of the draft.
       level: where the children stand.
       top_k: W.
       sampling: the request's settings.
-      text: tokens so far; the path in it is not looked at.
+      text: tokens so far; its path is ignored.
       noise: noise for the children of every depth.
       vocabulary: target id of every logit; None: all, in order.
     """
@@ -181,12 +181,12 @@ def _most_likely(
     """The best tokens and the logarithm of their softmax, none above 0."""
     best, ids = best_of(scores, top_k)
     log_probs = best - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    # XLA may compute `scores` twice and round them apart: a certain token would exceed 0.
+    # XLA may compute `scores` twice with different rounding: a certain token would exceed 0.
     return ids, jnp.minimum(log_probs, 0.0)
 
 
 def _target_ids(params: Params, ids: Int[Array, "*any"]) -> Int[Array, "*any"]:
-    """Ids of the target's vocabulary."""
+    """Maps draft ids to ids of the target's vocabulary."""
     vocabulary = params["vocabulary"]
     return ids if vocabulary is None else vocabulary[ids]
 
@@ -201,10 +201,10 @@ def _enter_level(
 ) -> tuple[Array, Array]:
     """Keys and values of all drafted rows in this level's stream.
 
-    Only this level's are computed, unless its specialist is the first to read a stream of its own.
+    Computes only this level's rows, unless its specialist is the first to read its stream.
     """
-    # Differs from PosS: the first round of a generation is like every other; there, levels that do
-    # not begin a span run specialist 0 in it.
+    # Differs from PosS: the first round of a generation is like every other; PosS runs specialist 0
+    # there at levels that do not begin a span.
     num_rows, width = rows.shape[1], rows.shape[1] // depth
     is_new = before is None or config.stream_at(depth) != config.stream_at(depth - 1)
     first = 0 if is_new else num_rows - width

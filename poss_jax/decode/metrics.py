@@ -12,9 +12,9 @@ def mean_acceptance_length(accepted: Sequence[Sequence[int]]) -> float:
 
 
 def distinct_ngram_share(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of n-grams that are not a repeat; looping text, easy to draft, comes near 0.
+    """Share of distinct n-grams; near 0 for looping text, which is easy to draft.
 
-    1 for a text too short to hold two.
+    1 for a text too short for two.
     """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0

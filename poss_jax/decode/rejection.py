@@ -1,22 +1,22 @@
 """Sampled drafts with rejection: children are drawn from the draft, and kept by a ratio test.
 
-The third way to draft, beside argmax and coupled drafts, and the one of SpecInfer (arXiv
-2305.09781) and EAGLE (2401.15077). Texts have the target's distribution, but are not those that
-the target alone writes with the same seed.
+The third way to draft, after argmax and coupled drafts, used by SpecInfer (arXiv 2305.09781) and
+EAGLE (2401.15077). Texts have the target's distribution, but differ from the ones that the target
+alone writes with the same seed.
 
-  - Drafting: the children of a node are drawn without replacement from the draft's distribution q,
-    in an order that counts: the best of log q plus Gumbel noise of their own.
+  - Drafting: a node's children are drawn without replacement from the draft's distribution q, and
+    keep their order: best first by log q plus separate Gumbel noise.
   - Verification: with p the target's distribution, child x is accepted with probability
     min(1, p(x) / q(x)). If it is not, p becomes norm(max(p - q, 0)), x is removed from q, and the
-    next child is tested. Where none is left, the token is drawn from p.
+    next child is tested. If none is left, the token is drawn from p.
 
-The test decides on a token at every node by itself, so that the path is found as for other trees
-(`verify.accept`). Where the filters leave fewer tokens than a node has children, the other children
-are not tested; a token that is drawn from p may still equal one of them.
+The test decides on a token at every node separately, so the path is found as for other trees
+(`verify.accept`). If the filters leave fewer tokens than a node has children, the other children
+are not tested; a token drawn from p may still equal one of them.
 
-The test is exact only if the children it sees do not depend on what was drawn for them. So neither
-tokens nor probabilities decide where the tree grows, only the places at which children are drawn:
-the child at place 0 is accepted most often, whatever it is. With the score of a place instead of a
+The test is exact only if the children it sees do not depend on their drawn values. So neither
+tokens nor probabilities decide where the tree grows, only the order in which children are drawn:
+the child at place 0 is accepted most often. With the score of a place instead of a
 log-probability, EAGLE-2's search gives a tree of the same shape in every round (`groups_of`).
 """
 
@@ -36,13 +36,13 @@ from poss_jax.model.ranking import choose
 from poss_jax.model.ranking import top_k as best_of
 from poss_jax.shapes import Array, Float, Int
 
-# A later place counts as three levels more: right if of the children that are tested, each passes
-# with probability a = 0.68, for which 1 - a = a^3. Whole numbers are added without rounding.
+# A later place counts as three levels more: right if each tested child passes with probability
+# a = 0.68, for which 1 - a = a^3. Whole numbers are added without rounding.
 _LEVELS_PER_PLACE = 3
-_DRAFTS = 2**32 - 1  # folded into a seed where the target's noise has a position, which is smaller
+_DRAFTS = 2**32 - 1  # folded into a seed in place of a position, which is always smaller
 
 Path = tuple[int, ...]
-"""Places at which the nodes between the root and a node were drawn among their siblings."""
+"""Places, among their siblings, of the nodes from the root to a node."""
 
 
 class Groups(NamedTuple):
@@ -56,8 +56,8 @@ class Groups(NamedTuple):
 
     Attributes:
       parents: node that each group continues.
-      children: its children in the order of their places; -1 fills up.
-      rows: place of each parent in the list of all nodes that children were drawn for.
+      children: its children in the order of their places; padded with -1.
+      rows: index of each parent in the list of nodes with drawn children.
     """
 
     parents: tuple[int, ...]
@@ -94,7 +94,7 @@ def _cost(path: Path) -> int:
 
 
 class DrawnTree(Tree):
-    """A tree whose children were drawn, and what the test of them needs.
+    """A tree with drawn children, and the inputs of their test.
 
     Attributes:
       probs: distribution that the children of each group were drawn from, over the target's
@@ -118,7 +118,7 @@ def draw_tree(
       config: static settings.
       state: state before the round.
       sampling: the request's settings.
-      text: tokens so far; the path in it is not looked at.
+      text: tokens so far; its path is ignored.
     """
     assert config.draft is not None and state.draft is not None, "want a draft"
     vocabulary, V = weights.draft["vocabulary"], config.target.vocab_size
@@ -128,7 +128,7 @@ def draw_tree(
         noise_shape=(config.tree.depth, V if vocabulary is None else len(vocabulary)),
         num_nodes=config.tree.num_nodes,
     )
-    probs = []  # of every level, as `draft` asks for its children
+    probs = []  # one entry per level, as `draft` asks for children
 
     def children(logits: Array, level: Level, top_k: int) -> tuple[Array, Array]:
         before = text._replace(path=level.path, on_path=level.on_path)
@@ -163,11 +163,11 @@ def choose_drawn(
     sampling: Sampling,
     text: Text,
 ) -> Int[Array, "B M"]:
-    """The token after every node: the child that passes the test, or a draw from what is left.
+    """Chooses the token after every node: the child that passes the test, or a draw from the rest.
 
     Args:
       tree: the drawn tree.
-      chosen: the target's choices; those of nodes without children and of greedy sequences stay.
+      chosen: the target's choices; kept at nodes without children and in greedy sequences.
       logits: logits of the target at every node.
       noise: noise that the target draws with at every node.
       sampling: the request's settings.
@@ -193,16 +193,16 @@ def accept_child(
     tokens: Int[Array, "B groups W"],
     thresholds: Float[Array, "B groups W"],
 ) -> tuple[Int[Array, "B groups"], Float[Array, "B groups V"]]:
-    """Tests the children of every group in the order in which they were drawn.
+    """Tests the children of every group in drawing order.
 
     Args:
-      target: distribution p that the accepted or drawn token has.
+      target: distribution p of the token.
       drafted: distribution q that the children were drawn from, without replacement.
       tokens: the children; -1 where there are no more.
       thresholds: uniform numbers.
 
     Returns:
-      The accepted child, -1 where none is, and the distribution to draw from in that case.
+      The accepted child or -1, and the distribution to draw from in that case.
     """
     ids = jnp.arange(target.shape[-1])[None, None]
     accepted = jnp.full(tokens.shape[:2], -1, jnp.int32)

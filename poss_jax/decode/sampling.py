@@ -1,14 +1,14 @@
-"""The two parts of the target's choice: processed scores, and noise that belongs to the request.
+"""The two parts of the target's choice: processed scores, and the request's noise.
 
 A token is chosen as `argmax(scores + noise)`. The scores are the logits after the processors of
-`transformers`, in its order: logit bias, repetition penalty, temperature, top-k, top-p, min-p; the
-frequency and presence penalties of servers, which count the output alone, come after the repetition
-penalty. The noise is Gumbel noise, so that the argmax is a draw from softmax(scores); it depends on
-the seed of the request and the position of the chosen token, and on nothing else. So a request gets
-the same text from any drafter, tree and batch, and the drafter may look at the noise beforehand.
-Sequences of temperature 0 get no noise: they are greedy.
+`transformers`, in its order: logit bias, repetition penalty, temperature, top-k, top-p, min-p;
+servers' frequency and presence penalties, which count only the output, follow the repetition
+penalty. The noise is Gumbel noise, so the argmax is a draw from softmax(scores); it depends only on
+the request's seed and the position of the chosen token. So a request gets the same text from any
+drafter, tree and batch, and the drafter may look at the noise in advance. Sequences of temperature
+0 get no noise: they are greedy.
 
-Scores and noise are float32 whatever the model's dtype.
+Scores and noise are always float32.
 """
 
 from collections.abc import Callable
@@ -25,21 +25,21 @@ from poss_jax.shapes import Array, Bool, Float, Int
 
 
 class Sampling(struct.PyTreeNode):
-    """Settings by which tokens are chosen, per sequence.
+    """Sampling settings, per sequence.
 
     Attributes:
       seed: seed of the noise.
       temperature: 0 is greedy.
-      top_k: how many tokens may be chosen; 0 is all.
+      top_k: number of tokens that may be chosen; 0 is all.
       top_p: probability mass of the tokens that may be chosen; 1 is all.
       min_p: least probability relative to the most likely token's; 0 is all.
       repetition_penalty: divides positive and multiplies negative logits of tokens in the text; 1
         is none.
       bias_ids: tokens whose logits are shifted; -1 is none.
       bias: number added to each of them.
-      frequency_penalty: number subtracted from the logit of a token for every time that the output
-        holds it; None where no sequence has any.
-      presence_penalty: number subtracted once if the output holds it; None likewise.
+      frequency_penalty: subtracted from a token's logit once per occurrence in the output; None if
+        no sequence has one.
+      presence_penalty: subtracted once if the token occurs in the output; None likewise.
     """
 
     seed: Array  # [B] uint32
@@ -55,14 +55,14 @@ class Sampling(struct.PyTreeNode):
 
 
 class Text(NamedTuple):
-    """Tokens that precede a choice: those of the sequence, and those on a node's own path.
+    """Tokens that precede a choice: the sequence, and a node's path.
 
     Attributes:
       tokens: tokens of the sequence.
       is_token: False for padding.
       path: tokens of all nodes.
-      on_path: which of the nodes precede each choice.
-      is_output: tokens of the sequence that the target chose; None: none of them.
+      on_path: nodes that precede each choice.
+      is_output: True for tokens that the target chose; None if it chose none.
     """
 
     tokens: Array  # [B S]
@@ -80,7 +80,7 @@ def draw_noise(
     Args:
       sampling: seeds and temperatures.
       first: position of the first token to be chosen; the prompt's first token is at 0.
-      num_positions: how many.
+      num_positions: number of positions.
       vocab_size: V.
     """
 
@@ -104,12 +104,12 @@ def shift_logits(
 ) -> Float[Array, "B rows Vd"]:
     """Scores before the filters: logits after bias, penalties and temperature.
 
-    What no sequence asks for takes no time: it is skipped by conditions on the settings.
+    Settings that no sequence uses are skipped at run time.
 
     Args:
       logits: logits of the next token.
       sampling: the settings.
-      text: what the penalties look at.
+      text: text for the penalties.
       vocab_size: V of the target.
       vocabulary: target id of every logit, for a draft that has its own; None: all, in order.
     """
@@ -150,7 +150,7 @@ def process_logits(
 ) -> Float[Array, "B rows Vd"]:
     """Scores of the tokens that may be chosen, -inf for the others: what `draw` draws from.
 
-    The vocabulary is that of `shift_logits`; None: the logits are the target's.
+    `vocabulary` as in `shift_logits`.
     """
     vocab_size = vocab_size or logits.shape[-1]
     scores = shift_logits(logits, sampling, text, vocab_size=vocab_size, vocabulary=vocabulary)
@@ -164,11 +164,11 @@ def process_logits(
 def draw(
     scores: Float[Array, "B rows V"], noise: Float[Array, "B rows V"], sampling: Sampling
 ) -> Int[Array, "B rows"]:
-    """Chooses the token of the highest score and noise among those that the filters keep.
+    """Chooses the token with the highest score plus noise among those that the filters keep.
 
-    The filters keep all scores above some score, so it is enough to look at one candidate after
-    the other: one that is not kept rules out all that score no more. Few are looked at, where the
-    filters themselves would take dozens of passes over the vocabulary.
+    The filters keep all scores above a threshold, so candidates are checked one by one: a refused
+    one rules out all with lower scores. This takes few checks, while the filters themselves would
+    take dozens of passes over the vocabulary.
 
     Args:
       scores: result of `shift_logits`.
@@ -196,9 +196,9 @@ def draw(
 def lower_unlikely(
     scores: Float[Array, "B rows Vd"], sampling: Sampling, margin: float
 ) -> Float[Array, "B rows Vd"]:
-    """Lowers the scores that the filters would leave out, as far as the best few tell.
+    """Lowers the scores that the filters would probably drop, judging by the best few.
 
-    For a draft, which does not quite know what the target's filters leave.
+    For a draft, which knows only roughly what the target's filters keep.
 
     Args:
       scores: result of `shift_logits`.
@@ -237,7 +237,7 @@ def _where_any(wanted: Array, change: Callable[[Array], Array], scores: Array) -
 def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "B V"]:
     """Sums the biases of every token."""
     batch = len(sampling.bias_ids)
-    ids = jnp.where(sampling.bias_ids < 0, vocab_size, sampling.bias_ids)  # beyond: dropped
+    ids = jnp.where(sampling.bias_ids < 0, vocab_size, sampling.bias_ids)  # out of range: dropped
     bias = jnp.zeros((batch, vocab_size))
     return bias.at[jnp.arange(batch)[:, None], ids].add(sampling.bias, mode="drop")
 
@@ -281,7 +281,7 @@ def _filters(sampling: Sampling) -> tuple[Array, Array, Array]:
 def _is_drawable(
     scores: Float[Array, "B rows V"], token: Int[Array, "B rows"], sampling: Sampling
 ) -> Bool[Array, "B rows"]:
-    """Tells whether one token of every row passes the filters; see `_is_kept`."""
+    """True if a row's token passes the filters; see `_is_kept`."""
     ks, ps, min_p = _filters(sampling)
     highest = scores.max(axis=-1, keepdims=True)
     score = jnp.take_along_axis(scores, token[..., None], axis=-1)
@@ -292,7 +292,7 @@ def _is_drawable(
     limit = ps * _mass_of_top_k(scores, mass, sampling)
     is_kept = ((rank < ks) | (ks <= 0)) & ((above < limit) | (ps >= 1))
     is_kept &= score >= highest + jnp.log(min_p)
-    return (is_kept | ~(score < highest))[..., 0]  # True for NaN, too
+    return (is_kept | ~(score < highest))[..., 0]  # also True for NaN
 
 
 def _mass_of_top_k(scores: Array, mass: Array, sampling: Sampling) -> Float[Array, "B rows 1"]:
@@ -309,7 +309,7 @@ def _mass_of_top_k(scores: Array, mass: Array, sampling: Sampling) -> Float[Arra
 
 
 def _is_kept(scores: Float[Array, "B rows Vd"], sampling: Sampling) -> Bool[Array, "B rows Vd"]:
-    """Top-k, then top-p over what is left, then min-p; equal scores stay or go together."""
+    """Top-k, then top-p over the rest, then min-p; equal scores stay or go together."""
     # Differs from transformers: among scores equal to the last one kept, top-p there keeps some.
     ks, ps, min_p = _filters(sampling)
     highest = scores.max(axis=-1, keepdims=True)
@@ -323,13 +323,13 @@ def _is_kept(scores: Float[Array, "B rows Vd"], sampling: Sampling) -> Bool[Arra
 
 
 def _order(scores: Array) -> Array:
-    """Integers that are ordered as the scores are; both zeros are one."""
+    """Integers in the order of the scores; both zeros are equal."""
     bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
 def _least_kept(order: Array, weights: Array, limit: Array) -> Array:
-    """The least entry above which there is less than `limit` of weight.
+    """The least entry with less than `limit` of weight above it.
 
     Found by bisection over all integers, in 32 passes and without sorting the row.
     """

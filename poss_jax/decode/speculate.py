@@ -2,8 +2,8 @@
 
     draft (specialists) ─► verify (target, one pass) ─► accept ─► commit (both caches)
 
-Autoregressive decoding is the same round with a tree that holds the root alone, so that both go
-through the same prefill, the same choosing of tokens and the same commit.
+Autoregressive decoding is the same round with a tree of only the root, so both share the prefill,
+the choice of tokens and the commit.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeSta
 def first_state(
     weights: Weights, config: DecodeConfig, request: Request, out: targets.Prefilled
 ) -> DecodeState:
-    """Chooses the first token after prompts that were run through target and draft."""
+    """Chooses the first token after prompts already run through target and draft."""
     B = len(request.tokens)
     root = _choose_first(config, request, out.logits)
     state = DecodeState(
@@ -67,9 +67,9 @@ def first_state(
 
 
 def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.Prefilled:
-    """The target's pass over the prompts; it visits the draft's cache with all pairs but the last.
+    """The target's pass over the prompts; fills the draft's cache with all pairs but the last.
 
-    The last pair of a prompt has to wait for the first chosen token.
+    The last pair of a prompt needs the first chosen token.
     """
     num_chunks = (highest_of_groups(request.lengths.max()) + config.chunk - 1) // config.chunk
     begun = begin_prefill(weights, config, request)
@@ -78,7 +78,7 @@ def prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets
 
 
 def begin_prefill(weights: Weights, config: DecodeConfig, request: Request) -> targets.Prefill:
-    """Empty caches of target and draft."""
+    """Makes empty caches for target and draft."""
     make_cache = partial(
         init_cache,
         size=config.rows,
@@ -103,7 +103,7 @@ def run_chunks(
     prefill: targets.Prefill,
     chunks: tuple[Array | int, Array | int],
 ) -> targets.Prefill:
-    """Runs some chunks of the prompts, from the first index up to the second."""
+    """Runs chunks of the prompts, from the first index up to the second."""
     padding = -request.tokens.shape[1] % config.chunk
     following = jnp.pad(request.tokens[:, 1:], ((0, 0), (0, padding + 1)))
 
@@ -131,7 +131,7 @@ def run_chunks(
 def run_round(
     weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
 ) -> DecodeState:
-    """Drafts, verifies, accepts and commits once; the text of a sequence that is done stays."""
+    """Drafts, verifies, accepts and commits once; finished sequences stay unchanged."""
     noise = round_noise(config, request, state)
     tree = draft_tree(weights, config, request, state, noise)
     return finish_round(weights, config, request, state, tree, noise)
@@ -145,7 +145,7 @@ def finish_round(
     tree: Tree,
     noise: Float[Array, "B positions V"] | None,
 ) -> DecodeState:
-    """All of a round that comes after drafting."""
+    """The round after drafting: verify, accept, commit."""
     out = verify_tree(weights, config, state, tree)
     with jax.named_scope("accept"):
         chosen = choose_tokens(request, state, tree, out.logits, noise)
@@ -157,7 +157,7 @@ def finish_round(
 def round_noise(
     config: DecodeConfig, request: Request, state: DecodeState
 ) -> Float[Array, "B positions V"] | None:
-    """Noise of every position that a round can choose a token for; None decodes greedily."""
+    """Noise of every position a round can choose a token for; None decodes greedily."""
     if request.sampling is None:
         return None
     depth = config.tree.depth if config.is_drafting else 0
@@ -176,7 +176,7 @@ def draft_tree(
     state: DecodeState,
     noise: Float[Array, "B positions V"] | None,
 ) -> Tree:
-    """First part of a round: the tree to verify."""
+    """First part of a round: drafts the tree to verify."""
     if not config.is_drafting:
         return root_tree(state.root)
     if config.children is None and config.drafting == "sampled" and request.sampling:
@@ -194,7 +194,7 @@ def draft_candidates(
     state: DecodeState,
     noise: Float[Array, "B positions V"] | None,
 ) -> Candidates:
-    """All nodes that a draft proposes, before the tree is selected among them."""
+    """All nodes a draft proposes, before the tree is selected."""
     assert config.draft is not None and state.draft is not None, "want a draft"
     children = config.children or drafting.top_children
     is_coupled = config.children is None and config.drafting == "coupled"
@@ -220,7 +220,7 @@ def draft_candidates(
 def verify_tree(
     weights: Weights, config: DecodeConfig, state: DecodeState, tree: Tree
 ) -> targets.Verified:
-    """The target's one pass over the tree."""
+    """Runs the target's one pass over the tree."""
     return targets.verify(
         weights.target,
         config.target,
@@ -239,7 +239,7 @@ def choose_tokens(
     logits: Float[Array, "B M V"],
     noise: Float[Array, "B positions V"] | None,
 ) -> Int[Array, "B M"]:
-    """The token the target chooses after every node."""
+    """Chooses the target's token after every node."""
     if request.sampling is None or noise is None:
         return choose(logits)
     text = text_before(request, state.output, tree)
@@ -261,14 +261,14 @@ def commit(
     acceptance: Acceptance,
     logprobs: Logprobs | None = None,
 ) -> DecodeState:
-    """Last part of a round: output, statistics and both caches take in the accepted path."""
+    """Last part of a round: adds the accepted path to output, statistics and both caches."""
     num_new = jnp.where(state.output.is_done, 0, acceptance.num_accepted + 1)
     root = jnp.take_along_axis(acceptance.emitted, acceptance.num_accepted[:, None], axis=1)
     path = acceptance.path
     kept = take_rows(out.rows, path) if config.is_drafting else out.rows
     cache = state.target_cache
-    # Adds 0. XLA on CPU copies the caches of a single row, unless it knows by this that the row is
-    # written after all that is read to choose its token.
+    # Adds 0. Without this dependency XLA on CPU copies the caches of a single row: it must know
+    # that the row is written after all that is read to choose its token.
     cache = cache.replace(length=cache.length + jnp.minimum(root[:, 0], 0))
     state = state.replace(
         target_cache=commit_rows(cache, kept, num_new),
@@ -285,7 +285,7 @@ def commit(
 
 
 def generate(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
-    """Decodes until every sequence is done, without returning to the host in between."""
+    """Decodes until every sequence is done, without the host in between."""
     return run_rounds(weights, config, request, start(weights, config, request))
 
 
@@ -303,8 +303,8 @@ def run_rounds(
 def _write_output(
     request: Request, output: Output, acceptance: Acceptance, logprobs: Logprobs | None
 ) -> Output:
-    """Appends what a round emitted, cut exactly at a stop token or at the limit."""
-    # Differs from PosS: there a round is kept whole, so texts run past limit and stop token.
+    """Appends the tokens a round emitted, cut exactly at a stop token or at the limit."""
+    # Differs from PosS: PosS keeps a round whole, so texts run past limit and stop token.
     emitted = acceptance.emitted
     column = jnp.arange(emitted.shape[1])[None]
     num_emitted = acceptance.num_accepted + 1
@@ -316,7 +316,7 @@ def _write_output(
     num_tokens = output.num_tokens + jnp.where(active, num_written, 0)
 
     def recorded(record: Array, count: Array) -> Array:
-        # A round cut short neither accepted nor was refused anything beyond the cut.
+        # A cut round neither accepted nor refused anything beyond the cut.
         cut = jnp.where(num_written < num_emitted, jnp.minimum(count, num_written), count)
         return write_rows(record, cut[:, None], output.num_rounds, axis=1)
 
@@ -345,7 +345,7 @@ def _logprobs(
 def _first_logprobs(
     config: DecodeConfig, logits: Float[Array, "B V"], root: Int[Array, " B"]
 ) -> Logprobs | None:
-    """Room for the log-probabilities of a text, with those of its first token."""
+    """Allocates a text's log-probabilities and writes the first token's."""
     if not config.num_logprobs:
         return None
     first = _logprobs(config, logits[:, None], root[:, None])
@@ -369,7 +369,7 @@ def _path_logprobs(
 def _write_logprobs(
     stored: Logprobs | None, new: Logprobs | None, start: Int[Array, " B"]
 ) -> Logprobs | None:
-    """Appends those of a round; a round without any leaves them as they are."""
+    """Appends a round's log-probabilities, if it has any."""
     if stored is None or new is None:
         return stored
     return jax.tree.map(lambda old, own: write_rows(old, own, start, axis=1), stored, new)
@@ -417,7 +417,7 @@ def _are_first(tokens: Int[Array, "B T"], count: Int[Array, " B"]) -> Bool[Array
 
 
 def _are_continued(request: Request) -> Bool[Array, "B P"]:
-    """Marks the tokens of prompts that are output of an answer to be continued."""
+    """Marks prompt tokens that are output of a continued answer."""
     in_prompt = _are_first(request.tokens, request.lengths)
     if request.output_starts is None:
         return jnp.zeros_like(in_prompt)
@@ -432,7 +432,7 @@ def _commit_draft(
     features: Array,
     num_pairs: Int[Array, " B"],
 ) -> DraftState:
-    """Gives every specialist the new pairs, and keeps the input of the last one."""
+    """Commits the new pairs to every specialist, and keeps the input of the last one."""
     x = drafting.join_pairs(weights.draft, config, tokens, features)
     last = jnp.take_along_axis(x, jnp.maximum(num_pairs - 1, 0)[:, None, None], axis=1)
     cache = drafting.commit_pairs(weights.draft, config, cache, x, num_pairs)

@@ -13,20 +13,20 @@ from poss_jax.shapes import Array, Params
 
 
 class DecodeConfig(NamedTuple):
-    """Everything about decoding that is static.
+    """Static settings of decoding.
 
     Attributes:
       target: shape of the target.
       draft: shape of the draft; None decodes autoregressively.
       tree: size of the draft tree.
-      rows: S, room of every sequence for its prompt, its new tokens and `margin`, and for the
+      rows: S, room per sequence for prompt, new tokens and `margin`, and for the
         prompt in whole chunks.
-      chunk: tokens of a prompt that the target reads in one forward.
+      chunk: prompt tokens that the target reads per forward.
       drafting: how drafts propose tokens to sampled sequences.
       children: how the draft proposes the children of a node, instead of `drafting`.
       mesh: devices; None: one.
       drafts: False drafts nothing in this round, and keeps the draft's cache for later ones.
-      num_logprobs: how many tokens' log-probabilities are kept at each position; 0: none.
+      num_logprobs: most likely tokens whose log-probabilities are kept per position; 0: none.
     """
 
     target: LlamaConfig
@@ -59,7 +59,7 @@ class DecodeConfig(NamedTuple):
 
     @property
     def margin(self) -> int:
-        """Rows that the last round and those after the end write beyond the limit."""
+        """Rows that rounds may write beyond the limit."""
         return 2 * (self.max_accepted + 1)
 
 
@@ -77,10 +77,10 @@ class Request(struct.PyTreeNode):
       tokens: prompts, padded on the right.
       lengths: tokens of each prompt, at least 1.
       limits: most new tokens, at least 1.
-      stop_ids: tokens that end each text, -1 is none; one row stands for all sequences.
+      stop_ids: tokens that end each text, -1 is none; one row serves all sequences.
       sampling: how tokens are chosen; None is the argmax of the target's logits.
-      output_starts: position from which a prompt's tokens count as output (of an answer that is
-        continued), for penalties that look at the output alone; None: its end.
+      output_starts: position from which a prompt's tokens count as output (of a continued
+        answer) for penalties on the output; None: its end.
     """
 
     tokens: Array  # [B P] int32
@@ -95,7 +95,7 @@ class DraftState(struct.PyTreeNode):
     """State that the draft carries from round to round.
 
     Attributes:
-      cache: committed (feature, token) pairs; the last one ends in the root.
+      cache: committed (feature, token) pairs; the last one ends at the root.
       root_input: draft input of that last pair.
     """
 
@@ -104,7 +104,7 @@ class DraftState(struct.PyTreeNode):
 
 
 class Logprobs(struct.PyTreeNode):
-    """Log-probabilities that the target gave tokens: log-softmax of its logits as they are.
+    """The target's log-probabilities: log-softmax of its raw logits.
 
     Attributes:
       chosen: log-probability of the token that was chosen.
@@ -121,13 +121,13 @@ class Output(struct.PyTreeNode):
     """Tokens decoded so far, and statistics.
 
     Attributes:
-      tokens: chosen tokens; those from `num_tokens` on are not part of the text.
+      tokens: chosen tokens; entries from `num_tokens` on are not part of the text.
       num_tokens: tokens of each text.
       num_accepted: accepted drafted tokens of every round.
       num_offered: deepest position offered along the accepted path in every round.
-      num_rounds: rounds each sequence has taken part in.
-      is_done: the text ended: stop token or limit.
-      logprobs: of the tokens; None where nobody asks for them.
+      num_rounds: rounds of each sequence.
+      is_done: the text has ended (stop token or limit).
+      logprobs: log-probabilities of the tokens; None if not requested.
     """
 
     tokens: Array  # [B S] int32
@@ -140,10 +140,10 @@ class Output(struct.PyTreeNode):
 
 
 class DecodeState(struct.PyTreeNode):
-    """All that a round reads and writes.
+    """The state that a round reads and writes.
 
     Attributes:
-      target_cache: committed tokens: all but the root.
+      target_cache: all tokens but the root.
       draft: None without a draft.
       root: the last chosen token.
       output: texts and statistics.

@@ -31,12 +31,12 @@ class Candidates(struct.PyTreeNode):
 
 
 class Beam(struct.PyTreeNode):
-    """The nodes of one level that go on.
+    """The nodes of one level that get children.
 
     Attributes:
       scores: path log-probability of each node.
       index: each node's place in the list of candidates (-1: the root).
-      ancestors: which beam nodes of all levels so far lie on each node's path, itself included.
+      ancestors: beam nodes of all levels so far on each node's path, itself included.
     """
 
     scores: Array  # [B W] float32
@@ -95,7 +95,7 @@ def next_beam(
       top_k: W.
 
     Returns:
-      The new beam, and which candidate of the level each of its nodes is.
+      The new beam, and the index within the level of each of its nodes.
     """
     scores, picks = lax.top_k(level.scores, top_k)
     parent_row = picks // (level.scores.shape[1] // beam.scores.shape[1])
@@ -117,15 +117,14 @@ def join_levels(levels: list[Candidates]) -> Candidates:
 def select(root: Int[Array, " B"], candidates: Candidates, config: TreeConfig) -> Tree:
     """Keeps the best nodes of the list, parents always included (EAGLE-2's reranking).
 
-    Nodes are ranked by the lowest score on their path, which is their own unless a sum of
-    log-probabilities came out a rounding too high. So a node ranks strictly below its parent or
-    ties it, and among equals the lower index (the parent) is kept: the kept nodes are closed under
-    parents, whatever the scores are.
+    Nodes are ranked by the lowest score on their path, which is their own unless rounding raised a
+    sum of log-probabilities. So a node ranks below its parent or ties with it, and on ties the
+    lower index (the parent) is kept: the kept nodes are closed under parents for any scores.
 
     Args:
       root: the last chosen token.
       candidates: all drafted nodes, of at most `config.depth` levels.
-      config: how many to keep; `config.num_nodes` counts the root.
+      config: number to keep; `config.num_nodes` counts the root.
     """
     batch, num_candidates = candidates.tokens.shape
     ranks = _lowest_on_path(candidates, depth=config.depth)
@@ -174,7 +173,7 @@ def _lowest_on_path(candidates: Candidates, *, depth: int) -> Float[Array, "B C"
 
 
 def _at_most(scores: Array, bound: Array) -> Array:
-    """The scores that are below a bound, and the bound itself in place of the others.
+    """Clamps scores to a bound.
 
     Unlike `minimum`, the result sorts below the bound or equals it bit for bit, also where a score
     is -0.0 or NaN.

@@ -1,9 +1,8 @@
 """Acceptance: the target's choice at every node, and the path that agrees with it.
 
-Drafts are a deterministic expansion, so "accept the token the target itself chose, if the tree
-holds it" is the accept/reject scheme of EAGLE-2 with the same acceptance probability, and the
-output is what the target alone would have written. Where drafts are sampled, `rejection` makes the
-choices.
+Drafts are a deterministic expansion, so accepting the token the target itself chose, if the tree
+has it, is EAGLE-2's accept/reject scheme with the same acceptance probability, and the output is
+what the target alone would have written. For sampled drafts `rejection` makes the choices.
 """
 
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ def accept(tree: Tree, chosen: Int[Array, "B M"], *, max_accepted: int) -> Accep
         root "a" ── "b" ── "d"      chosen after: root "b", "b" "d", "d" "e"
                └─── "c"             accepted "b" "d", bonus token "e"
 
-    The walk takes at most one child per node and `max_accepted` steps, whatever the tree holds.
+    The walk takes at most one child per node and `max_accepted` steps, for any tree.
 
     Args:
       tree: the nodes.
@@ -47,7 +46,7 @@ def accept(tree: Tree, chosen: Int[Array, "B M"], *, max_accepted: int) -> Accep
     for _ in range(max_accepted):
         wanted = jnp.take_along_axis(chosen, node[:, None], axis=1)
         agrees = is_child(tree, node) & (tree.tokens == wanted)
-        has_next = agrees.any(axis=1)  # False once, False ever after: the walk stays where it is
+        has_next = agrees.any(axis=1)  # once False, always False: the walk stays in place
         node = jnp.where(has_next, agrees.argmax(axis=1).astype(jnp.int32), node)
         num_accepted += has_next.astype(jnp.int32)
         path.append(node)

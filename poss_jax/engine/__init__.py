@@ -1,4 +1,4 @@
-"""The engine of the library's users: a target, optionally a draft; `generate` and `stream`.
+"""The library's interface: a target, optionally with a draft; `generate` and `stream`.
 
 engine.py     Engine: loading, preparing prompts, decoding on the device or round by round
 prompts.py    text, token ids or chat messages -> PreparedPrompt; settings of a batch as arrays
@@ -7,7 +7,7 @@ leader.py     one model on several hosts: process 0 decides the steps, the other
 text.py       tokens -> text that may be shown; stop strings
 dialogue.py   prompt files, and conversations whose every turn the target answers
 device.py     defaults of the device; draft trees per batch size; memory
-trees.py      files of draft trees per batch size, those that were tuned for a draft among them
-steps.py      compiled calls: whole batches, and some rounds at a time
-slots.py      a batch whose texts come and go; scheduler.py fills it, streams.py is what comes out
+trees.py      draft trees per batch size, written by hand or tuned
+steps.py      compiled calls: a whole batch, or a few rounds at a time
+slots.py      a batch whose texts come and go; scheduler.py fills it, streams.py carries the answers
 """

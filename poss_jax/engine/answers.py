@@ -17,7 +17,7 @@ class Generation:
 
     Attributes:
       prompt_ids: tokens that were continued.
-      output_ids: new tokens, those of a stop token or stop string included.
+      output_ids: new tokens, including a stop token or stop string.
       text: the new tokens as text, without stop token or stop string; None without a tokenizer.
       accepted_per_round: accepted drafted tokens of every round, bonus token not counted.
       offered_per_round: deepest position that the tree offered on the accepted path, per round.
@@ -53,14 +53,14 @@ class TokenLogprobs(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """One round of one text, on the host.
+    """One round of one sequence, on the host.
 
     Attributes:
       tokens: the new tokens.
       num_accepted: drafted tokens accepted; None for the first token, which no round chose.
       num_offered: deepest position offered along the accepted path.
       is_done: the text ended at a stop token or its limit.
-      logprobs: those of the new tokens, if they were asked for.
+      logprobs: log-probabilities of the new tokens, if requested.
     """
 
     tokens: list[int]
@@ -79,7 +79,7 @@ class Chunk:
       output_ids: tokens of these rounds.
       depths: position that each token was drafted at, from 1; 0 for the target's own.
       answer: the whole answer; only the last chunk has it.
-      logprobs: of the tokens of these rounds, if they were asked for.
+      logprobs: log-probabilities of these tokens, if requested.
     """
 
     pieces: list[Piece]
@@ -160,7 +160,7 @@ class LiveAnswer:
         self.is_ended = False
 
     def land(self, landed: Landed) -> Chunk:
-        """Takes in one more round of an answer that has not ended."""
+        """Adds one more round of an answer that has not ended."""
         tokens = landed.tokens
         depths = [i + 1 if i < (landed.num_accepted or 0) else 0 for i in range(len(tokens))]
         pieces, num_kept = self._push(tokens, depths, is_last=landed.is_done)
@@ -202,7 +202,7 @@ class LiveAnswer:
     def _push(
         self, tokens: list[int], depths: list[int], *, is_last: bool
     ) -> tuple[list[Piece], int]:
-        """Text of a round's tokens, and the number of tokens up to a stop string."""
+        """Decodes a round's tokens; returns the text and the number of tokens kept."""
         if self._stream is None:
             return [], len(tokens)
         pieces: list[Piece] = []

@@ -30,16 +30,18 @@ Trees = Mapping[int, TreeConfig | None]
 """Batch size -> tree for that many prompts and more; None decodes them without a draft."""
 
 _SLOW_DEPTH = 16
-"""Every drafted position is compiled by itself. A tiny draft took 12, 14, 26, 55 and 64 s at depths
-4, 8, 16, 32 and 64 on two busy CPU cores; `tests/test_compilation.py` measures it again."""
+"""Depth above which compiling is slow: every drafted position is compiled by itself.
+
+A tiny draft took 12, 14, 26, 55 and 64 s at depths 4, 8, 16, 32 and 64 on two busy CPU cores;
+`tests/test_compilation.py` measures it again."""
 
 _LEAST_ROWS = 128
 
 CPU_CHUNK, ACCELERATOR_CHUNK = 64, 512
-"""Tokens of a prompt that the target reads in one forward."""
+"""Prompt tokens that the target reads per forward."""
 
 CPU_REST, ACCELERATOR_REST = 16, 64
-"""As many tokens at the end of a prompt are read in a smaller forward, where prompts come alone."""
+"""Prompt tokens of the smaller forward that reads the end of a single prompt."""
 
 _LOG = logging.getLogger(__package__)
 
@@ -50,12 +52,12 @@ def default_dtype() -> Any:
 
 
 def default_tree() -> TreeConfig:
-    """The tree that suits this kind of device."""
+    """Default tree for this kind of device."""
     return CPU_TREE if jax.default_backend() == "cpu" else ACCELERATOR_TREE
 
 
 def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
-    """Clamps a tree to what can be drafted; logs that it did, or that compiling takes long.
+    """Clamps a tree to what can be drafted; logs if it did, or if compiling will take long.
 
     Raises:
       UserError: more candidates than can be counted on the device.
@@ -96,14 +98,14 @@ def prefill_rest() -> int:
 
 
 def with_rows(config: DecodeConfig, length: int, *, max_length: int) -> DecodeConfig:
-    """Makes room for texts: a power of two, or `max_length` if that is less, and the margin.
+    """Sets the number of rows: length plus margin, rounded up to a power of two, capped.
 
-    So a handful of programs serve all lengths.
+    Rounding lets a handful of programs serve all lengths.
 
     Args:
-      config: static settings of decoding; its own `rows` are replaced.
+      config: static settings of decoding; its `rows` are replaced.
       length: most tokens of prompt and answer together.
-      max_length: longest text that will ever be asked for.
+      max_length: longest text the engine accepts; caps the rows.
     """
     rows = max(_LEAST_ROWS, config.chunk, 1 << (length - 1).bit_length())
     rows = min(rows, _round_up(max_length, config.chunk)) + _round_up(config.margin, 128)
@@ -115,7 +117,7 @@ def _round_up(number: int, step: int) -> int:
 
 
 def tree_for(trees: Trees, batch_size: int) -> TreeConfig | None:
-    """The tree of the largest batch size that is not above the given one; else of the smallest."""
+    """Tree of the largest listed batch size not above the given one; else of the smallest."""
     below = [size for size in trees if size <= batch_size]
     return trees[max(below) if below else min(trees)]
 
@@ -142,7 +144,7 @@ def check_weights(
       mesh: grid of devices; None: one device.
 
     Raises:
-      UserError: see above.
+      UserError: the weights exceed the memory.
     """
     is_quantised = (quantise or record.quantised) is not None
     needed = 0
@@ -162,7 +164,7 @@ def check_weights(
 
 
 def check_memory(weights: Weights, config: DecodeConfig, *, batch_size: int) -> None:
-    """Refuses a batch that cannot fit.
+    """Refuses a batch that cannot fit in memory.
 
     Args:
       weights: parameters of target and draft.
@@ -183,7 +185,7 @@ def check_memory(weights: Weights, config: DecodeConfig, *, batch_size: int) -> 
 
 
 def _why_whole(config: DecodeConfig) -> str:
-    """Says, where it is so, that the devices of a mesh hold the same caches."""
+    """Ends the message if every device of a mesh holds the whole cache; else ""."""
     heads, mesh = config.target.num_kv_heads, config.mesh
     if mesh is None or heads % mesh.shape["tensor"] == 0:
         return ""
@@ -206,7 +208,7 @@ def least_bytes(weights: Weights, config: DecodeConfig, *, batch_size: int) -> i
 
 
 def cache_bytes(weights: Weights, config: DecodeConfig) -> int:
-    """Counts the bytes of keys and values that a device holds of one sequence."""
+    """Counts the bytes of keys and values per sequence on one device."""
     per_row = config.target.num_layers * _pair(config.target, config.mesh)
     if config.draft is not None:
         per_row += config.num_streams * _pair(config.draft.layer, config.mesh)
@@ -214,12 +216,12 @@ def cache_bytes(weights: Weights, config: DecodeConfig) -> int:
 
 
 def _pair(config: LlamaConfig, mesh: Mesh | None) -> int:
-    """Numbers in the key and the value of one position in one layer, per device."""
+    """Elements in the key and value of one position in one layer, per device."""
     return 2 * _part(config.num_kv_heads, mesh) * config.head_dim
 
 
 def _part(size: int, mesh: Mesh | None) -> int:
-    """Part of a dimension that a device holds, if `tensor` divides it."""
+    """Share of a dimension that one device holds: cut by `tensor` if it divides, else all."""
     is_cut = mesh is not None and dividing_axes("tensor", size, mesh) is not None
     return size // mesh.shape["tensor"] if mesh is not None and is_cut else size
 

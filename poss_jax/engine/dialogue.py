@@ -44,14 +44,14 @@ class Dialogue:
       left: turns that are not answered yet: a user's message each; or, outside of conversations,
         the one prompt of a record.
       max_new_tokens: most new tokens of each answer.
-      sampling: how tokens are chosen. The answers share its seed: they stand at different positions
-        of the text, so their draws differ.
+      sampling: how tokens are chosen. The answers share its seed; they start at different positions
+        of the text, so the draws differ.
       messages: turns that are answered, and their answers; a system message may come first.
       num_answered: number of answers so far.
       prompt: the next prompt, once it is prepared.
       ended: reason why the conversation ended before its last turn; "" if it did not.
       is_too_long: True if that reason is that the next prompt does not fit.
-      most_tokens: most tokens that prompts and answers can have together, once it is checked.
+      most_tokens: most tokens of all prompts and answers together; set by `check`.
     """
 
     left: Sequence[Prompt | Message]
@@ -65,7 +65,7 @@ class Dialogue:
     most_tokens: int = 0
 
     def check(self, engine: Engine) -> None:
-        """Prepares the first prompt, and refuses a last one that cannot fit.
+        """Prepares the first prompt, and refuses a dialogue whose last prompt cannot fit.
 
         Raises:
           UserError: what `Engine.prepare` refuses, even if all answers before it are empty.
@@ -89,7 +89,7 @@ class Dialogue:
         return self.prompt is not None
 
     def take(self, answer: Generation, fields: dict[str, Any] | None = None) -> None:
-        """Lets the answer to the next prompt, and other fields of its message, join."""
+        """Adds the answer to the conversation, with other fields of its message."""
         turn, self.left = self.left[0], self.left[1:]
         if isinstance(turn, dict):
             answered = {"role": "assistant", "content": answer.text or "", **(fields or {})}
@@ -116,20 +116,20 @@ def answer_all(
     refuse: Callable[[Generation], str] = lambda answer: "",
     by_length: bool = False,
 ) -> Iterator[tuple[int, Generation]]:
-    """Lets the target answer every turn of every dialogue; all first turns come first.
+    """Answers every turn of every dialogue, all first turns first.
 
     A dialogue ends early if its next prompt is refused (see `Dialogue.ended`).
 
     Args:
       engine: prepares prompts.
-      dialogues: conversations; they take in their answers.
+      dialogues: conversations; their answers are added to them.
       decode: answers a batch.
       batch_size: number of prompts decoded together.
-      refuse: reason why a dialogue ends at an answer and does not keep it; "" keeps it.
+      refuse: returns why to drop an answer and end its dialogue; "" keeps it.
       by_length: batch prompts of similar length, which are padded less.
 
     Yields:
-      Index of the dialogue, and an answer that it kept.
+      Index of the dialogue, and the answer it kept.
     """
     while waiting := [i for i, dialogue in enumerate(dialogues) if dialogue.ask(engine)]:
         prompts = {i: prompt for i in waiting if (prompt := dialogues[i].prompt)}
@@ -182,8 +182,8 @@ def read_dialogues(
 ) -> list[Dialogue]:
     """Turns records of a prompt file into dialogues.
 
-    A record's own `sampling` wins over the run's. Without a seed of its own, a record gets one from
-    the run's seed and its place.
+    A record's own `sampling` wins over the run's. A record without a seed gets one from the run's
+    seed and its place.
 
     Args:
       records: lines of a prompt file (see `read_prompts`).
@@ -208,7 +208,7 @@ def read_dialogues(
 
 
 def check_dialogues(engine: Engine, dialogues: Sequence[Dialogue]) -> None:
-    """Refuses dialogues that are sure to fail, before anything is decoded.
+    """Refuses dialogues that must fail, before anything is decoded.
 
     Raises:
       UserError: see `Dialogue.check`; the message names the prompt.

@@ -57,7 +57,7 @@ from poss_jax.engine.steps import decode_batch, run_live, run_step
 from poss_jax.engine.text import TextStream, check_stop, decode_behind, find_anchor
 from poss_jax.engine.trees import find_tuned
 from poss_jax.model.parameters import check_params, place_params, place_weights
-from poss_jax.model.quantise import Quantised
+from poss_jax.model.quantise import Quantised, quantise_specialists
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.model.specialists import attach, fuse_draft
 from poss_jax.model.target import compute_dtype, fuse_target
@@ -114,7 +114,7 @@ class Engine:
         self.draft_config: DraftConfig | None = None
         self.mesh = decoding_mesh(mesh)
         self.weights = Weights(self._fuse(params), {})
-        self._own_draft: Params = {}  # what is not the target's, and `vocabulary`
+        self._own_draft: Params = {}  # the draft's own weights, and `vocabulary`
         self._has_own_trees = tree is not None
         self.trees = _fit_trees(tree or default_tree(), {})
         self.drafting: Drafting = drafting
@@ -153,12 +153,12 @@ class Engine:
             the same in distribution only.
           allow_target_mismatch: use a draft made for other weights of the same shape.
           draft_vocabulary: file of the tokens that the draft may propose (see `python -m
-            train.draft_vocab`); None: that which was tuned with the trees, else what its folder
-            says, usually all.
+            train.draft_vocab`); None: the one tuned with the trees, else the folder's,
+            usually all tokens.
           quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
-            folder holds.
+            folder holds. The layers of a draft are rounded like its target's.
           mesh: grid of devices: `tensor` cuts weights and caches, `data` the batch; every device
-            loads its own part alone. None: one device.
+            loads its own part. None: one device.
 
         Raises:
           UserError: a folder is missing or broken, the draft does not fit the target, the
@@ -226,7 +226,9 @@ class Engine:
         other.draft_config = record.draft
         vocabulary = record.draft_vocabulary
         ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
-        own = fuse_draft(params, record.draft) | {"vocabulary": ids}
+        kind = self.record.quantised
+        own = quantise_specialists(params, kind) if kind else params
+        own = fuse_draft(own, record.draft) | {"vocabulary": ids}
         other._own_draft = _place_on(self.mesh, own)
         other.weights = other._lend(self.weights.target)
         trees = self.trees if self._has_own_trees else default_tree()
@@ -250,10 +252,10 @@ class Engine:
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters; nothing is compiled again.
 
-        The draft keeps its own parameters and is lent the new embedding and head. A text that is
-        being streamed ends with the old target, and engines that share it (`with_draft`,
-        `with_tree`) keep it. Old and new parameters are both held until this returns, and no array
-        of `params` is kept: a trainer may go on and donate them.
+        The draft keeps its parameters and uses the new embedding and head. A text that is being
+        streamed ends with the old target, and engines that share it (`with_draft`, `with_tree`)
+        keep it. Old and new parameters are both held until this returns, and no array of `params`
+        is kept, so a trainer may donate them.
 
         Args:
           params: parameters of a target of the same shape and dtype, as `__init__` takes them.
@@ -270,13 +272,13 @@ class Engine:
         check_params(self.target_config, params, compute_dtype(old))
         if self.target_config.tie_embeddings:
             params = params | {"head": params["embed"]}
-        # Where an array lies is part of what was compiled.
+        # Compiled programs are bound to the arrays' placement.
         fused = self._fuse(params, _copy_arrays_of(params))
         self.weights = self._lend(jax.tree.map(_place_like, fused, old))
-        self._fingerprint = secrets.token_hex(8)  # to hash all weights would take longer than this
+        self._fingerprint = secrets.token_hex(8)  # hashing the weights would be slower
 
     def _fuse(self, params: Params, own: Callable[[Params], Params] = lambda part: part) -> Params:
-        """Fuses a target for decoding and places it; the caller keeps a list of its own."""
+        """Fuses a target for decoding and places it; leaves the caller's list alone."""
         params = params | {"layers": list(params["layers"])}
         fused = fuse_target(
             params, self.target_config, lambda part: _place_on(self.mesh, own(part))
@@ -308,7 +310,7 @@ class Engine:
           prompts: texts, token ids or chat messages.
           max_new_tokens: most new tokens of each.
           batch_size: number of prompts decoded together.
-          sampling: how tokens are chosen, for all prompts (the first then has its seed, the others
+          sampling: how tokens are chosen, for all prompts (the first gets its seed, the others
             seeds derived from it and their index) or one per prompt; None is greedy.
           stop: strings that end a text; they are not part of it.
 
@@ -336,7 +338,7 @@ class Engine:
         sampling: SamplingConfig | None = None,
         stop: Sequence[str] = (),
     ) -> Iterator[Chunk]:
-        """Continues one prompt, round by round; the text is that of `generate`.
+        """Continues one prompt, round by round; gives the text of `generate`.
 
         Args:
           prompt: text, token ids or chat messages.
@@ -396,7 +398,7 @@ class Engine:
     def decode(
         self, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1, stop: Sequence[str] = ()
     ) -> list[Generation]:
-        """Answers prepared prompts, on the device, or in steps where stop strings need it.
+        """Answers prepared prompts, on the device, or step by step if stop strings need it.
 
         Args:
           prompts: made by `prepare`.
@@ -427,10 +429,10 @@ class Engine:
         return (chunk for _, chunk in run_live(self.weights, config, request, live))
 
     def precompile(self, lengths: Sequence[int], *, batch_size: int = 1) -> None:
-        """Compiles the programs of texts of some lengths, greedy and sampled, whole and streamed.
+        """Compiles the programs for some lengths: greedy and sampled, whole and streamed.
 
         Args:
-          lengths: most tokens of prompt and answer together, of texts to come.
+          lengths: most tokens of prompt and answer together, one per expected size of text.
           batch_size: number of prompts decoded together.
 
         Raises:
@@ -442,13 +444,13 @@ class Engine:
             prompt = self.prepare([0], length - 1, sampling)
             config, request = self.request([prompt], batch_size=batch_size)
             ended = request.replace(limits=jnp.ones_like(request.limits))
-            # No name holds the caches while the next ones are made.
+            # Nested, so that no name keeps the donated caches alive.
             jax.block_until_ready(
                 run_step(self.weights, config, ended, decode_batch(self.weights, config, ended))
             )
 
     def decode_config(self, length: int, batch_size: int = 1) -> DecodeConfig:
-        """Static settings of a call; rooms are rounded up (`with_rows`), to share programs.
+        """Static settings of a call; lengths are rounded up (`with_rows`) to share programs.
 
         Args:
           length: most tokens of prompt and answer together.
@@ -473,8 +475,8 @@ class Engine:
 
         Args:
           prompts: prepared prompts, at most `batch_size`.
-          batch_size: number of sequences, rounded up to what `mesh.data` divides; those beyond the
-            prompts end at once.
+          batch_size: number of sequences, rounded up to a multiple of `mesh.data`; padding
+            sequences end at once.
 
         Returns:
           The static settings of the call, and the batch.
@@ -492,7 +494,7 @@ class Engine:
         return config, make_request(lay_out(rows, stop_ids, num_tokens=config.rows))
 
     def read(self, prompts: Sequence[PreparedPrompt], output: Output) -> list[Generation]:
-        """Brings finished texts to the host."""
+        """Reads finished texts to the host."""
         host = jax.device_get(vars(output))
         answers = [
             read_answer(prompt.ids, host, row, self.stop_ids_of(prompt))
@@ -511,13 +513,13 @@ class Engine:
         return decode_behind(self.tokenizer, self.anchor(prompt), shown)
 
     def anchor(self, prompt: PreparedPrompt) -> int | None:
-        """Token of a prompt that its answer is decoded behind; None: the answer stands alone."""
+        """Last prompt token that the answer is decoded after; None: the answer stands alone."""
         if prompt.is_chat or self.tokenizer is None:
             return None
         return find_anchor(self.tokenizer, prompt.ids[: len(prompt.ids) - prompt.num_continued])
 
     def text_stream(self, prompt: PreparedPrompt, stop: Sequence[str] = ()) -> TextStream | None:
-        """Begins the text of an answer, behind what it continues; None without a tokenizer."""
+        """Begins the text of an answer, after what it continues; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         stream = TextStream(self.tokenizer, stop, anchor=self.anchor(prompt))
@@ -547,13 +549,13 @@ def _place_on(mesh: Mesh | None, params: Params) -> Params:
 
 
 def _commit(leaf: Any) -> jax.Array:
-    """Binds an array to where it lies; whether it is bound is part of what is compiled."""
+    """Commits an array to its device, so that equal calls share a compiled program."""
     leaf = jnp.asarray(leaf)
     return leaf if leaf.committed else jax.device_put(leaf, leaf.sharding)
 
 
 def _copy_arrays_of(params: Params) -> Callable[[Params], Params]:
-    """Returns a function that copies those arrays of a tree which are arrays of `params`."""
+    """Returns a function that copies the arrays of a tree that also occur in `params`."""
     given = {id(leaf) for leaf in jax.tree.leaves(params)}
     copies: dict[int, jax.Array] = {}  # a tied head stays one array
 
@@ -587,7 +589,7 @@ def _check_length(max_length: int | None, most: int) -> int:
 
 
 def _fit_trees(tree: TreeConfig | Trees, draft: Params) -> Trees:
-    """Trees per batch size, none of which asks for more than can be drafted."""
+    """Clamps the tree of every batch size to what can be drafted."""
     trees = {1: tree} if isinstance(tree, TreeConfig) else tree
     if not draft:
         return trees

@@ -1,11 +1,11 @@
 """One model on several hosts: process 0 decides the steps of the slots, the others repeat them.
 
-    process 0:   Leader(slots).run(...)  ─► tells ("run", ...) ─► slots.run(...)
+    process 0:   Leader(slots).run(...)  ─► sends ("run", ...) ─► slots.run(...)
     the others:  follow(slots)           ─►                       slots.run(...)
 
-Steps go through the key-value store of `jax.distributed`, not through a collective: a follower that
-waits keeps no device busy, may wait for any time, and the leader never waits for a round to end
-only to announce the next one. A process that dies ends all others, as `jax.distributed` has it.
+Steps go through the key-value store of `jax.distributed`, not a collective: a waiting follower
+keeps no device busy and may wait for any time, and the leader need not wait for a round to end
+before it announces the next. If a process dies, `jax.distributed` ends all others.
 """
 
 import pickle
@@ -20,11 +20,11 @@ from poss_jax.engine.slots import Slots
 _STEPS = ("begin", "extend", "insert", "run", "resize")
 _WAIT_MILLISECONDS = 3_600_000  # then the same question again
 _KEPT = 1024
-"""Steps that stay in the store. Collectives of the rounds keep followers within a few steps."""
+"""Steps kept in the store; the rounds' collectives keep followers within a few of them."""
 
 
 class Leader:
-    """The slots of process 0: every step is told to the others before it is taken."""
+    """The slots of process 0; broadcasts each step before running it."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots, self._num_told = slots, 0
@@ -53,7 +53,7 @@ class Leader:
 
 
 def follow(slots: Slots) -> None:
-    """Takes the steps that process 0 tells, until it dismisses."""
+    """Runs the steps that process 0 sends, until it dismisses."""
     for index in count():
         message = pickle.loads(_wait_for(_key(index)))
         if message is None:

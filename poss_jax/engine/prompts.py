@@ -1,6 +1,6 @@
 """Prompts of every kind -> token ids that fit, with their settings; several of them -> arrays.
 
-A prompt is tokenised and checked once: whatever takes a `PreparedPrompt` trusts it.
+A prompt is tokenised and checked once: code that takes a `PreparedPrompt` trusts it.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from poss_jax.decode.sampling import Sampling
 from poss_jax.decode.state import Request
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
-"""Text, token ids, or chat messages ({"role", "content"}, and what else the template reads)."""
+"""Text, token ids, or chat messages ({"role", "content"}, and other fields the template reads)."""
 
 
 HostRequest = dict[str, Any]
@@ -30,17 +30,17 @@ HostRequest = dict[str, Any]
 
 
 class PreparedPrompt(NamedTuple):
-    """A prompt that is ready to be decoded; `Engine.prepare` makes and checks it.
+    """A prompt ready for decoding, made and checked by `Engine.prepare`.
 
     Attributes:
       ids: token ids, at least one, all in the target's vocabulary.
-      max_new_tokens: most new tokens; they fit behind the prompt.
+      max_new_tokens: most new tokens; prompt and answer fit `max_length`.
       sampling: how tokens are chosen; its biased tokens are in the vocabulary.
-      stop_ids: tokens that end the answer; None: those of the engine.
-      num_continued: tokens at the end of `ids` that belong to an answer which is continued: the
-        frequency and presence penalties count them, and stop strings may begin in them.
-      is_chat: the answer is a message of its own, whose text is decoded alone; else it is decoded
-        as it follows the prompt.
+      stop_ids: tokens that end the answer; None: the engine's.
+      num_continued: tokens at the end of `ids` that already belong to the answer: frequency and
+        presence penalties count them, and stop strings may begin in them.
+      is_chat: the answer is a new message, decoded alone; otherwise it is decoded as the
+        continuation of the prompt.
     """
 
     ids: list[int]
@@ -58,9 +58,9 @@ class PromptTooLong(UserError):
 def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
     """Turns a prompt into token ids.
 
-    A text gets the special tokens that the tokenizer adds, its BOS once, and those that it spells
-    out. Messages become what `apply_chat_template` gives: a BOS only if the template writes one,
-    and no special tokens from what they say.
+    A text gets the special tokens that the tokenizer adds (one BOS at most) and those it spells
+    out. Messages become what `apply_chat_template` gives: BOS only if the template writes one, and
+    no special tokens from their content.
 
     Args:
       prompt: a prompt of any kind.
@@ -68,9 +68,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
       vocab_size: size of the target's vocabulary.
 
     Raises:
-      UserError: the prompt is not a sequence, is empty, holds ids outside the vocabulary or text
-        that is not UTF-8 or messages without role or content, or is text (or messages) for a
-        target without tokenizer (or chat template).
+      UserError: the prompt is not a sequence, is empty, holds ids outside the vocabulary, text
+        that is not UTF-8, or messages without role or content; or it is text (or messages) and
+        the target has no tokenizer (or chat template).
     """
     if not isinstance(prompt, Sequence):
         raise UserError(
@@ -87,9 +87,9 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 def is_message(value: Any) -> bool:
-    """Tells whether a value is a chat message: a role, and a content, which may be empty.
+    """True for a chat message: a role and a content, which may be empty.
 
-    Beside another field, such as `tool_calls`, there may be no content.
+    The content may be missing if there is another field, such as `tool_calls`.
     """
     fields = value if isinstance(value, dict) else {}
     given = {key for key, item in fields.items() if item is not None}
@@ -148,10 +148,10 @@ def lay_out(
     Args:
       prompts: one per sequence.
       stop_ids: tokens that end each answer.
-      num_tokens: room for the tokens of each, at least those of the prompts.
+      num_tokens: room per sequence, at least the longest prompt.
       num_stop_ids: least room for the stop ids of each.
-      num_biased: room for the biases of each; then the arrays have the same shapes for all prompts.
-        None: as much as is needed, and None for what no prompt wants.
+      num_biased: room for the biases of each, which gives all prompts the same shapes. None: as
+        much as is needed, and None for settings that no prompt uses.
     """
     tokens = np.zeros((len(prompts), num_tokens), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):

@@ -7,8 +7,8 @@
         print(chunk.text, end="")
     scheduler.close()
 
-Texts are those of `Engine.generate` with the same settings and seed, whatever else is decoded (with
-sampled drafts: in distribution).
+Texts equal `Engine.generate` with the same settings and seed, regardless of the other requests
+(with sampled drafts: in distribution).
 """
 
 import logging
@@ -37,7 +37,7 @@ _PATIENCE = 16  # steps for which a batch stays larger than its texts need
 
 
 class QueueFull(Exception):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 class Closed(Exception):
@@ -51,7 +51,7 @@ class Stats:
     Attributes:
       rounds: rounds that were run.
       drafts: trees drafted, one per text and round.
-      drafted: positions that they offered along the accepted path.
+      drafted: positions those trees offered along the accepted path.
       accepted: how often a draft was accepted, by position from 1.
       tokens: tokens delivered.
       prompt_tokens: tokens of prompts that were read.
@@ -70,9 +70,9 @@ class Stats:
 
 
 class Scheduler:
-    """Decodes requests together in slots, on a thread of its own; all methods are thread-safe.
+    """Decodes requests together in slots, on its own thread; all methods are thread-safe.
 
-    Requests are taken in the order in which they came. A prompt is read in chunks between rounds.
+    Requests run in the order of arrival. A prompt is read in chunks between rounds.
 
     Attributes:
       stats: counts since it was made.
@@ -82,17 +82,17 @@ class Scheduler:
         """Starts the thread.
 
         Args:
-          slots: where texts are decoded; nobody else may use them.
-          max_queue: most requests that wait; of those submitted together, more may.
+          slots: where texts are decoded; for the scheduler alone.
+          max_queue: most waiting requests; a group submitted to an empty queue may exceed it.
         """
         self.stats = Stats()
         self._slots, self._max_queue = slots, max_queue
         self._steps: Any = self._slots if jax.process_count() == 1 else Leader(self._slots)
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream | None] = [None] * self._slots.size
-        self._reading: tuple[Stream, int] | None = None  # and the chunks that were read
-        self._landing: list[tuple[Landing, dict[int, Stream], float]] = []  # and since when
-        self._num_large = 0  # steps for which the batch was larger than need be
+        self._reading: tuple[Stream, int] | None = None  # and the number of chunks read
+        self._landing: list[tuple[Landing, dict[int, Stream], float]] = []  # and the start time
+        self._num_large = 0  # steps for which the batch was larger than needed
         self._pace = Pace()
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
@@ -137,7 +137,7 @@ class Scheduler:
           UserError: too many biases or stop ids, or (`PromptTooLong`) prompt and answer are longer
             than `max_length`.
           QueueFull: too many requests would wait.
-          Closed: the scheduler drains or is closed, or its thread failed.
+          Closed: the scheduler is draining or closed, or its thread failed.
         """
         engine, deadline = self._slots.engine, time.monotonic() + timeout
         streams = []
@@ -171,22 +171,22 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that are read or decoded."""
+        """Requests being read or decoded."""
         return self._num_texts() + (self._reading is not None)
 
     @property
     def num_slots(self) -> int:
-        """Texts that are decoded at once, at most."""
+        """Most texts decoded at once."""
         return self._slots.sizes[-1]
 
     @property
     def is_closed(self) -> bool:
-        """True once `close` was called: requests that were not finished end as cancelled."""
+        """True once `close` was called; unfinished requests end as cancelled."""
         return self._is_closed
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended the thread; None while it is well."""
+        """The error that ended the thread; None while it runs."""
         return self._error
 
     def warm_up(self) -> None:
@@ -194,16 +194,16 @@ class Scheduler:
         self._call(self._compile_all)
 
     def update_weights(self, params: Params) -> None:
-        """Replaces the target's parameters, once all that run now have ended.
+        """Replaces the target's parameters, once all running requests have ended.
 
-        Requests that wait in the queue get the new ones.
+        Requests in the queue get the new ones.
 
         Args:
           params: as for `Engine.update_weights`.
 
         Raises:
-          UserError: what `Engine.update_weights` refuses, or it failed (too little memory, say),
-            which leaves the old parameters; or there are several processes.
+          UserError: what `Engine.update_weights` refuses; the update failed, for example for lack
+            of memory (the old parameters stay); or there are several processes.
         """
         if isinstance(self._steps, Leader):
             raise UserError(
@@ -216,7 +216,7 @@ class Scheduler:
                 self._slots.update_weights(params)
             except UserError:
                 raise
-            except Exception as error:  # the old parameters are whole, and so are all texts
+            except Exception as error:  # the old parameters and all texts are intact
                 raise UserError(
                     f"update_weights: {one_line(error)}; the old weights stay"
                 ) from error
@@ -224,7 +224,7 @@ class Scheduler:
         self._call(replace_all)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Takes no more requests and waits for all others; False if time ran out, or it failed."""
+        """Takes no more requests and waits for the rest; False if time ran out or it failed."""
         with self._changed:
             self._is_draining = True
             self._changed.notify_all()
@@ -285,7 +285,7 @@ class Scheduler:
         return not (self._waiting or self._landing or any(True for _ in self._streams()))
 
     def _streams(self) -> Iterator[Stream]:
-        """All requests that are read or decoded."""
+        """All requests being read or decoded."""
         yield from (stream for stream in self._active if stream is not None)
         if self._reading is not None:
             yield self._reading[0]
@@ -306,10 +306,10 @@ class Scheduler:
             return
         for _ in range(self._num_parts()):
             if self._calls and self._reading is None:
-                break  # who waits gets what the call brings
+                break  # waiting requests run after the call
             self._admit()
         self._start_round()
-        # One round is under way while the host is busy with the one before.
+        # The device runs one round while the host handles the one before.
         while len(self._landing) > (1 if any(self._active) else 0):
             self._land(*self._landing.pop(0))
 
@@ -318,18 +318,18 @@ class Scheduler:
             self._land(*self._landing.pop(0))
 
     def _drop_cancelled(self) -> None:
-        """Ends the requests that were cancelled or are overdue."""
+        """Ends requests that were cancelled or are overdue."""
         with self._changed:
             streams = [*self._waiting, *self._streams()]
         for stream in streams:
             if stream.is_overdue():
-                last = stream.answer.cancel()  # if it fails, the stream is still there to be told
+                last = stream.answer.cancel()  # if this fails, the stream still gets the error
                 self._end(stream, last)
 
     def _num_parts(self) -> int:
         """Parts of prompts to read before the next round.
 
-        A part keeps those waiting that are decoded, a round those that could be.
+        Reading a part delays the texts being decoded; a round delays those that could start.
         """
         num_texts = self._num_texts()
         num_wanted = len(self._waiting) + (self._reading is not None)
@@ -337,9 +337,9 @@ class Scheduler:
         return max(min(num_wanted, num_places) // max(num_texts, 1), 1)
 
     def _admit(self) -> None:
-        """Reads the next part of a prompt: all of it if nobody waits for a round meanwhile."""
+        """Reads the next part of a prompt: all of it if no text is being decoded."""
         if self._reading is None and self._waiting and self._has_room():
-            with self._changed:  # whoever drains or closes finds the stream here or there
+            with self._changed:  # `drain` and `close` find the stream in one place
                 stream = self._waiting.popleft()
                 self._reading = stream, 0
             self._steps.begin(stream.prompt)
@@ -378,7 +378,7 @@ class Scheduler:
         self._num_large = 0
 
     def _shrink(self) -> None:
-        """Makes the batch smaller after some rounds in which it could have been."""
+        """Shrinks the batch once it has been too large for some rounds."""
         smaller = [s for s in self._slots.sizes if self.num_running <= s < self._slots.size]
         self._num_large = self._num_large + 1 if smaller and not self._waiting else 0
         if self._num_large > _PATIENCE:
@@ -396,7 +396,7 @@ class Scheduler:
         )
         is_awaited = self._reading or (self._waiting and len(texts) < self.num_slots)
         num_rounds = 1 if is_awaited else self._pace.num_rounds
-        if len(texts) < self._slots.size:  # who comes next need not wait for long
+        if len(texts) < self._slots.size:  # keep steps short for the next request
             num_rounds = max(num_rounds // 4, 1)
         landing = self._steps.run(program, tuple(texts), num_rounds)
         self._expect(landing, texts)
@@ -405,7 +405,7 @@ class Scheduler:
         self._landing.append((landing, texts, time.monotonic()))
 
     def _land(self, landing: Landing, texts: dict[int, Stream], begun: float) -> None:
-        """Delivers some rounds."""
+        """Delivers the rounds of a step."""
         slots = read_landing(landing)
         num_rounds = count_rounds(slots)
         self.stats.rounds += num_rounds
@@ -415,7 +415,7 @@ class Scheduler:
                 self._deliver(stream, slots[slot])
 
     def _deliver(self, stream: Stream, rounds: Sequence[Landed]) -> None:
-        """Gives a text some more rounds."""
+        """Adds rounds to a text."""
         chunk = Chunk([], [], [])
         for landed in rounds:
             if chunk.answer is None:
@@ -432,7 +432,7 @@ class Scheduler:
         self._end(stream, chunk)
 
     def _end(self, stream: Stream, chunk: Chunk) -> None:
-        """Takes a request out of where it is, and gives it its last chunk."""
+        """Removes a request and gives it its last chunk."""
         assert chunk.answer is not None
         with self._changed:
             if stream in self._active:
@@ -448,12 +448,12 @@ class Scheduler:
     # Compilation
 
     def _compile_all(self) -> None:
-        """Takes every step once in every size, with texts that end at once."""
+        """Runs every step once in every size, with texts that end at once."""
         for size in [*self._slots.sizes, *self._slots.sizes[-2::-1]]:
             if size != self._slots.size:
                 self._steps.resize(size, ())
             for prompt in self._slots.samples():
-                for num_chunks in (1, 0):  # the second time it is not read again
+                for num_chunks in (1, 0):  # the second time the prompt is not read again
                     self._steps.begin(prompt)
                     self._steps.extend(0, num_chunks)
                     read_landing(self._steps.insert(0))
@@ -465,7 +465,7 @@ class Scheduler:
                 self._drop_cancelled()
         self._active = [None] * self._slots.size
         if not self._counts:
-            self._counts = True  # before the thread ends, and `close` after it
+            self._counts = True  # set before the thread ends; `close` reads it afterwards
             jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
 
     def _count_compilation(self, event: str, duration_secs: float, **about: Any) -> None:

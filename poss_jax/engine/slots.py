@@ -2,11 +2,10 @@
 
     begin ─► extend ... extend ─► insert into a slot ─► run ─► run ... until the slot is ended
 
-A prompt is read by itself, chunk by chunk, so that rounds of other texts run in between; choices
-that follow one another with the same prompt read it once. All shapes are fixed when the slots are
-made: how many there are, how long a text may be, how many tokens may be biased. What a slot's text
-is depends on its prompt, settings and seed alone; with sampled drafts on the number of texts, too,
-which chooses the tree.
+A prompt is read alone, chunk by chunk, so that rounds of other texts run in between; consecutive
+choices of the same prompt read it once. All shapes are fixed when the slots are made: their number,
+the length of a text, the number of biased tokens. A slot's text depends only on its prompt,
+settings and seed; with sampled drafts also on the number of texts, which chooses the tree.
 
 On several hosts every process makes the same slots and calls them in the same order (`leader.py`).
 """
@@ -56,7 +55,7 @@ def check_room(sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
 
 
 class Program(NamedTuple):
-    """One of the compiled rounds.
+    """One compiled kind of round.
 
     Attributes:
       tree: size of the draft tree; None decodes autoregressively.
@@ -70,11 +69,11 @@ class Program(NamedTuple):
 
 
 class Slots:
-    """The slots of an engine; every call is in the order that one thread gives.
+    """The slots of an engine; one thread makes all calls.
 
     Attributes:
       engine: target and draft.
-      sizes: numbers of slots that the batch can have, ascending; more texts take a larger batch.
+      sizes: batch sizes, ascending; more texts take a larger batch.
       size: number of slots now.
       max_length: most tokens of prompt and answer together.
       max_logprobs: most log-probabilities per token; 0: none are kept.
@@ -92,7 +91,7 @@ class Slots:
         """Allocates the slots.
 
         Args:
-          engine: target and draft; its trees say how much to draft for how many texts.
+          engine: target and draft; its trees give the tree per number of texts.
           sizes: see the attribute.
           max_length: see the attribute; None: the engine's.
           max_logprobs: see the attribute.
@@ -113,7 +112,7 @@ class Slots:
         self.engine = engine
         self._trees = [tree_for(engine.trees, n) for n in range(1, self.sizes[-1] + 1)]
         self._config = self._make_config()
-        # A batch is held twice while its size changes, and a prompt is read beside.
+        # A batch is held twice while its size changes, plus the prompt being read.
         most = max(self.sizes[-1], *map(sum, pairwise((0, *self.sizes)))) + 1
         check_memory(engine.weights, self._config, batch_size=most)
         needed = most * cache_bytes(engine.weights, self._config)
@@ -131,7 +130,7 @@ class Slots:
         self.size = self.sizes[0]
 
     def _make_config(self) -> DecodeConfig:
-        """Static settings whose tree is as large as any that will be drafted, for the rooms."""
+        """Static settings with the largest tree, to size the caches."""
         engine, trees = self.engine, [tree for tree in self._trees if tree is not None]
         most = {
             name: max(getattr(tree, name) for tree in trees or [TreeConfig()])
@@ -150,7 +149,7 @@ class Slots:
         return with_rows(config, self.max_length, max_length=self.max_length)
 
     def _lay_out(self, prompt: PreparedPrompt) -> HostRequest:
-        """Lays a request into arrays, whose shapes are the same for all."""
+        """Lays a request into arrays of the same shapes for all requests."""
         return lay_out(
             [prompt],
             [self.engine.stop_ids_of(prompt)],
@@ -160,31 +159,30 @@ class Slots:
         )
 
     def num_chunks(self, prompt: PreparedPrompt) -> int:
-        """Calls of `extend` with one chunk that a prompt takes; 0 if it was the last one read."""
+        """Chunks to read with `extend`; 0 if this prompt was the last one read."""
         return 0 if self._was_read(prompt) else -(-len(prompt.ids) // self._config.chunk)
 
     def _was_read(self, prompt: PreparedPrompt) -> bool:
-        """Says whether the last prompt that was read has the caches of this one.
+        """True if the last prompt read has the caches of this one, as for choices of one request.
 
-        Choices of one request do. The limit of new tokens counts, too: some rotations depend on how
-        long a text may become.
+        The limit of new tokens counts too: some rotations depend on how long a text may become.
         """
         last = self._last_read and self._last_read[0]
         return last is not None and last[:2] == prompt[:2]
 
     def samples(self) -> list[PreparedPrompt]:
-        """Prompts that are read in every way there is."""
+        """Prompts that cover every way of reading."""
         lengths = (1, self._config.chunk)
         return [PreparedPrompt([0] * n, 1, SamplingConfig(temperature=1.0)) for n in lengths]
 
     def programs(self, num_texts: int) -> list[Program]:
-        """All rounds that so many texts may need."""
+        """All kinds of round that this number of texts may need."""
         tree = self._trees[num_texts - 1]
         kinds = [(False, False), (True, False)] + ([(True, True)] if self.max_logprobs else [])
         return [Program(tree, *kind) for kind in kinds]
 
     def choose_program(self, prompts: Sequence[PreparedPrompt], *, has_logprobs: bool) -> Program:
-        """The cheapest round that serves some texts; log-probabilities come with sampling."""
+        """The cheapest round that serves these texts; log-probabilities imply sampling."""
         is_sampled = has_logprobs or not all(prompt.sampling.is_plain for prompt in prompts)
         return Program(self._trees[len(prompts) - 1], is_sampled, has_logprobs)
 
@@ -193,8 +191,8 @@ class Slots:
 
     def begin(self, prompt: PreparedPrompt) -> None:
         """Begins to read a prompt."""
-        self._prefill = None  # of a text that was cancelled
-        # Compiled programs take arrays of the host sooner than `jax.device_put` does.
+        self._prefill = None  # left by a cancelled text
+        # Passing host arrays to a compiled program is faster than `jax.device_put`.
         request = self._lay_out(prompt)
         if self._last_read is not None and self._was_read(prompt):
             request = _begin_again(self.weights, self._config, request)
@@ -211,7 +209,7 @@ class Slots:
         num_whole, num_left = divmod(len(prompt.ids), chunk)
         num_whole += num_left > rest
         parts = [(chunk, first, min(last, num_whole))]
-        if last > num_whole:  # few tokens are left: they begin at a multiple of `chunk`
+        if last > num_whole:  # a short rest begins at a multiple of `chunk`
             index = num_whole * chunk // rest
             parts.append((rest, index, index + 1))
         for size, start, end in parts:
@@ -222,7 +220,7 @@ class Slots:
         self._prefill = prompt, request, prefill
 
     def insert(self, slot: int) -> Landing:
-        """Chooses the first token after the prompt, and gives the text a slot."""
+        """Chooses the first new token and gives the text a slot."""
         assert self._prefill is not None, "want begin first"
         prompt, one, prefill = self._prefill
         self._prefill, self._last_read = None, (prompt, prefill)
@@ -242,7 +240,7 @@ class Slots:
 
         Args:
           program: the kind of round.
-          texts: slots whose texts go on; those of all others end.
+          texts: slots whose texts continue; texts of other slots end.
           num_rounds: how many, at most `steps.MOST_ROUNDS`.
         """
         tree, logprobs = program.tree, self.max_logprobs if program.has_logprobs else 0
@@ -262,7 +260,7 @@ class Slots:
 
         Args:
           size: one of `sizes`.
-          order: slots whose texts go on, in the order of their new slots.
+          order: slots whose texts are kept, in their new order.
         """
         index = np.zeros(size, np.int32)
         index[: len(order)] = order
@@ -274,7 +272,7 @@ class Slots:
 
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters (see `Engine.update_weights`)."""
-        self._last_read = None  # it is of the old ones
+        self._last_read = None  # computed with the old parameters
         self.engine.update_weights(params)
         self.weights = self.engine.weights
 
@@ -286,7 +284,7 @@ class Slots:
 def _make_empty(
     weights: Weights, config: DecodeConfig, arrays: HostRequest, slots: Int[Array, " B"]
 ) -> tuple[Request, DecodeState]:
-    """Slots without texts, of the shapes that a request and its first state have."""
+    """Makes empty slots with the shapes of a request and its first state."""
 
     def room(leaf: Array) -> Array:
         return jnp.zeros((len(slots), *leaf.shape[1:]), leaf.dtype)
@@ -354,7 +352,7 @@ def _move(
     return request, state.replace(output=output)
 
 
-# Arrays that a program creates are placed as its arguments are, so unused weights stay arguments.
+# Created arrays follow the placement of the arguments, so unused weights stay arguments.
 _allocate = jax.jit(on_mesh(_make_empty), static_argnums=1, keep_unused=True)
 _begin = jax.jit(on_mesh(_begin_prefill), static_argnums=1, keep_unused=True)
 _begin_again = jax.jit(on_mesh(_make_request), static_argnums=1, keep_unused=True)

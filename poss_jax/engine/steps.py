@@ -1,7 +1,7 @@
-"""Steps: rounds on the devices without a word from the host, and how their tokens come to it.
+"""Steps: rounds run on the devices without the host, and how their tokens reach it.
 
-    decode_batch   all rounds in one step, for answers that nobody watches
-    run_live       some rounds per step: one is under way while the host reads the one before
+    decode_batch   all rounds in one step, for answers that nobody streams
+    run_live       a few rounds per step: one is running while the host reads the one before
 
 The scheduler runs the same steps over its slots.
 """
@@ -26,21 +26,21 @@ from poss_jax.model.sharding import highest_of_groups, partition_state
 from poss_jax.shapes import Array, Bool, Int
 
 MOST_ROUNDS = 32
-"""Rounds of one step, at most."""
+"""Most rounds of one step."""
 
-_STEP_SECONDS = 0.02  # time that a step may take
+_STEP_SECONDS = 0.02  # time a step should take
 
 StateT = TypeVar("StateT")
 
 
 def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callable[..., StateT]:
-    """Cuts a step of decoding along the axes of `DecodeConfig.mesh`, if there is one.
+    """Shards a decoding step along the axes of `DecodeConfig.mesh`, if there is one.
 
     Args:
       function: (weights, config, request, *state) -> state; a `Request` or what one is made of. All
         arrays but weights are [B ...].
-      is_state: cut the result as all states are; False leaves it to the compiler, which does not
-        gather the scores of a tree.
+      is_state: shard the result as all states; False leaves it to the compiler, which then does
+        not gather the scores of a tree.
     """
 
     @wraps(function)
@@ -68,7 +68,7 @@ def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callab
 
 
 def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
-    """Keeps the arrays of a group of devices cut in one way, so that all rounds are one program."""
+    """Holds the sharding of a state fixed, so that all rounds are one program."""
 
     def hold(leaf: jax.Array) -> jax.Array:
         _, *inner = partition_state(leaf.shape, mesh)
@@ -82,15 +82,14 @@ def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
 
 
 class Landing(struct.PyTreeNode):
-    """The rounds of a step, on the device; one array is brought to the host sooner than six.
+    """The rounds of a step, on the device, packed: one transfer to the host is faster than six.
 
     Attributes:
-      numbers: of every text the number of new tokens, 0 where no text is; the number of rounds, 0
-        where the first token of a text was chosen; whether the text ended; of each of the R rounds
-        the drafted tokens accepted, and the deepest position offered along the accepted path; and
-        the new tokens.
-      logprobs: those of the new tokens; None where nobody asked.
-      num_rounds: R, most rounds that there can be.
+      numbers: per sequence, in this order: number of new tokens (0 for an empty slot); number of
+        rounds (0 for the first token); whether the text ended; R counts of accepted drafted
+        tokens; R deepest positions offered along the accepted path; the new tokens.
+      logprobs: log-probabilities of the new tokens; None if not requested.
+      num_rounds: R, most rounds in this step.
     """
 
     numbers: Array  # [B 3+2R+R*A] int32
@@ -99,7 +98,7 @@ class Landing(struct.PyTreeNode):
 
 
 def land_first(output: Output) -> Landing:
-    """Reads the first token of every text."""
+    """Reads the first token of every sequence."""
     rounds = output.num_accepted[:, :1], output.num_offered[:, :1]
     counts = output.num_tokens, output.num_rounds, output.is_done
     logprobs = jax.tree.map(lambda rows: rows[:, :1], output.logprobs)
@@ -114,11 +113,11 @@ def _run_step(
     is_text: Bool[Array, " B"],
     num_rounds: Int[Array, " B"],
 ) -> tuple[DecodeState, Landing]:
-    # If a text has ended and the host does not know it yet, another may soon take its slot.
+    # A text ended that the host still counts as running: stop after one round to free its slot.
     is_news = highest_of_groups((state.output.is_done & is_text).any())
     most = jnp.where(is_news, 1, num_rounds[0])
     is_done = state.output.is_done | ~is_text
-    # Attention reads as many blocks as the longest sequence has: an empty slot counts as one row.
+    # Attention reads the blocks of the longest sequence, so empty slots count as one row.
     short = jnp.where(is_done, 1, config.rows)
 
     def shortened(cache: KVCache) -> KVCache:
@@ -143,7 +142,7 @@ def _run_step(
 
 
 def _land_rounds(config: DecodeConfig, before: Output, after: Output) -> Landing:
-    """Reads what was written between two outputs."""
+    """Reads what the rounds added between two outputs."""
 
     def new(rows: Array, start: Array, count: int) -> Array:
         columns = start[:, None] + jnp.arange(count)[None]
@@ -165,14 +164,14 @@ def _land_rounds(config: DecodeConfig, before: Output, after: Output) -> Landing
 def _land(
     counts: Sequence[Array], accepted: Array, offered: Array, tokens: Array, logprobs: Any
 ) -> Landing:
-    """Lays the numbers of a landing side by side, see there."""
+    """Packs the numbers of a `Landing` into one array."""
     columns = *(count[:, None] for count in counts), accepted, offered, tokens
     numbers = jnp.concatenate([column.astype(jnp.int32) for column in columns], axis=1)
     return Landing(numbers, logprobs, num_rounds=accepted.shape[1])
 
 
-# Several programs rather than one: the caches of a running batch are the same arrays in all, and
-# what differs from call to call (prompts, limits) is data.
+# Several programs, not one: the caches of a running batch are the same arrays in all of them, and
+# what changes from call to call (prompts, limits) is data.
 start = jax.jit(on_mesh(speculate.start), static_argnums=1)
 run_round = jax.jit(on_mesh(speculate.run_round), static_argnums=1, donate_argnums=3)
 run_rounds = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1, donate_argnums=3)
@@ -188,14 +187,14 @@ def run_step(
     texts: Sequence[int] = (),
     num_rounds: int = 1,
 ) -> tuple[DecodeState, Landing]:
-    """Runs some rounds, and fewer if a text ends or has ended; returns before they are done.
+    """Runs some rounds, fewer if a text ends; returns before they are done.
 
     Args:
       weights: parameters of target and draft.
       config: static settings of decoding.
       request: the batch.
       state: donated.
-      texts: indices of the texts that go on, as far as the host knows; others end.
+      texts: indices of the texts the host wants to continue; others end.
       num_rounds: how many, at most `MOST_ROUNDS`.
     """
     is_text = np.zeros(len(request.limits), bool)
@@ -231,7 +230,7 @@ def _read_text(
     logprobs: dict[str, np.ndarray] | None,
     index: int,
 ) -> Iterator[Landed]:
-    """The rounds of a text; each has one token more than it accepted, or ends the text."""
+    """The rounds of a text; each has one token more than it accepted, unless it ends the text."""
     num_tokens, num_rounds, is_done = counts
     first = 0
     for turn in range(num_rounds if num_rounds else num_tokens):
@@ -258,7 +257,7 @@ def count_rounds(texts: Sequence[Sequence[Landed]]) -> int:
 
 
 class Pace:
-    """The number of rounds in a step, so that it takes some time, but not long.
+    """Chooses the number of rounds in a step, so that a step takes about `_STEP_SECONDS`.
 
     Attributes:
       num_rounds: number for the next step.
@@ -269,9 +268,9 @@ class Pace:
         self._last = 0.0
 
     def landed(self, num_rounds: int, begun: float) -> None:
-        """Takes note of rounds that have landed, and when they were asked for."""
+        """Records rounds that have landed, and when they were started."""
         now = time.monotonic()
-        if num_rounds:  # the device began with them when it was done with those before
+        if num_rounds:  # the device started them after the rounds before
             seconds = (now - max(begun, self._last)) / num_rounds
             wanted = min(max(int(_STEP_SECONDS / seconds), 1), MOST_ROUNDS)
             self.num_rounds = min(wanted, 2 * self.num_rounds)
@@ -279,7 +278,7 @@ class Pace:
 
 
 def decode_batch(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
-    """Decodes until every sequence is done, without a word to the host in between."""
+    """Decodes until every sequence is done, without the host in between."""
     return run_rounds(weights, config, request, start(weights, config, request))
 
 
@@ -292,7 +291,7 @@ def run_live(
       weights: parameters of target and draft.
       config: static settings of decoding.
       request: the batch; sequences beyond `answers` are padding.
-      answers: one per sequence; they take in the rounds.
+      answers: one per sequence; the rounds are added to them.
 
     Yields:
       The index of an answer, and what a round added to it.
@@ -305,7 +304,7 @@ def run_live(
     pace, under_way = Pace(), None
     while not all(answer.is_ended for answer in answers):
         texts = [index for index, answer in enumerate(answers) if not answer.is_ended]
-        # Every process of a mesh over several has to run as many.
+        # On several hosts every process must run the same number of rounds.
         num_rounds = pace.num_rounds if jax.process_count() == 1 else 1
         state, landing = run_step(
             weights, config, request, state, texts=texts, num_rounds=num_rounds

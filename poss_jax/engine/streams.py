@@ -1,4 +1,4 @@
-"""Answers on their way: what the scheduler's thread fills and any thread or event loop reads."""
+"""Answers on their way: filled by the scheduler's thread, read by any thread or event loop."""
 
 import asyncio
 import queue
@@ -28,7 +28,7 @@ class Stream:
         self._deadline = deadline
         self._chunks: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
-        self._quiet_until = 0.0  # time before which only the end of the answer wakes
+        self._quiet_until = 0.0  # until then only the end of the answer wakes the reader
         self._is_cancelled = False
 
     def cancel(self) -> None:
@@ -47,7 +47,7 @@ class Stream:
             yield item[1]
 
     def put(self, chunk: Chunk | Exception) -> None:
-        """Adds a chunk, or what decoding failed with."""
+        """Adds a chunk, or the error that decoding failed with."""
         self._chunks.put(chunk)
         is_end = isinstance(chunk, Exception) or chunk.answer is not None
         if is_end or time.monotonic() >= self._quiet_until:
@@ -58,12 +58,12 @@ class Stream:
         return self._is_cancelled or time.monotonic() > self._deadline
 
     def _take(self) -> Chunk | None:
-        """All chunks that are there, as one."""
+        """Joins all chunks that have arrived."""
         whole = None
         while not self._chunks.empty():
             chunk = self._chunks.get()
             if whole is not None and isinstance(chunk, Exception):
-                self.put(chunk)  # to be raised once the text before it is delivered
+                self.put(chunk)  # raised once the text before it is delivered
                 return whole
             chunk = _unwrap(chunk)
             whole = chunk if whole is None else whole + chunk
@@ -73,13 +73,13 @@ class Stream:
 async def merge(
     streams: Sequence[Stream], *, patience: float | None = None, interval: float = 0.0
 ) -> AsyncIterator[tuple[int, Chunk] | None]:
-    """Yields chunks of several answers with their indices as they come; None if none came for long.
+    """Yields chunks of several answers with their indices; None after a quiet interval.
 
     Args:
-      streams: the answers; nobody else may read them.
+      streams: the answers; this is their only reader.
       patience: seconds after which None is yielded; None: never.
-      interval: seconds for which chunks of an answer are gathered into one. Its first chunk and its
-        last do not wait.
+      interval: seconds over which chunks of an answer are joined into one. The first and the last
+        chunk do not wait.
 
     Raises:
       Closed: decoding failed.
@@ -87,7 +87,7 @@ async def merge(
     loop, has_more = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
-        with suppress(RuntimeError):  # the loop is closed; nobody waits
+        with suppress(RuntimeError):  # the loop is closed: nobody reads
             loop.call_soon_threadsafe(has_more.set)
 
     for stream in streams:

@@ -1,4 +1,4 @@
-"""Text that grows token by token: whole characters only, and an end where a stop string begins."""
+"""Text that grows token by token: whole characters only, cut where a stop string begins."""
 
 import logging
 import re
@@ -12,7 +12,7 @@ from poss_jax.data.tokenizer import call_tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_MOST_UNDECIDED = 16  # tokens that are decoded together, if they lie between characters
+_MOST_UNDECIDED = 16  # most tokens decoded together while no character is complete
 _LOG = logging.getLogger(__package__)
 
 
@@ -34,14 +34,14 @@ class Piece(NamedTuple):
 
 
 class TextStream:
-    """Turns tokens into text that may be shown: it is never taken back.
+    """Turns tokens into text that may be shown and is never taken back.
 
-    A token that ends within a character adds nothing; the one that completes it adds it. Text that
-    may be the beginning of a stop string is held back until that is decided. Of several stop
-    strings, the one that is complete first counts; among those, the one that began first.
+    A token that ends within a character adds nothing; the token that completes the character adds
+    it. Text that may begin a stop string is held back until that is decided. Of several stop
+    strings the first complete one counts; among these, the one that began first.
 
     Attributes:
-      is_stopped: a stop string was found; what comes from it on is not given out.
+      is_stopped: a stop string was found; the text ends before it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TextStream:
         Args:
           tokenizer: the target's tokenizer.
           stop: strings that end the text.
-          anchor: token that the text is decoded behind (see `find_anchor`); None decodes it alone.
+          anchor: token that the text is decoded after (see `find_anchor`); None decodes it alone.
         """
         self._decoder = _Decoder(tokenizer, anchor)
         self._stop = tuple(stop)
@@ -64,7 +64,7 @@ class TextStream:
         return self._add(self._decoder.push(token, depth=depth))
 
     def finish(self) -> list[Piece]:
-        """Returns what was held back, once no more tokens come."""
+        """Ends the text; returns what was held back."""
         pieces = self._add(self._decoder.flush()) + self._held
         self._held = []
         return pieces
@@ -86,14 +86,14 @@ class TextStream:
         return shown
 
     def _num_undecided(self, held: str) -> int:
-        """Length of the longest end of `held` that begins a stop string."""
+        """Length of the longest suffix of `held` that begins a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
         return next(
             (n for n in range(min(longest, len(held)), 0, -1) if _begins(held[-n:], self._stop)), 0
         )
 
     def _split(self, end: int) -> tuple[list[Piece], list[Piece]]:
-        """Cuts the held pieces after so many characters."""
+        """Cuts the held pieces after `end` characters."""
         before: list[Piece] = []
         after: list[Piece] = []
         for piece in self._held:
@@ -105,17 +105,17 @@ class TextStream:
 
 
 class _Decoder:
-    """Decodes token by token; all that it gives out is the text of all tokens, decoded at once.
+    """Decodes token by token; its output equals all tokens decoded at once.
 
-    Bytes outside of characters are decoded as U+FFFD, and so is an unfinished character: the last
-    U+FFFD is undecided. Tokens that each are a byte (`<0xE4>`) are worse, and undecided up to the
-    next token of another kind: one byte that fits nowhere spoils the run of them.
+    Bytes outside characters, and an unfinished character, decode to U+FFFD, so the last U+FFFD is
+    undecided. Tokens of one byte each (`<0xE4>`) are undecided up to the next token of another
+    kind, since one invalid byte spoils the whole run.
     """
 
     def __init__(self, tokenizer: Any, anchor: int | None) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # the last tokens, from a place between characters on
-        self._num_shown = 0  # characters of their text that were given out
+        self._ids: list[int] = []  # the last tokens, starting between characters
+        self._num_shown = 0  # characters of their text already returned
         self._depth = 0  # of the last token
         self._in_bytes = False
         if anchor is not None:
@@ -135,12 +135,12 @@ class _Decoder:
         if text.endswith(_UNFINISHED):
             self._drop_settled(text)
         else:
-            # One token goes before the next, since some decoders drop a space at the beginning.
+            # Decode with the token before, since some decoders drop a leading space.
             self._ids, self._num_shown = [token], len(alone.text)
         return pieces
 
     def _drop_settled(self, text: str) -> None:
-        """Drops the first of many tokens, up to a place between characters."""
+        """Drops the older half of many tokens, up to a place between characters."""
         if len(self._ids) <= _MOST_UNDECIDED:
             return
         half = _MOST_UNDECIDED // 2
@@ -151,7 +151,7 @@ class _Decoder:
                 return
 
     def flush(self) -> list[Piece]:
-        """Gives out what is undecided, since nothing that follows can change it."""
+        """Returns the undecided text: no token follows that could change it."""
         return self._show(self._decode(self._ids))
 
     def _show(self, text: str) -> list[Piece]:
@@ -165,7 +165,7 @@ class _Decoder:
 def decode_behind(
     tokenizer: Any, anchor: int | None, tokens: Sequence[int], *, skip_special_tokens: bool = True
 ) -> str:
-    """Decodes tokens as they follow another one; None decodes them alone."""
+    """Decodes tokens as text that follows the anchor; None decodes them alone."""
     before = [] if anchor is None else [anchor]
     shown = tokenizer.decode(before, skip_special_tokens=True)
     whole = tokenizer.decode([*before, *tokens], skip_special_tokens=skip_special_tokens)
@@ -173,9 +173,9 @@ def decode_behind(
 
 
 def find_anchor(tokenizer: Any, tokens: Sequence[int]) -> int | None:
-    """Finds the last of some tokens that is whole characters; None: there is none.
+    """Finds the last token that is whole characters; None if there is none.
 
-    Decoders of SentencePiece drop the space that a text begins with. Behind an anchor it stays.
+    SentencePiece decoders drop a text's leading space; after an anchor it stays.
     """
     for token in reversed(tokens):
         alone = _read_alone(tokenizer, token)
@@ -185,9 +185,9 @@ def find_anchor(tokenizer: Any, tokens: Sequence[int]) -> int | None:
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes | None:
-    """Reads the bytes of a token from its name; None if the name does not tell them.
+    """Reads the bytes of a token from its name; None if the name does not show them.
 
-    Names of bytes are such as <0xE4>; those of byte-level tokenizers have a letter for each byte.
+    Byte tokens have names such as <0xE4>; byte-level tokenizers have a letter per byte.
     """
     name = tokenizer.convert_ids_to_tokens(token) or ""
     if _BYTE.fullmatch(name):
@@ -198,7 +198,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes | None:
 
 @lru_cache(maxsize=1)
 def _byte_letters() -> dict[str, int]:
-    """Bytes by the letters of byte-level names: themselves, or from U+0100 on if not printed."""
+    """Maps letters of byte-level names to bytes; unprintable bytes have letters from U+0100."""
     kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in kept)
     moved = {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -221,7 +221,7 @@ class _Alone(NamedTuple):
 def _read_alone(tokenizer: Any, token: int) -> _Alone | None:
     """Reads a token by itself; None if it has no text."""
     name = tokenizer.convert_ids_to_tokens(token)
-    if name is None or token in _special_ids(tokenizer):  # targets may embed more than there are
+    if name is None or token in _special_ids(tokenizer):  # or an id beyond the tokenizer's
         return None
     text = tokenizer.decode([token], skip_special_tokens=True)
     return _Alone(_BYTE.fullmatch(name) is not None, text)
@@ -236,7 +236,7 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
 def check_stop(
     stop: Sequence[str], tokenizer: Any, stop_ids: Sequence[int], max_new_tokens: int
 ) -> None:
-    """Refuses stop strings that no answer can hold; warns of those that name a special token.
+    """Refuses stop strings that no answer can hold; warns if one names a special token.
 
     Args:
       stop: the strings.
@@ -246,7 +246,7 @@ def check_stop(
 
     Raises:
       UserError: no tokenizer, an empty string, one with characters that no token can write, or one
-        that is longer than the tokens of an answer can be.
+        longer than the answer's tokens can be.
     """
     if isinstance(stop, str):
         raise UserError("stop: want a list of strings, got one string; put it into a list")
@@ -270,7 +270,7 @@ def check_stop(
                 _warn_of_special(added.content)
 
 
-@lru_cache(maxsize=64)  # once each, however many requests have it
+@lru_cache(maxsize=64)  # once per string
 def _warn_of_special(token: str) -> None:
     _LOG.warning(
         "stop: no answer ends at the special token %s by its name, which does not belong to its "
@@ -280,9 +280,9 @@ def _warn_of_special(token: str) -> None:
 
 
 def _unwritable(string: str, tokenizer: Any) -> set[str]:
-    """Characters of a string that no token's text holds.
+    """Characters of a string that no token can write.
 
-    A tokenizer with tokens that are parts of characters may write any character.
+    If some tokens are parts of characters, any character can be written.
     """
     if surrogates := lone_surrogates(string):
         return surrogates
@@ -296,7 +296,7 @@ def _unwritable(string: str, tokenizer: Any) -> set[str]:
 
 @lru_cache(maxsize=8)
 def _written_characters(tokenizer: Any) -> frozenset[str]:
-    """Characters of the texts of all tokens, and the space that some decoders put between."""
+    """Characters of the texts of all tokens, and the space that some decoders insert."""
     alone = [[token] for token in range(len(tokenizer))]
     texts = tokenizer.batch_decode(alone, skip_special_tokens=True)
     return frozenset("".join(texts)) | {" "}

@@ -1,4 +1,4 @@
-"""Files of draft trees by batch size: written by hand, or tuned and kept beside a draft's weights.
+"""Files of draft trees by batch size: written by hand, or tuned and kept with the draft's weights.
 
 tuned: {device: cpu, draft: 3f0c...}      only in tuned files
 1: {depth: 4, top_k: 2, total_tokens: 8}
@@ -28,11 +28,11 @@ _TUNED = "tuned"
 
 
 class Tuned(NamedTuple):
-    """Trees and draft vocabulary that a draft was tuned to.
+    """Tuned trees and draft vocabulary of a draft.
 
     Attributes:
       trees: trees by batch size.
-      draft_vocabulary: file of the tokens that the draft is fastest with; None: all of its head.
+      draft_vocabulary: file of the fastest draft vocabulary; None: the whole head.
     """
 
     trees: Trees
@@ -40,11 +40,13 @@ class Tuned(NamedTuple):
 
 
 def read_trees(path: AnyPath) -> Trees:
-    """Reads a YAML file of trees by batch size.
+    """Reads a YAML file of trees by batch size; `none` stands for no draft at any size.
 
     Raises:
       UserError: it cannot be read, or holds something else.
     """
+    if str(path) == "none":
+        return {1: None}
     return _check_trees(path, read_yaml(path))
 
 
@@ -70,21 +72,21 @@ def _check_trees(path: AnyPath, sizes: Mapping[Any, Any]) -> Trees:
 
 
 def tuned_file(draft: str | AnyPath, mesh: Mesh | None = None) -> AnyPath:
-    """Place of the trees that were tuned for a draft on this kind of device, or on a mesh of it."""
+    """Path of the trees tuned for a draft on this kind of device or mesh."""
     slug = re.sub("[^a-z0-9]+", "-", _devices(mesh).lower()).strip("-")
     return as_path(draft) / f"trees.{slug}.yaml"
 
 
 def vocabulary_file(trees: AnyPath) -> AnyPath:
-    """Place of the draft vocabulary that belongs to a file of tuned trees."""
+    """Path of the draft vocabulary that belongs to a file of tuned trees."""
     return trees.with_suffix(".vocabulary.json")
 
 
 def find_tuned(draft: str | AnyPath, record: ModelRecord, mesh: Mesh | None = None) -> Tuned | None:
-    """Reads what was tuned for a draft on this kind of device; None: nothing was.
+    """Reads what was tuned for a draft on this kind of device; None if nothing was.
 
-    A file that was made for other weights, another kind of device or another mesh is left alone,
-    and a line says so.
+    A file made for other weights, another kind of device or another mesh is skipped with a line
+    that says so.
 
     Args:
       draft: model folder of the draft.
@@ -136,7 +138,7 @@ def write_tuned(
     comments: Mapping[int, str],
     mesh: Mesh | None = None,
 ) -> None:
-    """Writes trees so that `read_trees` and `find_tuned` read them; the file is whole or as it was.
+    """Writes trees so that `read_trees` and `find_tuned` read them; written atomically.
 
     Args:
       path: file to write or to replace.
@@ -151,19 +153,19 @@ def write_tuned(
     """
     lines = ["# Batch size -> draft tree; null decodes without the draft. Made by infer.tune."]
     tuned = _identity(record, mesh) | dict(about)
-    lines.append(f"{_TUNED}: {json.dumps(tuned)}")  # JSON is YAML, too
+    lines.append(f"{_TUNED}: {json.dumps(tuned)}")  # JSON is valid YAML
     for size, tree in sorted(trees.items()):
         lines.append(f"{size}: {json.dumps(tree and asdict(tree))}  # {comments[size]}")
     write_output(path, "".join(line + "\n" for line in lines), name="trees")
 
 
 def _identity(record: ModelRecord, mesh: Mesh | None) -> dict[str, str]:
-    """The devices and the draft that trees are tuned for."""
+    """Identifies the devices and the draft that trees are tuned for."""
     return {"device": _devices(mesh), "draft": record.fingerprint}
 
 
 def _devices(mesh: Mesh | None) -> str:
-    """The kind of device, and the grid of several."""
+    """Names the kind of device and the mesh."""
     sizes = () if mesh is None else [f"{axis}={mesh.shape[axis]}" for axis in ("data", "tensor")]
     return " ".join([_device_kind(), *sizes])
 

@@ -1,13 +1,13 @@
-"""The rollout of EAGLE-3: a chain drafted behind every row, differentiated from end to end.
+"""The rollout of EAGLE-3: a chain drafted after every row, differentiated end to end.
 
 At step d row r reads token x_{r+1+d} and the state that step d - 1 predicted in the same row. It
-attends the context, which are the keys of step 0 up to column r, and its own keys of steps 1 to d:
+attends the context (the keys of step 0 up to column r) and its own keys of steps 1 to d:
 
     row r at step 2    (0, 0)  (0, 1)  ...  (0, r)    (1, r)  (2, r)
 
-Gradients flow through states, keys and values. What a step is given is all that is kept of it:
-backwards every step is computed once more, so memory grows with the number of steps by one state,
-one key and one value per row, and by the gradients of these.
+Gradients flow through states, keys and values. Only the input of each step is kept; the backward
+pass computes every step again. So memory grows per step by one state, one key and one value per
+row, and their gradients.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
 class Stream(struct.PyTreeNode):
-    """Keys and values of every step; those of step 0 are the context."""
+    """Keys and values of every step; step 0 is the context."""
 
     keys: Array  # [R B K T H]
     values: Array  # [R B K T H]
@@ -55,12 +55,12 @@ def unroll_chains(
     """Runs all steps forward.
 
     Args:
-      draft: specialists stacked, in the dtype computed in.
+      draft: specialists stacked, in the compute dtype.
       config: its shape.
       inputs: pairs of the target; their features are inner states.
       num_steps: R.
       visit: called once, while tracing.
-      block: rows and columns whose scores are held at a time. Static.
+      block: rows and columns whose scores are in memory at once. Static.
 
     Returns:
       The states that steps read, their keys and values, and the outputs of `visit` by step.
@@ -102,18 +102,18 @@ def follow(
       config: shape of the draft.
       inputs: pairs of the target.
       index: the step; traced.
-      state: what the step before predicted, as it is fed back; first, the target's feature, fused.
-      stream: keys and values of the steps before; what it holds of later ones is not looked at.
-      block: rows and columns whose scores are held at a time. Static.
+      state: prediction of the step before, as fed back; at first the fused target feature.
+      stream: keys and values of earlier steps; later entries are ignored.
+      block: rows and columns whose scores are in memory at once. Static.
 
     Returns:
-      Its predictions (row r: of position r + 1 + index), and its keys and values [B K T H].
+      Its predictions (row r predicts position r + 1 + index), and its keys and values [B K T H].
     """
     family = family_of(config)
     layer = family.layer(config).bind({"params": specialist})
     position = positions_in(inputs.documents) + index
     frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
-    # A chain that has left its document reads tokens of another one: it is not trained.
+    # A chain that has left its document reads another one's tokens and is not trained.
     embedded = jnp.roll(inputs.embedded, -index, axis=1)
     of_tokens = family.join_tokens(shared, embedded)
     x = split_batch(family.join_features(shared, of_tokens, state))
@@ -135,13 +135,13 @@ def chain_gradients(
     """Losses of every step, and the gradient of their weighted sum.
 
     Args:
-      draft: parameters with a head of its own, specialists stacked.
-      head: LM head of the target; its dtype is the one computed in.
+      draft: parameters with their own head, specialists stacked.
+      head: LM head of the target, in the compute dtype.
       task: configs; `task.draft.trained_depth` is R.
       data: a batch.
 
     Returns:
-      Gradients like `draft`, from the first step on that a trained specialist serves; loss terms,
+      Gradients like `draft`, from the first step with a trained specialist on; loss terms,
       each [R].
     """
     dtype, R, first = head.dtype, task.draft.trained_depth, task.first_trained_depth
@@ -182,11 +182,11 @@ def chain_gradients(
 
 
 class Backward(NamedTuple):
-    """Gradients on the way back, of all that the steps before one have a part in.
+    """Gradients carried backwards through the steps.
 
     Attributes:
       parameters: gradients like the draft.
-      state: gradient of what the step before predicted.
+      state: gradient of the prediction of the step before.
       stream: gradients of all keys and values, float32.
       expected: gradients of the targets' expected heads.
     """
@@ -208,7 +208,7 @@ def _run_step(
     stream: Stream,
     expected: tuple[Array, Array | None],
 ) -> tuple[tuple[Array, Stream, Array], DraftLosses]:
-    """((what is fed back, keys and values, weighted loss), loss terms) of one step."""
+    """Runs one step; returns ((fed-back state, keys and values, weighted loss), loss terms)."""
     head = gather_head(shared["head"]["weight"])
     shared, specialist = cast(shared, dtype), cast(specialist, dtype)
     config, block = task.draft, task.step.attention_block
@@ -233,20 +233,20 @@ def _run_step(
 def place_predictions(
     shared: Params, config: DraftConfig, prediction: Float[Array, "B T D"], index: Int[Array, ""]
 ) -> Float[Array, "B T D"]:
-    """Reads predictions and moves each to the row whose next position it is of."""
+    """Reads predictions and moves each to the row just before its position."""
     read = family_of(config).read(shared, config, prediction)
     return split_batch(jnp.roll(read, index, axis=1))
 
 
 def has_prediction(data: DraftData, index: Int[Array, ""]) -> Bool[Array, "B T"]:
-    """Marks the trained rows that are predicted by a chain begun in their document."""
+    """Marks trained rows predicted by a chain that began in their document."""
     return data.loss_mask & (positions_in(data.inputs.documents) >= index)
 
 
 def _outside_of_steps(
     shared: Params, head: Array, task: DraftTask, data: DraftData
 ) -> tuple[Array, tuple[Array, Array | None]]:
-    """The first state, and the expected heads: they are computed once for all steps."""
+    """Computes the first state and the expected heads, once for all steps."""
     targets = describe_targets(
         head,
         data.targets.features,

@@ -1,12 +1,12 @@
-"""Losses of draft and target, without ever holding the logits of all rows at once.
+"""Losses of draft and target, without holding the logits of all rows at once.
 
 With p the target's distribution, z = W q the draft's logits for a predicted feature q and W the
 head, the soft cross-entropy is
 
     - sum_v p_v log softmax(z)_v  =  logsumexp(z) - q . (sum_v p_v W_v)
 
-and the top-K term is the same sum over K tokens. All that is needed of the target's distribution
-is therefore one expected head row per term: computed once per batch, used at every depth.
+and the top-K term is the same sum over K tokens. So the target's distribution is needed only as one
+expected head row per term, computed once per batch and used at every depth.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ class TargetRows(struct.PyTreeNode):
     Attributes:
       features: the target's next feature.
       expected_head: mean head row under the target's distribution.
-      top_expected_head: the part of that mean due to the K most likely tokens; None if the
+      top_expected_head: that mean's part from the K most likely tokens; None if the
         objective has no such term.
       top_mass: probability of those K tokens; None likewise.
-      tokens: the most likely token of those that the draft can propose, as the draft numbers them.
-      is_known: whether the target's most likely token is one of them.
+      tokens: the most likely token that the draft can propose, in the draft's numbering.
+      is_known: whether the draft can propose the target's most likely token.
     """
 
     features: Array  # [B T D]
@@ -64,16 +64,16 @@ def describe_targets(
     vocabulary: Int[Array, " Vd"] | None = None,
     draft_head: Float[Array, "Vd D"] | None = None,
 ) -> TargetRows:
-    """Takes from the target's distribution at every row what the loss needs of it.
+    """Reduces the target's distribution at every row to what the loss needs.
 
     Args:
       head: LM head of the target.
-      features: the target's final hidden state, one token on, at every row.
+      features: the target's final hidden state one token later, at every row.
       objective: a top-K term of weight 0 is left out.
-      chunk: positions of every sequence whose logits are held at a time. Static.
+      chunk: positions per sequence whose logits are in memory at once. Static.
       vocabulary: the tokens that the draft can propose, to which the distribution is restricted;
         None: all.
-      draft_head: LM head of the draft, a row per token of `vocabulary`; None: those rows of `head`.
+      draft_head: LM head of the draft, a row per token of `vocabulary`; None: these rows of `head`.
     """
     if draft_head is None:
         draft_head = head if vocabulary is None else head[vocabulary]
@@ -90,7 +90,7 @@ def describe_targets(
         if not objective.top_k_weight:
             return expected, None, None, tokens, is_known
         best = top_k(probabilities, min(objective.top_k, len(read_by)))
-        top, ids = map(split_batch, best)  # decoding wants it whole on every device
+        top, ids = map(split_batch, best)  # `top_k` returns it replicated, as decoding needs
         rows_of_top = read_by[ids].astype(jnp.float32)
         top_expected = jnp.einsum("BTk,BTkD->BTD", top, rows_of_top)
         return expected, top_expected, top.sum(axis=-1), tokens, is_known
@@ -115,11 +115,10 @@ def draft_losses(
     Args:
       head: LM head that the predictions are multiplied by, in their dtype.
       predictions: features.
-      targets: feature and expected head row that every prediction is compared with.
-      loss_mask: trained rows; those whose best token the draft cannot propose count in the feature
-        term only.
-      num_trained: what sums over rows are divided by: trained rows of the whole batch, of which
-        this may be a part.
+      targets: feature and expected head row to compare every prediction with.
+      loss_mask: trained rows; a row whose best token the draft cannot propose counts in the
+        feature term only.
+      num_trained: trained rows in the whole batch, of which this may be a part: the denominator.
       objective: weights of the terms.
       chunk: see `describe_targets`.
       trains_head: whether the head is trained, too. Static.
@@ -157,7 +156,7 @@ def language_model_loss(
     *,
     chunk: int,
 ) -> Float[Array, ""]:
-    """Sum of the cross-entropies, in nats, of the labels of trained rows under the model."""
+    """Sums the cross-entropies, in nats, of trained rows' labels under the model."""
 
     def of_chunk(rows: Array, labels: Array, loss_mask: Array) -> Array:
         logits = _trained_logits(rows, head)
@@ -181,13 +180,13 @@ def most_likely_tokens(
 def trained_log_normaliser(
     head: Float[Array, "V D"], features: Float[Array, "B T D"], chunk: int, dtype: Any
 ) -> Float[Array, "B T"]:
-    """Logarithm of every row's softmax denominator, under a head that is trained, too.
+    """Log of every row's softmax denominator, under a trained head.
 
     Args:
       head: LM head.
       features: rows that it is multiplied by.
       chunk: see `describe_targets`.
-      dtype: dtype of the product's operands. Gradients are summed in that of the arguments.
+      dtype: dtype of the product's operands. Gradients are summed in the arguments' dtype.
     """
 
     def of_chunk(rows: Array) -> Array:
@@ -200,11 +199,10 @@ def trained_log_normaliser(
 def log_normaliser(
     head: Float[Array, "V D"], features: Float[Array, "B T D"], chunk: int, dtype: Any
 ) -> Float[Array, "B T"]:
-    """Logarithm of every row's softmax denominator, under a head that is not trained.
+    """Log of every row's softmax denominator, under a frozen head.
 
-    Its gradient is the head's mean row under the softmax, and where one is wanted it is taken while
-    the logits are at hand, rather than computing them again. Arguments: see
-    `trained_log_normaliser`.
+    Its gradient is the head's mean row under the softmax. If needed, it is computed while the
+    logits are in memory instead of computing them again. Arguments: see `trained_log_normaliser`.
     """
 
     def of_chunk(rows: Array) -> Array:
@@ -231,25 +229,25 @@ log_normaliser.defvjp(_log_normaliser_forward, _log_normaliser_backward)
 
 
 def _logits(rows: Array, head: Array) -> Array:
-    """Logits in float32 of a product in the dtype of the rows, not rounded to it; no gradients."""
+    """Logits of a product in the rows' dtype, kept in float32; no gradients."""
     head = head.astype(rows.dtype)
     return jnp.einsum("...D,VD->...V", rows, head, preferred_element_type=jnp.float32)
 
 
 def _trained_logits(rows: Array, head: Array) -> Array:
-    """Logits of a product in the dtype of the rows, rounded to it as its gradients are.
+    """Logits of a product in the rows' dtype, rounded to it like its gradients.
 
-    A wider head is rounded here, in the loop over chunks, so that its gradient is summed over the
-    chunks in its own dtype.
+    A wider head is rounded inside the loop over chunks, so its gradient is summed over the chunks
+    in its own dtype.
     """
     return linear(rows, head.astype(rows.dtype)).astype(jnp.float32)
 
 
 def _mean_head(head: Array, probabilities: Array) -> Array:
-    """Head row averaged under probabilities [... V], float32."""
+    """Averages head rows under probabilities [... V], float32."""
     weights = probabilities.astype(head.dtype)
     mean = jnp.einsum("...V,VD->...D", weights, head, preferred_element_type=jnp.float32)
-    return mean / weights.sum(axis=-1, keepdims=True, dtype=jnp.float32)  # rounded, not quite 1
+    return mean / weights.sum(axis=-1, keepdims=True, dtype=jnp.float32)  # rounded: not exactly 1
 
 
 def _smooth_l1(difference: Array) -> Array:
@@ -258,9 +256,9 @@ def _smooth_l1(difference: Array) -> Array:
 
 
 def _by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
-    """Applies a function of [B t ...] arrays to so many of the T positions at a time.
+    """Applies a function of [B t ...] arrays to `chunk` of the T positions at a time.
 
-    Every sequence is cut the same way, so that sequences on different devices stay there.
+    Every sequence is cut the same way, so sequences stay on their devices.
     """
     B, T = arrays[0].shape[:2]
     if chunk >= T:

@@ -53,7 +53,7 @@ def make_target_step(
 def target_loss(
     params: Params, batch: TrainBatch, config: LlamaConfig, step: StepConfig
 ) -> Float[Array, ""]:
-    """Sum of next-token cross-entropies in nats, over tokens that are trained."""
+    """Sum of next-token cross-entropies in nats, over trained tokens."""
     head, features = encode_for_head(params, batch, config, step)
     return language_model_loss(head, features, *labels_of(batch), chunk=step.vocabulary_chunk)
 
@@ -61,18 +61,18 @@ def target_loss(
 def encode_for_head(
     params: Params, batch: TrainBatch, config: LlamaConfig, step: StepConfig
 ) -> tuple[Float[Array, "V D"], Float[Array, "B T D"]]:
-    """The head, which may be the embedding, and the features that it reads."""
+    """Returns the head, which may be the embedding, and the features it reads."""
     features = encode(params, config, batch.tokens, batch.documents, block=step.attention_block)
     return gather_head(params["embed" if config.tie_embeddings else "head"]["weight"]), features
 
 
 def cast_inner(params: Params, dtype: Any) -> Params:
-    """Casts all but embedding and head, whose gradients are then summed in float32."""
+    """Casts all but embedding and head, so their gradients are summed in float32."""
     wide = {name: params[name] for name in ("embed", "head") if name in params}
     return cast(params, dtype) | wide
 
 
 def labels_of(batch: TrainBatch) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
-    """Next token of every row, and whether it is trained on and of the same document."""
+    """Next token of every row, and whether it is trained and in the same document."""
     following = batch.replace(loss_mask=jnp.roll(batch.loss_mask, -1, axis=1))
     return jnp.roll(batch.tokens, -1, axis=1), trained_rows(following, by="token")

@@ -6,9 +6,9 @@ d the query of row r comes from version d, and column i shows version max(0, d -
     columns  ... r-3  r-2  r-1   r          d = 3
     version  ...  0    1    2    3          versions of one age stand on a diagonal
 
-So a row attends version 0 up to column r - d, by ordinary causal attention, and d diagonal terms,
-one product per row each. What the softmax over version 0 gave is kept as a mean and a sum, to which
-one age after the other is added: nothing but the versions themselves grows with the depth.
+So a row attends version 0 up to column r - d by ordinary causal attention, plus d diagonal terms of
+one product per row each. The softmax over version 0 is kept as a mean and a sum, and one age after
+the other is added to it: only the versions themselves grow with the depth.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ from poss_jax.shapes import Array, Float, Int, Params
 
 
 class DraftInputs(struct.PyTreeNode):
-    """Rows of text as the draft sees them: pairs (feature f_j, token x_{j+1}).
+    """Rows of text as the draft reads them: pairs (feature f_j, token x_{j+1}).
 
     Attributes:
-      features: input features, from the target (perhaps with noise).
+      features: input features, from the target, with noise if configured.
       embedded: embeddings of the next tokens.
-      documents: document of its row that a pair belongs to.
+      documents: document of a pair within its row.
     """
 
     features: Array  # [B T F]; F = D, more where EAGLE-3 reads inner states
@@ -47,8 +47,8 @@ class DraftInputs(struct.PyTreeNode):
 class Versions(NamedTuple):
     """The versions of all rows.
 
-    The newest waits apart until the next depth puts it in its place: writing it only then, before
-    anything is read, lets the compiler use one buffer for all depths.
+    The newest version is kept apart until the next depth writes it into place before reading: this
+    lets the compiler use one buffer for all depths.
 
     Attributes:
       known: versions 0 to d-1 at depth d.
@@ -78,7 +78,7 @@ Visit = Callable[[Depth, Any], tuple[Array, Any, Any]]
 
 
 def first_version(features: Float[Array, "B T D"], depth: int) -> Versions:
-    """Starts the recursion: the features that depth 0 reads, and room for those of later depths."""
+    """Starts the recursion: the features of depth 0, and room for later depths."""
     known = jnp.zeros((depth, *features.shape), features.dtype)
     return Versions(split_batch(known, axis=1), features)
 
@@ -91,12 +91,12 @@ def unroll(
     visit: Visit,
     depths: range,
 ) -> tuple[Versions, Any, Any]:
-    """Visits depths in order; each reads the features predicted by those before it, detached.
+    """Visits depths in order; each reads the features predicted at earlier depths, detached.
 
     Args:
       config: shape of the draft.
       inputs: pairs of the target.
-      versions: versions as the depth before left them, or `first_version`.
+      versions: versions from the depth before, or `first_version`.
       carry: first carry.
       visit: predicts one depth; called once, while tracing.
       depths: depths to visit.
@@ -123,14 +123,14 @@ def shared_params(draft: Params) -> Params:
 
 
 def take_specialist(draft: Params, index: Int[Array, ""]) -> tuple[Params, Params]:
-    """Splits a draft (specialists stacked) into what specialists share, and one specialist."""
+    """Splits a draft (specialists stacked) into shared parameters and one specialist."""
     return shared_params(draft), jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
 
 
 def add_gradients(
     total: Params, index: Array, grad_shared: Params, grad_specialist: Params
 ) -> Params:
-    """Adds the gradients of what specialists share, and of one specialist, to those of a draft."""
+    """Adds gradients of the shared parameters and of one specialist to a draft's."""
     specialists = jax.tree.map(
         lambda stack, part: stack.at[index].add(part), total["specialists"], grad_specialist
     )
@@ -156,9 +156,9 @@ def predict(
       config: shape of the draft.
       inputs: pairs of the target.
       depth: depth to predict.
-      block: rows and columns whose scores are held at a time. Static.
-      zero_scores: count columns that a row may not see as scores of zero, as PosS and HASS do in
-        training, so that features depend on the padded length. Decoding leaves them out. Static.
+      block: rows and columns whose scores are in memory at once. Static.
+      zero_scores: give masked columns a score of zero, as PosS and HASS do in training, which
+        makes features depend on the padded length; decoding masks them. Static.
     """
     family = family_of(config)
     layer = family.layer(config).bind({"params": specialist})
@@ -174,19 +174,19 @@ def predict(
     base = attend_documents(q, k, v, inputs.documents, depth.index, block=block)
     if zero_scores:
         base = _add_zero_scores(base, position)
-    mean: Any = _add_ages(config, rows, Terms(weights, q, base))  # its type is lost by custom_vjp
+    mean: Any = _add_ages(config, rows, Terms(weights, q, base))  # custom_vjp loses its type
     return layer.finish(x, ungroup_heads(mean).astype(x.dtype))
 
 
 def _add_zero_scores(base: Attended, position: Int[Array, "B T"]) -> Attended:
-    """Adds to a softmax a score of zero without a value for each column that may not be seen."""
+    """Adds a score of zero, without a value, for each masked column to a softmax."""
     num_hidden = (position.shape[1] - 1 - position).astype(jnp.float32)[:, None, None]
     log_sum = jnp.logaddexp(base.log_sum, jnp.log(num_hidden))
     return Attended(base.mean * jnp.exp(base.log_sum - log_sum)[..., None], log_sum)
 
 
 class Diagonals(NamedTuple):
-    """Rows that later ages are attended in; no gradient flows into them.
+    """Rows attended at later ages; no gradient flows into them.
 
     Attributes:
       versions: versions 0 to `depth`.
@@ -202,10 +202,10 @@ class Diagonals(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Arrays that the softmax over version 0 and all diagonals is differentiated by.
+    """Arrays for which the softmax over version 0 and all diagonals has gradients.
 
     Attributes:
-      weights: `{"shared", "attention", "of_tokens"}`, from which keys and values are made.
+      weights: `{"shared", "attention", "of_tokens"}`, parameters of keys and values.
       queries: rotated queries, in groups that share keys.
       base: softmax over version 0.
     """
@@ -244,7 +244,7 @@ def _add_ages_forward(config: DraftConfig, rows: Diagonals, terms: Terms) -> tup
 
 def _add_ages_backward(config: DraftConfig, saved: Saved, grad_mean: Array) -> tuple[None, Terms]:
     rows, terms, total = saved
-    # Each score's gradient is its share times (what its value adds) - (what the mean had).
+    # Each score's gradient is its share times (gradient . value - gradient . mean).
     had = (grad_mean * total.mean).sum(axis=-1)
     queries = terms.queries.astype(jnp.float32)
     scale = queries.shape[-1] ** -0.5
@@ -273,7 +273,7 @@ _add_ages.defvjp(_add_ages_forward, _add_ages_backward)
 
 
 def _next_version(prediction: Float[Array, "B T D"], inputs: DraftInputs) -> Float[Array, "B T D"]:
-    """Moves a prediction to the rows it is of; row 0 of a document keeps the target's feature."""
+    """Moves predictions to their rows; row 0 of a document keeps the target's feature."""
     is_first = (positions_in(inputs.documents) == 0)[..., None]
     newest = jnp.where(is_first, inputs.features, jnp.roll(prediction, 1, axis=1))
     return lax.stop_gradient(split_batch(newest))
@@ -282,7 +282,7 @@ def _next_version(prediction: Float[Array, "B T D"], inputs: DraftInputs) -> Flo
 def _keys_values(
     config: DraftConfig, weights: Params, rows: Diagonals, age: Int[Array, ""]
 ) -> tuple[Array, Array]:
-    """Keys and values [B K T H] of the version of this age (0: the newest)."""
+    """Keys and values [B K T H] of the version of an age (0: the newest)."""
     family = family_of(config)
     layer = family.layer(config).bind({"params": {"attention": weights["attention"]}})
     features = rows.versions[rows.depth - age]
@@ -291,11 +291,11 @@ def _keys_values(
 
 
 def _diagonal_scores(q: Array, k: Array, age: Array, position: Array) -> Array:
-    """Scores [B K G T] of every row for the row of its document `age` rows before it."""
+    """Scores [B K G T] of every row for the row `age` before it in its document."""
     scores = (q * _moved(k, age)).sum(axis=-1) * q.shape[-1] ** -0.5
     return jnp.where((position >= age)[:, None, None], scores, NOTHING)
 
 
 def _moved(x: Array, age: Array) -> Array:
-    """Moves [B K T H] right by so many rows, and makes room for the heads of a group."""
+    """Moves [B K T H] right by `age` rows, and adds an axis for the heads of a group."""
     return jnp.roll(x, age, axis=2)[:, :, None].astype(jnp.float32)

@@ -14,7 +14,7 @@ from poss_jax.shapes import Params
 class TrainState(struct.PyTreeNode):
     """State of a training run; layers and specialists are stacked."""
 
-    step: Any  # [] int32; or in its place, as in the others, a shape or a sharding
+    step: Any  # [] int32; or a shape or sharding in its place, as in the others
     params: Params
     opt_state: optax.OptState
 
@@ -35,7 +35,7 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
 
 
 def _count_warmup(config: OptimizerConfig, num_steps: int) -> int:
-    """Number of steps in which the learning rate rises."""
+    """Number of warm-up steps."""
     least = config.warmup_steps
     if least is None:
         least = min(round(2 / (1 - config.b2)), num_steps // 5)
@@ -53,7 +53,7 @@ def update_state(
     optimizer: optax.GradientTransformation,
     is_trained: Params | None = None,
 ) -> TrainState:
-    """Takes an optimizer step; what is not trained is not decayed either."""
+    """Takes an optimizer step; frozen parameters are not decayed either."""
     # optax mixes dtypes that strict promotion refuses.
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
@@ -64,5 +64,5 @@ def update_state(
 
 
 def cast(params: Params, dtype: Any) -> Params:
-    """Parameters in the dtype they are computed with."""
+    """Casts parameters to the compute dtype."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

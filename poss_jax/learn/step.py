@@ -1,8 +1,8 @@
 """The jitted training step of a draft, recursive over depths.
 
-In the first family the versions a depth reads are detached, so its gradient reaches its own
-specialist and what all specialists share: `jax.grad` sits inside the scan over depths, takes one
-specialist out of the stack, and the gradients are summed on the way. Chains, whose gradients flow
+In the first family the versions a depth reads are detached, so its gradient reaches only its
+specialist and the shared parameters: `jax.grad` sits inside the scan over depths, takes one
+specialist out of the stack, and gradients are summed along the scan. Chains, whose gradients flow
 through all depths, are in `chains.py`.
 """
 
@@ -41,12 +41,12 @@ def draft_gradients(
 
     Args:
       draft: parameters, specialists stacked.
-      head: LM head of the target; its dtype is the one computed in.
+      head: LM head of the target, in the compute dtype.
       task: configs; `task.draft.trained_depth` is R.
       data: a batch.
 
     Returns:
-      Gradients like `draft`, zero for what is frozen; loss terms, each [R].
+      Gradients like `draft`, zero for frozen parameters; loss terms, each [R].
     """
     if family_of(task.draft).is_trained_in_chains:
         gradients, losses = chain_gradients(draft, head, task, data)
@@ -97,7 +97,7 @@ def _depth_loss(
     data: DraftData,
     depth: Depth,
 ) -> tuple[Array, tuple[Array, DraftLosses]]:
-    """(weighted loss of one depth, (its prediction, its loss terms)), in the head's dtype."""
+    """Computes (weighted loss of one depth, (prediction, loss terms)) in the head's dtype."""
     shared, specialist = cast(shared, head.dtype), cast(specialist, head.dtype)
     block, chunk = task.step.attention_block, task.step.vocabulary_chunk
     prediction = predict(
@@ -162,7 +162,7 @@ def make_draft_step(task: DraftTask, optimizer: optax.GradientTransformation) ->
 
 
 def _is_trained(task: DraftTask, draft: Params) -> Params:
-    """1 where a parameter is trained, 0 where it stays; specialists that no depth reaches stay."""
+    """1 for trained parameters, 0 for frozen ones and for specialists no depth reaches."""
     R, config = task.draft.trained_depth, task.draft
     reached = {config.specialist_at(depth) for depth in range(task.first_trained_depth, R)}
     of_specialist = jnp.array([float(e in reached) for e in range(config.num_specialists)])

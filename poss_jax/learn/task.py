@@ -1,4 +1,4 @@
-"""Training a draft: what is static about it, and a batch of text as the frozen target sees it."""
+"""Training a draft: its static settings, and a batch of text run through the frozen target."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,12 +22,12 @@ from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
 class DraftTask(NamedTuple):
-    """Everything static about training a draft for a frozen target.
+    """Static settings of training a draft for a frozen target.
 
     Attributes:
-      num_frozen: specialists, from the first, that stay as they are, and with them all they share.
+      num_frozen: specialists, from the first, that are frozen, and with them all shared parameters.
       vocabulary: target ids of the tokens that the draft can propose; None: all.
-      deviations: standard deviation of each dimension of the target's features, where the feature
+      deviations: standard deviation of each dimension of the target's features, if the feature
         loss is normalised.
     """
 
@@ -51,7 +51,7 @@ class DraftTask(NamedTuple):
 
     @property
     def first_trained_depth(self) -> int:
-        """Number of depths that frozen specialists serve."""
+        """Number of depths served by frozen specialists."""
         depths = range(self.draft.trained_depth)
         return sum(self.draft.specialist_at(depth) < self.num_frozen for depth in depths)
 
@@ -67,10 +67,10 @@ def describe_draft(wanted: SpecialistsConfig, target: LlamaConfig, num_tokens: i
     Args:
       wanted: settings of the run.
       target: config of its target.
-      num_tokens: number of tokens that it can propose.
+      num_tokens: number of tokens it can propose.
 
     Raises:
-      UserError: the target does not have the layers that the draft is to read.
+      UserError: the target lacks layers that the draft reads.
     """
     name = wanted.family or "eagle"
     fields: dict[str, Any] = {"kv": wanted.kv} | find_family(name).settle(target, num_tokens)
@@ -97,14 +97,14 @@ def describe_draft(wanted: SpecialistsConfig, target: LlamaConfig, num_tokens: i
 
 
 class DraftData(struct.PyTreeNode):
-    """A batch of text as the frozen target sees it: input of the draft, and what to predict.
+    """A batch of text run through the frozen target: the draft's input and targets.
 
     Attributes:
       inputs: pairs of the target.
-      targets: what every row is to predict.
-      loss_mask: rows that are trained.
-      num_trained: what a sum over such rows is divided by: their number in the whole batch, of
-        which this may be a part.
+      targets: targets of every row.
+      loss_mask: trained rows.
+      num_trained: trained rows in the whole batch, of which this may be a part: the loss's
+        denominator.
     """
 
     inputs: DraftInputs
@@ -125,11 +125,11 @@ def prepare_draft_data(
     """Runs the frozen target over rows of text and pairs features with the tokens after them.
 
     Args:
-      target: the frozen target, layers stacked; its dtype is the one computed in.
+      target: the frozen target, layers stacked; in the compute dtype.
       task: configs.
-      batch: rows of text; `ObjectiveConfig.trained_rows` says which of them are trained.
-      noise_keys: one for every row, draws the uniform noise on input features; None: no noise.
-      num_trained: see `DraftData`; None: the rows trained here.
+      batch: rows of text; `ObjectiveConfig.trained_rows` says which rows are trained.
+      noise_keys: a key per row for the uniform noise on input features; None: no noise.
+      num_trained: see `DraftData`; None: the trained rows of this batch.
       own_head: LM head of a draft that has one; None: the target's is used.
     """
     features = batch.features
@@ -173,7 +173,7 @@ def prepare_draft_data(
 
 
 def _next(x: Array, is_last: Bool[Array, "B T"]) -> Array:
-    """Row j shows what stood at row j + 1; the last row of a document shows zeros."""
+    """Shifts rows left: row j gets row j + 1; the last row of a document gets zeros."""
     is_last = is_last.reshape(*is_last.shape, *[1] * (x.ndim - 2))
     return jnp.where(is_last, jnp.zeros_like(x), jnp.roll(x, -1, axis=1))
 

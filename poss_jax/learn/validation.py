@@ -1,6 +1,6 @@
-"""Validation on held-out text; everything is a sum, so that batches add up.
+"""Validation on held-out text; all results are sums, so that batches add up.
 
-A mean of the batches' means would weigh a batch of three trained rows like one of three thousand.
+A mean of batch means would give three trained rows the weight of three thousand.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ from poss_jax.shapes import Array, Bool, Float, Params
 
 
 class Predictions(NamedTuple):
-    """Predictions at every row, to be shown.
+    """Predictions at every row, for display.
 
     Attributes:
       tokens: most likely token at every depth.
-      wanted: what it should have been.
+      wanted: the token it should have been.
       is_trained: rows that count.
     """
 
@@ -43,14 +43,14 @@ class DraftSums(NamedTuple):
     """Sums over the trained rows of a batch, and over the chains that start in it.
 
     Attributes:
-      num_trained: trained rows that are predicted.
+      num_trained: trained rows that have a prediction.
       losses: loss terms by name.
       agreement: rows whose most likely token is the target's.
-      cosine: similarity of the predicted feature to the target's; None where what is predicted is
-        no feature of the target.
+      cosine: similarity of the predicted feature to the target's; None if the draft predicts no
+        target feature.
       distance: length of their difference, in lengths of the target's; None likewise.
       num_chains: see `count_accepted`.
-      accepted: chains that accept more than so many tokens.
+      accepted: chains that accept more than 0, 1, ..., R - 1 tokens.
     """
 
     num_trained: Any  # [R]
@@ -63,7 +63,7 @@ class DraftSums(NamedTuple):
 
 
 class TargetSums(NamedTuple):
-    """Sums over the tokens of a batch that are trained on."""
+    """Sums over the tokens of a batch that are trained."""
 
     num_trained: Any  # []
     loss: Any  # []
@@ -102,13 +102,13 @@ def make_draft_validation(task: DraftTask, depth: int) -> Callable:
 
 
 class Measured(NamedTuple):
-    """Sums of one depth, or of all, and its predictions at the rows that they are of.
+    """Sums of one depth, or of all, with the predictions at their rows.
 
     Attributes:
       losses: sums of the loss terms by name.
       cosine: see `DraftSums`.
       distance: see `DraftSums`.
-      tokens: most likely tokens, as the draft numbers them.
+      tokens: most likely tokens, in the draft's numbering.
       is_predicted: trained rows that have a prediction.
     """
 
@@ -142,7 +142,7 @@ def _roll_out_chains(
     draft: Params, head: Array, task: DraftTask, data: DraftData, depth: int
 ) -> Measured:
     """Measures every step of a draft that follows chains."""
-    head = gather_head(draft["head"]["weight"])  # its own
+    head = gather_head(draft["head"]["weight"])  # the draft's own head
 
     def visit(index: Array, prediction: Array) -> Measured:
         rows = place_predictions(draft, task.draft, prediction, index)
@@ -171,14 +171,14 @@ def make_target_validation(config: LlamaConfig, step: StepConfig, dtype: Any) ->
 
 
 def add_up(results: Sequence[tuple[Any, Predictions]]) -> tuple[Any, Predictions]:
-    """Sums over batches, and what was predicted in the first of them; as NumPy arrays."""
+    """Sums over batches, and keeps the first batch's predictions; as NumPy arrays."""
     sums = jax.device_get([sums for sums, _ in results])
     total = jax.tree.map(lambda *parts: np.sum(parts, axis=0, dtype=np.float64), *sums)
     return total, jax.device_get(results[0][1])
 
 
 def draft_metrics(total: DraftSums) -> dict[str, Any]:
-    """Means of what was added up; lists go by depth.
+    """Turns sums into means; lists are by depth.
 
     The simulated acceptance length is what a chain would accept, bonus token included.
     """
@@ -205,18 +205,18 @@ def draft_metrics(total: DraftSums) -> dict[str, Any]:
 def count_accepted(
     hits: Bool[Array, "R B T"], loss_mask: Bool[Array, "B T"]
 ) -> tuple[Float[Array, " R"], Float[Array, ""]]:
-    """Lets a chain draft from every row of known text, teacher-forced, and counts what is accepted.
+    """Drafts a teacher-forced chain from every row of known text, and counts accepted tokens.
 
     The chain that starts at row s makes its depth-d prediction at row s + d; it accepts as many
-    tokens as hit in sequence. A chain counts if all its R rows are trained, so it ends before its
-    document does.
+    tokens as hit in sequence. A chain counts if all its R rows are trained, so it ends within its
+    document.
 
     Args:
       hits: the depth's most likely token is the target's.
       loss_mask: trained rows.
 
     Returns:
-      Chains that accept more than 0, 1, ..., R - 1 tokens, and how many chains there are.
+      Chains that accept more than 0, 1, ..., R - 1 tokens, and the number of chains.
     """
     R, _, T = hits.shape
     starts = T - R + 1

@@ -1,9 +1,9 @@
 """Causal attention over long rows of documents, a block of scores at a time.
 
-A block of rows meets one block of columns after the other and keeps a running softmax, so that the
-[T T] scores never exist (FlashAttention, arXiv 2205.14135); the backward pass computes each block's
-weights again from the sums it kept. What is left out of a softmax can be added later: a part of
-its columns is described by its mean value and the logarithm of its sum.
+A block of rows meets one block of columns after the other and keeps a running softmax, so the [T T]
+scores never exist (FlashAttention, arXiv 2205.14135); the backward pass recomputes each block's
+weights from the kept sums. Columns left out of a softmax can be added later: a part of the columns
+is described by its mean value and the log of its sum.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class Attended(NamedTuple):
     """A softmax over some columns.
 
     Attributes:
-      mean: values averaged under it; zeros where no column may be attended.
+      mean: values averaged under it; zeros if no column may be attended.
       log_sum: logarithm of its denominator.
     """
 
@@ -37,15 +37,15 @@ def attend_documents(
     *,
     block: int,
 ) -> Attended:
-    """Every row attends the columns of its own document that stand at least `lag` before it.
+    """Attends, for every row, the columns of its document at least `lag` before it.
 
     Args:
       q: queries, in groups that share keys.
       k: keys.
       v: values.
-      documents: which document a row belongs to.
-      lag: 0: also itself; may be traced.
-      block: rows and columns whose scores are held at a time. Static.
+      documents: document of every row.
+      lag: 0 includes the row itself; may be traced.
+      block: rows and columns whose scores are in memory at once. Static.
     """
     T = q.shape[3]
     block = min(block, T)
@@ -61,13 +61,13 @@ def attend_documents(
 
 
 def group_heads(q: Float[Array, "B N T H"], num_groups: int) -> Float[Array, "B K G T H"]:
-    """Puts the heads that share keys together."""
+    """Groups the heads that share keys."""
     B, N, T, H = q.shape
     return q.reshape(B, num_groups, N // num_groups, T, H)
 
 
 def ungroup_heads(mean: Float[Array, "B K G T H"]) -> Float[Array, "B T NH"]:
-    """Puts the heads of every row side by side."""
+    """Concatenates the heads of every row."""
     B, K, G, T, H = mean.shape
     return merge_heads(mean.reshape(B, K * G, T, H))
 
@@ -109,7 +109,7 @@ def _attend_forward(block: int, *args: Array):
 def _attend_backward(block: int, residuals: tuple, gradients: tuple[Array, Array]):
     (q, k, v, documents, lag), (mean, log_sum) = residuals
     grad_mean, grad_log_sum = gradients
-    # Each score's gradient is its weight times (what its value adds) - (what the mean had).
+    # Each score's gradient is its weight times (gradient . value - gradient . mean).
     had = (grad_mean * mean).sum(axis=-1) - grad_log_sum
 
     def of_rows(carry: tuple[Array, Array], step: tuple[Array, ...]):
@@ -152,7 +152,7 @@ def _scores(
     documents: Array,
     document_rows: Array,
 ) -> tuple[Array, Array]:
-    """Scores of a block of rows against a block of columns, and which of them count."""
+    """Scores of a block of rows against a block of columns, and which columns count."""
     block = q_rows.shape[-2]
     document_columns = _slice(documents, j, block, 1)
     row, column = i * block + jnp.arange(block), j * block + jnp.arange(block)
@@ -188,7 +188,7 @@ def _add(total: Array, index: Array, part: Array) -> Array:
 
 
 def _row_blocks(block: int, *arrays: tuple[Array, int]) -> tuple[Array, ...]:
-    """Cuts arrays along their row axis and puts the number of the block first."""
+    """Cuts arrays along their row axis with the block's number as the first axis."""
     parts = []
     for x, axis in arrays:
         cut = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])

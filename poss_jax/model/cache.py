@@ -1,8 +1,8 @@
 """Key/value caches of static shape, every sequence with its own length, and attention over them.
 
-A cache is only read while a forward lasts. The keys and values of the forward's own rows (a chunk
-of a prompt, the nodes of a tree, the levels of a draft) stand beside it, and those that are kept
-are written afterwards:
+During a forward a cache is only read. The keys and values of the forward's own rows (a chunk of a
+prompt, the nodes of a tree, the levels of a draft) are kept next to it, and the accepted ones are
+written afterwards:
 
     [ committed ........ | not used yet ]      [ own rows ]
                          ^ length   <── commit ──┘
@@ -30,7 +30,7 @@ class KVCache(struct.PyTreeNode):
       k: rotated keys, one array per layer.
       v: values, likewise.
       length: committed rows of each sequence.
-      frequencies: rotary angle per position its keys are rotated with.
+      frequencies: rotary angle per position of its keys.
     """
 
     k: list[Array]  # L × [B K S H]
@@ -53,7 +53,7 @@ def init_cache(
       config: gives the heads and the rotary embedding.
       num_layers: layers, or specialists.
       size: S, rows per sequence.
-      rope_length: how many positions each sequence will hold at most.
+      rope_length: most positions of a sequence.
       dtype: dtype of keys and values.
     """
     shape = (len(rope_length), config.num_kv_heads, size, config.head_dim)
@@ -78,14 +78,14 @@ class KeysValues(NamedTuple):
 
 
 def write_rows(stored: Array, new: Array, start: Int[Array, " B"], *, axis: int) -> Array:
-    """Writes `new` into `stored` at each sequence's own row `start`.
+    """Writes `new` into `stored` at each sequence's row `start`.
 
     Args:
       stored: [B ... S ...].
-      new: [B ... T ...], of no more rows. `start + T` must not exceed S: the write would slide
+      new: [B ... T ...], T <= S. `start + T` must not exceed S: the write would slide
         down onto committed rows.
       start: first row written, per sequence.
-      axis: where the rows are.
+      axis: axis of the rows.
     """
     if len(start) == 1:
         return lax.dynamic_update_slice_in_dim(stored, new, start[0], axis)
@@ -110,12 +110,12 @@ def write_rows(stored: Array, new: Array, start: Int[Array, " B"], *, axis: int)
 
 
 def commit_rows(cache: KVCache, rows: KeysValues, num_kept: Int[Array, " B"]) -> KVCache:
-    """Writes rows behind the committed ones.
+    """Writes rows after the committed ones.
 
     Args:
       cache: has room for all of them above `length`.
       rows: keys and values to append.
-      num_kept: how many of them count, the others are overwritten later.
+      num_kept: number of valid rows; the others are overwritten later.
     """
     start = cache.length
 
@@ -147,17 +147,17 @@ def attend_cached(
 ) -> Float[Array, "B T N*H"]:
     """Grouped-query attention over the committed rows of a layer and the forward's own ones.
 
-    A running softmax goes over blocks of the cache up to the longest sequence and no further, so
-    that the time follows the rows in use, not those there are room for. In a small cache all rows
-    are one block. So are they on a GPU, where a loop of unknown length asks the host, unless many
-    queries attend a long cache, since their scores would take gigabytes.
+    A running softmax goes over blocks of the cache up to the longest sequence, so time follows the
+    rows in use, not the allocated ones. A small cache is one block. So is any cache on a GPU, where
+    a loop of unknown length asks the host, unless many queries attend a long cache, whose scores
+    would take gigabytes.
 
     Args:
       q: rotated queries.
-      stored: keys and values of the cache; each query attends those below `length`.
+      stored: keys and values of the cache; each query attends rows below `length`.
       length: committed rows of each sequence.
-      own: keys and values of the forward's rows; M may be 0 where `length` is not.
-      can_attend: which of them each query attends, at least one of all it is given.
+      own: keys and values of the forward's rows; M may be 0 if `length` is not.
+      can_attend: which own rows each query attends; it must attend at least one row in all.
     """
     size = stored[0].shape[2]
     args = q, stored, length, own, can_attend
@@ -169,15 +169,15 @@ def attend_cached(
     return lax.platform_dependent(*args, cuda=gpu, rocm=gpu, tpu=tpu, default=blocks)
 
 
-_FEW_QUERIES = 64  # of a round; the chunk of a prompt has more
+_FEW_QUERIES = 64  # as in a round; a prompt's chunk has more
 _LONG = 4096
 
 
 def block_rows(size: int, least: int = 128) -> int:
-    """Rows per block: few enough to stop near the used length, and not too many blocks in all.
+    """Rows per block: few enough to stop near the used length, but not too many blocks.
 
-    A turn of a loop costs a TPU more than it does a CPU, so it takes more rows at `least`. A cache
-    of two blocks is one: a loop that stops halfway saves less than it takes to compile.
+    A loop turn costs a TPU more than a CPU, so TPUs use more rows as `least`. A cache of two blocks
+    becomes one: a loop that stops halfway saves less than it takes to compile.
     """
     block = max(least, size // 1024 * 128)
     return size if size <= 2 * block else block
@@ -221,7 +221,7 @@ def _attend_rows(
         jnp.zeros(rows.shape, jnp.float32),
     )
     if own[0].shape[2]:
-        # The barrier keeps XLA on GPU from joining this product with the cache's, for which it
+        # The barrier keeps XLA on GPU from fusing this product with the cache's, for which it
         # would copy the cache.
         carry = add(carry, lax.optimization_barrier(rows), *own, can_attend)
     if block == S:

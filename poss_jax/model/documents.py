@@ -1,4 +1,4 @@
-"""Rows that hold several documents: what a step is fed, and what follows from it."""
+"""Rows that hold several documents: the batch of a step, and what is derived from it."""
 
 from functools import partial
 from typing import Any, Literal
@@ -19,19 +19,19 @@ class TrainBatch(struct.PyTreeNode):
 
     Attributes:
       tokens: the text.
-      loss_mask: True where a token is trained on.
-      documents: which document of its row a token belongs to; 0: padding.
-      features: features of the target for every token, where they are known already.
+      loss_mask: True for trained tokens.
+      documents: document of a token within its row; 0: padding.
+      features: the target's features for every token, if already computed.
     """
 
-    tokens: Any  # [B T] int32; or in its place, as in the others, a shape or a sharding
+    tokens: Any  # [B T] int32; or a shape or sharding in its place, as in the others
     loss_mask: Any  # [B T] bool
     documents: Any  # [B T] int32
-    features: Any = None  # [B T F]; F = D for every inner layer that is read, and for the last
+    features: Any = None  # [B T F]; F = D per inner layer that is read, and for the last
 
 
 def positions_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Position of every token in its own document, from 0.
+    """Position of every token in its document, from 0.
 
     documents  1 1 1 2 2 0 0
     positions  0 1 2 0 1 0 1
@@ -42,14 +42,14 @@ def positions_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def lengths_in(documents: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Number of tokens of the document every token belongs to."""
+    """Length of every token's document."""
     return positions_in(documents) + positions_in(documents[:, ::-1])[:, ::-1] + 1
 
 
 def frequencies_in(
     documents: Int[Array, "B T"], rope: RopeConfig, head_dim: int
 ) -> Float[Array, "B *rows half"]:
-    """Rotary frequencies of every token by the length of its document, of a row if none matters."""
+    """Rotary frequencies per token by its document's length; per row if length does not matter."""
     frequencies, lengths = partial(rope_frequencies, rope, head_dim), lengths_in(documents)
     return jax.vmap(frequencies)(lengths) if rope.follows_length else frequencies(lengths[:, 0])
 
@@ -60,7 +60,7 @@ def is_last_in(documents: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 
 
 def trained_rows(batch: TrainBatch, by: Literal["label", "token"] = "label") -> Bool[Array, "B T"]:
-    """Marks rows of a draft that are trained: row j reads feature j and token j + 1.
+    """Marks the trained rows of a draft: row j reads feature j and token j + 1.
 
     answer         . . a b c d . .
     rows by label  . 1 1 1 . . . .   row j reads j + 1 and predicts j + 2, both of the answer
@@ -68,7 +68,7 @@ def trained_rows(batch: TrainBatch, by: Literal["label", "token"] = "label") -> 
 
     Args:
       batch: rows of text.
-      by: `label`: rows that decoding an answer runs; `token`: those of the reference.
+      by: `label`: rows that decoding an answer runs; `token`: the reference's rows.
     """
     if by == "token":
         return batch.loss_mask & ~is_last_in(batch.documents) & (batch.documents > 0)
@@ -80,7 +80,7 @@ def trained_rows(batch: TrainBatch, by: Literal["label", "token"] = "label") -> 
 def cut_batch(tree: Any, num_parts: int) -> Any:
     """Cuts [B ...] arrays into [parts B/parts ...].
 
-    A part takes every n-th row, so that each device cuts the rows it has.
+    A part takes every n-th row, so that each device cuts its own rows.
     """
 
     def cut(x: Array) -> Array:
@@ -90,5 +90,5 @@ def cut_batch(tree: Any, num_parts: int) -> Any:
 
 
 def count(mask: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """Number of True, as what sums are divided by."""
+    """Counts True values, as a denominator."""
     return mask.sum(dtype=jnp.float32)

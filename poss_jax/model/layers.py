@@ -1,9 +1,9 @@
 """The leaves of every model here: RMSNorm, rotary embedding, attention, one decoder layer.
 
-A decoder layer is offered in three pieces (`queries`, `keys_values`, `finish`) rather than as one
-call, because its users differ only in what lies between them: which keys a row may attend. The
-target attends its cache, a specialist its committed pairs and the levels drafted so far, the
-training rollout several versions of one row.
+A decoder layer comes in three pieces (`queries`, `keys_values`, `finish`) rather than one call,
+because its users differ only in between: in which keys a row may attend. The target attends its
+cache, a specialist its committed pairs and the drafted levels, the training rollout several
+versions of one row.
 """
 
 import itertools
@@ -20,13 +20,13 @@ from poss_jax.model.sharding import Axes
 from poss_jax.shapes import Array, Float, Int, Params
 
 WIDENS: tuple[Axes, ...] = ("tensor", "fsdp")
-"""Mesh axes of a weight whose output is cut by `tensor`."""
+"""Mesh axes of a weight whose output is sharded by `tensor`."""
 
 NARROWS: tuple[Axes, ...] = ("fsdp", "tensor")
-"""Mesh axes of a weight whose input is cut by `tensor`."""
+"""Mesh axes of a weight whose input is sharded by `tensor`."""
 
 NOTHING = -1e30
-"""Score of a column that may not be attended, and logarithm of the sum over no column."""
+"""Score of a masked column, and log of the sum over no column."""
 
 
 class Parameter(NamedTuple):
@@ -34,7 +34,7 @@ class Parameter(NamedTuple):
 
     Attributes:
       torch: name in PyTorch checkpoints.
-      axes: mesh axes that cut its last dimensions.
+      axes: mesh axes that shard its last dimensions.
     """
 
     torch: str
@@ -48,7 +48,7 @@ def linear_rows(path: str, torch: str, axes: tuple[Axes, ...]) -> dict[str, Para
 
 
 def norm_row(path: str, torch: str) -> dict[str, Parameter]:
-    """Row of the scale of an RMSNorm, which every device holds whole."""
+    """Row of the scale of an RMSNorm, which is replicated."""
     return {f"{path}/scale": Parameter(f"{torch}.weight", (None,))}
 
 
@@ -93,8 +93,8 @@ def rope_frequencies(
     Args:
       rope: the kind of embedding and its numbers.
       head_dim: width of a head.
-      length: how many positions each text will ever hold; a rope that `follows_length` looks at
-        it. One number per text keeps all its keys rotated alike, however they are computed.
+      length: most positions each text will hold; used by a rope that `follows_length`. One number
+        per text rotates all its keys alike, in any order of computation.
     """
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32)[None] / head_dim
     theta = jnp.full((len(length), 1), rope.theta, jnp.float32)
@@ -134,7 +134,7 @@ def rotate(
     Args:
       x: queries or keys.
       positions: position of every row.
-      frequencies: angle per position, of every sequence or of every row; see `rope_frequencies`.
+      frequencies: angle per position, per sequence or per row; see `rope_frequencies`.
       scale: factor of the result, see `RopeConfig.scale`. Static.
     """
     if frequencies.ndim == 2:
@@ -146,7 +146,7 @@ def rotate(
 
 
 def split_heads(x: Float[Array, "B T width"], head_dim: int) -> Float[Array, "B heads T H"]:
-    """Cuts rows into heads, which come first."""
+    """Splits rows into heads; the head axis comes first."""
     B, T, width = x.shape
     return jnp.swapaxes(x.reshape(B, T, width // head_dim, head_dim), 1, 2)
 
@@ -161,7 +161,7 @@ class Linear(nn.Module):
     """Parameters of a linear map, `weight` [out, in] and maybe `bias` [out].
 
     Attributes:
-      out_dim: width of the output; several numbers if it has several axes.
+      out_dim: width of the output; a tuple for several axes.
       use_bias: whether there is a bias.
       init_scale: variance of the output for input of variance 1.
     """
@@ -197,7 +197,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """The four projections of grouped-query attention, and the norms of queries and keys.
 
-    Decoding holds some of them fused (`fuse_layer`): `kv` in place of `k` and `v`, or `qkv`.
+    Decoding keeps some of them fused (`fuse_layer`): `kv` in place of `k` and `v`, or `qkv`.
     """
 
     config: LlamaConfig
@@ -239,7 +239,7 @@ class Attention(nn.Module):
         return self._normed_queries(q), self._normed_keys(k), v
 
     def _parts(self, projected: Float[Array, "B T width"], *heads: int) -> list[Array]:
-        """Cuts the output of a fused projection: so many heads of each part per key head."""
+        """Splits the output of a fused projection into parts; `heads` per key head."""
         B, T, _ = projected.shape
         K, H = self.config.num_kv_heads, self.config.head_dim
         grouped = projected.reshape(B, T, K, sum(heads), H)
@@ -274,7 +274,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One Llama layer, cut where attention happens.
+    """One Llama layer, split where attention happens.
 
     Attributes:
       has_input_norm: False for the specialists of EAGLE-2, HASS and PosS.
@@ -291,7 +291,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(self.config)
 
     def normed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Applies the input norm, where there is one."""
+        """Applies the input norm, if there is one."""
         return self.input_norm(hidden) if self.has_input_norm else hidden
 
     def queries(
@@ -322,7 +322,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Projects queries and keys (both rotated) and values."""
         q, k, v = self.attention.queries_keys_values(normed)
-        # Key heads come first, since a mesh cuts there.
+        # Key heads come first, since a mesh shards them.
         B, K, T, H = k.shape
         both = jnp.concatenate([q.reshape(B, K, -1, T, H), k[:, :, None]], axis=2)
         both = both.reshape(B, -1, T, H)
@@ -343,7 +343,7 @@ class DecoderLayer(nn.Module):
         positions: Int[Array, "B T"],
         frequencies: Float[Array, "B *rows half"],
     ) -> Float[Array, "B T D"]:
-        """Uses every parameter once, so that `init` draws them; attends nothing."""
+        """Uses every parameter once, so that `init` draws them; without attention."""
         normed = self.normed(hidden)
         self.keys_values(normed, positions, frequencies)
         return self.finish(hidden, merge_heads(self.queries(normed, positions, frequencies)))
@@ -355,15 +355,15 @@ def _residual_scale(config: LlamaConfig) -> float:
 
 
 def fuse_layer(params: Params, config: LlamaConfig, *, parts: Literal["kv", "qkv"]) -> Params:
-    """Joins projections that read the same rows, so that decoding multiplies them at once.
+    """Joins projections that read the same rows, so that decoding multiplies once.
 
-    The heads of queries, keys and values that belong together lie side by side, and gate and up
-    become one weight [2 intermediate D], so that a mesh cuts all parts alike.
+    The heads of queries, keys and values that belong together are adjacent, and gate and up become
+    one weight [2 intermediate D], so that a mesh shards all parts alike.
 
     Args:
-      params: a layer; one that is fused already stays as it is.
+      params: a layer; a fused one is returned unchanged.
       config: its shape.
-      parts: projections of attention to join: those of keys and values, or all three.
+      parts: attention projections to join: keys and values, or all three.
     """
     attention, mlp = params["attention"], params["mlp"]
     if "k" in attention:
@@ -377,7 +377,7 @@ def fuse_layer(params: Params, config: LlamaConfig, *, parts: Literal["kv", "qkv
 
 
 def _interleave(linears: list[Params], num_groups: int) -> Params:
-    """Stacks the outputs of linear maps, a group of each in turn."""
+    """Stacks the outputs of linear maps, alternating groups."""
 
     def join(*leaves: Array) -> Array:
         groups = [leaf.reshape(num_groups, -1, *leaf.shape[1:]) for leaf in leaves]

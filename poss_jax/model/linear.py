@@ -15,15 +15,15 @@ from jax import lax
 from poss_jax.model.quantise import Quantised
 from poss_jax.shapes import Array, Float
 
-# XLA on CPU multiplies a few rows by `x @ w.T` 1.1 to 1.7 times slower than as `(w @ x.T).T`.
+# For a few rows XLA on CPU runs `x @ w.T` 1.1 to 1.7 times slower than `(w @ x.T).T`.
 _FEW_ROWS = 64
 
-# Numbers of rows that CPUs multiply by an int8 weight in one loop; 1 row, or 5 to 7, would take
-# longer than the next of these. Up to `_FEW_SUMMED` rows several such loops are fastest.
+# Row counts that CPUs multiply by an int8 weight in one loop; 1 row, or 5 to 7, would take longer
+# than the next of these. Up to `_FEW_SUMMED` rows several such loops are fastest.
 _SUMMED_ROWS = (2, 4, 8, 16)
 _FEW_SUMMED = 32
 
-# Numbers of a quantised weight that CPUs convert at a time.
+# Elements of a quantised weight that CPUs convert at a time.
 _BLOCK = 1 << 19
 
 
@@ -40,7 +40,7 @@ def linear(
       x: rows.
       weight: weight of the same dtype, or a quantised one.
       bias: added to every row.
-      dtype: dtype of the result, in which products are summed anyway; None: that of `x`.
+      dtype: dtype of the result, also of the sums; None: `x`'s.
     """
     dtype = x.dtype if dtype is None else dtype
     if isinstance(weight, Quantised):
@@ -50,7 +50,7 @@ def linear(
     return out if bias is None else out + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
-@partial(jax.jit, static_argnames="dtype")  # which traces equal shapes once
+@partial(jax.jit, static_argnames="dtype")  # traces equal shapes once
 def _product(rows: Array, weight: Array, *, dtype: Any) -> Array:
     one_on_cpu, one_on_tpu, few_on_cpu, flat_on_cpu, plain = (
         partial(spelling, dtype=dtype)
@@ -66,8 +66,8 @@ def _product(rows: Array, weight: Array, *, dtype: Any) -> Array:
 
 
 def _quantised(x: Array, weight: Quantised, bias: Array | None, dtype: Any) -> Array:
-    # The scale comes after the product, whose operand is then a conversion of 8 bits alone, which
-    # compilers for TPU and GPU make part of the product.
+    # The scale comes after the product, so that the operand is a pure conversion of 8 bits, which
+    # compilers for TPU and GPU fuse into the product.
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     on_cpu, converted = (
         partial(spelling, dtype=dtype) for spelling in (_spelling_on_cpu(rows, weight), _converted)
@@ -97,10 +97,10 @@ def _summed_on_cpu(rows: Array, values: Array, *, dtype: Any) -> Array:
 
 
 def _sum_products(rows: Array, values: Array) -> Array:
-    # XLA on CPU makes one loop of conversion, product and sum, which reads the 8 bits once for all
-    # rows. The first barrier ties the conversion to the loop of decoding: XLA would move what does
-    # not change out of it, and read 32 bits in every turn. The second keeps the sum from becoming
-    # a plain product.
+    # XLA on CPU fuses conversion, product and sum into one loop, which reads the 8 bits once for
+    # all rows. The first barrier ties the conversion to the decoding loop: XLA would otherwise
+    # hoist it and read 32 bits in every turn. The second keeps the sum from becoming a plain
+    # product.
     padding = next(count for count in _SUMMED_ROWS if count >= len(rows)) - len(rows)
     padded = jnp.pad(rows, ((0, padding), (0, 0)))
     flat, padded = lax.optimization_barrier((values.reshape(-1, values.shape[-1]), padded))
@@ -109,7 +109,7 @@ def _sum_products(rows: Array, values: Array) -> Array:
 
 
 def _blocks_on_cpu(rows: Array, values: Array, *, dtype: Any) -> Array:
-    # XLA on CPU writes what it converts to memory. A block at a time stays in the cache.
+    # XLA on CPU writes converted weights to memory; a block at a time stays in the cache.
     def product(output: Array) -> Array:
         return jnp.matmul(rows, output.astype(rows.dtype), preferred_element_type=dtype)
 
@@ -135,15 +135,15 @@ def _one_row_on_cpu(rows: Array, weight: Array, *, dtype: Any) -> Array:
 
 
 def _one_row_on_tpu(rows: Array, weight: Array, *, dtype: Any) -> Array:
-    # One row alone would be multiplied and summed on the vector unit. The barrier keeps XLA from
-    # seeing that seven rows are zeros.
+    # One row alone would run on the vector unit. The barrier hides from XLA that seven rows are
+    # zeros.
     padded = lax.optimization_barrier(jnp.pad(rows, ((0, 7), (0, 0))))
     return _plain(padded, weight, dtype=dtype)[:1]
 
 
 def _few_rows_on_cpu(rows: Array, weight: Array, *, dtype: Any = None) -> Array:
-    # The number of rows is rounded up to where the library has a fast kernel. The barrier keeps
-    # XLA from rewriting the product into the plain form.
+    # The number of rows is rounded up to one with a fast kernel. The barrier keeps XLA from
+    # rewriting the product into the plain form.
     padded = jnp.pad(rows, ((0, -len(rows) % 8), (0, 0)))
     product = jnp.tensordot(weight, padded.T, 1, preferred_element_type=dtype)
     product = lax.optimization_barrier(product)

@@ -1,7 +1,7 @@
 """The parameters of a model: items, shapes, PyTorch names and shardings, all from one table.
 
-A model's table (`TARGET`, or `Family.parameters`) has a row for every parameter it may have; which
-of them a config has, and their shapes, the Flax leaves tell. Weights are kept in items:
+A model's table (`TARGET`, or `Family.parameters`) has a row for every parameter it may have; the
+Flax leaves say which of them a config has, and their shapes. Weights are kept in items:
 
     embed           {"weight": [V, D]}
     layers/0 ...    {"input_norm": {"scale"}, "attention": {"q", "k", "v", "o"},
@@ -17,9 +17,9 @@ of them a config has, and their shapes, the Flax leaves tell. Weights are kept i
     fc_norm         of EAGLE-3 with fc_norm: {"scale": [nD]}, or {"low", "middle", "high"}, each
                     {"scale": [D]}
 
-An EAGLE-3 draft also has a norm and a head of its own, of as many rows as it proposes tokens.
+An EAGLE-3 draft also has its own norm and a head with a row per token it can propose.
 
-Linear layers are {"weight": [out, in]} and, where the config says so, "bias": [out]. The paths are
+Linear layers are {"weight": [out, in]} and, if the config says so, "bias": [out]. The paths are
 public: other programs may read them. In memory the numbered items of a model are one list.
 """
 
@@ -45,7 +45,7 @@ from poss_jax.model.target import TARGET, init_target
 from poss_jax.shapes import Array, Params
 
 _NUMBER = re.compile(r"(?<=/)\d+(?=/)")
-_FUSED = {"qkv": "q", "kv": "k", "gate_up": "gate"}  # decoding's, which are cut as their parts are
+_FUSED = {"qkv": "q", "kv": "k", "gate_up": "gate"}  # used by decoding, sharded like their parts
 
 
 def table_of(config: LlamaConfig | DraftConfig) -> Mapping[str, Parameter]:
@@ -60,7 +60,7 @@ def item_shapes(
 
     Args:
       config: its shape.
-      is_quantised: list those of a quantised target; its head is an item although it may be tied.
+      is_quantised: list a quantised target's items, which include the head even if it is tied.
     """
     rows, shapes = list(table_of(config)), _shapes_of_one(config, is_quantised)
     numbers = range(_num_numbered(config))
@@ -93,20 +93,20 @@ def count_parameters(config: LlamaConfig | DraftConfig) -> int:
 
 
 def flatten_item(item: Params) -> dict[tuple[str, ...], Any]:
-    """Lists the leaves of an item (arrays or shapes) by their path."""
+    """Lists the leaves of an item (arrays or shapes) by path."""
     leaves: Any = flatten_dict(item)
     return leaves
 
 
 def split_items(config: LlamaConfig | DraftConfig, params: Params) -> Iterator[tuple[str, Params]]:
-    """Cuts a model in memory into its items, in the order `write_model` wants them."""
+    """Splits a model in memory into its items, in the order of the table."""
     for name in item_shapes(config):
         group, _, index = name.partition("/")
         yield name, params[group][int(index)] if index else params[group]
 
 
 def join_items(items: Iterable[tuple[str, Params]]) -> Params:
-    """Reverses `split_items`: numbered items, which come in order, become one list."""
+    """Reverses `split_items`: numbered items, given in order, become one list."""
     params: Params = {}
     for name, item in items:
         group, _, index = name.partition("/")
@@ -123,7 +123,7 @@ def check_params(config: LlamaConfig, params: Params, dtype: Any) -> None:
     Args:
       config: shape of the target; its head may be left out if the embeddings are tied.
       params: parameters of the target.
-      dtype: dtype that all of them have.
+      dtype: dtype of all of them.
 
     Raises:
       UserError: a parameter is missing or unknown, or has another shape or dtype.
@@ -152,24 +152,24 @@ def check_params(config: LlamaConfig, params: Params, dtype: Any) -> None:
 
 
 def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """Says how an array is cut.
+    """Sharding of an array.
 
     Args:
-      path: path of a parameter, perhaps below others (those of an optimizer's state).
-      shape: shape of the array; dimensions in front of those in the table (layers, specialists)
-        stay whole, and so do scalars.
+      path: path of a parameter, possibly below others (in an optimizer's state).
+      shape: shape of the array; leading dimensions not in the table (layers, specialists) are not
+        sharded, and neither are scalars.
       mesh: devices, by axis.
 
     Raises:
       ValueError: no table has the path.
     """
-    if not shape or path == "vocabulary":  # token ids, which every device reads
+    if not shape or path == "vocabulary":  # token ids, read by every device
         return PartitionSpec()
     weight = weight_path(path)
     axes = _find_axes([_FUSED.get(key, key) for key in weight.split("/") if not key.isdigit()])
     if axes is None:
         raise ValueError(f"{path}: want one row in the table of a model, got none")
-    if weight != path and path.endswith("/scale"):  # a number per output
+    if weight != path and path.endswith("/scale"):  # one number per output
         axes = axes[:1]
     front = (None,) * (len(shape) - len(axes))
     rest = zip(axes, shape[len(front) :], strict=True)
@@ -177,12 +177,12 @@ def partition(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
 
 
 def place_weights(mesh: Mesh) -> Callable[[str, tuple[int, ...]], NamedSharding]:
-    """Returns (path, shape) -> sharding, as loading a model asks for."""
+    """Returns (path, shape) -> sharding, for loading a model."""
     return lambda path, shape: NamedSharding(mesh, partition(path, shape, mesh))
 
 
 def place_tree(tree: Any, mesh: Mesh) -> Any:
-    """Gives the sharding of every leaf of parameters or of a training state (arrays or shapes)."""
+    """Shardings of all leaves of parameters or of a training state (arrays or shapes)."""
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -208,7 +208,7 @@ def shapes_on(mesh: Mesh, function: Callable[[], Any], dtype: Any = None) -> Any
 
 
 def place_params(params: Params, mesh: Mesh) -> Params:
-    """Moves parameters to where the tables say; an array that occurs twice stays one array."""
+    """Shards parameters by the tables; an array that occurs twice stays one array."""
     moved: dict[int, Array] = {}
 
     def move(leaf: Array, where: NamedSharding) -> Array:
@@ -247,7 +247,7 @@ def _num_numbered(config: LlamaConfig | DraftConfig) -> int:
 
 
 def _find_axes(keys: list[str]) -> tuple[Axes, ...] | None:
-    """Looks up the axes of the parameter that a path without numbers ends with, in all tables."""
+    """Finds, in all tables, the axes of the parameter at the end of a path without numbers."""
     for table in (TARGET, *(family.parameters for family in FAMILIES.values())):
         for path, row in table.items():
             wanted = path.replace("*/", "").split("/")

@@ -1,9 +1,9 @@
 """Quantised targets: matrices of 8 bits with a scale per output, through one seam in `linear`.
 
-The matrices of attention and MLP and the LM head are quantised; embedding, norms and biases stay as
-they are. In memory such a weight is a `Quantised`, in a model folder `weight/values` and
-`weight/scale`. Both leaves begin with the outputs, so that what concatenates, takes or shards the
-outputs of a weight does the same to each leaf.
+The matrices of attention and MLP and the LM head are quantised; embedding, norms and biases are
+not. In memory such a weight is a `Quantised`, in a model folder `weight/values` and `weight/scale`.
+The outputs are the first axis of both leaves, so code that concatenates, takes or shards a weight's
+outputs treats each leaf alike.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ from poss_jax.config.models import Quantisation
 from poss_jax.shapes import Array, Float, Params
 
 _TYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
-"""Type of the values, and the largest of them; of int8 that of both signs."""
+"""Type of the values, and the largest value (for int8, of both signs)."""
 
 
 KINDS = tuple(_TYPES)
@@ -32,7 +32,7 @@ class Quantised(struct.PyTreeNode):
       scale: factor of every output.
     """
 
-    values: Any  # [out in]; an array, or what stands for one, such as its sharding
+    values: Any  # [out in]; an array, or a stand-in such as its sharding
     scale: Any  # [out] float32
 
     @property
@@ -44,7 +44,7 @@ class Quantised(struct.PyTreeNode):
 def quantise(weight: Float[Array, "out_dim in_dim"], kind: Quantisation) -> Quantised:
     """Rounds a weight; the largest number of each output keeps its value.
 
-    An int8 is off by at most half a scale, an fp8 by 1/16 of itself or 2**-10 scales.
+    Errors: int8 at most half a scale, fp8 1/16 of the value or 2**-10 scales.
     """
     dtype, most = _TYPES[kind]
     wide = weight.astype(jnp.float32)
@@ -56,12 +56,12 @@ def quantise(weight: Float[Array, "out_dim in_dim"], kind: Quantisation) -> Quan
 
 
 def is_quantisable(path: str) -> bool:
-    """Tells whether the parameter at a path of a target, such as `head/weight`, is quantised."""
+    """True if quantising includes the target's parameter at a path such as `head/weight`."""
     return path.endswith("/weight") and not path.startswith("embed/")
 
 
 def weight_path(path: str) -> str:
-    """Returns the path of the weight whose values or scale stand at a path; other paths as is."""
+    """Returns the weight's path for a path of its values or scale; other paths unchanged."""
     weight, _, part = path.rpartition("/")
     is_part = weight.endswith("/weight") and part in ("values", "scale")
     return weight if is_part else path
@@ -77,16 +77,22 @@ def quantise_target(params: Params, kind: Quantisation) -> Params:
     return jax.tree_util.tree_map_with_path(visit, params)
 
 
+def quantise_specialists(draft: Params, kind: Quantisation) -> Params:
+    """Quantises the layers of a draft, as it is done for its target."""
+    layers = [quantise_target(one, kind) for one in draft["specialists"]]
+    return draft | {"specialists": layers}
+
+
 def quantise_items(
     items: Iterable[tuple[str, Params]], kind: Quantisation, *, dtype: Any = None, is_tied: bool
 ) -> Iterator[tuple[str, Params]]:
     """Quantises a target item by item.
 
     Args:
-      items: (name, item) of the target, in the type they are stored in.
+      items: (name, item) of the target, in the stored type.
       kind: type of the values.
-      dtype: dtype of all that is not quantised; None keeps what it is.
-      is_tied: True if the embedding is the head, too; a quantised head is an item of its own.
+      dtype: dtype of all that is not quantised; None keeps it.
+      is_tied: True if the embedding is the head, too; a quantised head is a separate item.
     """
     for name, item in items:
         if name == "embed" and is_tied:
@@ -96,7 +102,7 @@ def quantise_items(
 
 
 def pack(item: Params) -> Any:
-    """Makes a `Quantised` of every dict of values and scale, as items are stored."""
+    """Turns every dict of values and scale, the stored form, into a `Quantised`."""
     if item.keys() == {"values", "scale"}:
         return Quantised(**item)
     return {name: pack(part) if isinstance(part, dict) else part for name, part in item.items()}

@@ -1,4 +1,4 @@
-"""The highest scores of a vocabulary, found the way each backend is fast at."""
+"""Finding the highest scores of a vocabulary, in the way that is fast on each backend."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +13,11 @@ from poss_jax.shapes import Array, Float, Int
 
 
 def choose(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """The token of the highest score (logits, or scores with noise), the lowest id among equals."""
+    """Finds the token of the highest score (logits, or scores with noise); ties: lowest id."""
 
-    def of_blocks(scores: Array) -> Array:  # on CPU an argmax compares one number after the other
+    def of_blocks(scores: Array) -> Array:  # an argmax on CPU is sequential
         rows = scores.reshape(1, -1, scores.shape[-1])
-        # Before the barrier XLA sees that one is wanted, and does not sort whole rows.
+        # Selecting before the barrier lets XLA see that only one is needed, so it does not sort.
         ids = lax.optimization_barrier(_best_of_devices(_top_k_of_blocks, rows, 1)[1])
         return ids.reshape(scores.shape[:-1])
 
@@ -30,7 +30,7 @@ def choose(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
 def top_k(
     scores: Float[Array, "B rows Vd"], k: int
 ) -> tuple[Float[Array, "B rows k"], Int[Array, "B rows k"]]:
-    """Finds what `lax.top_k` finds, ties included; only GPUs have a kernel for long rows."""
+    """Like `lax.top_k`, ties included, which is fast for long rows on GPUs only."""
     whole, blocks = (partial(_best_of_devices, find, k=k) for find in (_top_k, _top_k_of_blocks))
     best, ids = lax.platform_dependent(scores, cuda=whole, rocm=whole, default=blocks)
     return best, ids
@@ -39,7 +39,7 @@ def top_k(
 def _best_of_devices(
     find: Callable[[Array, int], tuple[Array, Array]], scores: Array, k: int
 ) -> tuple[Array, Array]:
-    """Finds the best k; where a mesh cuts the vocabulary, each device shows the others its best."""
+    """Finds the best k; if a mesh shards the vocabulary, the devices exchange their best."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not dividing_axes("tensor", scores.shape[-1], mesh):
         return find(scores, k)
@@ -62,7 +62,7 @@ def _top_k(scores: Array, k: int) -> tuple[Array, Array]:
 
 
 def _top_k_of_blocks(scores: Array, k: int) -> tuple[Array, Array]:
-    # Long sorts take long to run and longer to compile. The best k lie in the k blocks of the
+    # Long sorts are slow to run and slower to compile. The best k lie in the k blocks with the
     # highest maxima.
     width = scores.shape[-1]
     block = 128 if width > 128 * 128 else 16

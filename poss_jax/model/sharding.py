@@ -1,4 +1,4 @@
-"""The grid of devices, and how arrays are cut along its axes.
+"""The grid of devices, and the sharding of arrays along its axes.
 
 The devices form a grid of three axes:
 
@@ -6,14 +6,14 @@ The devices form a grid of three axes:
     fsdp     splits the batch too, and every weight with its gradient and optimizer state
     tensor   splits the width of every layer (heads, MLP, vocabulary), so also its work
 
-Linear weights are [out, in]. What widens (q, k, v, gate, up, embedding, head) is cut by `tensor`
-along its output, what narrows again (o, down) along its input; `fsdp` takes the other dimension.
-A dimension that an axis does not divide stays whole on that axis. The axes of every parameter stand
-in the tables of the models (`parameters.py`).
+Linear weights are [out, in]. Widening ones (q, k, v, gate, up, embedding, head) are sharded by
+`tensor` along the output, narrowing ones (o, down) along the input; `fsdp` takes the other
+dimension. A dimension that an axis does not divide is not sharded on that axis. The axes of every
+parameter are in the tables of the models (`parameters.py`).
 
-Decoding uses `data` and `tensor` alone. Every group of devices along `data` decodes its part of the
-batch by itself; within a group weights and caches are cut by `tensor`, and the compiler adds the
-sums over the devices.
+Decoding uses `data` and `tensor` only. Every group of devices along `data` decodes its part of the
+batch by itself; within a group weights and caches are sharded by `tensor`, and the compiler adds
+the sums over the devices.
 """
 
 import math
@@ -38,11 +38,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Arranges devices in a grid.
 
     Args:
-      config: size of each axis; an axis of -1 takes the devices that are left.
-      devices: all of them; None: those JAX sees. A grid of one takes the first.
+      config: size of each axis; an axis of -1 takes the remaining devices.
+      devices: all devices; None: the ones JAX sees. A grid of one takes the first.
 
     Raises:
-      UserError: the grid does not have as many places as there are devices.
+      UserError: the grid's size differs from the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = config.sizes(len(devices))
@@ -56,7 +56,7 @@ def decoding_mesh(mesh: MeshConfig | Mesh | None) -> Mesh | None:
     """Arranges devices for decoding; None is one device.
 
     Raises:
-      UserError: the grid does not fit the devices, or cuts weights by `fsdp`.
+      UserError: the grid does not fit the devices, or shards weights by `fsdp`.
     """
     if isinstance(mesh, MeshConfig):
         mesh = make_mesh(mesh)
@@ -71,7 +71,7 @@ def decoding_mesh(mesh: MeshConfig | Mesh | None) -> Mesh | None:
 
 
 def dividing_axes(axes: Axes, size: int, mesh: Mesh | AbstractMesh) -> Axes:
-    """Returns those of the axes that cut a dimension into equal parts."""
+    """Returns the axes that divide a dimension into equal parts."""
     kept: list[str] = []
     for axis in (axes,) if isinstance(axes, str) else axes or ():
         if size % mesh.shape[axis] == 0 and mesh.shape[axis] > 1:
@@ -91,7 +91,7 @@ def replicate(mesh: Mesh) -> NamedSharding:
 
 
 def partition_state(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Says how an array of a running batch [B ...] is cut; those of caches [B K S H] by heads."""
+    """Sharding of an array of a running batch [B ...]; caches [B K S H] also by heads."""
     if len(shape) == 4:
         return PartitionSpec("data", dividing_axes("tensor", shape[1], mesh))
     return PartitionSpec("data")
@@ -108,7 +108,7 @@ def check_processes(mesh: Mesh) -> None:
 
 
 def check_batch_size(batch_size: int, mesh: Mesh) -> None:
-    """Raises UserError unless every device gets equally many rows of a batch."""
+    """Raises UserError unless every device gets the same number of rows of a batch."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch_size % parts:
         raise UserError(
@@ -118,9 +118,9 @@ def check_batch_size(batch_size: int, mesh: Mesh) -> None:
 
 
 def gather_head(head: Float[Array, "V D"]) -> Float[Array, "V D"]:
-    """Undoes, inside a jitted step, what `fsdp` cuts of the head.
+    """Gathers the head along `fsdp` inside a jitted step.
 
-    It is used in a loop over chunks; other weights the compiler gathers where they are used.
+    It is used in a loop over chunks; the compiler gathers other weights where they are used.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -130,9 +130,9 @@ def gather_head(head: Float[Array, "V D"]) -> Float[Array, "V D"]:
 
 
 def whole_rows(x: Array) -> Array:
-    """Keeps rows inside a jitted step whole on all devices of a group; without a mesh, nothing.
+    """Replicates rows over a group's devices inside a jitted step; without a mesh, does nothing.
 
-    The compiler's own choice may be to cut what a product reads, and then to move its weight.
+    The compiler might otherwise shard the input of a product and then move its weight.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return x
@@ -140,20 +140,20 @@ def whole_rows(x: Array) -> Array:
 
 
 def highest_of_groups(x: Array) -> Array:
-    """The highest of what each group of devices decodes, so that all take the same way through it.
+    """Takes the maximum within each group of devices, so that all take the same branch.
 
-    For whatever decides a branch or the turns of a loop. A collective may be one for all devices,
-    and a group that turned elsewhere would make the others wait without end.
+    Use it for any value that decides a branch or a loop's turns. A collective may span all devices,
+    and a group that took another branch would make the others wait forever.
     """
     is_group = "data" in jax.sharding.get_abstract_mesh().manual_axes
     return lax.pmax(x, "data") if is_group else x
 
 
 def split_batch(x: Array, axis: int = 0) -> Array:
-    """Keeps an array inside a jitted step cut along its batch, and whole otherwise.
+    """Keeps an array inside a jitted step sharded along its batch, and otherwise replicated.
 
-    The compiler's own choice may gather activations where it should gather weights. Without a mesh
-    in the context (`jax.set_mesh`) nothing happens.
+    The compiler might otherwise gather activations instead of weights. Does nothing without a mesh
+    in the context (`jax.set_mesh`).
     """
     if jax.sharding.get_abstract_mesh().empty:
         return x
@@ -161,7 +161,7 @@ def split_batch(x: Array, axis: int = 0) -> Array:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes that a device holds of a tree of placed arrays, or of their shapes."""
+    """Bytes per device of a tree of sharded arrays, or of their shapes."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)

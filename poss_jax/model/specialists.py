@@ -1,4 +1,4 @@
-"""The seam between a draft family and its users, and what all families share."""
+"""The interface between a draft family and its users, and code all families share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +15,16 @@ KEY_VALUE = ("k", "v", "k_norm")
 """Parameters of attention that keys and values depend on."""
 
 
-# A specialist is drawn like one layer of so many: what it adds to its input starts small.
+# A specialist is initialised like one of this many layers: its output starts small.
 _DRAWN_AMONG = 16
 
 
 @dataclass(frozen=True)
 class Family:
-    """All that decoding, training, checkpoints and the converter know of a kind of draft.
+    """All that decoding, training, checkpoints and the converter know about a kind of draft.
 
-    Parameters are `{"specialists": [...]}` and what the specialists share. Features are what a
-    specialist predicts, and what the next one is given.
+    Parameters are `{"specialists": [...]}` and the shared ones. Features are a specialist's
+    predictions, and the inputs of the next one.
 
     Attributes:
       parameters: the table, path -> `Parameter`.
@@ -34,13 +34,13 @@ class Family:
       join_tokens: (params, embeddings) -> the part of x that depends on tokens alone.
       join_features: (params, that part, features) -> x.
       read: (params, config, features) -> rows that the head multiplies.
-      settle: (target's config, number of tokens a draft can propose) -> fields of the config of a
-        new draft that its family decides.
+      settle: (target's config, number of tokens a draft can propose) -> config fields of a
+        new draft that the family decides.
       fuse: (params, config, the target's features) -> the state that the first specialist reads.
-      feed_back: (params, config, predicted features) -> the state that the next one reads.
-      pass_through: random parameters -> those of a draft that predicts the feature it reads; None:
-        the family has none.
-      is_trained_in_chains: whether training follows a chain behind every row, with gradients
+      feed_back: (params, config, predicted features) -> the state that the next specialist reads.
+      pass_through: random parameters -> a draft that predicts the feature it reads; None: the
+        family has no such start.
+      is_trained_in_chains: whether training follows a chain after every row, with gradients
         through all of it, rather than all rows of one depth after the other.
     """
 
@@ -78,7 +78,7 @@ def draw_specialists(
 
 
 def silence(specialist: Params) -> Params:
-    """Makes a specialist return what it is given: its output projections become zero."""
+    """Makes a specialist return its input: its output projections become zero."""
 
     def zero_outputs(path: tuple[Any, ...], leaf: Array) -> Array:
         return jnp.zeros_like(leaf) if path[1].key in ("o", "down") else leaf
@@ -87,7 +87,7 @@ def silence(specialist: Params) -> Params:
 
 
 def extend_specialists(draft: Params, num_specialists: int) -> Params:
-    """Fills a list of specialists up with copies of its last one: how PosS starts from EAGLE."""
+    """Extends a list of specialists with copies of the last one: how PosS starts from EAGLE."""
     have = draft["specialists"]
     return draft | {"specialists": have + [have[-1]] * (num_specialists - len(have))}
 
@@ -97,7 +97,7 @@ def share_keys_values(draft: Params, reduce: Callable[[Array], Array]) -> Params
 
     Args:
       draft: specialists stacked.
-      reduce: [E ...] -> [1 ...], makes one of all.
+      reduce: [E ...] -> [1 ...], merges them into one.
     """
 
     def share(path: tuple[Any, ...], leaf: Array) -> Array:
@@ -108,7 +108,7 @@ def share_keys_values(draft: Params, reduce: Callable[[Array], Array]) -> Params
 
 
 def has_shared_keys_values(draft: Params) -> bool:
-    """Tells whether all of a list of specialists project keys and values alike."""
+    """True if all specialists have the same key and value projections."""
 
     def of(specialist: Params) -> list[Array]:
         attention = specialist["attention"]

@@ -1,9 +1,9 @@
 """The frozen Llama: prefill in chunks, one-token decode, tree verification, and encoding of text.
 
-A feature is the hidden state after the final norm, `logits = features @ head.T`; or, for drafts
-that ask for it, the inputs of some layers side by side (the residual stream, no norm). Parameters
-are `{"embed": {"weight"}, "layers": [...], "norm": {"scale"}, "head": {"weight"}}`; a tied model
-holds the same array twice. Decoding wants a list of layers, `encode` the same layers stacked.
+A feature is the hidden state after the final norm, `logits = features @ head.T`; for drafts that
+read inner layers, it is the concatenated inputs of these layers (the residual stream, no norm).
+Parameters are `{"embed": {"weight"}, "layers": [...], "norm": {"scale"}, "head": {"weight"}}`; a
+tied model holds the same array twice. Decoding takes a list of layers, `encode` stacked layers.
 """
 
 from collections.abc import Callable
@@ -47,9 +47,9 @@ class Prefilled(NamedTuple):
 
     Attributes:
       logits: logits of each prompt's last row.
-      features: features of each prompt's last row, F = D, or D for each of the layers asked for.
-      cache: all prompts are committed.
-      visited: what `visit` returned last.
+      features: features of each prompt's last row, F = D, or D per requested layer.
+      cache: holds all prompts, committed.
+      visited: last return value of `visit`.
     """
 
     logits: Array  # [B V] float32
@@ -63,9 +63,9 @@ class Prefill(struct.PyTreeNode):
 
     Attributes:
       cache: the chunks so far.
-      hidden: final hidden state of each prompt's last row, once its chunk was run.
+      hidden: final hidden state of each prompt's last row, once its chunk has run.
       features: features of that row, F as in `Prefilled`.
-      carry: what `visit` returned last.
+      carry: last return value of `visit`.
     """
 
     cache: KVCache
@@ -80,7 +80,7 @@ class Verified(struct.PyTreeNode):
     Attributes:
       logits: logits of every node.
       features: features of every node, F as in `Prefilled`.
-      rows: their keys and values, which the cache does not hold yet.
+      rows: their keys and values, not yet in the cache.
     """
 
     logits: Array  # [B M V] float32
@@ -103,7 +103,7 @@ def init_target(config: LlamaConfig, key: Array) -> Params:
 
 
 def without_tied_head(params: Params, config: LlamaConfig) -> Params:
-    """Leaves out a head that is the embedding: it is trained there."""
+    """Drops a head that is the embedding, which trains it."""
     return {name: x for name, x in params.items() if name != "head" or not config.tie_embeddings}
 
 
@@ -113,14 +113,14 @@ def stack_layers(layers: list[Params]) -> Params:
 
 
 def insert_layers(layers: list[Params], num_layers: int) -> list[Params]:
-    """Spreads new layers evenly between those of a target, whose output stays what it was.
+    """Inserts new layers evenly into a target without changing its output.
 
-    A new layer is a copy of the one before it, and adds zero to the residual stream until it is
+    A new layer is a copy of the one before it that adds zero to the residual stream until it is
     trained (block expansion, LLaMA Pro, arXiv 2401.02415).
 
     Args:
       layers: layers of the target.
-      num_layers: number to return, no less than there are.
+      num_layers: number to return, at least the present number.
     """
     sources = [index * len(layers) // num_layers for index in range(num_layers)]
     repeats = [index > 0 and sources[index - 1] == source for index, source in enumerate(sources)]
@@ -131,7 +131,7 @@ def insert_layers(layers: list[Params], num_layers: int) -> list[Params]:
 
 
 def _silence(layer: Params) -> Params:
-    """Copies a layer, with outputs that are zero."""
+    """Copies a layer, with zero outputs."""
     zeros = {
         module: {name: jax.tree.map(jnp.zeros_like, layer[module][name])}
         for module, name in (("attention", "o"), ("mlp", "down"))
@@ -144,12 +144,12 @@ def fuse_target(
 ) -> Params:
     """Fuses the projections of every layer of a list (`fuse_layer`), one layer after the other.
 
-    The list is emptied on the way, so that no more than one layer is held twice.
+    Empties the list on the way, so that at most one layer is held twice.
 
     Args:
       params: the target.
       config: its shape.
-      place: moves parameters that are fused to their devices.
+      place: moves fused parameters to their devices.
     """
     layers, given = [], params["layers"]
     while given:
@@ -161,7 +161,7 @@ def fuse_target(
 
 
 def compute_dtype(params: Params) -> jnp.dtype:
-    """Dtype that a target, its caches and its drafts compute in: the one of its embedding."""
+    """Dtype that a target, its caches and its drafts compute in: its embedding's."""
     return params["embed"]["weight"].dtype
 
 
@@ -203,14 +203,14 @@ def begin_prefill(
     aux_layers: tuple[int, ...] = (),
     carry: Any = None,
 ) -> Prefill:
-    """The state before the first chunk.
+    """Makes the state before the first chunk.
 
     Args:
       params: the target.
       config: its shape.
       cache: empty.
-      aux_layers: layers whose inputs are the features; none: the final hidden state is. Static.
-      carry: what `visit` is given first.
+      aux_layers: layers whose inputs are the features; empty: the final hidden state. Static.
+      carry: first carry of `visit`.
     """
     hidden = jnp.zeros((len(cache.length), 1, config.hidden_size), compute_dtype(params))
     features = jnp.concatenate([hidden] * max(len(aux_layers), 1), axis=-1)
@@ -237,7 +237,7 @@ def run_chunks(
       prefill: all chunks before; its cache has at least P rows, rounded up to chunks.
       tokens: prompts, padded with any token.
       lengths: tokens of each prompt, at least 1.
-      chunks: index of the first chunk to run, and of the first one not to run.
+      chunks: index of the first chunk to run, and one past the last.
       chunk: tokens of each prompt per forward. Static.
       aux_layers: see `begin_prefill`.
       visit: (carry, first row of a chunk, its features [B chunk F]) -> carry.
@@ -263,7 +263,7 @@ def run_chunks(
 
 
 def end_prefill(params: Params, prefill: Prefill, lengths: Int[Array, " B"]) -> Prefilled:
-    """Logits and caches of prompts whose chunks were all run."""
+    """Finishes prompts whose chunks have all run: logits and caches."""
     logits = read_logits(params, prefill.hidden)[:, 0]
     cache = prefill.cache.replace(length=lengths)
     return Prefilled(logits, prefill.features, cache, prefill.carry)
@@ -284,7 +284,7 @@ def verify(
     Args:
       params: the target.
       config: its shape.
-      cache: everything before the root, which is the next token to be committed.
+      cache: everything before the root, the next token to be committed.
       tokens: the nodes, root first.
       depths: distance of each node from the root.
       ancestors: True where the second node is the first one or lies on its path to the root.
@@ -321,9 +321,9 @@ def encode(
       params: the target, its layers in one tree with a leading axis (one compiled layer).
       config: its shape.
       tokens: rows of text.
-      documents: which document of its row a token belongs to; None: one document per row.
-      block: rows and columns whose attention scores are held at a time. Static.
-      aux_layers: layers whose inputs stand before the final hidden state in every row. Static.
+      documents: document of a token within its row; None: one document per row.
+      block: rows and columns whose scores are in memory at once. Static.
+      aux_layers: layers whose inputs precede the final hidden state in every row. Static.
     """
     documents = jnp.ones_like(tokens) if documents is None else documents
     positions = positions_in(documents)
@@ -346,7 +346,7 @@ def encode(
 
     dtype = params["norm"]["scale"].dtype  # in training the embedding may be wider
     hidden = split_batch(embed(params["embed"]["weight"], tokens).astype(dtype))
-    # One place more than layers asked for: the inputs of all others are written there.
+    # One slot more than requested layers: all other layers' inputs go there.
     aux = jnp.zeros((len(kept) + 1 if kept else 0, *hidden.shape), hidden.dtype)
     steps = params["layers"], jnp.array(places)
     (hidden, aux), _ = lax.scan(body, (hidden, split_batch(aux, axis=1)), steps)
@@ -363,7 +363,7 @@ def _run_layers(
     can_attend: Bool[Array, "B T T"],
     aux_layers: tuple[int, ...],
 ) -> tuple[Array, Array, KeysValues]:
-    """Runs the list of layers over rows that stand `depths` behind the committed ones.
+    """Runs the list of layers over rows at `depths` after the committed ones.
 
     Returns:
       Their hidden states after the final norm, their features, their keys and values.
@@ -382,7 +382,7 @@ def _run_layers(
     return final, jnp.concatenate(aux, axis=-1) if aux else final, rows
 
 
-@partial(jax.jit, static_argnums=1)  # which traces one layer for all of them
+@partial(jax.jit, static_argnums=1)  # traces one layer for all
 def _run_layer(
     params: Params,
     config: LlamaConfig,
@@ -402,7 +402,7 @@ def _run_layer(
 def _last_row(
     last: Float[Array, "B 1 F"], rows: Float[Array, "B T F"], index: Int[Array, " B"]
 ) -> Float[Array, "B 1 F"]:
-    """Takes the row of every sequence whose index lies among them, else what it was."""
+    """Picks each sequence's row if this chunk has it; else keeps the old one."""
     T = rows.shape[1]
     taken = jnp.take_along_axis(rows, jnp.clip(index, 0, T - 1)[:, None, None], axis=1)
     return jnp.where(((index >= 0) & (index < T))[:, None, None], taken, last)

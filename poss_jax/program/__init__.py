@@ -1,8 +1,11 @@
 """Code that all programs share.
 
 running.py    one-line errors, exit codes, compilation cache, marked text
-processes.py  several processes of one program
-options.py    command lines: a config's keys as options; loading an engine
+processes.py  joining several processes
+commands.py   the commands of `poss`, and what programs are called
+arguments.py  command lines: a config's keys as options
+options.py    loading the engine of a config; checks of outputs
+output.py     results for people or programs; what takes a while
 tables.py     Markdown tables
 ahead.py      compiling for TPU slices that are not there
 """

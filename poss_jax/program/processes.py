@@ -1,22 +1,20 @@
-"""Several processes of one program: who takes part, and how they find each other."""
+"""Several processes of one program: joining them."""
 
 import os
 from typing import Any
 
-import jax
-
 from poss_jax.config.reading import UserError
 
-# Set in every process by what starts several of them: a count of processes, or a list of hosts.
+# Set by launchers of several processes: a process count, or a list of hosts.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 _LISTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
 
 
 def start_processes() -> None:
-    """Joins the other processes of the run, where the environment speaks of any.
+    """Joins the other processes of the run, if the environment names any.
 
-    `JAX_COORDINATOR_ADDRESS` (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, unless the cluster
-    tells them), SLURM, Open MPI, or a TPU pod. Comes before anything else asks for devices.
+    Reads `JAX_COORDINATOR_ADDRESS` (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, unless the
+    cluster provides them), SLURM, Open MPI, or a TPU pod. Call it before anything uses devices.
 
     Raises:
       UserError: the others cannot be joined.
@@ -26,7 +24,11 @@ def start_processes() -> None:
         return int(os.environ[name]) if name in os.environ else None
 
     try:
-        if not expects_processes(os.environ) or jax.distributed.is_initialized():
+        if not expects_processes(os.environ):
+            return
+        import jax  # not for `--help`
+
+        if jax.distributed.is_initialized():
             return
         jax.distributed.initialize(
             num_processes=given("JAX_NUM_PROCESSES"), process_id=given("JAX_PROCESS_ID")
@@ -37,12 +39,12 @@ def start_processes() -> None:
             "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID in each"
         ) from error
     if jax.default_backend() == "cpu":
-        # Programs out of the cache take the collectives of a step in any order, and deadlock.
+        # Cached programs run a step's collectives in any order, and deadlock.
         jax.config.update("jax_enable_compilation_cache", False)
 
 
 def expects_processes(environment: Any) -> bool:
-    """Tells whether the environment says that there are several processes."""
+    """True if the environment says that there are several processes."""
     return (
         "JAX_COORDINATOR_ADDRESS" in environment
         or "MEGASCALE_COORDINATOR_ADDRESS" in environment

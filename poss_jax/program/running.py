@@ -16,14 +16,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NoReturn
-
-import jax
 
 from poss_jax.config.paths import cache_folder
 from poss_jax.config.reading import UserError, cut, is_out_of_memory, shorten
 from poss_jax.config.yaml_text import lone_surrogates
+from poss_jax.program.commands import name_programs, started_as
 from poss_jax.version import __version__
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
@@ -47,26 +45,30 @@ class Parser(argparse.ArgumentParser):
     """Reports wrong arguments like any other bad input, in one line.
 
     Args:
-      module: name of the program's module; its usage names what it was started as.
-      settings: those of argparse.
+      module: name of the program's module; the usage shows how it was started.
+      settings: settings of argparse.
     """
 
     def __init__(self, *, module: str | None = None, **settings: Any) -> None:
         if module is not None:
-            started_as = Path(sys.argv[0]).name
-            is_script = started_as.startswith("poss-")
-            settings["prog"] = started_as if is_script else f"python -m {module}"
+            settings["prog"] = started_as(module)
+            settings["description"] = name_programs(settings.get("description") or "")
         super().__init__(**settings)
+        if module is not None:
+            shown = f"poss_jax {__version__}"
+            self.add_argument(
+                "--version", action="version", version=shown, help="Show the version."
+            )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses arguments that are not UTF-8: no prompt, config or report can hold them."""
+        """Refuses arguments that are not UTF-8: prompts, configs and reports cannot hold them."""
         for text in sys.argv[1:] if args is None else args:
             if lone_surrogates(text):
                 raise UserError(f"argument {shorten(text)}: want UTF-8; write it in UTF-8")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raises instead of printing the usage; names the option nearest to an unknown one."""
+        """Raises instead of printing the usage; suggests the nearest option for an unknown one."""
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
         if message.startswith("unrecognized") and unknown[0].startswith("--"):
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -78,23 +80,23 @@ class Parser(argparse.ArgumentParser):
 def run_program(main: Callable[[], None]) -> None:
     """Runs a program and exits.
 
-    Exit codes: 0 done, 2 bad input or too little memory, 70 an error of ours, 130 interrupted, 141
-    nobody reads the output (`| head`). Each but the last comes with one line on stderr; that of 70
-    names a file with the traceback.
+    Exit codes: 0 done, 2 bad input or too little memory, 70 internal error, 130 interrupted, 141
+    output closed (`| head`). Each but the last prints one line on stderr; 70 also names a file with
+    the traceback.
 
     Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR` (default: `xla` in `cache_folder()`),
-    so that only the first run of a shape waits for the compiler.
+    so only the first run of a shape waits for the compiler.
     """
-    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # or closed
     logging.basicConfig()
-    for handler in logging.getLogger().handlers:  # one of which importing Orbax may have set up
+    for handler in logging.getLogger().handlers:  # importing Orbax may have added one
         handler.setFormatter(logging.Formatter("%(message)s"))
     _keep_compiled()
     try:
         with _interruptible(), _flushed():
             main()
     except KeyboardInterrupt:
-        # Exit handlers run after all threads ended, the last registered first.
+        # Exit handlers run after all threads have ended, last registered first.
         atexit.register(_leave, INTERRUPTED)
         sys.exit(_failed("interrupted", INTERRUPTED))
     except BrokenPipeError:
@@ -104,12 +106,12 @@ def run_program(main: Callable[[], None]) -> None:
 
 
 def text_marks() -> tuple[str, str]:
-    """Marks before and after a text: a colour where there are colours, else brackets."""
+    """Marks before and after a text: a colour if output is coloured, else brackets."""
     return COLOUR if has_colours() else BRACKETS
 
 
 def has_colours() -> bool:
-    """Tells whether output is coloured: on a terminal or with FORCE_COLOR, never with NO_COLOR."""
+    """True if output is coloured: on a terminal or with FORCE_COLOR, never with NO_COLOR."""
     is_wanted = bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
     return is_wanted and not os.environ.get("NO_COLOR")
 
@@ -118,13 +120,13 @@ def _failed(message: str, code: int) -> int:
     line = " ".join(message.splitlines())
     if len(line) > _LONGEST_LINE:
         line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
-    with suppress(OSError):  # nobody may read it
+    with suppress(OSError):  # stderr may be closed
         sys.stderr.write(f"error: {line}\n")
     return code
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """Message for the user, and the exit code."""
+    """Returns the message for the user and the exit code."""
     if isinstance(error, UserError):
         return str(error), BAD_INPUT
     if is_out_of_memory(error):
@@ -133,7 +135,7 @@ def _explain(error: Exception) -> tuple[str, int]:
             "in training data.sequence_length, batch_size or what a step holds (step.*), or spread "
             "the model over more devices (mesh.*)"
         ), BAD_INPUT
-    if isinstance(error, OSError):  # such as a path that may not be looked at
+    if isinstance(error, OSError):  # such as a path without permission
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "make room there" if is_full else "check the path, and that you may use it"
         return f"{error}; {advice}", BAD_INPUT
@@ -147,7 +149,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _keep_traceback(error: Exception) -> str:
-    """Writes what a report needs; returns where it is."""
+    """Writes a bug report's details to a file; returns its place in words."""
     names = ("jax", "jaxlib", "flax", "orbax-checkpoint", "transformers")
     versions = [f"{name} {version(name)}" for name in names]
     text = "\n".join(
@@ -172,7 +174,7 @@ def _keep_traceback(error: Exception) -> str:
 
 
 def _keep_compiled() -> None:
-    """Sets the folder of compiled programs, unless the environment has named one."""
+    """Sets the folder of compiled programs, unless the environment names one."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     try:
@@ -180,14 +182,20 @@ def _keep_compiled() -> None:
     except UserError as error:
         _LOG.warning("compiled programs are not kept: %s", error)
         return
-    jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
-    # Small programs too: a hundred of them compile for seconds.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # Keep small programs too: a hundred of them take seconds to compile.
+    settings = {
+        "jax_compilation_cache_dir": str(cache / "xla"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    for name, value in settings.items():
+        os.environ[name.upper()] = str(value)  # for a program that imports JAX later, or never
+        if "jax" in sys.modules:
+            sys.modules["jax"].config.update(name, value)
 
 
 @contextmanager
 def _flushed() -> Iterator[None]:
-    """Lets a closed pipe or a full disk be seen here, not when the interpreter closes."""
+    """Flushes, so that a closed pipe or full disk fails here, not at interpreter exit."""
     try:
         yield
     except SystemExit:  # after --help
@@ -198,10 +206,10 @@ def _flushed() -> Iterator[None]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Brings Ctrl-C back where it was lost.
+    """Restores Ctrl-C if it was lost.
 
-    Python drops what is raised in hooks and destructors. After a long call the first code to run is
-    often JAX's hook of the garbage collector, and Ctrl-C would do nothing.
+    Python drops exceptions raised in hooks and destructors. After a long call the first code to run
+    is often JAX's garbage-collector hook, which would swallow Ctrl-C.
     """
     before = sys.unraisablehook
 
@@ -222,8 +230,8 @@ def _interruptible() -> Iterator[None]:
 def _leave(code: int) -> NoReturn:
     """Exits without closing the interpreter.
 
-    Closing it crashes in jaxlib after an interrupted compilation, and after a failed write it may
-    wait forever for Orbax, or let asyncio report what was reported already.
+    Closing crashes in jaxlib after an interrupted compilation, and after a failed write it may wait
+    forever for Orbax, or let asyncio repeat a reported error.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):

@@ -3,7 +3,7 @@
     config = ServeConfig(target="models/llama", draft="models/poss3")
     uvicorn.run(guarded(create_app(config), config, api_key=None))
 
-`create_app` has the endpoints, `guarded` puts the checks of key, host and size before them. The
+`create_app` has the endpoints; `guarded` adds the checks of key, host and size. The
 same application runs under Ray Serve (examples/ray_serve) or any other ASGI server.
 """
 
@@ -73,7 +73,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_slots(engine: Engine, config: ServeConfig) -> Slots:
-    """Allocates the slots that a config describes; see `batch_sizes`.
+    """Allocates the slots of a config (see `batch_sizes`).
 
     Raises:
       UserError: what `Slots` refuses, more biases or stop ids than a request may have, or stop
@@ -92,23 +92,23 @@ def make_slots(engine: Engine, config: ServeConfig) -> Slots:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Sizes of the batch: on CPU every place costs as much as a text, elsewhere next to nothing."""
+    """Sizes of the batch: on CPU an empty slot costs as much as a full one, elsewhere little."""
     if jax.default_backend() != "cpu":
         return [most]
     return sorted({min(4**power, most) for power in range(most.bit_length())})
 
 
 class Service:
-    """Everything that the endpoints share.
+    """State shared by the endpoints.
 
     Attributes:
       config: settings.
-      limits: the same with the length that the scheduler allows.
+      limits: the same, with the scheduler's length limit.
       engine: target and draft.
       scheduler: decodes.
       metrics: what /metrics shows.
       is_warm: all programs are compiled.
-      is_draining: answers are finished, and no more begun.
+      is_draining: running answers finish, no new ones start.
     """
 
     def __init__(self, config: ServeConfig, engine: Engine, scheduler: Scheduler) -> None:
@@ -120,14 +120,14 @@ class Service:
         self._reader_of_large = ThreadPoolExecutor(1)
 
     def close(self) -> None:
-        """Ends decoding and reading."""
+        """Ends the scheduler and the reading threads."""
         self._reader_of_large.shutdown(wait=False, cancel_futures=True)
         self.scheduler.close()
 
     async def read(self, request: Request, kind: type[Any], read: Callable[..., Any]) -> Any:
-        """Reads a request beside the event loop: its body, and what `read` makes of it.
+        """Reads a request off the event loop: its body, and what `read` makes of it.
 
-        Large ones are read one after the other, so that they take memory and time once.
+        Large bodies are read one at a time, which bounds their memory and time.
 
         Raises:
           ApiError: something in it cannot be served.
@@ -144,7 +144,7 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """True if requests should be sent here."""
+        """True if the server takes requests."""
         return self.is_warm and not self.is_draining and self.scheduler.error is None
 
     @property
@@ -182,7 +182,7 @@ class Service:
             raise ApiError(503, "the server stops; try another one", retry_after=1) from error
 
     async def _submit_beside(self, job: Job) -> list[Stream]:
-        """Submits; in a thread if tokens are continued, whose text is decoded first."""
+        """Submits; in a thread if an answer is continued, since its text is decoded first."""
         if not any(prompt.num_continued for prompt in job.prompts):
             return self.submit(job)
         submitted = asyncio.create_task(asyncio.to_thread(self.submit, job))
@@ -223,7 +223,7 @@ class Service:
     async def _timed(
         self, chunks: AsyncIterator[tuple[int, Chunk] | None], arrived: float
     ) -> AsyncIterator[tuple[int, Chunk] | None]:
-        """Passes chunks on, measures when they come, and refuses an answer cut by the shutdown."""
+        """Passes chunks on, measures their times, and refuses an answer cut by the shutdown."""
         first: dict[int, float] = {}
         try:
             async for item in chunks:
@@ -257,8 +257,8 @@ def create_app(
 
     Args:
       config: settings; plain, so that it can be pickled.
-      engine: target and draft that are loaded already; None loads those of the config.
-      slots: those that are made already, of an engine of their own.
+      engine: loaded target and draft; None loads what the config names.
+      slots: slots already made, with their engine.
     """
 
     @asynccontextmanager
@@ -307,6 +307,7 @@ def guarded(
 
 async def _warm_up(service: Service) -> None:
     begun = time.monotonic()
+    _LOG.warning("compiling, which takes longer the first time; requests wait")
     await asyncio.to_thread(service.scheduler.warm_up)
     service.is_warm = True
     _LOG.warning("ready after %.0f s of compilation", time.monotonic() - begun)
@@ -325,7 +326,7 @@ def _add_errors(app: FastAPI) -> None:
         return response
 
     async def of_anything(request: Request, error: Any) -> Response:
-        del error  # the log has it
+        del error  # it is in the log
         return await of_api(request, ApiError(500, "an error of the server; see its log"))
 
     app.add_exception_handler(ApiError, of_api)
@@ -334,7 +335,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _add_state(app: FastAPI) -> None:
-    """Endpoints that say how the server is."""
+    """Adds the endpoints for health, version and metrics."""
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> Response:
@@ -368,7 +369,7 @@ def _add_state(app: FastAPI) -> None:
 
 
 def _add_api(app: FastAPI) -> None:
-    """Endpoints of the OpenAI API."""
+    """Adds the endpoints of the OpenAI API."""
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -410,7 +411,7 @@ def _service(request: Request) -> Service:
 
 
 def _cancel(streams: Sequence[Stream]) -> None:
-    """Frees what is still decoded; nothing happens to answers that have ended."""
+    """Cancels answers that are still being decoded."""
     for stream in streams:
         stream.cancel()
 
@@ -423,7 +424,7 @@ async def _whole(reply: Reply, chunks: AsyncIterator[tuple[int, Chunk] | None]) 
 
 
 class _Events(StreamingResponse):
-    """A reply in events; a client that leaves frees its slots, even before the first event."""
+    """A reply in events; frees the slots of a client that leaves, even before the first event."""
 
     def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream]) -> None:
         headers = {"cache-control": "no-store"}
@@ -457,7 +458,7 @@ async def _write_events(
 
 
 async def _until_disconnected(request: Request, answer: Any) -> Response:
-    """Waits for an answer, but not for a client that has left."""
+    """Waits for an answer; gives up when the client leaves."""
     task = asyncio.create_task(answer)
     try:
         while not task.done():

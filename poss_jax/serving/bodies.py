@@ -1,4 +1,4 @@
-"""Bodies of requests: bytes -> what pydantic makes of them, with limits on what that may take."""
+"""Bodies of requests: bytes -> what pydantic makes of them, with limits on time and memory."""
 
 import re
 from typing import Any, TypeVar
@@ -20,10 +20,10 @@ _SCHEMAS = "#/components/schemas/"
 
 
 async def receive_body(request: Request) -> bytes:
-    """Receives a body, which must be JSON by its type, so that no page of another site can send it.
+    """Receives a body, whose type must be JSON, so that another site's page cannot send it.
 
     Raises:
-      ApiError: it has another type, is empty, or breaks off.
+      ApiError: another type, an empty body, or one that breaks off.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not _JSON.fullmatch(kind):
@@ -38,10 +38,10 @@ async def receive_body(request: Request) -> bytes:
 
 
 def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
-    """Parses the body of a request; types are JSON's own, so that "3" is no number.
+    """Parses the body of a request; types are strict, so "3" is refused as a number.
 
     Raises:
-      ApiError: no JSON, too many lists and objects, or another value than a field may have.
+      ApiError: invalid JSON, too many lists and objects, or a wrong value in a field.
     """
     if _num_containers(content) > _MOST_CONTAINERS:
         raise ApiError(400, f"body: want at most {_MOST_CONTAINERS:,} lists and objects")
@@ -52,7 +52,7 @@ def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
 
 
 def _num_containers(content: bytes) -> int:
-    """Counts the lists and objects of JSON; brackets in texts only where all are few enough."""
+    """Upper bound of the number of lists and objects in JSON."""
     for pattern in (None, _STRING):
         outside = pattern.sub(b"", content) if pattern else content
         if (count := outside.count(b"[") + outside.count(b"{")) <= _MOST_CONTAINERS:
@@ -61,7 +61,7 @@ def _num_containers(content: bytes) -> int:
 
 
 def _refusal(first: Any) -> ApiError:
-    """Says what pydantic found first."""
+    """Turns pydantic's first finding into an error."""
     if first["type"] == "json_invalid":
         return ApiError(400, f"body: want JSON, got none: {first['ctx']['error']}")
     if not first["loc"]:
@@ -75,13 +75,13 @@ def _refusal(first: Any) -> ApiError:
 
 
 def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
-    """What the OpenAPI schema says of an endpoint that receives such a body by itself."""
+    """OpenAPI schema of an endpoint that parses the body itself."""
     content = {"application/json": {"schema": {"$ref": _SCHEMAS + kind.__name__}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def add_schemas(app: FastAPI, *kinds: type[BaseModel]) -> None:
-    """Adds to an application's OpenAPI schema those that `schema_of` names."""
+    """Adds the schemas that `schema_of` names to an application's OpenAPI."""
     wanted, template, without = [(one, "validation") for one in kinds], "{model}", app.openapi
     _, found = models_json_schema(wanted, ref_template=_SCHEMAS + template)  # type: ignore[arg-type]
 

@@ -22,7 +22,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 PATIENCE = 60.0
-"""Seconds that a client may take to send a request, and to read what it was sent."""
+"""Seconds a client may take to send a request, and to read the reply."""
 
 _OPEN = {"/", "/health", "/ready", "/version", "/metrics"}
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -57,9 +57,9 @@ class Guard:
           api_key: key that requests to the API must carry; None: they need none.
           max_body_bytes: largest body; all bodies together may be 64 times as large.
           max_requests: most requests to the API at once; None: any number.
-          allowed_hosts: names that the header Host may have where no key is needed, besides
-            localhost and addresses; `*` stands for all.
-          patience: seconds that a client may take to send a body, and to read what it was sent.
+          allowed_hosts: names allowed in the header Host without a key, besides localhost and
+            addresses; `*` allows all.
+          patience: seconds a client may take to send a body, and to read the reply.
         """
         self._app, self._max_requests, self._patience = app, max_requests, patience
         self._api_key = None if api_key is None else api_key.encode()
@@ -100,7 +100,7 @@ class Guard:
             else:
                 await send_error(error, send_on)
         except TimeoutError:
-            status = 499  # the client does not read; the answer breaks off
+            status = 499  # the client does not read; the answer is cut
         finally:
             body.close()
             entry = {
@@ -117,7 +117,7 @@ class Guard:
             await send(message)
 
     async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Lets the application answer, unless it has enough to do; probes are always answered."""
+        """Lets the application answer unless it is full; probes are always answered."""
         if scope["path"] in _OPEN:
             await self._app(scope, receive, send)
             return
@@ -145,10 +145,9 @@ class Guard:
         return ApiError(401, message, code="invalid_api_key")
 
     def _refuse_name(self, name: str) -> ApiError | None:
-        """Refuses names that the server does not know.
+        """Refuses unknown host names, against DNS rebinding.
 
-        The page of a name that was made to point at this machine could read answers, which only its
-        own network can reach (DNS rebinding).
+        A web page whose name was pointed at this machine could otherwise read answers.
         """
         plain = name.rpartition(":")[0] if _PORT.search(name) else name
         known = _LOCAL_NAME.fullmatch(name) or "*" in self._hosts or plain.lower() in self._hosts
@@ -162,7 +161,7 @@ class Guard:
 
 
 class _Bodies:
-    """Limits of bodies, and what they take now.
+    """Limits on bodies, and the bytes held now.
 
     Attributes:
       most: bytes of one body.
@@ -190,7 +189,7 @@ class _Body:
     """The body of one request.
 
     Attributes:
-      has_more: it has not come to its end.
+      has_more: more of it is to come.
     """
 
     def __init__(self, all_bodies: _Bodies, headers: dict[bytes, bytes], receive: Receive) -> None:
@@ -214,9 +213,9 @@ class _Body:
         return message
 
     async def drop(self) -> None:
-        """Receives what is left, for a while, so that the client reads why it was refused.
+        """Receives and drops the rest for a while, so that the client reads why it was refused.
 
-        A connection that is closed before would be reset, and with it the answer.
+        Closing at once would reset the connection, and the error with it.
         """
         dropped = 0
         with suppress(TimeoutError):
@@ -226,7 +225,7 @@ class _Body:
         self.has_more = False
 
     def close(self) -> None:
-        """Gives its room back."""
+        """Releases its bytes."""
         self._all.held -= self._size
 
     def _note(self, message: Message) -> int:
@@ -238,7 +237,7 @@ def read_api_key() -> str | None:
     """Reads the key of the API from the environment; None if there is none.
 
     Raises:
-      UserError: no header can carry it.
+      UserError: it cannot be sent in a header.
     """
     key = os.environ.get("POSS_API_KEY")
     if key is not None and not _KEY.fullmatch(key):
@@ -250,7 +249,7 @@ def read_api_key() -> str | None:
 
 
 class _Refused(HTTPException):
-    """The body of a request is refused while the application reads it, which answers so."""
+    """Raised while the application reads a refused body; it becomes the reply."""
 
     def __init__(self, error: ApiError) -> None:
         more = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}

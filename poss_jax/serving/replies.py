@@ -25,7 +25,7 @@ def event(data: Any) -> bytes:
 
 
 class Reply:
-    """The reply to one request; it grows with the chunks of its choices."""
+    """The reply to one request, built from the chunks of its choices."""
 
     def __init__(
         self, engine: Engine, job: Job, *, model: str, is_chat: bool, options: dict[str, bool]
@@ -37,7 +37,7 @@ class Reply:
           job: what was asked for.
           model: name of the model.
           is_chat: whether it answers a chat.
-          options: `usage`, `speculation`, `token_ids`: what is asked for beside the text.
+          options: `usage`, `speculation`, `token_ids`: extras requested besides the text.
         """
         self._engine, self._job, self._is_chat, self._options = engine, job, is_chat, options
         self._about = {
@@ -58,7 +58,7 @@ class Reply:
         ]
 
     def first_events(self) -> list[dict[str, Any]]:
-        """Events that begin a stream: the role of a chat, the prompt of an echo, its token ids."""
+        """Events that begin a stream: a chat's role, an echo's prompt, its token ids."""
         if self._is_chat:
             firsts = [{"delta": {"role": "assistant", "content": ""}} for _ in self._job.prompts]
         else:
@@ -73,7 +73,7 @@ class Reply:
         return events
 
     def take(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
-        """Takes in a chunk of a choice; returns its event, None if it shows nothing."""
+        """Adds a chunk to a choice; returns its event, None if it shows nothing."""
         self._tokens[index] += chunk.output_ids
         logprobs = None
         if self._job.num_logprobs is not None and chunk.output_ids:
@@ -107,7 +107,7 @@ class Reply:
         }
 
     def usage(self) -> dict[str, Any]:
-        """Counts of tokens, and (ours) of what was drafted."""
+        """Token counts, and (ours) counts of drafted tokens."""
         answers = [answer for answer in self._answers if answer is not None]
         rounds = [count for answer in answers for count in answer.accepted_per_round]
         positions = Counter(i for count in rounds for i in range(1, count + 1))
@@ -178,7 +178,7 @@ class Reply:
         }
 
     def _names(self, tokens: Sequence[int]) -> dict[int, str]:
-        """Names of tokens by their ids; of several with one text, the first has it as its name."""
+        """Names of tokens by id; only the first of several with one text is named by it."""
         names: dict[int, str] = {}
         for token in dict.fromkeys(tokens):
             name = self._name(token)
@@ -189,7 +189,7 @@ class Reply:
         return format_token(self._name(token), logprob)
 
     def _name(self, token: int) -> str:
-        """The text of a token; of a part of a character its bytes, as OpenAI names them."""
+        """The text of a token; for part of a character its bytes, as OpenAI names them."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             return str(token)
@@ -201,7 +201,7 @@ class Reply:
 
 
 def format_token(name: str, logprob: float) -> dict[str, Any]:
-    """Writes a token, by the name that it has in completions, as chats have it."""
+    """Converts a token's completions name to the form of chats."""
     if found := _PART.fullmatch(name):
         spelled = bytes.fromhex(found.group(1).replace("\\x", ""))
         text = spelled.decode(errors="replace")
@@ -219,7 +219,7 @@ def _join(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Places:
-    """Places of tokens in a text; parts of a character have that of the character."""
+    """Offsets of tokens in a text; parts of a character get the character's."""
 
     def __init__(self, engine: Engine, prompt: PreparedPrompt, before: str) -> None:
         tokenizer = engine.tokenizer
@@ -227,7 +227,7 @@ class _Places:
         self._end = len(before)
 
     def take(self, token: int) -> int:
-        """Takes in the next token; returns the place where its text begins."""
+        """Adds the next token; returns the offset where its text begins."""
         begin, pieces = self._end, self._text.push(token, depth=0) if self._text else []
         self._end += sum(len(piece.text) for piece in pieces)
         return begin

@@ -1,7 +1,7 @@
-"""Bodies of requests, as the OpenAI API has them, and what the scheduler is to do for them.
+"""Bodies of OpenAI requests, and the jobs that the scheduler gets for them.
 
-Fields that only we have are marked; most have vLLM's names. Fields that are not known are ignored,
-since clients send many, and a line is logged once for each.
+Fields that only we have are marked; most have vLLM's names. Unknown fields are ignored, since
+clients send many, and logged once each.
 """
 
 import logging
@@ -24,18 +24,19 @@ from poss_jax.engine.text import longest_token
 _LOG = logging.getLogger(__package__)
 _MOST_CHOICES = 128
 _MOST_MESSAGES = 4_000
-_MOST_LOGPROBS = 200_000  # of a reply, unless one choice of full length has more
+_MOST_LOGPROBS = 200_000  # per reply, unless one full-length choice has more
 _LONGEST_STOP = 1000
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers takes one for another
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers accepts any of them
+_READ = re.compile(r"[.'\"](\w+)")  # an attribute, or the beginning of what is quoted
 _WORD = re.compile("""['"]([A-Za-z][A-Za-z0-9_-]*)['"]""")  # quoted
 
 Real = Annotated[float, Field(allow_inf_nan=False)]
-# A list of millions has one mistake, not millions, each with a report of its own.
+# A list of a million bad items is one mistake, not a million reports.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-
+NumTokens = Annotated[int, Field(ge=1, lt=2**31)]  # messages repeat it, so it may not be long
 
 KINDS = {
     "prompt": f"want text, token ids, or a list of up to {_MOST_CHOICES} of either",
@@ -55,7 +56,7 @@ Biases = Annotated[dict[str, Annotated[Real, Field(ge=-100, le=100)]], BeforeVal
 
 
 class ApiError(Exception):
-    """An error that the client is told.
+    """An error reported to the client.
 
     Attributes:
       status: HTTP status.
@@ -87,7 +88,7 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel):
-    """Parts of a stream beside the text.
+    """Extras of a stream besides the text.
 
     Attributes:
       include_usage: a last event with the usage.
@@ -114,9 +115,9 @@ class CommonRequest(BaseModel):
     frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     logit_bias: Biases | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: NumTokens | None = None
     user: str | None = None
-    # Ours, with the names that vLLM has for them.
+    # Ours, with vLLM's names.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Real, Field(gt=1e-6, le=1e6)] | None = None
@@ -128,9 +129,9 @@ class CommonRequest(BaseModel):
 class CompletionRequest(CommonRequest):
     """Body of /v1/completions.
 
-    `continued_tokens` (ours): so many tokens at the end of the prompt belong to an answer that is
+    `continued_tokens` (ours): this many tokens at the end of the prompt belong to an answer that is
     continued; the penalties of the output count them, and stop strings may begin in them.
-    `continued_chat` (ours): the prompt is that of a chat, whose answers are decoded alone.
+    `continued_chat` (ours): the prompt is a chat's, whose answers are decoded alone.
     """
 
     prompt: (
@@ -166,13 +167,13 @@ class ChatRequest(CommonRequest):
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
     ]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
-    tool_choice: Any = None  # means nothing without `tools`, which are refused
+    tool_choice: Any = None  # has no effect without `tools`, which are refused
     modalities: Texts | None = None
 
 
@@ -255,7 +256,7 @@ def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> lis
     """Token ids of a text.
 
     Raises:
-      ApiError: far more text than could be answered.
+      ApiError: far more text than fits.
     """
     return _encode(engine, config, body.prompt)
 
@@ -267,12 +268,12 @@ def _read_message(message: Message) -> dict[str, Any]:
             raise ApiError(400, "messages: only content of type text is served", param="messages")
         content = "".join(part.text or "" for part in content)
     others = {key: value for key, value in (message.model_extra or {}).items() if value is not None}
-    # A template reads "no content" beside tool calls otherwise than an empty one.
+    # With tool calls, templates treat missing content differently from an empty one.
     return {"role": message.role, "content": content if others else content or "", **others}
 
 
 def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
-    """Refuses roles that a chat template does not know: none of the API's, and not named in it.
+    """Refuses roles that are neither the API's nor named in the chat template.
 
     Raises:
       ApiError: such a role.
@@ -285,15 +286,17 @@ def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
 
 
 def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:
-    """Says of the first field of messages that a chat template does not read that it is ignored."""
+    """Logs the first message field that the chat template does not read."""
+    known = {*_READ.findall(template), *_WORD.findall(template)}
+    if not known.isdisjoint(_REASONING):
+        known.update(_REASONING)
     for name in (name for message in messages for name, value in message.items() if value):
-        names = _REASONING if name in _REASONING else (name,)
-        if not any(re.search(rf"[.'\"]{re.escape(one)}\b", template) for one in names):
+        if name not in known:
             _warn_of_unused(cut(ascii(name)))
             return
 
 
-@lru_cache(maxsize=256)  # once each, however many requests have it
+@lru_cache(maxsize=256)  # once per field
 def _warn_of_unused(name: str) -> None:
     _LOG.warning("the chat template does not read the field %s of a message", name)
 
@@ -320,22 +323,17 @@ def _make_job(
         raise ApiError(400, f"logprobs: want at most {config.max_logprobs}", param="logprobs")
     if len(prompts) * (body.n or 1) > _MOST_CHOICES:
         raise ApiError(400, f"n: want at most {_MOST_CHOICES} choices in all", param="n")
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stop) > 4:
-        raise ApiError(400, "stop: want at most 4 strings", param="stop")
-    if any(len(string) > _LONGEST_STOP for string in stop):
-        message = f"stop: want strings of at most {_LONGEST_STOP:,} characters"
-        raise ApiError(400, message, param="stop")
+    stop = _read_stop(engine, config, body)
     sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
-    num_continued = getattr(body, "continued_tokens", None) or 0
-    is_chat = isinstance(body, ChatRequest) or bool(getattr(body, "continued_chat", False))
+    num_continued, is_chat = 0, True
+    if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
+        num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
     prepared = []
     for index, prompt in enumerate(prompts):
         ids = _encode(engine, config, prompt)
-        if num_continued >= len(ids) and num_continued:
-            raise ApiError(
-                400, "continued_tokens: want fewer than the prompt has", param="continued_tokens"
-            )
+        if num_continued and num_continued >= len(ids):
+            message = "continued_tokens: want fewer than the prompt has"
+            raise ApiError(400, message, param="continued_tokens")
         one = _prepare(engine, config, ids, sampling, limit)
         one = one._replace(stop_ids=stop_ids, num_continued=num_continued, is_chat=is_chat)
         for choice in range(body.n or 1):
@@ -343,19 +341,13 @@ def _make_job(
             prepared.append(one._replace(sampling=replace(sampling, seed=seed)))
     if logprobs is not None:
         _check_logprobs(config, prepared, 1 + logprobs)
-    try:
-        engine.check_stop(stop, config.max_length or engine.max_length)
-    except UserError as error:
-        raise ApiError(400, str(error), param="stop") from error
-    per_prompt = prepared[:: body.n or 1]
-    num_tokens = sum(len(one.ids) for one in per_prompt)
+    num_tokens = sum(len(one.ids) for one in prepared[:: body.n or 1])
     return Job(prepared, [*config.stop, *stop], logprobs, num_tokens, [""] * len(prepared))
 
 
 def _check_logprobs(config: ServeConfig, prompts: list[PreparedPrompt], per_token: int) -> None:
     """Refuses a reply that would hold too many log-probabilities."""
-    longest = (config.max_length or 0) * (1 + config.max_logprobs)
-    most = max(_MOST_LOGPROBS, longest)
+    most = max(_MOST_LOGPROBS, (config.max_length or 0) * (1 + config.max_logprobs))
     if (got := per_token * sum(prompt.max_new_tokens for prompt in prompts)) > most:
         message = f"logprobs: want at most {most:,} in all choices, got up to {got:,}"
         raise ApiError(400, f"{message}; ask for fewer choices or tokens", param="logprobs")
@@ -368,7 +360,7 @@ def _encode(engine: Engine, config: ServeConfig, prompt: Prompt) -> list[int]:
         message = f"prompt of {len(prompt):,} tokens does not fit a length of {most:,}"
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     length = _num_characters(prompt)
-    # To tokenise megabytes takes seconds. (A tokenizer that folds spaces could fit more in.)
+    # Tokenising megabytes takes seconds. (A tokenizer that folds spaces could fit more.)
     if engine.tokenizer is not None and length > most * longest_token(engine.tokenizer):
         message = f"prompt of {length:,} characters does not fit a length of {most:,} tokens"
         raise ApiError(400, message, param=param, code="context_length_exceeded")
@@ -379,7 +371,7 @@ def _encode(engine: Engine, config: ServeConfig, prompt: Prompt) -> list[int]:
 
 
 def _num_characters(value: Any) -> int:
-    """Characters of all texts in a prompt, however deep; a template may write any of them."""
+    """Characters of all texts in a prompt, at any depth; a template may write any of them."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -396,17 +388,26 @@ def _prepare(
 ) -> PreparedPrompt:
     room = (config.max_length or engine.max_length) - len(ids)
     if room < 1 or (limit is not None and limit > room):
-        raise ApiError(
-            400,
-            f"prompt of {len(ids)} tokens and {limit or 1} new ones do not fit a length of "
-            f"{room + len(ids)}",
-            param="prompt" if room < 1 else "max_tokens",
-            code="context_length_exceeded",
-        )
+        wanted = f"prompt of {len(ids)} tokens and {limit or 1} new ones"
+        message = f"{wanted} do not fit a length of {room + len(ids)}"
+        param = "prompt" if room < 1 else "max_tokens"
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
     try:
         return engine.prepare(ids, limit or min(config.max_new_tokens, room), sampling)
     except UserError as error:
         raise ApiError(400, str(error), param="logit_bias") from error
+
+
+def _read_stop(engine: Engine, config: ServeConfig, body: CommonRequest) -> list[str]:
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stop) > 4 or any(len(string) > _LONGEST_STOP for string in stop):
+        message = f"stop: want at most 4 strings of at most {_LONGEST_STOP:,} characters"
+        raise ApiError(400, message, param="stop")
+    try:
+        engine.check_stop(stop, config.max_length or engine.max_length)
+    except UserError as error:
+        raise ApiError(400, str(error), param="stop") from error
+    return stop
 
 
 def _read_stop_ids(engine: Engine, body: CommonRequest) -> list[int]:
@@ -423,7 +424,7 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
     names += ("frequency_penalty", "presence_penalty")
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if body.top_k is not None:
-        given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's word for all
+        given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's value for all
     if body.logit_bias:
         given["logit_bias"] = body.logit_bias
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
@@ -437,16 +438,16 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
 
 
 def explain(error: Any) -> str:
-    """Says what is wrong with a field, as pydantic does."""
+    """Pydantic's message about a field."""
     return error["msg"].removeprefix("Value error, ")
 
 
 def _log_unknown(body: CommonRequest) -> None:
-    """Says of fields that are not known, of ten per request, that they are ignored."""
+    """Logs unknown fields, at most ten per request."""
     for name in islice(body.model_extra or {}, 10):
         _warn_of_unknown(cut(ascii(name)))
 
 
-@lru_cache(maxsize=256)  # once each, unless there are many
+@lru_cache(maxsize=256)  # once per field, unless there are many
 def _warn_of_unknown(name: str) -> None:
     _LOG.warning("the field %s of a request is not known; it is ignored", name)

@@ -1,4 +1,4 @@
-"""uvicorn's server, and more: it finishes answers, cuts slow clients, ends if decoding fails.
+"""uvicorn's server that also finishes answers, cuts slow clients, ends if decoding fails.
 
 server = make_server(create_app(config), config, api_key=None)
 server.run(sockets=[listen("127.0.0.1", 8000)])
@@ -24,14 +24,14 @@ from poss_jax.serving.guard import PATIENCE
 
 _LOG = logging.getLogger(__package__)
 _BACKLOG = 2048  # as uvicorn's
-_SPARE_CONNECTIONS = 100  # beside those of all requests: probes, pools of clients
+_SPARE_CONNECTIONS = 100  # beyond one per request: probes, clients' pools
 
 
 class Connection(H11Protocol):
     """A connection that is cut when its client takes too long to ask, or to read.
 
-    Where there are too many, the one is cut whose client has been waited for longest, so that those
-    who come can always ask.
+    When there are too many connections, the one that has waited longest for its client is cut, so
+    that new clients can always ask.
     """
 
     def __init__(self, *args: Any, patience: float, most: int, **options: Any) -> None:
@@ -40,7 +40,7 @@ class Connection(H11Protocol):
         Args:
           args: uvicorn's.
           patience: seconds for the head of a request, and for reading what was sent.
-          most: number of connections from which on some are cut.
+          most: most connections before some are cut.
           options: uvicorn's.
         """
         super().__init__(*args, **options)
@@ -58,7 +58,7 @@ class Connection(H11Protocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Cuts the connection whose client has been waited for longest, but not this one."""
+        """Cuts another connection: the one that has waited longest for its client."""
         others = {one for one in self.connections if isinstance(one, Connection)} - {self}
         if waiting := [one for one in others if one.waits_for_client]:
             min(waiting, key=lambda one: one._since).transport.abort()
@@ -77,12 +77,12 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Takes in a part of a request."""
+        """Receives a part of a request."""
         super().data_received(data)
         self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends all waiting."""
+        """Stops the timers."""
         super().connection_lost(exc)
         self._to_ask, self._to_read = _cancelled(self._to_ask), _cancelled(self._to_read)
 
@@ -92,12 +92,12 @@ class Connection(H11Protocol):
         self._to_read = self.loop.call_later(self._patience, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Goes on: the client has read."""
+        """Stops waiting: the client has read."""
         super().resume_writing()
         self._to_read = _cancelled(self._to_read)
 
     def _await_request(self) -> None:
-        """Sets the clock if the head of a request is yet to come, and stops it otherwise."""
+        """Starts the timer if the head of a request is still to come, else stops it."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._to_ask = _cancelled(self._to_ask)
         elif self._to_ask is None:
@@ -115,9 +115,9 @@ def _cancelled(timer: Any) -> None:  # of asyncio, or of uvloop
 
 
 class DrainingServer(uvicorn.Server):
-    """Answers 503 from the first SIGTERM on, and stops once all answers are finished.
+    """Answers 503 after the first SIGTERM, and stops once all answers are finished.
 
-    It stops, too, when decoding has failed: whoever started it can start it again.
+    It also stops when decoding has failed, so that a supervisor can restart it.
     """
 
     def __init__(self, settings: uvicorn.Config, app: FastAPI, *, drain_seconds: float) -> None:
@@ -126,7 +126,7 @@ class DrainingServer(uvicorn.Server):
         Args:
           settings: uvicorn's.
           app: made by `create_app`.
-          drain_seconds: longest time to finish answers.
+          drain_seconds: most seconds to finish answers.
         """
         super().__init__(settings)
         self._app, self._drain_seconds = app, drain_seconds
@@ -134,7 +134,7 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def error(self) -> Exception | None:
-        """The error that ended decoding; None while all is well."""
+        """The error that ended decoding; None while it runs."""
         service = getattr(self._app.state, "service", None)
         return service and service.scheduler.error
 
@@ -143,23 +143,23 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter) or self.error is not None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to listen, and says where."""
+        """Starts listening and logs the address."""
         await super().startup(sockets)
         for sock in sockets or []:
             host, port = sock.getsockname()[:2]
             _LOG.warning("listening at http://%s:%d/", f"[{host}]" if ":" in host else host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins to drain; an interrupt cuts all answers, and a second signal everything."""
+        """Begins to drain; an interrupt cuts all answers; a second signal ends the process."""
         del frame
         if self._is_draining:
-            os._exit(128 + sig)  # threads may compile for minutes, which nothing else ends
+            os._exit(128 + sig)  # a thread may be compiling for minutes; only this ends it
         self._is_draining = True
         seconds = 0.0 if sig == signal.SIGINT else self._drain_seconds
         threading.Thread(target=self._drain, args=[seconds], daemon=True).start()
 
     def _drain(self, seconds: float) -> None:
-        service = getattr(self._app.state, "service", None)  # not while it starts
+        service = getattr(self._app.state, "service", None)  # absent while starting
         if service is not None:
             service.is_draining = True
             num_left = service.scheduler.num_running + service.scheduler.num_waiting
@@ -179,7 +179,7 @@ def make_server(
     Args:
       app: made by `create_app`.
       config: settings.
-      api_key: key that requests must carry; None: they need none.
+      api_key: key that requests must carry; None: no key.
       patience: see `Guard`.
     """
     most = config.max_requests + _SPARE_CONNECTIONS
@@ -196,10 +196,10 @@ def make_server(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Takes a port from now on; who connects is answered once a server runs.
+    """Reserves a port; connections are answered once a server runs.
 
     Raises:
-      UserError: there is no such address, or the port is taken.
+      UserError: no such address, or the port is taken.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

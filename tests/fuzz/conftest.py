@@ -1,4 +1,4 @@
-"""How much is drawn: a few cases, always the same, in the tests; new ones in `make fuzz`."""
+"""Number of drawn cases: a few fixed ones in the tests, new ones in `make fuzz`."""
 
 from hypothesis import HealthCheck, settings
 

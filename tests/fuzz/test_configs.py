@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from poss_jax.config.decoding import BenchConfig, GenerateConfig
 from poss_jax.config.reading import UserError, build_config, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
-from poss_jax.program.options import read_arguments
+from poss_jax.program.arguments import read_arguments
 
 RUN = {"stage": "draft", "output": "runs/x", "target": "models/t", "num_tokens": 5000}
 KINDS = {TrainConfig: RUN, BenchConfig: {"target": "models/t"}}

@@ -73,7 +73,7 @@ DAMAGES = st.builds(
 
 @cache
 def made(make: Callable[[Path], object]) -> Path:
-    """A copy of what a function writes into a folder `a`, beside where that was."""
+    """Copies what a function writes into a folder `a`, next to the original."""
     root = Path(tempfile.mkdtemp())
     make(root / "a")
     return (root / "a").rename(root / "whole")
@@ -110,7 +110,7 @@ def make_run(folder: Path) -> None:
 
 @given(DAMAGES)
 def test_run(damage: Damage) -> None:
-    """Goes on from an intact state, and says so where that is not the newest."""
+    """Continues from an intact state, and says so if it is not the newest."""
 
     def go_on() -> None:
         start(config_for(folder))

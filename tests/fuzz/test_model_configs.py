@@ -79,7 +79,7 @@ configs = st.dictionaries(st.sampled_from(KEYS), values, max_size=4)
 
 
 def refused(error: UserError) -> None:
-    """Checks what a user is told."""
+    """Checks the message for the user."""
     message = str(error)
     assert "\n" not in message and len(message) < 700, message
 

@@ -80,7 +80,7 @@ def contents(draw: st.DrawFn) -> bytes:
 
 
 def or_one_line(read: Callable[[], list[Any]]) -> list[Any]:
-    """What is read; nothing where it is refused, which must be said in one line."""
+    """Returns what is read; an empty list if it is refused, which must take one line."""
     try:
         return read()
     except UserError as error:

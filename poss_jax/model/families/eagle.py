@@ -25,7 +25,7 @@ def init(config: DraftConfig, key: Array) -> Params:
 
 
 def pass_through(draft: Params) -> Params:
-    """Lets the feature pass: `fc` becomes [as it was | identity], and specialists add nothing."""
+    """Makes the draft pass features on: `fc` is [unchanged | identity], specialists add nothing."""
     weight = draft["fc"]["weight"]
     of_tokens = weight[:, : len(weight)]
     fc = draft["fc"] | {"weight": jnp.concatenate([of_tokens, jnp.eye(len(weight))], axis=1)}
@@ -65,14 +65,14 @@ def join_features(
 def read(
     params: Params, config: DraftConfig, features: Float[Array, "*rows D"]
 ) -> Float[Array, "*rows D"]:
-    """Returns the features as they are: a feature stands after the target's final norm."""
+    """Returns the features unchanged: they are already after the target's final norm."""
     del params, config
     return features
 
 
 EAGLE = Family(
     parameters={
-        # Its input is split in two (embedding, feature), so only its output is cut.
+        # Its input is split in two (embedding, feature), so only its output is sharded.
         **linear_rows("fc", "fc", (("tensor", "fsdp"), None)),
         **layer_rows("specialists", "layers"),
     },

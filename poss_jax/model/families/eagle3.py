@@ -1,11 +1,11 @@
 """The draft of EAGLE-3, and PosS on it: inner states of the target, normed inputs, an own head.
 
-A feature is the inputs of several layers of the target side by side, or what a specialist predicted
-before its own layer's output norm. A row holds the embedding e of token x_{j+1} and a state g:
-`fc` of the target's feature, or the predicted feature as it is. The layer attends with
-`[norm(e); norm(g)]`, adds to g, and its output, normed, meets the draft's own head. All specialists
-read one stream of keys and values: those of the context are specialist 0's, those of a drafted row
-are of the specialist that drafted it (EAGLE-3, arXiv 2503.01840). Variants norm in other places:
+A feature is either the inputs of several target layers, concatenated, or a specialist's prediction
+before its output norm. A row holds the embedding e of token x_{j+1} and a state g: `fc` of the
+target's feature, or the predicted feature as it is. The layer attends with `[norm(e); norm(g)]`,
+adds to g, and its normed output meets the draft's own head. All specialists read one stream of keys
+and values: specialist 0 writes the context's, and a drafted row keeps the ones of the specialist
+that drafted it (EAGLE-3, arXiv 2503.01840). Variants norm in other places:
 `norm_before_residual`, `fc_norm` and `output_norm` of the config.
 """
 
@@ -64,7 +64,7 @@ class Specialist(DecoderLayer):
 
 def init(config: DraftConfig, key: Array) -> Params:
     """Draws a random draft: `{"fc", "fc_norm"?, "specialists": [...], "norm", "head"}`."""
-    if len(config.aux_layers) < 2:  # the width of a feature tells the target's from a predicted one
+    if len(config.aux_layers) < 2:  # `join` tells features apart by their width
         raise UserError(
             "aux_layers: an EAGLE-3 draft reads at least two layers of the target, got "
             f"{len(config.aux_layers)}"
@@ -110,9 +110,9 @@ def join(
     embedded: Float[Array, "*rows D"],
     features: Float[Array, "*rows F"],
 ) -> Float[Array, "*rows both"]:
-    """Joins the embedding of token j+1 and the state that the feature of token j becomes.
+    """Joins the embedding of token j+1 and the state made from the feature of token j.
 
-    As in the original, the width tells the target's feature from a predicted one.
+    As in the original, the width distinguishes target features from predicted ones.
     """
     is_predicted = features.shape[-1] == embedded.shape[-1]
     state = feed_back if is_predicted else fuse
@@ -122,7 +122,7 @@ def join(
 def fuse(
     params: Params, config: DraftConfig, features: Float[Array, "*rows F"]
 ) -> Float[Array, "*rows D"]:
-    """Projects the target's features, normed where the draft has norms before `fc`."""
+    """Projects the target's features, normed first if the draft has norms before `fc`."""
     eps = config.layer.rms_norm_eps
     if config.fc_norm == "whole":
         features = rms_norm(features, params["fc_norm"]["scale"], eps=eps)
@@ -148,7 +148,7 @@ def _norm_output(
 
 
 def join_tokens(params: Params, embedded: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-    """Returns the embeddings: nothing is projected that depends on the token alone."""
+    """Returns the embeddings: nothing projects the token alone."""
     del params
     return embedded
 
@@ -156,7 +156,7 @@ def join_tokens(params: Params, embedded: Float[Array, "*rows D"]) -> Float[Arra
 def join_features(
     params: Params, of_tokens: Float[Array, "*rows D"], states: Float[Array, "*rows D"]
 ) -> Float[Array, "*rows both"]:
-    """Puts states beside embeddings."""
+    """Concatenates embeddings and states."""
     del params
     return jnp.concatenate([of_tokens, states], axis=-1)
 
@@ -164,7 +164,7 @@ def join_features(
 def read(
     params: Params, config: DraftConfig, features: Float[Array, "*rows D"]
 ) -> Float[Array, "*rows D"]:
-    """Norms predicted features, unless the draft's head reads them as they are."""
+    """Norms predicted features, unless the draft's head reads them raw."""
     return features if config.output_norm is None else _norm_output(params, config, features)
 
 
@@ -174,9 +174,9 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def settle(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
-    """Settles what a new draft for a target reads, and the size of its head.
+    """Sets the layers a new draft for a target reads, and the size of its head.
 
-    It reads the layers that EAGLE-3 does; of fewer than 7 the last three.
+    Takes EAGLE-3's layers, or the last three if the target has fewer than 7.
 
     Raises:
       UserError: the target has one layer.
@@ -190,7 +190,7 @@ def settle(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
 
 EAGLE3 = Family(
     parameters={
-        # Its input is cut in as many parts as there are inner states, so only its output is cut.
+        # Its input is several inner states, so only its output is sharded.
         **linear_rows("fc", "fc", (("tensor", "fsdp"), None)),
         **norm_row("fc_norm", "input_norm"),
         **norm_row("fc_norm/low", "fc_norm.0"),

@@ -1,0 +1,191 @@
+"""Answers the prompts of `infer.generate`: prints the texts, or writes them to a file."""
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from poss_jax.checkpoint.whole import write_output
+from poss_jax.config.decoding import GenerateConfig
+from poss_jax.config.paths import as_path, local_path
+from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.data.rendering import start_renderer
+from poss_jax.decode.metrics import mean_acceptance_length
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.dialogue import (
+    PROMPT_KEYS,
+    Dialogue,
+    answer_all,
+    check_dialogues,
+    read_dialogues,
+    read_prompts,
+)
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.program.options import check_new_file, load_engine
+from poss_jax.program.output import announce, print_summary, waiting
+
+from .screen import Screen
+
+_LOG = logging.getLogger(__name__)
+
+_FIRST = "getting ready (longer the first time) ..."
+
+Answers = dict[tuple[int, int], Generation]
+"""(index of the record, index of the turn) -> answer."""
+
+
+def answer_dialogues(
+    engine: Engine, dialogues: Sequence[Dialogue], config: GenerateConfig, screen: Screen
+) -> Iterator[tuple[int, int, Generation]]:
+    """Answers every turn of every dialogue.
+
+    A conversation that its own answers make too long ends early, and the log says so.
+
+    Yields:
+      Index of the dialogue, index of the turn, and the answer.
+    """
+
+    def decode(prompts: Sequence[PreparedPrompt]) -> list[Generation]:
+        if config.stream:
+            return [_stream(engine, prompt, config.stop, screen) for prompt in prompts]
+        return engine.decode(prompts, batch_size=config.batch_size, stop=config.stop)
+
+    for i, answer in answer_all(engine, dialogues, decode, batch_size=config.batch_size):
+        yield i, dialogues[i].num_answered - 1, answer
+    for number, dialogue in enumerate(dialogues, start=1):
+        if dialogue.ended:
+            turn = dialogue.num_answered + 1
+            _LOG.warning("prompt %d ends before turn %d: %s", number, turn, dialogue.ended)
+
+
+def _stream(
+    engine: Engine, prompt: PreparedPrompt, stop: Sequence[str], screen: Screen
+) -> Generation:
+    """Decodes one prompt and shows every round as it lands."""
+    answer = None
+    for chunk in announce(engine.decode_rounds(prompt, stop=stop), _FIRST):
+        screen.show(chunk)
+        answer = chunk.answer
+    screen.end_line()
+    assert answer is not None, "the last chunk holds the answer"
+    return answer
+
+
+def answer_line(
+    record: dict[str, Any], dialogue: Dialogue, turn: int, answer: Generation
+) -> dict[str, Any]:
+    """Makes a line of the output file; keys of the record that answers have, too, are replaced."""
+    kept = {key: value for key, value in record.items() if key not in PROMPT_KEYS}
+    return kept | {
+        "turn": turn,
+        "prompt_ids": answer.prompt_ids,
+        "output_ids": answer.output_ids,
+        "text": answer.text,
+        "accepted_per_round": answer.accepted_per_round,
+        "mean_acceptance_length": answer.mean_acceptance_length,
+        "stop_reason": answer.stop_reason,
+        "sampling": config_to_dict(dialogue.sampling),
+    }
+
+
+def answer_prompts(config: GenerateConfig) -> None:
+    """Decodes and prints.
+
+    Raises:
+      UserError: bad input.
+    """
+    output = None if config.output is None else local_path(config.output, "output")
+    if output is not None:
+        check_new_file(output)
+    records = _read_records(config)
+    dialogues = read_dialogues(records, config.sampling, config.max_new_tokens)
+    if any({"messages", "turns"} & record.keys() for record in records):
+        start_renderer()
+    engine = _load_engine(config)
+    check_dialogues(engine, dialogues)
+    engine.check_stop(config.stop, config.max_new_tokens)
+    started, interruption = time.monotonic(), None
+    for length in tqdm(config.precompile, desc="compile", disable=len(config.precompile) < 2):
+        engine.precompile([length], batch_size=config.batch_size)
+    screen = Screen(shows_drafts=config.show_drafts)
+    total = sum(len(dialogue.left) for dialogue in dialogues)
+    answers = answer_dialogues(engine, dialogues, config, screen)
+    if total < 2 and not config.stream:  # no bar, and nothing to see meanwhile
+        answers = announce(answers, _FIRST)
+    bar = tqdm(answers, total=total, unit="answer", disable=total < 2 or config.stream)
+    with _kept_answers(output, records, dialogues) as given:
+        try:
+            for index, turn, answer in bar:
+                given[index, turn] = answer
+                if output is None and not config.stream:
+                    print(answer.output_ids if answer.text is None else answer.text)
+        except KeyboardInterrupt as error:
+            interruption = error
+    screen.end_line()
+    bar.close()
+    summary = _summarise(list(given.values())) | {
+        "seconds_with_compilation": round(time.monotonic() - started, 3),
+        "output": str(output) if output is not None and given else None,
+        "interrupted": interruption is not None,
+    }
+    print_summary(summary, _describe(summary))
+    if interruption is not None:
+        raise interruption
+
+
+def _read_records(config: GenerateConfig) -> list[dict[str, Any]]:
+    if config.prompts is not None:
+        return read_prompts(as_path(config.prompts))
+    if config.question is not None:
+        return [{"turns": [config.question]}]
+    return [] if config.prompt is None else [{"prompt": config.prompt}]
+
+
+@contextmanager
+def _kept_answers(
+    path: Path | None, records: Sequence[dict[str, Any]], dialogues: Sequence[Dialogue]
+) -> Iterator[Answers]:
+    """Collects answers, and writes them to the file however the block ends."""
+    given: Answers = {}
+    try:
+        yield given
+    finally:
+        if path is not None and given:
+            lines = [
+                answer_line(records[i], dialogues[i], turn, given[i, turn])
+                for i, turn in sorted(given)
+            ]
+            write_output(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _summarise(answers: Sequence[Generation]) -> dict[str, Any]:
+    return {
+        "answers": len(answers),
+        "new_tokens": sum(len(answer.output_ids) for answer in answers),
+        "mean_acceptance_length": mean_acceptance_length(
+            [answer.accepted_per_round for answer in answers]
+        ),
+    }
+
+
+def _describe(summary: dict[str, Any]) -> str:
+    """The summary as a person reads it."""
+    line = (
+        f"{summary['new_tokens']} tokens in {summary['seconds_with_compilation']:.1f} s, "
+        f"compilation included; {summary['mean_acceptance_length']:.2f} tokens per pass"
+    )
+    return line + (f"; answers: {summary['output']}" if summary["output"] else "")
+
+
+@waiting("loading the models ...")
+def _load_engine(config: GenerateConfig) -> Engine:
+    engine = load_engine(config)
+    if config.stream and engine.tokenizer is None:
+        raise UserError("--stream shows text, but this target has no tokenizer; leave it out")
+    return engine

@@ -1,0 +1,73 @@
+"""The command `poss`: all programs under one name, `poss generate` for `python -m infer.generate`.
+
+Imports nothing but the table of commands until it knows which program is wanted.
+"""
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import poss_jax
+from poss_jax.program.commands import COMMANDS, umbrella_name
+from poss_jax.version import __version__
+
+_FOLDER = Path(poss_jax.__file__).parent
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs one command, or shows the list of them."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(format_help(umbrella_name()))
+    elif name in ("-V", "--version"):
+        print(f"poss_jax {__version__}")
+    elif name in COMMANDS:
+        command = COMMANDS[name]
+        sys.argv = [f"{umbrella_name()} {name}", *command.words, *rest]
+        find_program(command.module).cli()
+    else:
+        known = [*COMMANDS, "--help", "--version"]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        sys.stderr.write(f"error: unknown command {name[:100]!a}; did you mean {near}?\n")
+        raise SystemExit(2)
+
+
+def find_program(module: str) -> Any:
+    """Imports a program; installed, those of a checkout's `train` and `infer` lie in poss_jax."""
+    if not module.startswith("poss_jax."):
+        if (_FOLDER / module.partition(".")[0]).is_dir():
+            module = f"poss_jax.{module}"
+        else:
+            sys.path.insert(0, str(_FOLDER.parent))
+    found = import_module(module)
+    return import_module(f"{module}.__main__") if hasattr(found, "__path__") else found
+
+
+def format_help(name: str) -> str:
+    """The list of commands."""
+    width = max(map(len, COMMANDS)) + 2
+    return "\n".join(
+        [
+            f"usage: {name} COMMAND ...",
+            "",
+            "Speculative decoding with position-specialist drafts, in JAX.",
+            "",
+            "commands:",
+            *(f"  {command:{width}}{one.about}" for command, one in COMMANDS.items()),
+            "",
+            f'A start: {name} generate --question "How do I poach an egg?" --stream',
+            f"More: {name} COMMAND --help",
+        ]
+    )
+
+
+def cli() -> None:
+    """Entry point of `poss`."""
+    main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    cli()

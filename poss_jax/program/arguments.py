@@ -1,0 +1,420 @@
+"""Command lines of programs: `--config FILE`, `section.key=value`, and options that name keys.
+
+A program's settings are one config dataclass. Its keys are declared there, with their help; here
+they become options: `max_new_tokens` is `--max-new-tokens`, `sampling.top_k` is `--top-k`,
+`tree.depth` is `--tree-depth`. An option wins over `section.key=value`, which wins over the file.
+"""
+
+import argparse
+import logging
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from poss_jax.config.models import TreeConfig
+from poss_jax.config.reading import (
+    Key,
+    UserError,
+    build_config,
+    list_keys,
+    name_overrides,
+    read_values,
+    shorten,
+)
+from poss_jax.program.output import add_json
+from poss_jax.program.running import Parser
+
+_LOG = logging.getLogger(__name__)
+
+ConfigT = TypeVar("ConfigT")
+
+_INDENT = 6 * " "
+_MOST_EXAMPLES, _LONGEST_TEXT = 3, 100  # of the short help
+_NAMES = {
+    **{"drafts": "draft", "datasets": "dataset", "keeps_unfinished": "keep-unfinished"},
+    **{"allowed_hosts": "allowed-host"},
+}
+_METAVARS = {
+    **dict.fromkeys(["target", "draft", "init_target", "init_draft"], "DIR"),
+    **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
+    **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE"},
+    **dict.fromkeys(["stop", "question", "prompt", "data.system_prompt"], "TEXT"),
+    **{"server": "URL", "output": "PATH", "data.source": "DATA"},
+    **{"chat_template_kwargs": "NAME=VALUE", "allowed_hosts": "NAME", "system": "TEXT"},
+}
+_SHOWN = {
+    "models": ["target", "draft", "drafts", "init_draft", "server"],
+    "input and output": [
+        *[
+            "question",
+            "prompt",
+            "prompts",
+            "datasets",
+            "num_prompts",
+            "data.source",
+            "self_prompt",
+            "system",
+        ],
+        *["max_new_tokens", "stream", "show_drafts", "output"],
+    ],
+    "sampling": ["sampling.temperature", "sampling.top_p", "sampling.seed", "temperatures"],
+    "speed": ["batch_size", "context", "quantise", "max_length", "concurrency"],
+    "run": ["stage", "num_epochs", "host", "port", "depth", "spans", "repeats"],
+}
+"""Keys whose options `--help` shows, by heading and in this order; `--help-all` has the others."""
+
+
+class Option(NamedTuple):
+    """An option that names a key.
+
+    Attributes:
+      flag: such as `--tree-depth`.
+      key: such as `tree.depth`.
+      about: the key's declaration.
+    """
+
+    flag: str
+    key: str
+    about: Key
+
+
+def list_options(kind: Any, also: Sequence[str] = ()) -> list[Option]:
+    """Lists the options of a config dataclass: of its own keys, of `sampling`, `tree` and `also`.
+
+    Args:
+      kind: the dataclass.
+      also: keys of other sections that get an option.
+    """
+    options = []
+    for key, about in list_keys(kind).items():
+        section, _, name = key.rpartition(".")
+        if not about.is_section and (section in ("", "sampling", "tree") or key in also):
+            name = f"tree_{name}" if section == "tree" else name
+            options.append(Option(f"--{_NAMES.get(key, name).replace('_', '-')}", key, about))
+    return options
+
+
+def read_arguments(
+    kind: type[ConfigT],
+    arguments: Sequence[str] | None,
+    *,
+    prog: str,
+    doc: str | None,
+    also: Sequence[str] = (),
+    add_actions: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> tuple[ConfigT, argparse.Namespace]:
+    """Reads a program's command line.
+
+    Args:
+      kind: the dataclass of its settings.
+      arguments: words of the command line; None: those of the process.
+      prog: name of the program's module.
+      doc: description, for --help.
+      also: see `list_options`.
+      add_actions: adds options that are not settings, such as --overwrite.
+
+    Returns:
+      The settings, and what the actions were given.
+
+    Raises:
+      UserError: an unknown option (with the nearest one), a missing key, or a wrong value.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    options = list_options(kind, also)
+    parser = make_parser(kind, options, add_actions, prog=prog, doc=doc, words=words)
+    args = parser.parse_intermixed_args(words)
+    values = read_values(args.config, args.overrides)
+    given_as = name_overrides(args.overrides)
+    if getattr(args, "tree", None) is not None:
+        _set_tree(values, args.tree, kind)
+        given_as["tree"] = "--tree"
+    given = {one: getattr(args, one.key) for one in options if getattr(args, one.key) is not None}
+    for option, value in given.items():
+        _set(values, option, value, _own_tree(kind))
+    for option in options:
+        if option.about.is_required and option.key not in values:
+            raise UserError(
+                f"want {option.flag} {_metavar(option)}, or the key {option.key} in the file that "
+                "--config names; see --help"
+            )
+    config = build_config(
+        kind,
+        values,
+        origin=args.config or "options",
+        given_as=given_as | {option.key: option.flag for option in given},
+    )
+    _check_depth(getattr(config, "tree", None))
+    _warn_of_idle(config, given)
+    return config, args
+
+
+# --------------------------------------------------------------------------------------------------
+# Help: what most people need on one screen, or all
+
+
+def make_parser(
+    kind: Any,
+    options: Sequence[Option],
+    add_actions: Callable[[argparse.ArgumentParser], None],
+    *,
+    prog: str,
+    doc: str | None,
+    words: Sequence[str] = (),
+) -> argparse.ArgumentParser:
+    """Makes the parser of a program.
+
+    Args:
+      kind: the dataclass of its settings.
+      options: its options.
+      add_actions: see `read_arguments`.
+      prog: name of the program's module.
+      doc: description.
+      words: the command line; where it has --help-all, help lists every option and key.
+    """
+    shows_all = "--help-all" in words
+    parser = Parser(
+        module=prog,
+        usage="%(prog)s [options] [section.key=value ...]",
+        description=describe(doc, shows_all=shows_all),
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=27),
+        epilog=_list_other_keys(kind, options) if shows_all else _name_sections(kind, options),
+    )
+    parser.add_argument("--help-all", action="help", help="Show all options and keys.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
+    text = "Set a key of the config." if shows_all else argparse.SUPPRESS
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
+    if "output" in list_keys(kind):
+        add_json(parser)
+    add_actions(parser)
+    _add_options(parser, kind, options, shows_all=shows_all)
+    if not shows_all:
+        for action in parser._actions:
+            action.help = _shorten_help(action.help or "", words)
+    return parser
+
+
+def describe(doc: str | None, *, shows_all: bool) -> str | None:
+    """A program's docstring as its help; in short its first sentence, and examples that run here.
+
+    An example whose config is not here is left out.
+    """
+    text = (doc or "").strip()
+    if shows_all or not text:
+        return text or None
+    examples = re.findall(r"^ {4}\S.*(?:(?<=\\)\n.*)*", text, re.M)
+    here = [example for example in examples if _has_configs(example)][:_MOST_EXAMPLES]
+    return "\n\n".join([text.split("\n\n")[0], *(["\n".join(here)] if here else [])])
+
+
+def _has_configs(example: str) -> bool:
+    return all(Path(path).is_file() for path in re.findall(r"configs/\S+", example))
+
+
+def _list_other_keys(kind: Any, options: Sequence[Option]) -> str | None:
+    """Describes the keys that have no option."""
+    with_option = {option.key for option in options}
+    lines = [
+        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(about), 72), _INDENT)}"
+        for key, about in list_keys(kind).items()
+        if not about.is_section and key not in with_option
+    ]
+    return "\n".join(["further keys:", *lines]) if lines else None
+
+
+def _name_sections(kind: Any, options: Sequence[Option]) -> str:
+    """Says where the rest of the help is, and which sections of keys there are."""
+    with_option = {option.key for option in options}
+    keys = [key for key, about in list_keys(kind).items() if not about.is_section]
+    sections = dict.fromkeys(key.split(".")[0] for key in keys if key not in with_option)
+    more = f", and the keys of {', '.join(sections)}" if sections else ""
+    return textwrap.fill(f"--help-all shows all options{more}.", 79)
+
+
+def _add_options(
+    parser: argparse.ArgumentParser, kind: Any, options: Sequence[Option], *, shows_all: bool
+) -> None:
+    """Adds options under their headings; in short those under none are not listed."""
+    tree, left = _own_tree(kind), {option.key: option for option in options}
+    for title, keys in _SHOWN.items():
+        group = parser.add_argument_group(title)
+        if title == "speed" and _has_tree(kind):
+            text = _TREE_HELP if _has_trees(kind) else _TREE_HELP.replace(", none", "")
+            group.add_argument("--tree", metavar="D/K/N", help=text)
+        for option in [left.pop(key) for key in keys if key in left]:
+            _add(group, option, tree)
+    required = parser.add_argument_group("required") if not shows_all else None
+    more = parser.add_argument_group("more")
+    for option in left.values():
+        is_hidden = not (shows_all or option.about.is_required)
+        action = _add(more if required is None or is_hidden else required, option, tree)
+        action.help = argparse.SUPPRESS if is_hidden else action.help
+
+
+def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action:
+    """Adds one option, of settings with a tree of their own or the device's.
+
+    Its text is checked when the config is built.
+    """
+    default, kind = option.about.default, _kind(option)
+    text = option.about.help
+    if kind is bool:
+        if default:
+            text = f"Do not {text[0].lower()}{text[1:]}"
+        action: dict[str, Any] = {"action": "store_const", "const": not default}
+    else:
+        action = {"metavar": _metavar(option)}
+        if kind in (dict, tuple):
+            action["action"] = "append"
+            text += " The option may be repeated."
+        elif option.key.startswith("tree.") and tree is None:
+            text += " (default: the device's)"
+        else:
+            text = _help_of(option.about)
+    return group.add_argument(option.flag, dest=option.key, help=text.replace("%", "%%"), **action)
+
+
+def _help_of(about: Key) -> str:
+    """The help of a key, with its default as a config says it."""
+    default = list(about.default) if isinstance(about.default, tuple) else about.default
+    return about.help + ("" if default in (None, []) else f" (default: {default})")
+
+
+def _shorten_help(text: str, words: Sequence[str]) -> str:
+    """The beginning of a help text, and the default; nothing of an option for an absent other."""
+    other = re.match(r"With (--[\w-]+)", text)
+    if text == argparse.SUPPRESS or (other and other[1] not in words):
+        return argparse.SUPPRESS
+    about, *default = re.split(r" (?=\(default: [^()]*\)$)", text)
+    about = re.split(r"[.;](?: |$)| \(docs/", about)[0]
+    about = about if len(about) <= _LONGEST_TEXT else re.split(r": | \(", about)[0]
+    return " ".join([about, *default])
+
+
+# --------------------------------------------------------------------------------------------------
+# Values
+
+
+_TREE_HELP = (
+    "Draft tree: depth/top_k/nodes such as 6/10/60, chain:N, none or auto; a chain has N tokens, "
+    "one after the other, and auto is the tuned tree, else the device's."
+)
+_CHAIN, _SIZES = re.compile(r"chain:(\d{1,9})"), re.compile(r"(\d{1,9})/(\d{1,9})/(\d{1,9})")
+
+
+def _set_tree(values: dict[str, Any], text: str, kind: Any) -> None:
+    """Sets the keys that `--tree` stands for; a file of trees that the config names is dropped.
+
+    Raises:
+      UserError: it is not one of the four spellings, or none where no draft can be left out.
+    """
+    has_trees, own = _has_trees(kind), _own_tree(kind)
+    if has_trees:
+        values["trees"] = None
+    if text == "auto":
+        values["tree"] = own and asdict(own)
+    elif text == "none" and has_trees:
+        values |= {"tree": None, "trees": text}
+    elif chain := _CHAIN.fullmatch(text):
+        depth = int(chain[1])
+        values["tree"] = {"depth": depth, "top_k": 1, "total_tokens": depth + 1}
+    elif sizes := _SIZES.fullmatch(text):
+        names = "depth", "top_k", "total_tokens"
+        values["tree"] = dict(zip(names, map(int, sizes.groups()), strict=True))
+    else:
+        known = "chain:N, none or auto" if has_trees else "chain:N or auto"
+        raise UserError(
+            f"--tree {shorten(text)}: want DEPTH/TOP_K/TOTAL_TOKENS such as 6/10/60, {known}"
+        )
+
+
+def _check_depth(tree: TreeConfig | None) -> None:
+    """Refuses a tree that compiles levels for which it has no nodes."""
+    if tree is not None and tree.depth >= tree.total_tokens:
+        raise UserError(
+            f"tree {tree.name}: want total_tokens above depth, {tree.depth}, since every level "
+            f"needs a node and the root is one, got {tree.total_tokens}; raise --tree-total-tokens "
+            "or lower --tree-depth"
+        )
+
+
+def read_pairs(flag: str, texts: Sequence[str], wanted: str) -> dict[str, str]:
+    """Reads NAME=VALUE arguments.
+
+    Raises:
+      UserError: one is something else, or names a name again.
+    """
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not (name and value):
+            raise UserError(f"{flag} {shorten(text)}: want {wanted}")
+        if name in pairs:
+            raise UserError(f"{flag} {shorten(text)}: {name} is named already; name another")
+        pairs[name] = value
+    return pairs
+
+
+def _has_tree(kind: Any) -> bool:
+    return any(one.name == "tree" for one in fields(kind))
+
+
+def _has_trees(kind: Any) -> bool:
+    return any(one.name == "trees" for one in fields(kind))
+
+
+def _own_tree(kind: Any) -> TreeConfig | None:
+    """The draft tree that settings have where none is given; None: the device's."""
+    defaults: dict[str, Any] = {one.name: one.default for one in fields(kind)}
+    return defaults.get("tree")
+
+
+def _kind(option: Option) -> type:
+    """Type of an option's values: bool, dict, tuple, or str for all that is one text."""
+    parts = str(option.about.annotation)
+    if option.about.annotation is bool:
+        return bool
+    return dict if parts.startswith("dict") else tuple if parts.startswith("tuple") else str
+
+
+def _metavar(option: Option) -> str:
+    found = _METAVARS.get(option.key)
+    if found is None:
+        text = str(option.about.annotation)
+        choices = re.findall(r"'([^']+)'", text) if "Literal" in text else []
+        is_name = option.about.annotation is str or "str" in text
+        found = "|".join(choices) or ("NAME" if is_name else "X" if "float" in text else "N")
+    return found
+
+
+def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig | None) -> None:
+    """Sets the key of an option in nested values; a tree begins as `tree`, None: the device's."""
+    if _kind(option) is dict:
+        value = read_pairs(option.flag, value, _metavar(option))
+    *sections, name = option.key.split(".")
+    for section in sections:
+        if values.get(section) is None:
+            values[section] = asdict(tree or _device_tree()) if section == "tree" else {}
+        values = values[section]
+        if not isinstance(values, dict):
+            return  # `build_config` refuses it
+    values[name] = value
+
+
+def _device_tree() -> TreeConfig:
+    from poss_jax.engine.device import default_tree  # imports JAX, which asks for devices
+
+    return default_tree()
+
+
+def _warn_of_idle(config: Any, given: dict[Option, Any]) -> None:
+    """Says that options change nothing at temperature 0."""
+    sampling = getattr(config, "sampling", None)
+    idle = [one.key.rpartition(".")[2] for one in given if one.key.startswith("sampling.")]
+    idle = [name for name in ("top_k", "top_p", "min_p") if name in idle]
+    if idle and sampling is not None and sampling.temperature == 0:
+        _LOG.warning("at temperature 0, %s changes nothing; give --temperature", idle[0])

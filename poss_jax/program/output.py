@@ -1,0 +1,99 @@
+"""What programs write: results for people on a terminal, JSON elsewhere; and what takes a while."""
+
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_LONGEST_FIELD = 100
+
+
+def add_json(parser: ArgumentParser) -> None:
+    """Adds `--json`, which `wants_json` looks for."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="Print the result as JSON, in the last line; the default where no terminal is.",
+    )
+
+
+def wants_json() -> bool:
+    """Tells whether results are for other programs: no terminal shows them, or --json is given."""
+    return "--json" in sys.argv or not sys.stdout.isatty()
+
+
+def print_summary(value: dict[str, Any], text: str | None = None) -> None:
+    """Writes the last line of a program: for people a text, else one JSON object.
+
+    Args:
+      value: the result.
+      text: the same for people; "": they have seen it, None: `format_fields`.
+    """
+    shown = json.dumps(value) if wants_json() else format_fields(value) if text is None else text
+    if shown:
+        sys.stdout.write(f"{shown}\n")
+
+
+def format_fields(value: dict[str, Any]) -> str:
+    """Lays out the names and numbers of a result, a line each; nested ones are left out."""
+    shown = [(name.replace("_", " "), _show(one)) for name, one in value.items()]
+    width = max((len(name) for name, _ in shown), default=0)
+    lines = [f"{name:{width}}  {text}" for name, text in shown if text]
+    return "\n".join(line for line in lines if len(line) <= _LONGEST_FIELD)
+
+
+def _show(value: Any) -> str:
+    """A value with as many digits as people read; empty for what takes more than a line."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
+        case str():
+            return "" if "\n" in value else value
+        case list() if all(isinstance(one, int | float) for one in value):
+            return " ".join(map(_show, value))
+        case dict() if all(isinstance(one, int) for one in value.values()):
+            return ", ".join(f"{name.replace('_', ' ')} {one:,}" for name, one in value.items())
+    return ""
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lays cells out in columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Shows a text on a terminal for as long as the block, or a decorated function, takes."""
+    is_shown = sys.stderr.isatty()
+    if is_shown:
+        sys.stderr.write(f"{text}\r")
+        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if is_shown:
+            sys.stderr.write(f"{' ' * len(text)}\r")
+            sys.stderr.flush()
+
+
+def announce(steps: Iterator[T], text: str) -> Iterator[T]:
+    """Yields steps, the first of which takes long; until it is there a terminal shows a text."""
+    with waiting(text):
+        first = list(islice(steps, 1))
+    yield from chain(first, steps)

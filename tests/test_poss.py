@@ -1,0 +1,145 @@
+"""The command `poss`: it starts at once, knows every program, and names them as they were typed."""
+
+import ast
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import poss_jax
+from poss_jax import __main__ as poss
+from poss_jax.program.commands import COMMANDS, name_programs, started_as
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+HEAVY = {"jax", "numpy", "pydantic", "transformers", "tqdm"}
+IMPORTED = """
+import runpy, sys
+sys.argv = {argv!r}
+try:
+    runpy.run_module("poss_jax", run_name="__main__", alter_sys=True)
+finally:
+    print("imported", *sys.modules)
+"""
+
+
+def start(*words: str) -> tuple[str, set[str]]:
+    """What `python -m poss_jax` prints, and which packages it imports."""
+    code = IMPORTED.format(argv=["poss", *words])
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    printed, _, modules = result.stdout.rpartition("imported ")
+    return printed, set(modules.split())
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"]], ids=" ".join)
+def test_it_starts_without_the_packages_of_its_programs(words: list[str]) -> None:
+    printed, modules = start(*words)
+    assert not HEAVY & modules
+    if words == ["--version"]:
+        assert printed == f"poss_jax {poss_jax.__version__}\n"
+    else:
+        lines = printed.splitlines()
+        assert all(any(line.startswith(f"  {name} ") for line in lines) for name in COMMANDS)
+        assert len(lines) <= 24 and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_help_of_what_users_start_first_imports_no_jax(command: str) -> None:
+    printed, modules = start(command, "--help")
+    assert printed.startswith("usage: ") and f"{command} [options]" in printed.splitlines()[0]
+    assert not {"jax", "numpy", "transformers"} & modules
+
+
+def test_without_arguments_generate_shows_how_to_start() -> None:
+    printed, _ = start("generate")
+    assert printed == start("generate", "--help")[0]
+    assert ' generate --question "How do I poach an egg?" --stream' in printed
+
+
+def test_every_script_of_the_package_has_a_command() -> None:
+    programs = {place.removeprefix("poss_jax.") for place in SCRIPTS.values()}
+    modules = {one.module.removeprefix("poss_jax.") for one in COMMANDS.values()}
+    expected = {f"{name.removesuffix('.__main__')}:cli" for name in modules}
+    assert {name.replace(".__main__:", ":") for name in programs} - {"__main__:cli"} == expected
+    for name, place in SCRIPTS.items():
+        module, words = place.split(":")[0].removesuffix(".__main__"), name.partition("-")[2]
+        if words:
+            assert COMMANDS[words].module.removeprefix("poss_jax.") in module, name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_program_and_a_line(name: str) -> None:
+    command = COMMANDS[name]
+    path = ROOT / command.module.replace(".", "/")
+    path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    functions = [node for node in ast.parse(path.read_text()).body if hasattr(node, "name")]
+    assert "cli" in {node.name for node in functions}  # type: ignore[attr-defined]
+    assert command.about[0].isupper() and command.about.endswith(".")
+
+
+def test_a_command_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/poss"])
+    program = importlib.import_module("infer.bench")
+    monkeypatch.setattr(program, "cli", lambda: seen.append(list(sys.argv)))
+    poss.main(["tune", "--target", "t"])
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/poss"])
+    poss.main(["bench"])
+    assert seen == [["poss tune", "--autotune", "--target", "t"], ["poss bench"]]
+
+
+@pytest.mark.parametrize(
+    ("typed", "near"), [("genrate", "generate"), ("--verison", "--version"), ("x" * 500, "chat")]
+)
+def test_an_unknown_command_names_the_nearest(
+    typed: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        poss.main([typed])
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: unknown command") and err.count("\n") == 1
+    assert len(typed) > 100 or err.endswith(f"did you mean {near}?\n")
+
+
+@pytest.mark.parametrize("command", ["convert", "plot", "draft-vocab", "generate"])
+def test_every_program_has_a_version(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"poss {command}", "--version"])
+    with pytest.raises(SystemExit):
+        poss.find_program(COMMANDS[command].module).main(None)
+    assert capsys.readouterr().out == f"poss_jax {poss_jax.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "generate", "convert"),
+    [
+        ("infer/generate.py", "python -m infer.generate", "python -m poss_jax.convert"),
+        ("/bin/poss-generate", "poss generate", "poss convert"),
+        ("poss generate", "poss generate", "poss convert"),
+        ("python -m poss_jax chat", "python -m poss_jax generate", "python -m poss_jax convert"),
+    ],
+)
+def test_help_names_programs_as_the_user_started_this_one(
+    typed: str, generate: str, convert: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [typed])
+    text = "see `python -m\nposs_jax.convert`, python -m infer.generate and python -m other.thing."
+    expected = f"see `{convert}`, {generate} and python -m other.thing."
+    assert name_programs(text).replace("-m\n", "-m ") == expected
+    assert started_as("infer.generate") in (typed, generate, "poss-generate")
+
+
+def test_names_of_the_package_are_imported_when_they_are_used() -> None:
+    assert {name for names in poss_jax._PLACES.values() for name in names} | {"__version__"} == set(
+        poss_jax.__all__
+    )
+    for name in poss_jax.__all__:
+        assert getattr(poss_jax, name)
+    with pytest.raises(AttributeError, match="module 'poss_jax' has no attribute 'Enigne'"):
+        _ = poss_jax.Enigne  # type: ignore[attr-defined]
