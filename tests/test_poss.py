@@ -64,7 +64,7 @@ def test_every_script_of_the_package_has_a_command() -> None:
     programs = {place.removeprefix("poss_jax.") for place in SCRIPTS.values()}
     modules = {one.module.removeprefix("poss_jax.") for one in COMMANDS.values()}
     expected = {f"{name.removesuffix('.__main__')}:cli" for name in modules}
-    assert {name.replace(".__main__:", ":") for name in programs} - {"__main__:cli"} == expected
+    assert {name.replace(".__main__:", ":") for name in programs} - {"__main__:cli"} <= expected
     for name, place in SCRIPTS.items():
         module, words = place.split(":")[0].removesuffix(".__main__"), name.partition("-")[2]
         if words:
@@ -84,12 +84,12 @@ def test_every_command_has_a_program_and_a_line(name: str) -> None:
 def test_a_command_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr(sys, "argv", ["/usr/bin/poss"])
-    program = importlib.import_module("infer.bench")
+    program = importlib.import_module("poss_jax.convert.__main__")
     monkeypatch.setattr(program, "cli", lambda: seen.append(list(sys.argv)))
-    poss.main(["tune", "--target", "t"])
+    poss.main(["inspect", "--source", "t"])
     monkeypatch.setattr(sys, "argv", ["/usr/bin/poss"])
-    poss.main(["bench"])
-    assert seen == [["poss tune", "--autotune", "--target", "t"], ["poss bench"]]
+    poss.main(["convert"])
+    assert seen == [["poss inspect", "inspect", "--source", "t"], ["poss convert"]]
 
 
 @pytest.mark.parametrize(
