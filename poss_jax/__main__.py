@@ -57,7 +57,7 @@ def format_help(name: str) -> str:
             "commands:",
             *(f"  {command:{width}}{one.about}" for command, one in COMMANDS.items()),
             "",
-            f'A start: {name} generate --question "How do I poach an egg?" --stream',
+            f'Try: {name} generate --question "How do I poach an egg?" --stream',
             f"More: {name} COMMAND --help",
         ]
     )
