@@ -224,7 +224,9 @@ def test_json_may_be_asked_for(
     assert json.loads(capsys.readouterr().out) == RESULT
 
 
-@pytest.mark.parametrize("program", ["infer.generate", "infer.drift", "train.main", "train.plot"])
+@pytest.mark.parametrize(
+    "program", ["infer.generate", "infer.drift.__main__", "train.main", "train.plot"]
+)
 def test_programs_with_a_result_take_json(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         importlib.import_module(program).main(["--help"])
