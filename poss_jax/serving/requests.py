@@ -287,13 +287,17 @@ def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
 
 def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:
     """Logs the first message field that the chat template does not read."""
-    known = {*_READ.findall(template), *_WORD.findall(template)}
-    if not known.isdisjoint(_REASONING):
-        known.update(_REASONING)
+    known = _fields_read_by(template)
     for name in (name for message in messages for name, value in message.items() if value):
         if name not in known:
             _warn_of_unused(cut(ascii(name)))
             return
+
+
+@lru_cache(maxsize=8)
+def _fields_read_by(template: str) -> frozenset[str]:
+    names = {*_READ.findall(template), *_WORD.findall(template)}
+    return frozenset(names if names.isdisjoint(_REASONING) else names.union(_REASONING))
 
 
 @lru_cache(maxsize=256)  # once per field
