@@ -20,6 +20,7 @@ from infer.bench import compare
 from infer.bench import page as page_module
 from infer.bench.__main__ import main
 from infer.bench.answer_files import write_answer_files
+from infer.bench.brief import describe, format_brief
 from infer.bench.costs import Device
 from infer.bench.journal import Answer, Cell, Journal, Key, Turn, make_turn
 from infer.bench.measure import Decoder, Timed, load_decoders, need_equal_texts, play
@@ -28,7 +29,6 @@ from infer.bench.phases import phases_to_round
 from infer.bench.questions import first_prompts, read_hub, read_questions, read_sets
 from infer.bench.report import check_output, format_card, format_report
 from infer.bench.summary import Grid, make_grid, show_example, summarise, summarise_group
-from infer.brief import describe, format_brief
 from infer.roofline import Roofline
 from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.config.decoding import BenchConfig, MethodConfig, SamplingConfig

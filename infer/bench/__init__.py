@@ -8,6 +8,6 @@ journal.py       answers, kept as they come
 compare.py       all questions with all methods
 statistics.py    intervals and tests
 summary.py       answers -> numbers
-report.py        numbers -> tables and files; page.py makes a web page of them
+report.py        numbers -> tables and files; page.py makes a web page of them, brief.py a few lines
 answer_files.py  answers in the field's formats
 """

@@ -28,10 +28,10 @@ from poss_jax.program.output import print_summary, wants_json
 from poss_jax.program.running import run_program
 
 from .. import lossless, roofline
-from ..brief import format_brief
 from ..drift.report import format_report as format_drift
 from ..tune.__main__ import main as tune
 from .answer_files import write_answer_files
+from .brief import format_brief
 from .compare import bench
 from .journal import SETTINGS
 from .page import write_page
