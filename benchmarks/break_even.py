@@ -98,6 +98,7 @@ def _describe(
         batch=batch,
         context=context,
         target_bytes=BYTES,
+        specialist_bytes=BYTES,
         draft_bytes=BYTES,
         cache_bytes=BYTES,
     )

@@ -7,15 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from models import make_engine, random_target, tiny_llama
+from models import make_engine, random_draft, random_target, tiny_llama
 
 from infer import roofline
 from infer.bench import costs, phases
 from infer.bench.costs import DEVICES, Cost, Device, Workload, cost_card
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
-from poss_jax.decode.state import DecodeConfig
+from poss_jax.decode.state import DecodeConfig, Weights
 from poss_jax.engine.engine import Engine
 from poss_jax.model.families import init_draft
+from poss_jax.model.quantise import quantise_specialists
+from poss_jax.model.specialists import fuse_draft
 from poss_jax.model.target import init_target
 
 # One layer: q and o 4 x 6 each, k and v 4 x 2 each, MLP 3 x 4 x 5; the head 10 x 4.
@@ -70,6 +72,9 @@ def test_draft_by_hand() -> None:
     assert moved.flops - third.flops == 2 * 4 * KV
     small = costs.draft_level(replace(WORK, draft_vocabulary=3), 1)
     assert second.bytes - small.bytes == 4 * 7 * 4
+    quantised = replace(WORK, specialist_bytes=1.0)
+    assert second.bytes - costs.draft_level(quantised, 1).bytes == 3 * (QO + KV + MLP)
+    assert costs.commit(WORK).bytes - costs.commit(quantised).bytes == 3 * 2 * KV
 
 
 def test_commit_and_prefill_by_hand() -> None:
@@ -202,6 +207,18 @@ def test_xla_counts_the_same(engine: Engine) -> None:
     found["commit"] /= 2  # 4 rows, padded to 8 on CPU
     ratios = {name: cost.flops / found[name] for name, cost in card.items()}
     assert min(ratios.values()) > 0.8 and max(ratios.values()) <= 1, ratios
+
+
+def test_bytes_are_those_of_the_arrays(engine: Engine) -> None:
+    """Norms and scales, which belong to the layers, add a little."""
+    config, weights = engine.decode_config(1), engine.weights
+    assert config.draft is not None
+    draft = quantise_specialists(random_draft(config.draft), "int8")
+    quantised = {**weights.draft, **fuse_draft(draft, config.draft)}
+    for draft, bytes_per_weight in ((weights.draft, 4), (quantised, 1)):
+        work = costs.describe_workload(Weights(weights.target, draft), config, batch=1, context=0)
+        assert bytes_per_weight <= work.specialist_bytes < 1.05 * bytes_per_weight
+        assert work.draft_bytes == 4
 
 
 def test_phases_are_timed(engine: Engine) -> None:

@@ -22,10 +22,11 @@ from poss_jax.learn.task import describe_draft
 from poss_jax.model.cache import block_rows
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import shapes_on
-from poss_jax.model.quantise import quantise_target
+from poss_jax.model.quantise import quantise_specialists, quantise_target
 from poss_jax.model.sharding import bytes_per_device, decoding_mesh, partition_state, replicate
 from poss_jax.model.specialists import attach, fuse_draft
 from poss_jax.model.target import fuse_target, init_target
+from poss_jax.shapes import Params
 
 from ..bench import costs
 from .config import AheadConfig
@@ -109,9 +110,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
     kind, dtype = config.quantise or record.quantised, jnp.dtype(config.dtype)
     weights = Weights(shapes_on(mesh, lambda: _make_target(target, dtype, kind)), {})
     if draft is not None:
-        own = shapes_on(
-            mesh, lambda: fuse_draft(init_draft(draft, jax.random.key(0)), draft), dtype
-        )
+        own = shapes_on(mesh, lambda: _make_draft(draft, dtype, kind))
         weights = weights._replace(draft=_attach(own, weights.target, num_tokens, mesh))
     tree = fit_tree(config.tree, num_tokens or target.vocab_size)
     decode = DecodeConfig(target, draft, tree, rows=0, chunk=ACCELERATOR_CHUNK)
@@ -126,6 +125,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         context=config.context,
         draft_vocabulary=num_tokens,
         target_bytes=1 if kind else dtype.itemsize,
+        specialist_bytes=1 if kind else dtype.itemsize,
         draft_bytes=dtype.itemsize,
         cache_bytes=dtype.itemsize,
     )
@@ -228,9 +228,17 @@ def _attach(own: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
 
 
 def _make_target(config: LlamaConfig, dtype: Any, kind: Quantisation | None) -> Any:
-    params = init_target(config, jax.random.key(0))
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    params = _cast(init_target(config, jax.random.key(0)), dtype)
     return fuse_target(params if kind is None else quantise_target(params, kind), config)
+
+
+def _make_draft(config: DraftConfig, dtype: Any, kind: Quantisation | None) -> Any:
+    params = _cast(init_draft(config, jax.random.key(0)), dtype)
+    return fuse_draft(params if kind is None else quantise_specialists(params, kind), config)
+
+
+def _cast(params: Params, dtype: Any) -> Params:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
 def _request(config: AheadConfig, decode: DecodeConfig, mesh: Mesh) -> Request:

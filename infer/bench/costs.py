@@ -14,6 +14,7 @@ computing its FLOPs. Phases follow one another, so the floor of a round is the s
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -86,7 +87,8 @@ class Workload:
       context: committed tokens of each sequence.
       draft_vocabulary: tokens that the draft may propose; None: all of its head.
       target_bytes: bytes per weight of the target's layers and head (1 if they are quantised).
-      draft_bytes: bytes per weight of the draft.
+      specialist_bytes: bytes per weight of the specialists' layers.
+      draft_bytes: bytes per weight of the draft's other matrices.
       cache_bytes: bytes per number of caches.
     """
 
@@ -97,6 +99,7 @@ class Workload:
     context: int = 0
     draft_vocabulary: int | None = None
     target_bytes: float = 4.0
+    specialist_bytes: float = 4.0
     draft_bytes: float = 4.0
     cache_bytes: float = 4.0
 
@@ -119,14 +122,21 @@ def describe_workload(
         target=target,
         batch=batch,
         context=context,
-        target_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)) / size,
+        target_bytes=_num_bytes(arrays) / size,
         draft_bytes=compute_dtype(weights.target).itemsize,
         cache_bytes=compute_dtype(weights.target).itemsize,
     )
     if config.draft is None:
         return work
-    num_tokens = weights.draft["head"]["weight"].shape[0]
-    return replace(work, draft=config.draft, tree=config.tree, draft_vocabulary=num_tokens)
+    specialists = weights.draft["specialists"]
+    size = len(specialists) * _layer_weights(config.draft.layer, _input_width(config.draft))
+    return replace(
+        work,
+        draft=config.draft,
+        tree=config.tree,
+        draft_vocabulary=weights.draft["head"]["weight"].shape[0],
+        specialist_bytes=_num_bytes(specialists) / size,
+    )
 
 
 def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
@@ -207,14 +217,16 @@ def draft_level(work: Workload, depth: int) -> Cost:
     attended = work.context + depth * top_k
     costs = [
         _product(
-            _layer_weights(layer, width) - _key_value_weights(layer, width), rows, work.draft_bytes
+            _layer_weights(layer, width) - _key_value_weights(layer, width),
+            rows,
+            work.specialist_bytes,
         ),
         _cache_rows(work, layer, work.batch * attended + new),
         Cost(flops=_attention_flops(layer, rows * attended)),
         _draft_head(work, rows),
     ]
     if depth:
-        costs.append(_product(_key_value_weights(layer, width), new, work.draft_bytes))
+        costs.append(_product(_key_value_weights(layer, width), new, work.specialist_bytes))
         costs.append(_product(_feed_back_weights(draft), rows, work.draft_bytes))
     return add_costs(costs)
 
@@ -256,7 +268,8 @@ def _commit_pairs(work: Workload, rows: int) -> Cost:
     key_value = _key_value_weights(layer, _input_width(draft))
     return add_costs(
         [
-            _product(_fuse_weights(draft) + streams * key_value, rows, work.draft_bytes),
+            _product(_fuse_weights(draft), rows, work.draft_bytes),
+            _product(streams * key_value, rows, work.specialist_bytes),
             _cache_rows(work, layer, streams * rows),
         ]
     )
@@ -282,6 +295,10 @@ def _cache_rows(work: Workload, config: LlamaConfig, rows: int) -> Cost:
 def _attention_flops(config: LlamaConfig, pairs: float) -> float:
     """FLOPs of one layer's scores and means, for so many pairs of a query and a key."""
     return 4 * config.num_heads * config.head_dim * pairs
+
+
+def _num_bytes(arrays: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
 
 
 def _layer_weights(config: LlamaConfig, width: int | None = None) -> int:
