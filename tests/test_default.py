@@ -16,7 +16,6 @@ from poss_jax.bundled import default
 from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.decoding import BenchConfig, GenerateConfig
-from poss_jax.config.models import TreeConfig
 from poss_jax.convert.plan import Conversion, plan_target
 from poss_jax.engine.trees import find_tuned
 from poss_jax.program.options import load_engine, with_default_models
@@ -118,8 +117,7 @@ def test_drafts_were_made_for_it(name: str) -> None:
     folder = poss_jax.default_drafts()[name]
     record = verify_model(folder)
     assert record.target.name == "SmolLM2-135M-Instruct.Q4_1"
-    tuned = find_tuned(folder, record)
-    assert tuned is not None and tuned.trees[1] == TreeConfig(depth=3, top_k=1, total_tokens=4)
+    assert find_tuned(folder, record) is not None  # else it was tuned for other weights
 
 
 def test_bundled_files_are_small() -> None:
