@@ -15,7 +15,7 @@ from .brief import add_up, describe
 from .phases import PARTS
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#785ef0", "#999999")
-"""Colours of drafts in figures; they can be told apart without red and green, on white and black."""
+"""Colours of drafts in figures, distinct without red and green, on white and on black."""
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
