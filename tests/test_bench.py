@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -345,8 +346,9 @@ Tokens per pass of the target: draft 2.80; without a draft 1.
     rows = report["groups"][0]["methods"]["draft"]["all"]
     rows["equal_outputs"] = 2
     assert describe(report)[0].startswith("draft wrote the same 2 texts 3.33 x as fast")
-    report["config"]["drafting"] = "sampled"
-    assert len(describe(report)) == 2
+    report["methods"]["draft"]["drafting"] = "sampled"
+    assert len(describe(report)) == 2 and "2 of 2" in format_brief(report)
+    assert "draft             2.83      10.7             3.33\n" in format_brief(report)
     only_plain = report | {"methods": {"plain": report["methods"]["plain"]}}
     assert describe(only_plain) == ["Without a draft: 3.2 tokens/s."]
 
@@ -373,7 +375,10 @@ class Page(HTMLParser):
         self.tags: Counter[str] = Counter()
         self.links: list[str] = []
         self.coloured: list[tuple[str, str]] = []
+        self.names: list[str | None] = []
+        self.rows: list[list[str]] = []
         self._colour = ""
+        self._is_in_cell = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -381,8 +386,20 @@ class Page(HTMLParser):
         given = dict(attrs)
         self._colour = given.get("class") or "" if tag == "span" else ""
         self.links += [given[key] or "" for key in ("src", "href") if key in given]
+        if tag == "svg":
+            self.names.append(given.get("aria-label") if given.get("role") == "img" else None)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._is_in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_in_cell = self._is_in_cell and tag not in ("td", "th")
 
     def handle_data(self, data: str) -> None:
+        if self._is_in_cell:
+            self.rows[-1][-1] += data
         if self._colour.startswith("d"):
             self.coloured.append((self._colour, data))
         self._colour = ""
@@ -401,13 +418,57 @@ def test_the_page_holds_everything_and_needs_no_network(
     write_page(report, tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     page = Page(text)
-    assert page.tags["table"] == 2 and page.tags["svg"] == (4 if has_plots else 0)
+    assert page.tags["table"] == 4 and page.tags["svg"] == (4 if has_plots else 1)
     assert ("d1", "def") in page.coloured and ("d2", " f(") in page.coloured
     assert "a &lt; b" in text and "# a &amp; b" in text
     assert "2.83" in text and "2.67 to 3.00" in text and "python -m infer.bench" in text
     assert "1 loop and are left out of the figures" in text
     assert not [link for link in page.links if not link.startswith("#")]
     assert "script" not in page.tags
+
+
+def test_the_page_opens_with_the_answer_and_folds_away_what_few_read(tmp_path: Path) -> None:
+    report = made_up_report()
+    write_page(report, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    order = [describe(report)[0], "<svg", "1 of 2 texts equal", describe(report)[1], "<details>"]
+    places = [text.index(words) for words in (*order, "<table>")]
+    assert places == sorted(places)
+    outside = Page(re.sub("<details>.*?</details>", "", text, flags=re.DOTALL))
+    assert [row[:3] for row in outside.rows] == [
+        ["method", "speed-up", "equal"],
+        ["plain", "1.00", "2 of 2"],
+        ["draft", "3.33", "1 of 2"],
+    ]
+    assert "prefers-color-scheme: dark" in text and text.count("<dt>") >= 7
+
+
+def test_figures_of_the_page_are_named_and_described_and_tables_narrow(tmp_path: Path) -> None:
+    write_page(made_up_report(), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert all(page.names) and len(set(page.names)) == page.tags["svg"]
+    assert page.tags["desc"] == page.tags["svg"] == page.tags["title"] - 1
+    assert "<desc>draft 3.33, without a draft 1.</desc>" in text
+    if len(page.names) > 1:
+        assert "accepted, given all before by draft position. draft: 1.00, 0.500, 1.00," in text
+        assert "#000000" not in text
+    assert max(map(len, page.rows)) == 8
+    assert text.count('<div class="scroll"') == page.tags["table"]
+
+
+def test_the_page_has_no_negative_time_and_no_floor_above_a_time(tmp_path: Path) -> None:
+    report = made_up_report()
+    draft = report["methods"]["draft"]
+    draft["phase_milliseconds"] |= {"draft/level1": -0.125}
+    unknown = draft["costs"]["verify"] | {"floor_to_measured": None}
+    above = unknown | {"floor_milliseconds": 3.75, "floor_to_measured": 1.875}
+    draft["costs"] = {"verify": above, "draft/level1": unknown}
+    write_page(report, tmp_path / "report.html")
+    rows = Page((tmp_path / "report.html").read_text()).rows
+    assert ["plain", "verify", "2.00", "0.250", "12 %", "2.50", "0.010"] in rows
+    assert ["draft", "verify", "2.00", "", "", "2.50", "0.010"] in rows
+    assert ["draft", "draft/level1", "too short to time", "", "", "2.50", "0.010"] in rows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -488,7 +549,7 @@ def test_bench_by_flags(
     assert "\n".join(lines[:-2]) == format_report(report)
     assert json.loads((output / "report.json").read_text()) == report
     page = Page((output / "report.html").read_text())
-    assert bool(page.tags["svg"]) == (importlib.util.find_spec("matplotlib") is not None)
+    assert page.tags["svg"] == (1 if importlib.util.find_spec("matplotlib") is None else 4)
     assert page.coloured
     names = {path.name for path in output.glob("eagle/prompts/model_answer/*")}
     assert names == {f"{name}-temperature-0-seed-0.jsonl" for name in report["methods"]}

@@ -1,8 +1,9 @@
-"""The page of a benchmark: one HTML file with tables, figures and coloured text, no network."""
+"""The page of a benchmark: one HTML file that opens with the answer; no network, no script."""
 
 import io
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,48 +11,72 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
+from .brief import add_up, describe
 from .phases import PARTS
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
-"""Colours of drafts in figures; they can be told apart without red and green."""
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#785ef0", "#999999")
+"""Colours of drafts in figures, distinct without red and green, on white and on black."""
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_page(report: dict[str, Any], path: Path) -> None:
-    """Writes the page; where matplotlib is not installed, without figures."""
+    """Writes the page; where matplotlib is not installed, the first figure is the only one."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    names: list[str] = list(report["methods"])
-    colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
-    has_figures = find_spec("matplotlib") is not None
-    figures = [
-        _draw_group(group, report["baseline"], colours) for group in report["groups"] if has_figures
-    ]
-    by_depth = report["drift"]["drafts"] if has_figures and "drift" in report else None
+    colours = dict(zip(report["methods"], cycle(COLOURS), strict=False))
+    drift = report.get("drift", {}).get("drafts")
     page = template.render(
         report=report,
-        figures=figures,
-        drift=by_depth and _draw(_drift, by_depth, colours),
-        gap=by_depth and _draw(_gap, by_depth, colours),
-        phases=_draw(_phases, report) if has_figures and "roofline" in report else "",
+        said=describe(report),
+        drafts=_rank(report),
+        reach=_reach(report),
+        colours=colours,
+        number=_number,
+        figures=[_draw_group(group, report["baseline"], colours) for group in report["groups"]],
+        drift=drift and _draw("Drift of features", _drift, drift, colours),
+        gap=drift and _draw("Acceptance in training and in decoding", _gap, drift, colours),
+        phases="roofline" in report and _draw("Phases of a round", _phases, report),
         deepest=max(map(_deepest, report["groups"]), default=0),
     )
     path.write_text(page, encoding="utf-8")
 
 
-def _draw_group(group: dict[str, Any], baseline: str, colours: dict[str, str]) -> dict[str, str]:
+def _rank(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Numbers of the drafts over all groups, the fastest first."""
+    total = {name: add_up(report, name) for name in report["methods"]}
+    plain = total.pop(report["baseline"])["speed"]
+    drafts = [of | {"name": name, "speed_up": of["speed"] / plain} for name, of in total.items()]
+    return sorted(drafts, key=lambda draft: -draft["speed_up"])
+
+
+def _reach(report: dict[str, Any]) -> float:
+    """The largest speed-up of a group, or the end of its interval."""
+    methods = [method for group in report["groups"] for method in group["methods"].values()]
+    numbers = [method["all"]["speed_up"] for method in methods]
+    return max(one["high"] or one["value"] or 1 for one in numbers)
+
+
+def _number(value: float, *others: float | None) -> str:
+    """Formats a number with about three digits, and as many decimals as others next to it need."""
+    largest = max(abs(one) for one in (value, *others) if one is not None)
+    decimals = sum(largest < bound for bound in (1, 10, 100))
+    return f"{round(value, decimals) + 0.0:,.{decimals}f}"  # no -0.00
+
+
+def _draw_group(group: dict[str, Any], baseline: str, colours: dict[str, str]) -> list[Markup]:
     part = {name: rows.get("not_looping", rows["all"]) for name, rows in group["methods"].items()}
     drafts = {name: rows for name, rows in part.items() if name != baseline}
-    return {
-        "positions": _draw(_positions, drafts, colours),
-        "speed": _draw(_speeds, drafts, colours),
-        "rounds": _draw(_rounds, drafts, colours),
-    }
+    return [
+        _draw("Acceptance by position", _positions, drafts, colours),
+        _draw("Accepted drafted tokens per round", _rounds, drafts, colours),
+    ]
 
 
-def _draw(draw: Callable[..., None], *args: Any) -> Markup:
-    """Draws a figure as SVG text."""
+def _draw(title: str, draw: Callable[..., None], *args: Any) -> Markup:
+    """Draws a figure as SVG text in the page's colours; nothing without matplotlib."""
+    if find_spec("matplotlib") is None:
+        return Markup()
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,45 +86,38 @@ def _draw(draw: Callable[..., None], *args: Any) -> Markup:
         "svg.hashsalt": "poss_jax",
         "svg.fonttype": "none",
         "font.family": "sans-serif",
+        "legend.frameon": False,
     }
     with pyplot.rc_context(settings):
         figure, axes = pyplot.subplots(figsize=(5.4, 3.4), layout="constrained")
         draw(axes, *args)
+        numbers = _describe_axes(axes)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
         pyplot.close(figure)
-    svg = text.getvalue()
-    return Markup(svg[svg.index("<svg") :])
+    _, _, svg = text.getvalue().replace("#000000", "currentColor").partition("<svg")
+    opening = Markup('<svg role="img" aria-label="{}"').format(title)
+    named = Markup("><title>{}</title><desc>{}</desc>").format(title, numbers)
+    return opening + Markup(svg.replace(">", named, 1))
+
+
+def _describe_axes(axes: Any) -> str:
+    """Says in words what a figure shows: its axes, and the numbers of every line and bar."""
+    series = [(line.get_label(), line.get_ydata()) for line in axes.get_lines()]
+    series += [(bars.get_label(), bars.datavalues) for bars in axes.containers]
+    numbers = (
+        f"{name}: {', '.join(_number(one) for one in few if np.isfinite(one))}"
+        for name, few in series
+    )
+    labels = " by ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
+    return f"{labels}. {'; '.join(numbers)}"
 
 
 def _positions(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
     for name, rows in drafts.items():
-        shares = rows["positionwise_acceptance"]
-        places = range(1, len(shares["value"]) + 1)
-        axes.plot(places, shares["value"], marker="o", label=name, color=colours[name])
-        known = [i for i, low in enumerate(shares["low"] or []) if low is not None]
-        axes.fill_between(
-            [places[i] for i in known],
-            [shares["low"][i] for i in known],
-            [shares["high"][i] for i in known],
-            color=colours[name],
-            alpha=0.15,
-            linewidth=0,
-        )
+        _plot(axes, name, rows["positionwise_acceptance"], colours[name])
     axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
     _finish(axes)
-
-
-def _speeds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
-    for name, rows in drafts.items():
-        ratio = rows["speed_up"]
-        axes.bar(name, ratio["value"], color=colours[name])
-        if ratio["low"] is not None:
-            ends = [[ratio["value"] - ratio["low"]], [ratio["high"] - ratio["value"]]]
-            axes.errorbar(name, ratio["value"], ends, color="black", capsize=4)
-    axes.axhline(1, color="grey", linewidth=1)
-    axes.set(ylabel="tokens per second, relative to no draft")
-    axes.grid(axis="y", alpha=0.3)
 
 
 def _rounds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
@@ -116,20 +134,15 @@ def _rounds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
 def _drift(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
     for name, draft in drafts.items():
         if "feature_cosine" in draft["by_depth"]:
-            cosine = draft["by_depth"]["feature_cosine"]
-            value, low, high = (np.array(cosine[key], float) for key in ("value", "low", "high"))
-            places = range(1, len(value) + 1)
-            axes.plot(places, value, marker="o", label=name, color=colours[name])
-            axes.fill_between(places, low, high, color=colours[name], alpha=0.15, linewidth=0)
+            _plot(axes, name, draft["by_depth"]["feature_cosine"], colours[name])
     axes.set(xlabel="draft position", ylabel="cosine with the target's feature")
     _finish(axes)
 
 
 def _gap(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
     for name, draft in drafts.items():
-        for way, style in (("", "-"), ("decoded_", "--")):
+        for way, style, label in (("", "-", name), ("decoded_", "--", f"{name}, decoding")):
             value = draft["by_depth"][f"{way}conditional_acceptance"]["value"]
-            label = None if way else name
             places = range(1, len(value) + 1)
             axes.plot(places, np.array(value, float), style, label=label, color=colours[name])
     axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
@@ -147,6 +160,14 @@ def _phases(axes: Any, report: dict[str, Any]) -> None:
     axes.set(xlabel="milliseconds per round")
     axes.legend(fontsize="small")
     axes.grid(axis="x", alpha=0.3)
+
+
+def _plot(axes: Any, name: str, number: dict[str, Any], colour: str) -> None:
+    """Plots a number by position, with its intervals where they are known."""
+    value, low, high = (np.array(number[key], float) for key in ("value", "low", "high"))
+    places = range(1, len(value) + 1)
+    axes.plot(places, value, marker="o", label=name, color=colour)
+    axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _finish(axes: Any) -> None:
