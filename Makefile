@@ -28,7 +28,7 @@ PYTHON_MODELS := tests/fixtures/python
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat smollm2 demo-train bundle test test-torch test-isa test-oldest test-slow test-scale fuzz smoke notebook lint lock clean venv
+.PHONY: help demo chat smollm2 demo-train bundle test test-quick test-torch test-isa test-oldest test-slow test-scale fuzz smoke notebook lint lock clean venv
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ bundle: $(STAMP)  ## train the small Python models of tests and benchmarks (5 ho
 
 test: $(STAMP)  ## run the tests
 	@$(PYTEST) $(ARGS)
+
+test-quick: $(STAMP)  ## run one test for each promise of CONTRIBUTING.md
+	@$(PYTEST) -m 'quick and not slow and not device' $(ARGS)
 
 test-torch: $(STAMP)  ## install PyTorch and run the tests that need it
 	@$(PIP) install -e '.[torch-tests]'

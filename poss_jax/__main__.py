@@ -23,12 +23,14 @@ def main(arguments: Sequence[str]) -> None:
         print(format_help(umbrella_name()))
     elif name in ("-V", "--version"):
         print(f"poss_jax {poss_jax.__version__}")
+    elif name == "--print-completion":
+        _print_completion(rest)
     elif name in COMMANDS:
         command = COMMANDS[name]
         sys.argv = [f"{umbrella_name()} {name}", *command.words, *rest]
         find_program(command.module).cli()
     else:
-        known = [*COMMANDS, "--help", "--version"]
+        known = [*COMMANDS, "--help", "--version", "--print-completion"]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         sys.stderr.write(f"error: unknown command {name[:100]!a}; did you mean {near}?\n")
         raise SystemExit(2)
@@ -45,6 +47,18 @@ def find_program(module: str) -> Any:
     return import_module(f"{module}.__main__") if hasattr(program, "__path__") else program
 
 
+def _print_completion(words: Sequence[str]) -> None:
+    """Prints the script that a shell completes `poss` with."""
+    from poss_jax.program.completion import make_script  # takes time, as the programs do
+    from poss_jax.program.running import run_program
+
+    def write() -> None:
+        mains = {name: find_program(one.module).main for name, one in COMMANDS.items()}
+        print(make_script(words, mains))
+
+    run_program(write)
+
+
 def format_help(name: str) -> str:
     """The list of commands."""
     width = max(map(len, COMMANDS)) + 2
@@ -59,6 +73,7 @@ def format_help(name: str) -> str:
             "",
             f'Try: {name} generate --question "How do I poach an egg?" --stream',
             f"More: {name} COMMAND --help",
+            "Completion in the shell: poss --print-completion bash|zsh",
         ]
     )
 

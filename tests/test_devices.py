@@ -97,7 +97,7 @@ EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
     [
         pytest.param(TASK, {"data": 8}, id="data", marks=pytest.mark.slow),
         pytest.param(TASK, {"fsdp": -1, "data": 1}, id="fsdp", marks=pytest.mark.slow),
-        pytest.param(TASK, EIGHT, id="all"),
+        pytest.param(TASK, EIGHT, id="all", marks=pytest.mark.quick),
         pytest.param(CHAINS, EIGHT, id="all-chains"),
     ],
 )

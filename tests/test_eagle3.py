@@ -39,6 +39,7 @@ SOURCE = ROOT_E3 / "draft" / METHODS_E3[-1]
 # Decoding
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "is_sampled",
     [pytest.param(False, id="greedy", marks=pytest.mark.slow), pytest.param(True, id="sampled")],

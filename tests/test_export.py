@@ -62,6 +62,7 @@ def tiny(tmp_path_factory) -> Path:
 # Round trips
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["safetensors", pytest.param("bin", marks=pytest.mark.torch)])
 def test_target_and_draft_come_back_bit_for_bit(tmp_path, dtype, form):

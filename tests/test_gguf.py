@@ -49,6 +49,7 @@ def assert_same(tmp_path, family, tensors, *, config=None, **changes):
 # Families, ropes and heads
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(tmp_path, family):
     assert_same(tmp_path, family, draw_tensors(family))

@@ -85,7 +85,7 @@ def check_round(recorded, row, candidates, tree, acceptance, root):
     [
         pytest.param(method, suffix, marks=pytest.mark.slow)
         if (method, suffix) == ("eagle", "_deep")  # the same specialist once more
-        else (method, suffix)
+        else pytest.param(method, suffix, marks=pytest.mark.quick if suffix == "_small" else ())
         for method, suffix in product(METHODS, TREES)
     ],
     indirect=["golden"],
@@ -254,6 +254,7 @@ def test_losses_of_every_depth(trained):
         np.testing.assert_allclose(values, recorded[name], rtol=5e-6, err_msg=name)
 
 
+@pytest.mark.quick
 def test_gradients(trained, golden):
     assert_recorded_gradients(golden, trained[2], trained[3])
 

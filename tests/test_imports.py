@@ -1,12 +1,11 @@
 """Keeps the layering: who may import whom, who may touch torch, files and the terminal."""
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from house_map import MAP, PAGE, ROOT, draw, imports
 
-ROOT = Path(__file__).parent.parent
 LAYERS = {  # a folder of poss_jax imports from itself and from these
     "config": set(),
     "shapes": set(),
@@ -15,9 +14,9 @@ LAYERS = {  # a folder of poss_jax imports from itself and from these
     "decode": {"config", "shapes", "model"},
     "learn": {"config", "shapes", "model"},
     "checkpoint": {"config", "shapes", "version", "model"},
-    "data": {"config", "shapes", "checkpoint"},
+    "data": {"config", "checkpoint"},
     "convert": {"config", "shapes", "version", "model", "checkpoint"},
-    "engine": {"config", "shapes", "model", "decode", "checkpoint", "convert", "data"},
+    "engine": {"config", "shapes", "model", "decode", "checkpoint", "data"},
     "bundled": {"config", "checkpoint", "convert"},
     "program": {"config", "version", "engine", "bundled"},  # what programs share
     "serving": {"config", "version", "engine", "program"},
@@ -28,22 +27,6 @@ PROGRAMS = {("__main__.py",), ("convert", "__main__.py"), ("draft_vocab.py",)}
 OPENS_FILES = {"config", "checkpoint", "data", "engine", "convert", "bundled", "serving"}
 FILE_CALLS = {"open", "read_text", "write_text", "read_bytes", "write_bytes"}
 SOURCES = sorted(p for top in ("poss_jax", "train", "infer") for p in (ROOT / top).rglob("*.py"))
-
-
-def imports(tree: ast.AST, *, highest: int) -> Iterator[str]:
-    """Dotted names; `from a import b` gives a.b, `import poss_jax` what is then taken from it.
-
-    Relative ones, `from .a import b`, give nothing; `highest` is how many dots they may have.
-    """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name != "poss_jax")
-        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "poss_jax":
-            yield f"poss_jax.{node.attr}"
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            assert node.level <= highest, f"line {node.lineno}: import by the full name"
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def calls(tree: ast.AST) -> set[str]:
@@ -139,3 +122,29 @@ def test_rule_is_enforced(path: str, source: str):
 )
 def test_what_is_allowed(path: str, source: str):
     assert violations(Path(path), source) == []
+
+
+def test_map_shows_the_imports():
+    found = MAP.search(PAGE.read_text())
+    assert found and found[0] == draw(ROOT), "run python tests/house_map.py"
+
+
+def test_map_is_drawn_in_layers_without_implied_arrows(tmp_path: Path):
+    for name, source in {
+        "poss_jax/shapes.py": '"""Letters."""',
+        "poss_jax/config/__init__.py": '"""Settings.\n\nMore.\n"""',
+        "poss_jax/model/__init__.py": '"""Networks."""',
+        "poss_jax/model/layers.py": "from poss_jax.config import sizes; import poss_jax.shapes",
+        "poss_jax/data/__init__.py": '"""Rows."""\ndef f():\n  from poss_jax.config import paths',
+        "train/__init__.py": '"""Makes weights."""',
+        "train/main.py": "from poss_jax.model import layers; from poss_jax import config, data",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(source)
+    rule, margin = 100 * "─" + "\n", 21 * " "
+    assert draw(tmp_path) == (
+        f"train                Makes weights.\n{margin}→ data, model\n{rule}"
+        f"poss_jax/data        Rows.\n{margin}→ config\n"
+        f"poss_jax/model       Networks.\n{margin}→ config\n{rule}"
+        "poss_jax/config      Settings.\n"
+    )

@@ -57,6 +57,7 @@ def assert_ends_like(folder: Path, uninterrupted: Path, runs: Runs) -> None:
 # Killed
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("moment", "step", "left"),
     [

@@ -78,6 +78,7 @@ def moved(text: str) -> Iterator[tuple[str, int]]:
 # Texts
 
 
+@pytest.mark.quick
 def test_a_stream_on_eight_devices_is_that_of_one(engine: Engine) -> None:
     plain = random_engine(POSS, None)
     assert plain.mesh is None

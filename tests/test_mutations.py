@@ -25,6 +25,7 @@ def test_a_tree_mask_off_by_one_is_noticed(monkeypatch):
         check_shape(SHAPES["wide"], cases=5, seed=0)
 
 
+@pytest.mark.quick
 def test_a_commit_that_keeps_a_rejected_row_is_noticed(monkeypatch):
     def greedy_commit(cache_, rows, num_kept):
         return cache.commit_rows(cache_, rows, jnp.where(num_kept > 0, num_kept + 1, 0))

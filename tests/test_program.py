@@ -122,6 +122,7 @@ NOWHERE = "error: model folder nowhere does not exist; give a folder written by 
 NO_FILE = "error: config nowhere.yaml: No such file or directory; give the path of a YAML file\n"
 
 
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # by other tests
 @pytest.mark.parametrize(
     ("program", "arguments", "error"),

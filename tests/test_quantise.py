@@ -269,6 +269,7 @@ def test_no_weight_becomes_wider_than_the_activations(kind):
 # Lossless with respect to the quantised target
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("kind", "is_sampled", "tree", "batch"),
     [

@@ -28,13 +28,14 @@ METHODS = {
     "qwen3": ((2, 1), 4, False),
 }
 LAYERS = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
-FAST = ("eagle", "poss134", "clamped", "qwen2", "qwen3")  # what the others have, these have too
+# What the slow ones have, the others have too.
+MARKS = dict.fromkeys(("hass", "poss1", "poss2", "poss3"), pytest.mark.slow)
+MARKS |= {"poss134": pytest.mark.quick}
 T = 14
 
 
 @pytest.mark.parametrize(
-    "method",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
+    "method", [pytest.param(name, marks=MARKS.get(name, ())) for name in METHODS]
 )
 def test_recursion_equals_drafting_a_chain(method):
     """Depth d at row s + d is step d of the chain that starts at row s, fed the same tokens."""

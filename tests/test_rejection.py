@@ -83,6 +83,7 @@ def has_distribution(counts: np.ndarray, exact: np.ndarray) -> bool:
     return not counts[~possible].any() and stats.chisquare(counts[possible], expected).pvalue > 1e-3
 
 
+@pytest.mark.quick
 @pytest.mark.optimised
 @pytest.mark.parametrize(("draft", "num_children"), list(product(DRAFTS, (1, 3, 6))))
 def test_choices_have_the_targets_distribution(draft, num_children):

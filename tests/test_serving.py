@@ -139,6 +139,7 @@ def test_a_service_that_failed_is_not_ready(error: Exception | None) -> None:
 # Texts
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_texts_are_those_of_generate(

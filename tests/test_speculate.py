@@ -22,6 +22,7 @@ SHAPES = {
     "deep": ((8, 3, 40), (2, 2), 3),
     "tiny": ((1, 4, 2), (1,), 3),
 }
+MARKS = dict.fromkeys(("default", "deep", "tiny"), pytest.mark.slow) | {"chain": pytest.mark.quick}
 
 # Both rotate the keys of texts beyond 24 tokens in another way.
 DYNAMIC = RopeConfig(type="dynamic", original_max_position_embeddings=24)
@@ -43,18 +44,13 @@ def check_shape(shape: tuple, *, cases: int, seed: int, is_sampled: bool = False
     Shape(llama, config, tree, batch, is_sampled=is_sampled).check_pairs(cases, seed=seed)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("wide", "chain", "clamped") else pytest.param(name, marks=pytest.mark.slow)
-        for name in SHAPES
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in SHAPES])
 def test_speculative_equals_autoregressive(name):
     """A twelfth of the sequences is greedy; the program of batches that all are comes below."""
     check_shape(SHAPES[name], cases=20, seed=0, is_sampled=True)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "name",
     [name if name == "default" else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES],

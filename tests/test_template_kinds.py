@@ -59,6 +59,7 @@ def outcomes(name: str) -> Counter[str]:
     return Counter(check_chat(name, record, knows_ends=True) for record in CHATS.values())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(USED))
 def test_chats_under_templates_of_every_kind(name: str) -> None:
     assert outcomes(name).total() == len(CHATS)

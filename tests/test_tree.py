@@ -176,6 +176,7 @@ def path_to_root(parents: list[int], node: int) -> list[int]:
 SHAPES = [(1, 1, 2), (1, 5, 4), (4, 1, 4), (3, 3, 12), (2, 2, 60), (6, 4, 24)]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_tree(shape):
     config = tree_config(*shape)

@@ -1,6 +1,7 @@
 """Code that all programs share.
 
 running.py    one-line errors, exit codes, compilation cache, marked text
+completion.py scripts that complete `poss` in a shell
 processes.py  joining several processes
 commands.py   the commands of `poss`, and what programs are called
 arguments.py  command lines: a config's keys as options

@@ -36,9 +36,18 @@ BAD_INPUT = 2
 UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
 INTERRUPTED = 128 + signal.SIGINT
 CLOSED_PIPE = 128 + signal.SIGPIPE
+PARSER_ONLY = "\0parser"  # a first word that nobody can type: asks for the parser
 
 _LONGEST_LINE = 1000
 _LOG = logging.getLogger(__name__)
+
+
+class ParserOnly(Exception):
+    """Brings a parser to a caller who wants nothing else of a program."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        super().__init__(parser)
+        self.parser = parser
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,7 +71,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses arguments that are not UTF-8: prompts, configs and reports cannot hold them."""
-        for text in sys.argv[1:] if args is None else args:
+        words = sys.argv[1:] if args is None else args
+        if words[:1] == [PARSER_ONLY]:
+            raise ParserOnly(self)
+        for text in words:
             if lone_surrogates(text):
                 raise UserError(f"argument {shorten(text)}: want UTF-8; write it in UTF-8")
         return super().parse_known_args(args, namespace)

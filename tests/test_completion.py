@@ -1,0 +1,66 @@
+"""Completion of `poss`: the script completes commands, options and paths, as bash does it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from programs import refusal
+
+from poss_jax.__main__ import find_program
+from poss_jax.program.commands import COMMANDS
+from poss_jax.program.completion import make_script
+
+ROOT = Path(__file__).parent.parent
+COMPLETE = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+"$(complete -p poss | sed 's/.*-F \\([^ ]*\\).*/\\1/')" 2>/dev/null
+echo "${COMPREPLY[@]}"
+"""
+
+
+def script(*words: str) -> str:
+    mains = {name: find_program(one.module).main for name, one in COMMANDS.items()}
+    return make_script(words, mains)
+
+
+@pytest.fixture(scope="module")
+def completed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "poss"
+    path.write_text(script("bash"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("", [*COMMANDS]),
+        ("gen", ["generate"]),
+        ("generate --tree-d", ["--tree-depth"]),
+        ("bench --overw", ["--overwrite"]),
+        ("inspect --ver", ["--verify"]),
+        ("convert exp", ["export"]),
+        ("convert export --mod", ["--model"]),
+        ("draft-vocab co", ["count"]),
+        ("generate --prompts pypro", ["pyproject.toml"]),
+        ("convert target --source pypro", ["pyproject.toml"]),
+    ],
+)
+def test_bash_completes(completed: Path, typed: str, expected: list[str]) -> None:
+    words = ["bash", "-c", COMPLETE, "bash", str(completed), "poss", *typed.split(" ")]
+    found = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert sorted(found.stdout.split()) == sorted(expected)
+
+
+def test_zsh_has_all_commands() -> None:
+    found = script("zsh")
+    assert found.startswith("#compdef poss")
+    assert all(f"{name}:" in found for name in COMMANDS)
+
+
+def test_it_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["csh"], [], ["bash", "zsh"]):
+        assert "want bash or zsh, got" in refusal(lambda words: make_script(words, {}), *words)
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert "pip install 'poss-jax[completion]'" in refusal(lambda _: make_script(["bash"], {}))
