@@ -1,16 +1,15 @@
-"""Does the method hold? Variants of a draft, trained alike with several seeds, and compared.
+"""Does the method hold? Trains variants of a draft alike, with several seeds, and compares them.
 
-All variants continue one draft, first with equally many optimizer steps, then for equally long as
-the slowest of them took. All are benchmarked on the same questions; what is compared is their
-acceptance length, question by question and averaged over training seeds, by the paired test of
-`infer.bench.statistics`. Runs that are complete are not run again, so that the same command resumes
-after an interruption. Prints tables, and as its last line one JSON object; report.json, report.md
-and plots are written to DIR.
+All variants continue one draft, first for the same number of optimizer steps, then for as long as
+the slowest took. All answer the same questions. The paired test of `infer.bench.statistics`
+compares their acceptance lengths, question by question and averaged over training seeds. Complete
+runs are skipped, so the same command resumes after an interruption. Prints tables, and as its last
+line one JSON object; writes report.json, report.md and plots to DIR.
 
     python -m benchmarks.study --config configs/study/python.yaml --output docs/results/study_python
 
-With --jobs N as many runs train side by side. Small ones share a GPU well once NVIDIA's MPS daemon
-runs (nvidia-cuda-mps-control -d); without it they take turns, and nothing is gained.
+With --jobs N, N runs train side by side. Small ones share a GPU well once NVIDIA's MPS daemon runs
+(nvidia-cuda-mps-control -d); without it they take turns, and nothing is gained.
 """
 
 import argparse
@@ -181,7 +180,7 @@ def train_all(config: StudyConfig, runs: Sequence[Run], num_jobs: int) -> None:
 
 
 def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
-    """Trains one draft in a process of its own, or goes on with it.
+    """Trains one draft in a new process, or resumes it.
 
     Args:
       config: the study.
@@ -276,7 +275,7 @@ def widen(config: StudyConfig, width: int) -> Path:
 
 
 def tokens_in_equal_time(config: StudyConfig, run: Run) -> int:
-    """Tokens that a variant is trained on while the slowest sees those of the start's config."""
+    """Tokens that a variant sees in the time the slowest takes for the start config's budget."""
     rates = {
         variant: np.median(
             [

@@ -1,9 +1,9 @@
-"""Is the first drafted token of an answer learnt? Drafts trained on rows by label and by token.
+"""Does the draft learn an answer's first drafted token? Trains on rows by label and by token.
 
-Writes questions with short answers, trains a small target and, with every seed and each value of
-`objective.trained_rows`, an EAGLE-2 for it; then decodes questions drawn alike (many of them are
-the same) greedily with chains. Runs that are complete are not run again. Prints a table, and as its
-last line one JSON object.
+Writes questions with short answers, trains a small target and, for every seed and value of
+`objective.trained_rows`, an EAGLE-2 for it. Then decodes questions drawn the same way (many of them
+repeat) greedily with chains. Complete runs are skipped. Prints a table, and as its last line one
+JSON object.
 
     python -m benchmarks.trained_rows --output docs/results/trained_rows
 """

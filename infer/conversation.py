@@ -32,9 +32,9 @@ class Answered(NamedTuple):
     """An answer that was shown.
 
     Attributes:
-      prompt: what was answered.
+      prompt: the prompt.
       chunks: its rounds; the first is the token that the prompt alone gives.
-      seconds: from the question to the last word.
+      seconds: time from the question to the last word.
       is_stopped: Ctrl-C ended it.
     """
 
@@ -71,7 +71,7 @@ class Chat:
     Attributes:
       turns: questions and answers so far.
       system: system message; None leaves it to the chat template.
-      sampling: how tokens are chosen; every question of the program has a seed of its own.
+      sampling: how tokens are chosen; every question gets its own seed.
       last: the last answer; None: there is none to compare.
     """
 
@@ -186,10 +186,10 @@ class Chat:
         """Forgets the conversation."""
         _want_nothing("/reset", rest)
         self.turns, self.last = [], None
-        say("the conversation begins anew")
+        say("the conversation starts over")
 
     def set_system(self, rest: str) -> None:
-        """Begins anew with another system message; without TEXT, with the model's own."""
+        """Starts over with another system message; without TEXT, with the model's own."""
         self.system = rest or None
         self.reset("")
 

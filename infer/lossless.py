@@ -1,10 +1,10 @@
 """Checks losslessness: compares speculative and autoregressive outputs of the same seeds.
 
-A first difference is a failure, unless rounding explains it: unless the two best scores, or a token
-and the boundary of a filter, were nearer to each other than the scores of the two forwards are. A
-round that accepts more tokens than its tree is deep is a failure, too.
+A difference fails the check unless rounding explains it: the two best scores, or a token and a
+filter's boundary, lay closer together than the scores of the two forward passes. A round that
+accepts more tokens than its tree is deep also fails it.
 
-Compares every draft, several trees and batch sizes, greedy and sampled. Prints a table and, as the
+Covers every draft, several trees and batch sizes, greedy and sampled. Prints a table and, as the
 last line, everything as one JSON object; the exit code is 1 if a difference is more than rounding.
 
     python -m infer.lossless --config configs/demo/bench.yaml

@@ -1,7 +1,7 @@
-"""Rates of this device, measured once and kept: read bandwidth, and matrix products by rows.
+"""Measures this device once and keeps the rates: read bandwidth, and matrix products by rows.
 
-As a program it measures them again, and prints bytes, FLOPs, least and measured time of every phase
-of decoding, of a target and its drafts; the last line is everything as one JSON object.
+As a program it measures them again. For a target and its drafts it prints bytes, FLOPs, least and
+measured time of every decoding phase; the last line is everything as one JSON object.
 
     python -m infer.roofline --config configs/demo/bench.yaml
 """
@@ -45,9 +45,9 @@ class Roofline:
     """Measured rates of a device.
 
     Attributes:
-      device: the best of them: what floors are computed with.
-      flops_by_rows: FLOPs per second of a product of so many rows with a large weight; `square` of
-        two square matrices.
+      device: the best rates, which floors are computed with.
+      flops_by_rows: FLOPs per second of a product with a large weight, by its number of rows;
+        `square`: a product of two square matrices.
     """
 
     device: Device
@@ -64,7 +64,7 @@ def find_roofline() -> Roofline:
 
 
 def measure_roofline() -> Roofline:
-    """Measures this device, and keeps the rates beside the compiled programs."""
+    """Measures this device, and keeps the rates in the compilation cache's folder."""
     wide, square = _WIDTHS.get(jax.default_backend(), _OTHER_WIDTHS)
     weight = jnp.ones((wide, wide), default_dtype())
     read = [weight.nbytes / _best_seconds(jax.jit(jnp.sum), weight)]
@@ -122,7 +122,7 @@ def device_name() -> str:
 
 
 def _file() -> Path | None:
-    """File of all devices' rates, beside the compiled programs; None: they are not kept."""
+    """File of all devices' rates, in the compilation cache's folder; None: none is kept."""
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     return None if folder is None or is_uri(folder) else Path(folder) / "roofline.json"
 

@@ -60,7 +60,7 @@ def is_collective(place: Place) -> bool:
 
 
 def sorts(program: Program, least: int) -> list[Place]:
-    """Lists sorts along at least so many elements."""
+    """Lists sorts of at least `least` elements."""
     return [
         place
         for place in program.kernels()
@@ -91,7 +91,7 @@ def vector_products(program: Program, weights: Collection[tuple[int, ...]]) -> l
 
 
 def copies_of(program: Program, shapes: Collection[tuple[int, ...]]) -> list[Place]:
-    """Lists kernels that write a whole weight or cache again, as it is or beside other rows.
+    """Lists kernels that rewrite a whole weight or cache, alone or joined with other rows.
 
     Args:
       program: the program.
@@ -243,7 +243,7 @@ def _sides(shape: Shape) -> tuple[int, ...]:
 
 
 def _sides_of(dims: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions in ascending order, without those of size 1."""
+    """Dimensions in ascending order, without any of size 1."""
     return tuple(sorted(size for size in dims if size > 1))
 
 

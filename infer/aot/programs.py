@@ -1,4 +1,4 @@
-"""The programs of decoding, from shapes alone: what `infer.aot` compiles."""
+"""Builds the decoding programs that `infer.aot` compiles, from shapes alone."""
 
 import tempfile
 import time
@@ -197,7 +197,7 @@ def _describe_models(
         record = read_draft(config.draft, target=record, allow_target_mismatch=True)
         if num_tokens is not None and record.draft.head_size is not None:
             raise UserError(
-                f"draft_tokens: draft {config.draft} has a head of its own, with "
+                f"draft_tokens: draft {config.draft} has its own head, with "
                 f"{record.draft.head_size} tokens; leave it out"
             )
         if record.draft_vocabulary is not None and num_tokens is None:

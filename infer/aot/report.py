@@ -1,4 +1,4 @@
-"""The report of a compiled program: its costs, from its text and its compiler."""
+"""Reports the costs of a compiled program, from its text and the compiler's analysis."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is measured, and timing: whole prompts, the first token, and a bare decode step."""
+"""Times whole prompts, the first token, and a bare decode step."""
 
 import argparse
 import logging
@@ -110,8 +110,8 @@ def need_equal_texts(config: BenchConfig) -> None:
         raise UserError("want at least one draft; give --draft NAME=DIR")
     if config.drafting == "sampled":
         raise UserError(
-            "want texts that no draft changes; those of drafting=sampled are the target's in "
-            "distribution only; choose coupled or argmax"
+            "want texts that no draft changes; drafting=sampled keeps the target's distribution "
+            "only; choose coupled or argmax"
         )
     if config.methods:
         raise UserError("want drafts alone, got methods, which may change texts; leave them out")
@@ -119,7 +119,7 @@ def need_equal_texts(config: BenchConfig) -> None:
 
 @waiting("loading the models ...")
 def load_decoders(config: BenchConfig) -> list[Decoder]:
-    """Loads every target once, and one engine per method beside the autoregressive one."""
+    """Loads every target once; makes the autoregressive engine and one per method."""
     ways = config.ways
     if AUTOREGRESSIVE in ways:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")

@@ -1,8 +1,8 @@
 """Sets of questions for the benchmark: files, data sets by name, and prompts cut from modules.
 
-A set is a file of questions, one JSON object per line (`question_id`, `category` and `turns`, as
-the files of MT-bench and Spec-Bench have them, or any prompt that `infer.generate` takes), or
-modules of Python, from which prompts are cut.
+A set is a file of questions, one JSON object per line (`question_id`, `category` and `turns` as in
+MT-bench and Spec-Bench, or any prompt that `infer.generate` takes), or Python modules that prompts
+are cut from.
 """
 
 import itertools
@@ -56,9 +56,9 @@ class Question:
     """One question of a set.
 
     Attributes:
-      id: its `question_id`, or else its place.
-      category: its `category`, "" for none.
-      record: the prompt, under one of `PROMPT_KEYS`; settings of sampling of its own are left out.
+      id: its `question_id`, or its place.
+      category: its `category`; "": none.
+      record: the prompt, under one of `PROMPT_KEYS`, without sampling settings.
     """
 
     id: Any
@@ -101,9 +101,9 @@ def read_questions(config: BenchConfig, engine: Engine) -> list[Dialogue]:
 def make_dialogues(
     questions: Sequence[Question], config: BenchConfig, sampling: SamplingConfig, engine: Engine
 ) -> list[Dialogue]:
-    """Turns the questions of a set into dialogues, each with a seed of its own.
+    """Turns the questions of a set into dialogues, each with its own seed.
 
-    The seed follows from that of `sampling` and the question's place.
+    A dialogue's seed follows from `sampling.seed` and the question's place.
 
     Raises:
       UserError: the engine refuses one.
@@ -212,7 +212,7 @@ def prompts_from_documents(
     Lines beginning a function or class are used up first; documents take turns.
 
     Raises:
-      UserError: the texts do not hold so many prompts.
+      UserError: the texts hold too few prompts.
     """
     bos, prompts = special_ids(tokenizer, "bos"), {}
     for text in _passages(texts, prompt_tokens * _PROMPT_CHARACTERS_PER_TOKEN):

@@ -146,7 +146,7 @@ def _phase_table(report: dict[str, Any]) -> list[str]:
 
 
 def format_card(report: dict[str, Any]) -> str:
-    """Bytes, FLOPs and floors of all phases beside the measured times, as a Markdown table."""
+    """Bytes, FLOPs, floors and measured times of all phases, as a Markdown table."""
     device, table = report["roofline"]["device"], []
     for method, entry in report["methods"].items():
         for phase, cost in entry["costs"].items():

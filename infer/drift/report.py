@@ -130,7 +130,7 @@ def _by_depth(draft: dict[str, Any]) -> list[str]:
     if "feature_cosine" not in columns:
         lines += [
             "",
-            "(no cosine: what it predicts is a state of its own, not the target's feature)",
+            "(no cosine: it predicts its own state, not the target's feature)",
         ]
     return lines
 

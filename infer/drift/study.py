@@ -123,7 +123,7 @@ def _answer(decoder: Decoder, questions: Sequence[Dialogue]) -> Answers:
 
 
 def lay_out(texts: Answers) -> Rows:
-    """Lays every answer behind its prompt, in a row of its own."""
+    """Makes one row per answer: its prompt, then the answer."""
     answers = [answer for turns in texts for answer in turns]
     sequences = []
     for answer in answers:

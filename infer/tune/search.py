@@ -1,15 +1,15 @@
 """The fastest draft tree per batch size: predicted for hundreds of trees, confirmed for a few.
 
-The text does not depend on the tree, and the draft's candidates after a token depend on the text up
-to it alone. So one recording per top_k, with a draft after every token, tells the rounds of every
-tree of that top_k exactly (but for rounding):
+The text does not depend on the tree, and the draft's candidates after a token depend only on the
+text so far. So one recording per top_k, with a draft after every token, gives the rounds of every
+tree with that top_k, exact up to rounding:
 
     text              a   b   c   d   e
     path from "a"         1   1   7           rank among the candidates of `depth` levels, 1 best
     total_tokens 4        yes yes no          accepted 2: the next round starts at "d"
 
-A round then costs what its parts were measured to cost: drafting, by depth and top_k, and verifying
-up to committing, by the number of nodes.
+A round's predicted time is the sum of its measured parts: drafting, by depth and top_k, and
+everything from verifying to committing, by the number of nodes.
 """
 
 import itertools
@@ -341,7 +341,7 @@ class _Bench:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _some_tree(root: jax.Array, num_nodes: int, depth: int) -> Tree:
-    """A tree of so many nodes: a chain, and then children of the root."""
+    """A tree of `num_nodes` nodes: a chain, and then children of the root."""
     parents = np.where(np.arange(num_nodes) <= depth, np.arange(num_nodes) - 1, 0).clip(0)
     shape = len(root), num_nodes
     parents = jnp.broadcast_to(jnp.asarray(parents, jnp.int32), shape)
