@@ -94,7 +94,7 @@ def read_eagle3(source: Source) -> Reading:
     layer = replace(layer, tie_embeddings=False)  # its head is its own
     if _read_flag(source, "embed_requires_grad"):
         raise UserError(
-            f"{origin}: embed_requires_grad: this draft has an embedding of its own, trained apart "
+            f"{origin}: embed_requires_grad: this draft has trained its own embedding, apart "
             "from the target's; poss_jax has no such drafts"
         )
     settings, more = _read_settings(source)
@@ -266,7 +266,7 @@ def _read_vocabulary(source: Source, config: DraftConfig) -> tuple[int, ...] | N
     if ids.min() < 0 or ids.max() >= V or (np.diff(ids) <= 0).any():
         raise UserError(
             f"{source.folder}: d2t: want the offsets of {Vd} ascending ids below {V}; the file is "
-            "damaged, or is that of another draft"
+            "damaged, or belongs to another draft"
         )
     if "t2d" in source.names:
         known = source.tensors[source.names["t2d"]].read()

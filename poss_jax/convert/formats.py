@@ -228,7 +228,7 @@ FORMATS = (
         why_not="only dense models can be converted",
     ),
     Format(
-        "an EAGLE-1 draft of speculators with layers of its own",
+        "an EAGLE-1 draft of speculators with extra layers",
         in_weights=(
             has_key(
                 r"^(embed_layernorm|embedding_layernorm|post_embedding_layernorm"

@@ -1,7 +1,7 @@
 """A GGUF file: where it lies, its metadata, and its tensors, which are read on demand.
 
-The `gguf` package knows the types of tensors and dequantises them. The header is read here: its own
-reader keeps an array for every string, and takes seconds for a vocabulary.
+The `gguf` package knows the types of tensors and dequantises them. We read the header ourselves:
+the package's reader keeps an array for every string and takes seconds for a vocabulary.
 """
 
 import atexit
@@ -48,7 +48,7 @@ class StoredTensor:
 
     @property
     def byte_shape(self) -> tuple[int, ...]:
-        """Shape with bytes in the last place; ValueError where a row is no number of blocks."""
+        """Shape, its last size in bytes; ValueError if a row is not a whole number of blocks."""
         from gguf.quants import quant_shape_to_byte_shape
 
         return quant_shape_to_byte_shape(self.shape, self.type)
@@ -199,7 +199,7 @@ def _check(name: str, tensor: StoredTensor, cursor: "_Cursor") -> None:
 
 
 class _Cursor:
-    """Reads a header from its start on; whatever lies outside the file is damage."""
+    """Reads a header from its start; anything past the end of the file is damage."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -1,6 +1,6 @@
-"""config.json of Hugging Face and of the original code, read into our configs.
+"""Reads config.json of Hugging Face and of the original code into our configs.
 
-Our own tables of names and defaults read it, so that nothing in it is dropped: the classes of
+It uses our own tables of names and defaults, so that nothing is dropped unnoticed: the classes of
 `transformers` keep keys they do not know, and take seconds to import.
 """
 
@@ -80,7 +80,7 @@ def parse_llama_config(
 
     Args:
       values: contents of config.json, written by transformers 4 or 5.
-      generation: contents of generation_config.json; its stop tokens replace those of `values`.
+      generation: contents of generation_config.json; its stop tokens win.
       origin: source of the values, for messages.
 
     Raises:
@@ -384,11 +384,11 @@ def read_layer(source: Source) -> tuple[LlamaConfig, list[str]]:
       UserError: an unsupported config.json, or one that contradicts the tensors.
     """
     said, num_layers = source.settings.get("num_hidden_layers"), count_layers(source)
-    # The original writes 1 whatever the number of specialists, other programs the number.
+    # The original always writes 1, other programs the number of specialists.
     if said not in (None, 1, num_layers):
         found = f"hold {num_layers} (or 1 may stand there)"
         raise contradiction(source, f"num_hidden_layers {shorten(said)}", found)
-    # One layer each, whatever it says: specialists are counted by the spans.
+    # `layer` is one layer; the spans count the specialists.
     values: dict[str, Any] = {**source.settings, "num_hidden_layers": 1}
     values["model_type"] = values.get("model_type") or "llama"
     layer = parse_llama_config(values, {}, origin=f"{source.folder}/config.json")
@@ -407,7 +407,7 @@ def read_layer(source: Source) -> tuple[LlamaConfig, list[str]]:
 
 
 def _check_widths(source: Source, layer: LlamaConfig) -> None:
-    """Compares the widths config.json gives with those of the tensors, by config.json's names."""
+    """Refuses a config.json whose widths differ from the tensors'."""
     for field, said, key in (
         ("hidden_size", layer.hidden_size, FC),
         ("num_attention_heads times head_dim", layer.num_heads * layer.head_dim, QUERY),

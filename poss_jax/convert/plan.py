@@ -163,7 +163,7 @@ def plan_specialists(
     Args:
       draft: model folder of the draft to start from.
       positions_per_specialist: see `DraftConfig`, for the new draft.
-      trained_depth: by default that of the given draft: copying trains nothing.
+      trained_depth: None keeps the given draft's, since copying trains nothing.
 
     Raises:
       UserError: not a draft, or fewer specialists than it already has.

@@ -161,8 +161,8 @@ class Source:
         )
         if has_model and not has_json:
             raise UserError(
-                f"{self.folder}: want tokenizer.json, got tokenizer.model alone; copy that of the "
-                "model it was trained from, if the vocabulary is the same, or write one with "
+                f"{self.folder}: want tokenizer.json, got tokenizer.model alone; copy it from the "
+                "model this one was trained from, if the vocabulary is the same, or write one with "
                 '`pip install sentencepiece protobuf` and python -c "from transformers import '
                 f"AutoTokenizer as A; d = '{self.folder}'; A.from_pretrained(d)"
                 '.save_pretrained(d)"'
@@ -361,7 +361,7 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
 
 
 def map_array(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Maps a tensor into memory, where it costs none of its own: `get_tensor` makes a copy."""
+    """Maps a tensor, so that it costs no memory; `get_tensor` would copy it."""
     array = np.memmap(path, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, "r", start, shape)
     return np.require(array, requirements="A")  # no file has to align its tensors
 
@@ -371,7 +371,7 @@ def map_array(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.
 
 
 def _fetch_snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Downloads the files that match; the folder is that of the cache, named by the commit."""
+    """Downloads the files that match; returns their folder in the cache, named by the commit."""
     import huggingface_hub
 
     try:
