@@ -90,7 +90,7 @@ def measure(seeds: Sequence[int], num_prompts: int) -> dict[str, Any]:
 
 
 def per_question(answers: Answers) -> dict[str, np.ndarray]:
-    """Counts what each question's rounds accept: first tokens of first rounds and of all, and all."""
+    """Averages what each question's rounds accept, by the names that the report shows."""
     rounds = [[turn.accepted_per_round for turn in turns] for turns in answers]
     first = [np.mean([any(one[:1]) for one in turns]) for turns in rounds]
     whole = [[count for one in turns for count in one] for turns in rounds]
