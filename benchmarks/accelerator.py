@@ -194,7 +194,7 @@ def measure_torch(llama: LlamaConfig, prompt: Sequence[int], num_tokens: int) ->
     """Times PyTorch on this machine's GPU, or its CPU: milliseconds per token after the prompt.
 
     Returns:
-      Of `loop`, one step after the other of the model of `transformers`, and of its `generate`.
+      `loop`: the model of `transformers`, step by step; `generate`: its own method.
 
     Raises:
       UserError: torch is missing.

@@ -38,7 +38,7 @@ _PROMPT = 8
 
 @dataclass(frozen=True)
 class Point:
-    """Settings that a round is timed with; the fields but `tree` are the parts of a name.
+    """Settings that a round is timed with.
 
     Attributes:
       context: committed tokens of every sequence.
@@ -107,7 +107,7 @@ def _request(engine: Engine, batch: int, size: int) -> tuple[Any, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Times all points, each once however many sweeps it is part of.
+    """Times all points; a point that several sweeps share is timed once.
 
     Raises:
       UserError: a context that leaves no room for a round.

@@ -46,7 +46,7 @@ _LISTENING = re.compile(r"listening at http://\S+:(\d+)/")
 
 
 class Body(NamedTuple):
-    """A body of any size: a begin, an end, and what stands between them many times.
+    """A body of any size: a beginning, an end, and a unit that is repeated between them.
 
     Attributes:
       path: endpoint.
@@ -85,7 +85,7 @@ class Watch(threading.Thread):
 
     Attributes:
       delays: seconds that each answer took.
-      refused: how many were another answer than 200, or none.
+      refused: how many got no answer, or another one than 200.
       memory: MiB, every time.
     """
 
@@ -162,7 +162,7 @@ def connect_many(sent: bytes, port: int) -> Counter[str]:
 
 
 def ask_for_much(port: int) -> Counter[str]:
-    """Asks for as many choices and log-probabilities as there may be."""
+    """Asks for as many choices and log-probabilities as allowed."""
     asked = {"prompt": "def f(", "n": 128, "logprobs": 20, "max_tokens": 64, "ignore_eos": True}
     return Counter([send(port, "POST", TEXT, json.dumps(asked).encode())])
 

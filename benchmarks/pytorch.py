@@ -242,7 +242,7 @@ class Race:
         return speed
 
     def count_equal(self, name: str) -> int:
-        """Counts outputs that are the torch loop's."""
+        """Counts outputs equal to the torch loop's."""
         return sum(map(list.__eq__, self._outputs[name], self._outputs[LOOP]))
 
 

@@ -76,7 +76,7 @@ cli()
 
 
 def set_rounds_apart(cores: Sequence[int]) -> None:
-    """Leaves the first core to JAX and the others to all that this process does besides."""
+    """Gives JAX the first core, and everything else in this process the others."""
     os.sched_setaffinity(0, cores[:1])  # of the threads that JAX starts now
     numbers = jnp.ones((512, 512))
     jax.block_until_ready(numbers @ numbers)
@@ -85,7 +85,7 @@ def set_rounds_apart(cores: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and the tokens that it must be answered with."""
+    """A request, and the tokens of the right answer."""
 
     prompt: PreparedPrompt
     expected: list[int]
@@ -159,7 +159,7 @@ def serve(
 async def ask(
     client: httpx.AsyncClient, case: Case, *, known: int = 0, leave_after: int | None = None
 ) -> Answer:
-    """Streams one answer; leaves after some tokens, if so wanted."""
+    """Streams one answer; it may leave after some tokens."""
     begun, first, tokens, is_whole = time.monotonic(), 0.0, [], False
     try:
         async for event in _events(client, case.body(known)):
@@ -275,7 +275,7 @@ async def stream_until_killed(
 
 
 async def continue_all(url: str, cases: Sequence[Case], known: Sequence[Answer]) -> int:
-    """Continues the answers; returns how many are not what they must be."""
+    """Continues the answers; returns how many are wrong."""
     async with make_client(url) as client:
         pairs = [(case, answer) for case, answer in zip(cases, known, strict=True)]
         rests = await asyncio.gather(
@@ -397,7 +397,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def resident_mib(pid: int) -> float:
-    """Resident memory of a process, where the system tells it; else NaN."""
+    """Resident memory of a process, NaN if the system does not say."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, ValueError):

@@ -65,15 +65,16 @@ class StudyConfig:
     """One study.
 
     Attributes:
-      start: config of the run that variants are variants of; it names the draft they continue.
-      variants: keys of that config that a variant has otherwise; the first is the baseline. The key
-        `widen` stands for a draft to continue whose MLP is that wide (see `widen`), and `num_seeds`
-        for how many of the seeds it is trained with; it is compared with the baseline's same seeds.
+      start: config of the run that the variants change; it names the draft they continue.
+      variants: keys of that config that a variant changes; the first variant is the baseline. The
+        key `widen` continues a draft whose MLP is that wide (see `widen`); `num_seeds` is how many
+        of the seeds a variant is trained with, and it is compared with the same seeds of the
+        baseline.
       bench: config of the benchmark, without drafts.
-      pairs: two variants each, to be compared besides: the first less the second.
+      pairs: further pairs of variants to compare: the first less the second.
       trees: trees that all drafts are benchmarked with, by name.
       seeds: seeds of training.
-      budgets: `steps`, or `steps` and `time`, whose runs are as long as those were measured to be.
+      budgets: `steps`, or `steps` and `time`, whose runs take as long as the slowest `steps` run.
       output: folder of runs and benchmarks.
     """
 
@@ -108,7 +109,7 @@ class StudyConfig:
 
 
 class Run(NamedTuple):
-    """One training run: a variant, the seed, and what is equal among the runs."""
+    """One training run: its variant, its seed, and the budget (steps or time) it shares."""
 
     budget: str
     variant: str
@@ -121,7 +122,7 @@ class Run(NamedTuple):
 
 
 def study(config: StudyConfig, *, num_jobs: int = 1) -> dict[str, Any]:
-    """Trains and benchmarks what is not done yet, and compares.
+    """Trains and benchmarks what is missing, and compares.
 
     Args:
       config: what is compared.
@@ -216,7 +217,7 @@ def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
 
 
 def _refuse_other_config(run: Run, folder: Path, wanted: TrainConfig) -> None:
-    """Refuses a complete run of another config; its place and a widened start are not looked at."""
+    """Refuses a complete run of another config; its folder and a widened start may differ."""
     free = ["output", "init_draft"]
     if run.budget == "time" or wanted.num_tokens is None:
         free += ["num_tokens", "num_epochs"]  # as was measured, or as there were rows
@@ -234,7 +235,7 @@ def words_of(config: StudyConfig, run: Run) -> list[str]:
 
 
 def share_rows(config: StudyConfig, new: TrainConfig) -> None:
-    """Gives a new run the rows that a run with the same data has made: a minute less for each."""
+    """Gives a new run the rows of a run with the same data, which saves a minute."""
     for made in Path(config.output).glob("*/*/*/data.npz"):
         if load_config(TrainConfig, made.parent / "config.yaml").data == new.data:
             with claim_folder(new) as folder, suppress(OSError):  # it has rows, or no links exist

@@ -35,7 +35,7 @@ THINGS = "apple", "boat", "chair", "door", "engine", "flower", "garden", "house"
 
 
 def make_questions(count: int, seed: int) -> list[dict[str, str]]:
-    """Draws questions whose answers say again, in few words, what was asked."""
+    """Draws questions whose answers repeat in a few words what was asked."""
     rng = random.Random(seed)
     drawn = []
     for _ in range(count):

@@ -227,7 +227,7 @@ def _rounding(ones: Sequence[Scores], others: Sequence[Scores]) -> float:
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """Index of the first token that differs; of the last one where none does."""
+    """Index of the first token that differs; of the last one if none does."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)) - 1)
 
@@ -237,7 +237,7 @@ def _replay(
 ) -> list[Scores]:
     """Decodes a batch once more, from the host, and keeps the scores of tokens 0 to `last`.
 
-    These are other programs than those that decoded, so a text may end before `last`.
+    Other programs than these decoded the text first, so here it may end before `last`.
     """
     config, request = engine.request(batch, batch_size=batch_size)
     state, seen = _start(engine.weights, config, request)

@@ -94,7 +94,7 @@ def _plain(rows: Array, weight: Array) -> Array:
 
 @jax.jit
 def _transposed(rows: Array, weight: Array) -> Array:
-    """The same product as libraries for CPUs have it fastest for a few rows."""
+    """The same product in the form that CPU libraries run fastest for a few rows."""
     if len(rows) == 1:
         return weight @ rows[0]
     return lax.optimization_barrier(weight @ rows.T)
@@ -113,7 +113,7 @@ def _best_seconds(program: Callable[..., Any], *arrays: Array) -> float:
 
 
 def device_name() -> str:
-    """Name of the device; CPUs are all called alike, so theirs is the machine's."""
+    """Name of the device; for CPUs, which share one name, the machine's."""
     kind = jax.devices()[0].device_kind
     if jax.default_backend() != "cpu":
         return kind
@@ -128,7 +128,7 @@ def _file() -> Path | None:
 
 
 def read_kept() -> dict[str, Any]:
-    """Reads the kept rates of all devices, by name; none where they cannot be read."""
+    """Reads the kept rates of all devices, by name; empty if they cannot be read."""
     file = _file()
     with suppress(OSError, ValueError):
         kept = json.loads(file.read_text()) if file else {}
@@ -137,7 +137,7 @@ def read_kept() -> dict[str, Any]:
 
 
 def keep(roofline: Roofline) -> None:
-    """Keeps the rates of a device, where there is a folder for them."""
+    """Keeps the rates of a device, if there is a folder for them."""
     file = _file()
     if file is None:
         return

@@ -28,7 +28,7 @@ from poss_jax.program.arguments import read_arguments
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
-_SWITCH_SECONDS = 0.0005  # HTTP shall not keep the thread waiting that feeds the device
+_SWITCH_SECONDS = 0.0005  # the thread that feeds the device must not wait for HTTP
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

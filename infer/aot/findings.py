@@ -55,7 +55,7 @@ def is_upcast(program: Program, place: Place) -> bool:
 
 
 def is_collective(place: Place) -> bool:
-    """Tells whether devices exchange data here (the start of it, where it has one)."""
+    """Tells whether devices exchange data here; an asynchronous exchange counts at its start."""
     return place.op.kind.removesuffix("-start") in _COLLECTIVES
 
 
@@ -72,8 +72,8 @@ def sorts(program: Program, least: int) -> list[Place]:
 def vector_products(program: Program, weights: Collection[tuple[int, ...]]) -> list[Place]:
     """Lists products of a weight that are multiplied and summed element by element.
 
-    That is what TPU's compiler makes of a product with one row, which takes four times as long as
-    the matrix unit with eight of them.
+    The TPU compiler does this for a product with one row. It takes four times as long as eight
+    rows on the matrix unit.
 
     Args:
       program: the program.
@@ -149,8 +149,7 @@ def total_cycles(program: Program, root: str | None = None) -> int:
 def moved_bytes(program: Program, place: Place) -> int:
     """Bytes of the main memory that a kernel reads and writes.
 
-    Of what is sliced or looked up, the part taken counts; of what is updated in place, the part
-    written.
+    Slices and gathers count bytes read; in-place updates, bytes written.
     """
     op = place.op
     if op.kind in _STARTS:  # of an array or a part of it, into another memory or from it
@@ -179,7 +178,7 @@ def _written_bytes(program: Program, place: Place) -> int:
 
 
 def _kept(program: Program, place: Place) -> list[Shape]:
-    """Arrays of the main memory that a kernel takes and, changed or not, hands on."""
+    """Arrays of the main memory that a kernel takes and hands on, maybe in another form."""
     if place.op.kind in _COMPUTES | _STARTS or is_collective(place):
         return []
     given = program.operand_shapes(place)

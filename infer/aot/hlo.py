@@ -78,7 +78,7 @@ class Op:
       shapes: what it returns, a shape per array.
       operands: names of what it takes, in the same computation.
       rest: attributes, as text.
-      is_root: True if its computation returns what it returns.
+      is_root: True if its result is its computation's result.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Program:
 
         Args:
           text: the text.
-          trips: how often a loop runs whose length is not known.
+          trips: how often a loop of unknown length runs.
         """
         self._trips = trips
         self.computations: dict[str, dict[str, Op]] = {}
@@ -181,7 +181,7 @@ class Program:
                     yield Place(name, op, times)
 
     def inside(self, place: Place) -> Iterator[Place]:
-        """Lists an operation and, of a fusion, all that it consists of."""
+        """Lists an operation; for a fusion, also everything in it."""
         yield place
         if place.op.kind == "fusion":
             for name in place.op.calls:

@@ -107,7 +107,7 @@ class Workload:
 def describe_workload(
     weights: Weights, config: DecodeConfig, *, batch: int, context: int
 ) -> Workload:
-    """Counts the bytes per weight that arrays really have, and describes what runs with them.
+    """Describes a way of decoding, with the bytes per weight that its arrays really have.
 
     Args:
       weights: parameters of target and draft.

@@ -74,7 +74,7 @@ class Turn:
 
 
 def make_turn(answer: Generation, seconds: float, first_token_seconds: float) -> Turn:
-    """Keeps what the journal wants of an answer."""
+    """Picks the parts of an answer that the journal keeps."""
     return Turn(
         text=answer.text or "",
         output_ids=answer.output_ids,
@@ -190,7 +190,7 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
 def _update_settings(
     folder: Path, known: dict[str, Any], settings: dict[str, Any], measured: set[str]
 ) -> None:
-    """Adds the names that are new, and refuses what differs of those that were measured."""
+    """Adds new names, and refuses changes to names that were measured."""
     for key in _BY_NAME & settings.keys():
         old = known.get(key, {})
         known[key] = {name: value for name, value in old.items() if name in measured}

@@ -19,7 +19,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_page(report: dict[str, Any], path: Path) -> None:
-    """Writes the page; where matplotlib is not installed, without figures."""
+    """Writes the page, without figures if matplotlib is not installed."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     names: list[str] = list(report["methods"])

@@ -144,7 +144,7 @@ def measure_card(
                 "bytes": cost.bytes,
                 "flops": cost.flops,
                 "floor_milliseconds": least[name],
-                # A level is a difference of measurements, which may be lost in their noise.
+                # A level is a difference of two measurements, and may drown in their noise.
                 "floor_to_measured": least[name] / phases[name] if phases[name] > 0 else None,
             }
             for name, cost in card.items()
@@ -153,7 +153,7 @@ def measure_card(
 
 
 def phases_to_round(milliseconds: dict[str, float]) -> float:
-    """Sum of the phases measured apart, relative to the round."""
+    """Sum of the separately timed phases, relative to the round."""
     return sum(milliseconds.get(name, 0.0) for name in PARTS) / milliseconds["round"]
 
 

@@ -89,7 +89,7 @@ def read_sets(config: BenchConfig, engine: Engine) -> dict[str, list[Question]]:
 
 
 def read_questions(config: BenchConfig, engine: Engine) -> list[Dialogue]:
-    """Reads the questions of all sets as dialogues that are checked.
+    """Reads the questions of all sets as checked dialogues.
 
     Raises:
       UserError: as `read_sets`, or a prompt that the engine refuses.
@@ -115,7 +115,7 @@ def make_dialogues(
 
 
 def first_prompts(dialogues: Sequence[Dialogue]) -> list[PreparedPrompt]:
-    """Prompts of the first turns of dialogues that are checked."""
+    """Prompts of the first turns of checked dialogues."""
     return [dialogue.prompt for dialogue in dialogues if dialogue.prompt is not None]
 
 
@@ -149,7 +149,7 @@ def _find_file(source: str, data_dir: str | None) -> AnyPath | None:
 
 
 def read_hub(name: str, subset: str | None, split: str, most: int) -> list[dict[str, Any]]:
-    """Reads questions of a data set on the Hub, by the first column that it has of a few."""
+    """Reads questions of a data set on the Hub, from the first of `_COLUMNS` that it has."""
     try:
         import datasets
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 LEVEL = 0.95
-FEWEST = 8  # questions that an interval wants: of fewer, one odd question decides how wide it is
+FEWEST = 8  # least questions of an interval: with fewer, one odd question decides its width
 _RESAMPLES = 9999
 _DRAWN_TOGETHER = 1000
 

@@ -63,7 +63,7 @@ def make_grid(
     repeats: int,
     num_questions: int,
 ) -> Grid:
-    """Arranges the answers of one method to cells that differ in their seed alone."""
+    """Arranges the answers of one method to cells that differ only in their seed."""
     return Grid(
         [
             [

@@ -62,7 +62,7 @@ def format_brief(report: dict[str, Any]) -> str:
 
 
 def plot_report(report: dict[str, Any], path: Path) -> None:
-    """Draws acceptance and, of drafts that predict features, cosine over positions."""
+    """Draws acceptance over positions and, for drafts that predict features, cosine."""
     from matplotlib import pyplot, rc_context
 
     with rc_context({"svg.hashsalt": "drift"}):  # the same file for the same numbers

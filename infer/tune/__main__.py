@@ -41,7 +41,7 @@ def autotune(
     vocabularies: Sequence[str],
     places: dict[str, AnyPath],
 ) -> None:
-    """Prints what was predicted and measured, and writes what every draft is fastest with."""
+    """Prints predictions and measurements, and writes the fastest trees of every draft."""
     # With an explicit tree the engine does not look for trees that were tuned before.
     baseline, *decoders = load_decoders(replace(config, tree=config.tree or default_tree()))
     allowed = {"allow_target_mismatch": config.allow_target_mismatch}
