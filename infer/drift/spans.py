@@ -58,5 +58,5 @@ def cost_of(drift: Sequence[float], weight: Sequence[float]) -> Cost:
 
 
 def add_costs(one: Cost, rest: Cost) -> Cost:
-    """Cost of a span and those behind it."""
+    """Cost of a span and all spans after it."""
     return one[0] + rest[0], one[1] + rest[1], one[2] + rest[2]

@@ -134,8 +134,7 @@ def _advance(progress: tqdm, item: tuple[str, Params]) -> tuple[str, Params]:
 def _format_rows(rows: Sequence[Row]) -> list[str]:
     """Lays rows out in columns: key -> path, shape, type.
 
-    Consecutive layers whose rows differ in their number alone share a line, on which it stands as
-    `{0..31}`.
+    Consecutive layers whose rows differ only in the layer's number share a line: `{0..31}`.
     """
     folded = _fold_rows(rows)
     key_width = max((len(row.key) for row in folded), default=0)

@@ -55,7 +55,7 @@ class StoredTensor:
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The first byte after it."""
         return self.start + int(np.prod(self.byte_shape, dtype=object))
 
     def read(self) -> np.ndarray:
@@ -246,7 +246,7 @@ class _Cursor:
         return np.frombuffer(self.take(length * dtype.itemsize), dtype).tolist()
 
     def tensor(self) -> tuple[str, StoredTensor]:
-        """Reads a tensor's name, shape, type and place behind the header."""
+        """Reads a tensor's name, shape, type and place after the header."""
         from gguf import GGMLQuantizationType
 
         name, rank = self.text(), self.number("I")
@@ -259,5 +259,5 @@ class _Cursor:
 
 
 def shortest(number: float) -> float:
-    """Gives the number of fewest digits that is the same float32: what was written, 1e-5 say."""
+    """Returns the number of fewest digits that is the same float32, such as 1e-5."""
     return float(str(np.float32(number)))

@@ -63,7 +63,7 @@ _NORMALISED = ("qwen2", "deepseek-r1-qwen")
 
 
 def stop_ids(gguf: GgufFile) -> list[int]:
-    """Lists the tokens that end a text: those the metadata names, and well-known ones."""
+    """Lists the tokens that end a text, from the metadata and from a list of well-known ones."""
     tokens = _strings(gguf, TOKENS) if TOKENS in gguf.metadata else []
     named = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_KEYS]
     known = [index for index, token in enumerate(tokens) if token in _STOPS]
@@ -126,7 +126,7 @@ def _numbers(gguf: GgufFile, key: str, size: int, default: float) -> list[Any]:
 
 
 def _special_ids(gguf: GgufFile) -> dict[str, int]:
-    """Reads the ids of bos, eos, unk and pad, as far as there are such."""
+    """Reads the ids of bos, eos, unk and pad, if they exist."""
     usual = _SENTENCEPIECE_IDS if gguf.metadata["tokenizer.ggml.model"] == "llama" else {}
     given = {
         name: gguf.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(name))
@@ -235,7 +235,7 @@ def _add_tokens(tokenizer: "Tokenizer", gguf: GgufFile) -> None:
 
 
 def _add_ends(tokenizer: "Tokenizer", gguf: GgufFile, ids: dict[str, int]) -> None:
-    """Puts bos before a text and eos behind it, where the model wants that."""
+    """Puts bos before a text and eos after it, if the model wants that."""
     from tokenizers import processors
 
     metadata = gguf.metadata

@@ -148,7 +148,7 @@ def _differences(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_sliding_window(values: Mapping[str, Any], origin: str) -> None:
-    """Refuses a window that any layer applies to texts as long as the model takes."""
+    """Refuses a sliding window that cuts the context of any layer."""
     layer_types = values.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise UserError(
@@ -362,7 +362,7 @@ _SHOWN_BY = {
 
 
 def contradiction(source: Source, said: str, found: str) -> UserError:
-    """Names both sides where config.json and the weights of a draft contradict each other."""
+    """Makes the error for a draft whose config.json contradicts its weights; it names both."""
     return UserError(
         f"{source.folder}: config.json says {said}, the weights {found}; give the config.json "
         "that belongs to these weights"
@@ -370,7 +370,7 @@ def contradiction(source: Source, said: str, found: str) -> UserError:
 
 
 def count_layers(source: Source) -> int:
-    """Counts the layers of a draft, at least 1: the keys of a missing layer are to be listed."""
+    """Counts a draft's layers, at least 1, so that the keys of a missing layer are listed."""
     return max(1, len({match[1] for match in map(_LAYER.match, source.names) if match}))
 
 

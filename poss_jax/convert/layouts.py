@@ -61,7 +61,7 @@ class Layout:
       is_single: whether it holds one specialist.
       layer: key of a layer; `{}` stands for its number.
       has_embedding: whether it holds a copy of the target's embedding.
-      maps: when it holds `d2t` and `t2d`; `subset`: where the draft's vocabulary is a part.
+      maps: when it holds `d2t` and `t2d`; `subset`: if the draft's vocabulary is a part.
       note: what users of the files should know, for the model card.
     """
 

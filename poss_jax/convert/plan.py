@@ -206,7 +206,7 @@ def plan_specialists(
 
 
 def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
-    """Gives an EAGLE-3 draft the layers of the target it reads, where its config leaves them open.
+    """Gives an EAGLE-3 draft the target layers that it reads, if its config does not name them.
 
     Raises:
       UserError: the target has no such layers.

@@ -30,7 +30,7 @@ class DraftMetadata:
       positions_per_specialist: see `DraftConfig`.
       trained_depth: see `DraftConfig`.
       draft_vocabulary: see `ModelRecord`.
-      kv: see `DraftConfig`; None: as every draft of its family has it.
+      kv: see `DraftConfig`; None: the family's usual one.
     """
 
     positions_per_specialist: Spans

@@ -86,7 +86,7 @@ class Source:
 
     @property
     def identity(self) -> tuple[str, str | None]:
-        """Name and revision to record: for a folder of the Hub's cache those on the Hub."""
+        """Name and revision to record: for a folder of the Hub's cache, the Hub's."""
         *_, model, snapshots, commit = ("", "", *self.folder.resolve().parts)
         match = CACHED.fullmatch(model)
         if match and snapshots == "snapshots" and _GIT_SHA1.fullmatch(commit):
@@ -95,12 +95,12 @@ class Source:
 
     @property
     def config_name(self) -> str:
-        """Where the config comes from, for messages."""
+        """Name of the config's file, for messages."""
         return f"{self.folder}/config.json"
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the form of the files says about the model, by name."""
+        """Facts about the model that the form of its files shows, by name."""
         return {}
 
     @cached_property
@@ -290,7 +290,7 @@ def _check_index(index: Path, shards: Mapping[str, str], tensors: Mapping[str, L
 
 
 def _verify(folder: Path, names: Iterable[str]) -> set[str]:
-    """Compares those files that exist with what is known about them; names those it compared."""
+    """Compares the files that exist with their known checksums; names the compared ones."""
     check_own_file(folder / SUMS_FILE)
     sums, compared = read_sums(folder), set()
     for name in names:
