@@ -1,11 +1,11 @@
 """Prefill, decoding and training of an 8B pair on this device, against the floors of its cost card.
 
 Random bfloat16 weights in the shape of Llama-3.1-8B are made on the device, with PosS-3 on EAGLE-2
-and on EAGLE-3; nothing is read. A random draft is never right, so rounds run with forced
-acceptance: the accepted lengths recorded with a trained PosS-3 draft, one after the other. With
---torch, a greedy loop over the model of `transformers` and its `generate` are timed first. Every
-part is printed and written as soon as it is measured; the last line is one JSON object. Sizes are
-options, so that it runs anywhere.
+and on EAGLE-3; nothing is read. A random draft is never right, so acceptance is forced: rounds
+replay the accepted lengths recorded with a trained PosS-3 draft. With --torch, a greedy loop over
+the model of `transformers` and its `generate` are timed first. Every part is printed and written as
+soon as it is measured; the last line is one JSON object. All sizes are options, so it runs on
+small machines too.
 
     python -m benchmarks.accelerator --output docs/results/accelerator
     python -m benchmarks.accelerator --only decode --methods poss3 --batch-size 8
@@ -115,7 +115,7 @@ def forced_rounds(
     state: DecodeState,
     accepted: jax.Array,
 ) -> DecodeState:
-    """Runs a round for each number of accepted tokens, whatever the target chooses."""
+    """Runs rounds that accept the given numbers of tokens, ignoring the target's choice."""
 
     def body(index: jax.Array, state: DecodeState) -> DecodeState:
         noise = speculate.round_noise(config, request, state)
@@ -175,7 +175,7 @@ def measure_decoding(
     num_rounds: int,
     repeats: int,
 ) -> dict[str, Any]:
-    """Times one way of decoding; phases are those of one prompt."""
+    """Times one way of decoding; the phases are timed on the first prompt."""
     rounds = measure_rounds(engine, prompts, num_rounds, repeats)
     config = engine.request(prompts, batch_size=len(prompts))[0]
     num_tokens = len(prompts[0].ids)
@@ -194,7 +194,7 @@ def measure_torch(llama: LlamaConfig, prompt: Sequence[int], num_tokens: int) ->
     """Times PyTorch on this machine's GPU, or its CPU: milliseconds per token after the prompt.
 
     Returns:
-      Of `loop`, one step after the other of the model of `transformers`, and of its `generate`.
+      `loop`: the model of `transformers`, step by step; `generate`: its own method.
 
     Raises:
       UserError: torch is missing.

@@ -1,9 +1,9 @@
 """Decoding of Llama models on TPU slices and GPUs, as their compilers plan it.
 
-Compiles what `infer.aot` compiles, one row after the other, each in a process of its own; needs
-libtpu for the TPU rows and jax[cuda13] for the GPU rows, but no accelerator and no weights. Writes
-docs/results/aot/report.md and report.json. A row takes minutes, and is not compiled again if
-report.json has it.
+Runs `infer.aot` once per row, one row after the other, each in a new process. Needs libtpu for the
+TPU rows and jax[cuda13] for the GPU rows, but no accelerator and no weights. Writes
+docs/results/aot/report.md and report.json. A row takes minutes; rows that report.json already has
+are skipped.
 
     TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m benchmarks.aot
     JAX_PLATFORMS=cpu python -m benchmarks.aot --only "llama3-8b h100"
@@ -47,7 +47,7 @@ COLUMNS = (
 
 
 def measure(config: str, device: str, changes: list[str], program: str) -> dict[str, Any]:
-    """Compiles one program in a process of its own, for libtpu serves one at a time."""
+    """Compiles one program in a new process: libtpu serves one at a time."""
     kind = "--topology" if ":" in device else "--gpu"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")

@@ -1,11 +1,11 @@
-"""Prices n specialists: the longer acceptance that pays for them, by the cost card.
+"""Prices n specialists: how much longer acceptance must get to pay for them, by the cost card.
 
-Needs nothing: every number follows from shapes and the datasheets of devices
-(`infer/bench/costs.py`). A round with more specialists takes longer, since each keeps its own keys
-and values of the committed text and projects a node's again where it takes over. Relative to the
-round of EAGLE-2, the acceptance length has to grow by that factor before a token is any faster. The
-table also has single layers with as many parameters, all of which every level of the draft reads.
-The last line is one JSON object; --output keeps report.json, report.md and a plot.
+Runs nothing: every number follows from shapes and device datasheets (`infer/bench/costs.py`). More
+specialists make a round longer: each keeps its own keys and values of the committed text, and
+projects a node's again where it takes over. The acceptance length must grow over EAGLE-2's by the
+same factor before a token gets any faster. The table also has single layers with as many
+parameters; every level of the draft reads all of them. The last line is one JSON object; --output
+keeps report.json, report.md and a plot.
 
     python -m benchmarks.break_even --output docs/results/break_even
     python -m benchmarks.break_even --context 16384 --tree 6/10/60
@@ -119,7 +119,7 @@ def format_report(rows: Sequence[dict[str, Any]], tree: TreeConfig, context: int
         "",
         f"Floors of the cost card in bfloat16, tree {tree.name}, {context:,} tokens of "
         "context per sequence; a target that one device cannot hold is cut over several, which "
-        "divides all times alike. Break-even: how much longer than that of EAGLE-2 the acceptance "
+        "divides all times alike. Break-even: how much longer than EAGLE-2's the acceptance "
         "must be.",
         "",
         "![break-even over batch sizes](break_even.svg)",
@@ -142,7 +142,7 @@ def format_report(rows: Sequence[dict[str, Any]], tree: TreeConfig, context: int
 
 
 def _with_a_price(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Drafts whose rounds take longer than those of EAGLE-2."""
+    """Drafts whose rounds take longer than EAGLE-2's."""
     return [
         draft
         for draft in DRAFTS

@@ -1,9 +1,9 @@
-"""Round time by used context, batch size, depth and nodes of the tree, with the floor beside it.
+"""Round time and its floor by used context, batch size, and depth and nodes of the tree.
 
-A random pair of a small shape decodes in caches of one size, whose used part is set without a
-prompt; only one of the four numbers changes at a time. A round that grows with the room instead of
-the used context shows as a flat line far above its floor. Prints a table, and as its last line one
-JSON object; --output keeps report.json, report.md and a plot.
+A small random pair decodes in caches of one size. How much of them is used is set without a prompt,
+and only one of the four numbers changes at a time. If a round's time grew with the cache's size
+instead of the used context, its line would be flat, far above the floor. Prints a table, and as its
+last line one JSON object; --output keeps report.json, report.md and a plot.
 
     python -m benchmarks.growth --output docs/results/growth
     python -m benchmarks.growth --size 1024 --contexts 128 512 --batch-sizes 1 4 --depths 2 4
@@ -38,7 +38,7 @@ _PROMPT = 8
 
 @dataclass(frozen=True)
 class Point:
-    """Settings that a round is timed with; the fields but `tree` are the parts of a name.
+    """Settings that a round is timed with.
 
     Attributes:
       context: committed tokens of every sequence.
@@ -85,7 +85,7 @@ def time_point(
     length = state.target_cache.length * 0 + point.context
     state = mark_done(state).replace(target_cache=state.target_cache.replace(length=length))
     if state.draft is not None:
-        cache = state.draft.cache.replace(length=length + 0)  # an array of its own
+        cache = state.draft.cache.replace(length=length + 0)  # a separate array
         state = state.replace(draft=state.draft.replace(cache=cache))
 
     return timed_rounds(engine, config, request, state, num_rounds)
@@ -107,7 +107,7 @@ def _request(engine: Engine, batch: int, size: int) -> tuple[Any, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Times all points, each once however many sweeps it is part of.
+    """Times all points; a point that several sweeps share is timed once.
 
     Raises:
       UserError: a context that leaves no room for a round.

@@ -1,7 +1,7 @@
 """The server under a hostile client: memory, and how soon /health answers meanwhile.
 
-Starts `python -m infer.serve --batch-size 4` on the bundled models. While an attack runs, /health
-is asked every 20 ms over new connections, and the server's memory is read.
+Starts `python -m infer.serve --batch-size 4` on the bundled models. During an attack it asks
+/health every 20 ms, each time over a new connection, and reads the server's memory.
 
     bodies        one body of --mib MiB, and then 16 clients with --small-mib MiB each: a long role,
                   empty lists or objects for a prompt, many token ids, messages, parts or fields
@@ -46,7 +46,7 @@ _LISTENING = re.compile(r"listening at http://\S+:(\d+)/")
 
 
 class Body(NamedTuple):
-    """A body of any size: a begin, an end, and what stands between them many times.
+    """A body of any size: a beginning, an end, and a unit that is repeated between them.
 
     Attributes:
       path: endpoint.
@@ -61,7 +61,7 @@ class Body(NamedTuple):
     end: bytes
 
     def fill(self, mib: float) -> bytes:
-        """The body in so many MiB, or a little less."""
+        """The body, grown to `mib` MiB or a little less."""
         room = int(mib * 2**20) - len(self.begin) - len(self.end)
         return self.begin + self.unit * (room // len(self.unit)) + self.end
 
@@ -85,7 +85,7 @@ class Watch(threading.Thread):
 
     Attributes:
       delays: seconds that each answer took.
-      refused: how many were another answer than 200, or none.
+      refused: how many got no answer, or another one than 200.
       memory: MiB, every time.
     """
 
@@ -132,7 +132,7 @@ def serve() -> Iterator[tuple[int, int]]:
         assert process.stderr is not None
         found = next(filter(None, map(_LISTENING.search, process.stderr)))
         port = int(found[1])
-        # What it goes on to write is read, and dropped.
+        # Drain the rest of its stderr, or a full pipe would block the server.
         threading.Thread(target=list, args=[process.stderr], daemon=True).start()
         try:
             while send(port, "GET", "/ready") != "200":
@@ -162,7 +162,7 @@ def connect_many(sent: bytes, port: int) -> Counter[str]:
 
 
 def ask_for_much(port: int) -> Counter[str]:
-    """Asks for as many choices and log-probabilities as there may be."""
+    """Asks for as many choices and log-probabilities as allowed."""
     asked = {"prompt": "def f(", "n": 128, "logprobs": 20, "max_tokens": 64, "ignore_eos": True}
     return Counter([send(port, "POST", TEXT, json.dumps(asked).encode())])
 
@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints."""
     parser = make_parser(__doc__)
     parser.add_argument("--mib", type=float, default=7.4, help="size of the one large body")
-    parser.add_argument("--small-mib", type=float, default=0.99, help="size of those of many")
+    parser.add_argument("--small-mib", type=float, default=0.99, help="size of each of 16 bodies")
     parser.add_argument("--only", default="", metavar="PART", help="attacks with this in the name")
     args = parser.parse_args(arguments)
     attacks = list_attacks(args)

@@ -1,9 +1,8 @@
 """Memory of the recipes' training steps on TPU slices, as the TPU compiler plans it.
 
-Compiles the very step that `train.main` runs, from shapes alone and ahead of time: needs libtpu
-(`pip install libtpu`), but no TPU, no weights and no data. Writes a table to
-docs/results/memory/report.md and all numbers to report.json; a row takes one to a few minutes, and
-is not measured again if report.json has it.
+Compiles the step that `train.main` runs, from shapes alone: needs libtpu (`pip install libtpu`),
+but no TPU, no weights and no data. Writes a table to docs/results/memory/report.md and all numbers
+to report.json. A row takes one to a few minutes; rows that report.json already has are skipped.
 
     TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m benchmarks.memory
     TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python -m benchmarks.memory --only depth

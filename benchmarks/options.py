@@ -36,7 +36,7 @@ def report_folder(text: str) -> Path:
 
 
 def add_trees(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Adds --trees; `names` are those of the default."""
+    """Adds --trees; `names` are the default."""
     parser.add_argument("--trees", nargs="+", type=read_tree, metavar=TREE,
                         default=[read_tree(name) for name in names])  # fmt: skip
 

@@ -1,15 +1,15 @@
-"""This engine beside PyTorch on the same machine: recorded models, and a larger random pair.
+"""Compares this engine with PyTorch on one machine: recorded models, and a larger random pair.
 
-Needs torch and transformers (`pip install 'poss_jax[torch]'`). Everything of one table is timed in
-one process, interleaved, on cores that nothing else may run on. Two figures stand beside ours:
+Needs torch and transformers (`pip install 'poss_jax[torch]'`). Each table is timed in one process,
+interleaved, on cores that nothing else should use. Our numbers are compared with two:
 
     torch        a greedy loop over the model of `transformers`, with its cache of keys and values
     generate     `generate` of `transformers`
 
-Recorded models (a folder as `tests/fixtures`): tokens/s, the prompt included. Random pair:
-milliseconds of an autoregressive step and of a round on the state after the prompt, many in one
-program, and beside the time of every phase its floor (`infer.bench.costs`). Prints Markdown tables,
-and as its last line one JSON object.
+Recorded models (a folder like `tests/fixtures`): tokens/s, prompt included. Random pair:
+milliseconds of an autoregressive step and of a round after the prompt, many in one program, and
+time and floor (`infer.bench.costs`) of every phase. Prints Markdown tables, and as its last line
+one JSON object.
 
     python -m benchmarks.pytorch
     python -m benchmarks.pytorch --only recorded --models tests/fixtures --repeats 5
@@ -116,9 +116,9 @@ class TorchLoop:
 
 
 def use_cores(num_threads: int) -> None:
-    """Keeps this process on so many cores, and PyTorch on so many threads.
+    """Limits this process to `num_threads` cores, and PyTorch to as many threads.
 
-    XLA takes as many threads as the process has cores when it starts.
+    XLA starts one thread per core that the process may use.
 
     Raises:
       UserError: torch or transformers is missing, or there are fewer cores.
@@ -157,7 +157,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def measure_recorded(
     folder: Path, trees: Sequence[TreeConfig], num_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """Times all drafts of a folder of recorded models beside the torch loop.
+    """Times all drafts of a folder of recorded models, and the torch loop.
 
     Raises:
       UserError: the folder holds no recorded models.
@@ -242,7 +242,7 @@ class Race:
         return speed
 
     def count_equal(self, name: str) -> int:
-        """Counts outputs that are the torch loop's."""
+        """Counts outputs equal to the torch loop's."""
         return sum(map(list.__eq__, self._outputs[name], self._outputs[LOOP]))
 
 
@@ -295,7 +295,7 @@ def measure_random(
     num_steps: int,
     repeats: int,
 ) -> dict[str, Any]:
-    """Times steps and rounds of a random pair beside the torch loop.
+    """Times steps and rounds of a random pair, and the torch loop.
 
     Args:
       llama: shape of the target, and of a specialist of its PosS-3 draft.

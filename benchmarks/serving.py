@@ -1,20 +1,19 @@
-"""The server under load: are all texts right, and what do they take?
+"""Loads the server: are all texts right, and how fast do they come?
 
 Starts `python -m infer.serve` on the models of --target and --draft (by default the bundled ones),
 and asks for sampled texts that `Engine.generate` has written beforehand.
 
-    load         many clients stream for some time, a third of them leaves halfway; counts texts
-                 that differ, and measures first tokens, time per token, memory, and how soon the
-                 slots of those who left are free
-    killed       the server is killed under its streams and started again; clients continue theirs
-    throughput   1, 4 and 16 clients (or --sizes), which stream or want whole answers, beside
+    load         many clients stream for some time, a third of them leave halfway; counts texts
+                 that differ, and measures first tokens, time per token, memory, and how soon a
+                 slot is free after its client left
+    killed       the server is killed in mid-stream and started again; clients continue theirs
+    throughput   1, 4 and 16 clients (or --sizes), which stream or want whole answers, against
                  `Engine.generate` in batches of that size, alternating; with the draft and without,
-                 and with a larger pair of random weights. Beside one client also `Engine.stream`
-    programs     the rounds for texts with sampling settings beside those without, on greedy texts
+                 and with a larger pair of random weights. One client also against `Engine.stream`
+    programs     rounds that can sample against rounds that cannot, on the same greedy texts
 
 Prints tables, and as its last line one JSON object; --output keeps report.json and report.md. With
---apart rounds have a processor core, and everything else the others, as where the device is not the
-host's processor.
+--apart rounds get one core and everything else the others, which imitates a separate accelerator.
 
     python -m benchmarks.serving --output docs/results/serving
     python -m benchmarks.serving --apart --output docs/results/serving_apart
@@ -77,7 +76,7 @@ cli()
 
 
 def set_rounds_apart(cores: Sequence[int]) -> None:
-    """Leaves the first core to JAX and the others to all that this process does besides."""
+    """Gives JAX the first core, and everything else in this process the others."""
     os.sched_setaffinity(0, cores[:1])  # of the threads that JAX starts now
     numbers = jnp.ones((512, 512))
     jax.block_until_ready(numbers @ numbers)
@@ -86,7 +85,7 @@ def set_rounds_apart(cores: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and the tokens that it must be answered with."""
+    """A request, and the tokens of the right answer."""
 
     prompt: PreparedPrompt
     expected: list[int]
@@ -160,7 +159,7 @@ def serve(
 async def ask(
     client: httpx.AsyncClient, case: Case, *, known: int = 0, leave_after: int | None = None
 ) -> Answer:
-    """Streams one answer; leaves after some tokens, if so wanted."""
+    """Streams one answer; it may leave after some tokens."""
     begun, first, tokens, is_whole = time.monotonic(), 0.0, [], False
     try:
         async for event in _events(client, case.body(known)):
@@ -188,7 +187,7 @@ async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncItera
 
 
 def make_client(url: str) -> httpx.AsyncClient:
-    """A client without limits of its own, and without certificates, which take 20 ms to read."""
+    """A client without limits, and without certificates, which take 20 ms to read."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(base_url=url, limits=limits, timeout=300, verify=False)
 
@@ -276,7 +275,7 @@ async def stream_until_killed(
 
 
 async def continue_all(url: str, cases: Sequence[Case], known: Sequence[Answer]) -> int:
-    """Continues the answers; returns how many are not what they must be."""
+    """Continues the answers; returns how many are wrong."""
     async with make_client(url) as client:
         pairs = [(case, answer) for case, answer in zip(cases, known, strict=True)]
         rests = await asyncio.gather(
@@ -344,7 +343,7 @@ def run_streams(engine: Engine, cases: Sequence[Case]) -> float:
 def measure_throughput(
     args: argparse.Namespace, engine: Engine, url: str, cases: Sequence[Case]
 ) -> list[dict[str, Any]]:
-    """The server beside the engine, alternating; the first pass is not counted."""
+    """Times the server and the engine, alternating; the first pass is not counted."""
     rows = []
     for size in args.sizes:
         few = cases[: max(4 * size, 8)]
@@ -365,7 +364,7 @@ def measure_throughput(
 
 
 def measure_programs(args: argparse.Namespace, engine: Engine) -> list[dict[str, Any]]:
-    """Times rounds that can sample beside those that cannot, on the same greedy texts."""
+    """Times rounds that can sample and rounds that cannot, on the same greedy texts."""
     rows = []
     for size in args.sizes:
         slots = Slots(engine, sizes=(size,), max_length=args.max_length)
@@ -398,7 +397,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def resident_mib(pid: int) -> float:
-    """Resident memory of a process, where the system tells it; else NaN."""
+    """Resident memory of a process, NaN if the system does not say."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, ValueError):
@@ -428,7 +427,7 @@ def write_random_pair(folder: Path, hidden_size: int) -> tuple[str, str]:
 
 
 def compare(args: argparse.Namespace, target: str, draft: str | None) -> list[dict[str, Any]]:
-    """The rows of `measure_throughput` for a pair, on a server of its own."""
+    """Starts a server for a pair; returns the rows of `measure_throughput`."""
     engine = Engine.load(target, draft, max_length=args.max_length)
     cases = make_cases(engine, args.max_new_tokens)
     with serve(args, target, draft) as (_, url):

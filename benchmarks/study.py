@@ -1,16 +1,15 @@
-"""Does the method hold? Variants of a draft, trained alike with several seeds, and compared.
+"""Does the method hold? Trains variants of a draft alike, with several seeds, and compares them.
 
-All variants continue one draft, first with equally many optimizer steps, then for equally long as
-the slowest of them took. All are benchmarked on the same questions; what is compared is their
-acceptance length, question by question and averaged over training seeds, by the paired test of
-`infer.bench.statistics`. Runs that are complete are not run again, so that the same command resumes
-after an interruption. Prints tables, and as its last line one JSON object; report.json, report.md
-and plots are written to DIR.
+All variants continue one draft, first for the same number of optimizer steps, then for as long as
+the slowest took. All answer the same questions. The paired test of `infer.bench.statistics`
+compares their acceptance lengths, question by question and averaged over training seeds. Complete
+runs are skipped, so the same command resumes after an interruption. Prints tables, and as its last
+line one JSON object; writes report.json, report.md and plots to DIR.
 
     python -m benchmarks.study --config configs/study/python.yaml --output docs/results/study_python
 
-With --jobs N as many runs train side by side. Small ones share a GPU well once NVIDIA's MPS daemon
-runs (nvidia-cuda-mps-control -d); without it they take turns, and nothing is gained.
+With --jobs N, N runs train side by side. Small ones share a GPU well once NVIDIA's MPS daemon runs
+(nvidia-cuda-mps-control -d); without it they take turns, and nothing is gained.
 """
 
 import argparse
@@ -66,15 +65,16 @@ class StudyConfig:
     """One study.
 
     Attributes:
-      start: config of the run that variants are variants of; it names the draft they continue.
-      variants: keys of that config that a variant has otherwise; the first is the baseline. The key
-        `widen` stands for a draft to continue whose MLP is that wide (see `widen`), and `num_seeds`
-        for how many of the seeds it is trained with; it is compared with the baseline's same seeds.
+      start: config of the run that the variants change; it names the draft they continue.
+      variants: keys of that config that a variant changes; the first variant is the baseline. The
+        key `widen` continues a draft whose MLP is that wide (see `widen`); `num_seeds` is how many
+        of the seeds a variant is trained with, and it is compared with the same seeds of the
+        baseline.
       bench: config of the benchmark, without drafts.
-      pairs: two variants each, to be compared besides: the first less the second.
+      pairs: further pairs of variants to compare: the first less the second.
       trees: trees that all drafts are benchmarked with, by name.
       seeds: seeds of training.
-      budgets: `steps`, or `steps` and `time`, whose runs are as long as those were measured to be.
+      budgets: `steps`, or `steps` and `time`, whose runs take as long as the slowest `steps` run.
       output: folder of runs and benchmarks.
     """
 
@@ -109,7 +109,7 @@ class StudyConfig:
 
 
 class Run(NamedTuple):
-    """One training run: a variant, the seed, and what is equal among the runs."""
+    """One training run: its variant, its seed, and the budget (steps or time) it shares."""
 
     budget: str
     variant: str
@@ -122,7 +122,7 @@ class Run(NamedTuple):
 
 
 def study(config: StudyConfig, *, num_jobs: int = 1) -> dict[str, Any]:
-    """Trains and benchmarks what is not done yet, and compares.
+    """Trains and benchmarks what is missing, and compares.
 
     Args:
       config: what is compared.
@@ -181,7 +181,7 @@ def train_all(config: StudyConfig, runs: Sequence[Run], num_jobs: int) -> None:
 
 
 def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
-    """Trains one draft in a process of its own, or goes on with it.
+    """Trains one draft in a new process, or resumes it.
 
     Args:
       config: the study.
@@ -217,7 +217,7 @@ def train(config: StudyConfig, run: Run, *, is_alone: bool = True) -> None:
 
 
 def _refuse_other_config(run: Run, folder: Path, wanted: TrainConfig) -> None:
-    """Refuses a complete run of another config; its place and a widened start are not looked at."""
+    """Refuses a complete run of another config; its folder and a widened start may differ."""
     free = ["output", "init_draft"]
     if run.budget == "time" or wanted.num_tokens is None:
         free += ["num_tokens", "num_epochs"]  # as was measured, or as there were rows
@@ -235,7 +235,7 @@ def words_of(config: StudyConfig, run: Run) -> list[str]:
 
 
 def share_rows(config: StudyConfig, new: TrainConfig) -> None:
-    """Gives a new run the rows that a run with the same data has made: a minute less for each."""
+    """Gives a new run the rows of a run with the same data, which saves a minute."""
     for made in Path(config.output).glob("*/*/*/data.npz"):
         if load_config(TrainConfig, made.parent / "config.yaml").data == new.data:
             with claim_folder(new) as folder, suppress(OSError):  # it has rows, or no links exist
@@ -276,7 +276,7 @@ def widen(config: StudyConfig, width: int) -> Path:
 
 
 def tokens_in_equal_time(config: StudyConfig, run: Run) -> int:
-    """Tokens that a variant is trained on while the slowest sees those of the start's config."""
+    """Tokens that a variant sees in the time the slowest takes for the start config's budget."""
     rates = {
         variant: np.median(
             [

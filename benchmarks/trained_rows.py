@@ -1,9 +1,9 @@
-"""Is the first drafted token of an answer learnt? Drafts trained on rows by label and by token.
+"""Does the draft learn an answer's first drafted token? Trains on rows by label and by token.
 
-Writes questions with short answers, trains a small target and, with every seed and each value of
-`objective.trained_rows`, an EAGLE-2 for it; then decodes questions drawn alike (many of them are
-the same) greedily with chains. Runs that are complete are not run again. Prints a table, and as its
-last line one JSON object.
+Writes questions with short answers, trains a small target and, for every seed and value of
+`objective.trained_rows`, an EAGLE-2 for it. Then decodes questions drawn the same way (many of them
+repeat) greedily with chains. Complete runs are skipped. Prints a table, and as its last line one
+JSON object.
 
     python -m benchmarks.trained_rows --output docs/results/trained_rows
 """
@@ -35,7 +35,7 @@ THINGS = "apple", "boat", "chair", "door", "engine", "flower", "garden", "house"
 
 
 def make_questions(count: int, seed: int) -> list[dict[str, str]]:
-    """Draws questions whose answers say again, in few words, what was asked."""
+    """Draws questions whose answers repeat in a few words what was asked."""
     rng = random.Random(seed)
     drawn = []
     for _ in range(count):
@@ -90,7 +90,7 @@ def measure(seeds: Sequence[int], num_prompts: int) -> dict[str, Any]:
 
 
 def per_question(answers: Answers) -> dict[str, np.ndarray]:
-    """What every question's rounds accept: the first one's first token, any first token, all."""
+    """Averages what each question's rounds accept, by the names that the report shows."""
     rounds = [[turn.accepted_per_round for turn in turns] for turns in answers]
     first = [np.mean([any(one[:1]) for one in turns]) for turns in rounds]
     whole = [[count for one in turns for count in one] for turns in rounds]

@@ -1,4 +1,4 @@
-"""Answers the prompts of `infer.generate`: prints the texts, or writes them to a file."""
+"""Answers the prompts of `infer.generate`, on the screen or in a file."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ def answer_dialogues(
 ) -> Iterator[tuple[int, int, Generation]]:
     """Answers every turn of every dialogue.
 
-    A conversation that its own answers make too long ends early, and the log says so.
+    A conversation that gets too long ends early, and the log says so.
 
     Yields:
       Index of the dialogue, index of the turn, and the answer.
@@ -80,7 +80,7 @@ def _stream(
 def answer_line(
     record: dict[str, Any], dialogue: Dialogue, turn: int, answer: Generation
 ) -> dict[str, Any]:
-    """Makes a line of the output file; keys of the record that answers have, too, are replaced."""
+    """Makes a line of the output file; the answer's keys replace the record's."""
     kept = {key: value for key, value in record.items() if key not in PROMPT_KEYS}
     return kept | {
         "turn": turn,
@@ -151,7 +151,7 @@ def _read_records(config: GenerateConfig) -> list[dict[str, Any]]:
 def _kept_answers(
     path: Path | None, records: Sequence[dict[str, Any]], dialogues: Sequence[Dialogue]
 ) -> Iterator[Answers]:
-    """Collects answers, and writes them to the file however the block ends."""
+    """Collects answers, and writes them to the file even if the block fails."""
     given: Answers = {}
     try:
         yield given

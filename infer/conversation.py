@@ -32,9 +32,9 @@ class Answered(NamedTuple):
     """An answer that was shown.
 
     Attributes:
-      prompt: what was answered.
+      prompt: the prompt.
       chunks: its rounds; the first is the token that the prompt alone gives.
-      seconds: from the question to the last word.
+      seconds: time from the question to the last word.
       is_stopped: Ctrl-C ended it.
     """
 
@@ -71,7 +71,7 @@ class Chat:
     Attributes:
       turns: questions and answers so far.
       system: system message; None leaves it to the chat template.
-      sampling: how tokens are chosen; every question of the program has a seed of its own.
+      sampling: how tokens are chosen; every question gets its own seed.
       last: the last answer; None: there is none to compare.
     """
 
@@ -89,7 +89,7 @@ class Chat:
         self._compile(self._engine, self._prepare({"role": "user", "content": "Hello"}))
 
     def take(self, line: str) -> None:
-        """Answers a question, or does what a command says."""
+        """Answers a question, or runs a command."""
         name, _, rest = line.partition(" ")
         try:
             if not line.startswith("/"):
@@ -114,10 +114,10 @@ class Chat:
         say(answered.describe())
 
     def _prepare(self, question: Message) -> PreparedPrompt:
-        """Puts a question behind the conversation, of which it drops the oldest turns if need be.
+        """Appends a question to the conversation; drops the oldest turns if it gets too long.
 
         Raises:
-          UserError: what `Engine.prepare` refuses, as a question that is too long by itself.
+          UserError: what `Engine.prepare` refuses, such as a question that alone is too long.
         """
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         sampling = with_seed(self.sampling, self._num_asked)
@@ -158,7 +158,7 @@ class Chat:
         return Answered(prompt, chunks, seconds, is_stopped)
 
     def _compile(self, engine: Engine, prompt: PreparedPrompt) -> None:
-        """Compiles the programs of an answer before its time is taken."""
+        """Compiles the programs of an answer before it is timed."""
         config, request = engine.request([prompt])
         program = config, jax.tree.structure(request)
         if program in self._compiled:
@@ -186,10 +186,10 @@ class Chat:
         """Forgets the conversation."""
         _want_nothing("/reset", rest)
         self.turns, self.last = [], None
-        say("the conversation begins anew")
+        say("the conversation starts over")
 
     def set_system(self, rest: str) -> None:
-        """Begins anew with another system message; without TEXT, with the model's own."""
+        """Starts over with another system message; without TEXT, with the model's own."""
         self.system = rest or None
         self.reset("")
 
@@ -244,7 +244,7 @@ def compare(drafted: Answered, plain: Answered, *, has_own_texts: bool = False) 
 
 
 def say(line: str) -> None:
-    """Prints a line of the program's own."""
+    """Prints a line that is the program's, not the model's."""
     before, after = DIM if has_colours() else ("", "")
     print(f"{before}{line}{after}", flush=True)
 

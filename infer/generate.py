@@ -2,7 +2,7 @@ r"""Continues prompts with a target, speculatively if a draft is given.
 
 Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make chat`
 fetches. Prints the texts, or writes one JSON line per answer to --output; the last line printed is
-a summary, as JSON unless a terminal shows it. Interrupted, it keeps the answers that are finished.
+a summary, as JSON if not on a terminal. An interrupted run keeps its finished answers.
 
     python -m infer.generate --question "How do I poach an egg?" --stream --show-drafts
     python -m infer.generate --target DIR --draft DIR --prompt "Once" --temperature 0.8 --stream
@@ -10,8 +10,8 @@ a summary, as JSON unless a terminal shows it. Interrupted, it keeps the answers
     python -m infer.generate --target DIR --draft DIR --precompile 512 --precompile 4096
 
 A line of --prompts holds one of `prompt` (text), `prompt_ids`, `messages` (chat), or `turns` (user
-messages, each answered in turn: one line per answer, numbered by `turn`). Its `sampling` (such as
-{"temperature": 1, "seed": 7}) wins over the options. Its other keys are passed on.
+messages, answered one after another: one line per answer, numbered by `turn`). Its `sampling` (such
+as {"temperature": 1, "seed": 7}) overrides the options. Its other keys are copied to the answer.
 """
 
 import signal

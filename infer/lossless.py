@@ -1,10 +1,10 @@
 """Checks losslessness: compares speculative and autoregressive outputs of the same seeds.
 
-A first difference is a failure, unless rounding explains it: unless the two best scores, or a token
-and the boundary of a filter, were nearer to each other than the scores of the two forwards are. A
-round that accepts more tokens than its tree is deep is a failure, too.
+A difference fails the check unless rounding explains it: the two best scores, or a token and a
+filter's boundary, lay closer together than the scores of the two forward passes. A round that
+accepts more tokens than its tree is deep also fails it.
 
-Compares every draft, several trees and batch sizes, greedy and sampled. Prints a table and, as the
+Covers every draft, several trees and batch sizes, greedy and sampled. Prints a table and, as the
 last line, everything as one JSON object; the exit code is 1 if a difference is more than rounding.
 
     python -m infer.lossless --config configs/demo/bench.yaml
@@ -227,7 +227,7 @@ def _rounding(ones: Sequence[Scores], others: Sequence[Scores]) -> float:
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """Index of the first token that differs; of the last one where none does."""
+    """Index of the first token that differs; of the last one if none does."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)) - 1)
 
@@ -237,7 +237,7 @@ def _replay(
 ) -> list[Scores]:
     """Decodes a batch once more, from the host, and keeps the scores of tokens 0 to `last`.
 
-    These are other programs than those that decoded, so a text may end before `last`.
+    Other programs than these decoded the text first, so here it may end before `last`.
     """
     config, request = engine.request(batch, batch_size=batch_size)
     state, seen = _start(engine.weights, config, request)

@@ -1,7 +1,7 @@
-"""Rates of this device, measured once and kept: read bandwidth, and matrix products by rows.
+"""Measures this device once and keeps the rates: read bandwidth, and matrix products by rows.
 
-As a program it measures them again, and prints bytes, FLOPs, least and measured time of every phase
-of decoding, of a target and its drafts; the last line is everything as one JSON object.
+As a program it measures them again. For a target and its drafts it prints bytes, FLOPs, least and
+measured time of every decoding phase; the last line is everything as one JSON object.
 
     python -m infer.roofline --config configs/demo/bench.yaml
 """
@@ -45,9 +45,9 @@ class Roofline:
     """Measured rates of a device.
 
     Attributes:
-      device: the best of them: what floors are computed with.
-      flops_by_rows: FLOPs per second of a product of so many rows with a large weight; `square` of
-        two square matrices.
+      device: the best rates, which floors are computed with.
+      flops_by_rows: FLOPs per second of a product with a large weight, by its number of rows;
+        `square`: a product of two square matrices.
     """
 
     device: Device
@@ -64,7 +64,7 @@ def find_roofline() -> Roofline:
 
 
 def measure_roofline() -> Roofline:
-    """Measures this device, and keeps the rates beside the compiled programs."""
+    """Measures this device, and keeps the rates in the compilation cache's folder."""
     wide, square = _WIDTHS.get(jax.default_backend(), _OTHER_WIDTHS)
     weight = jnp.ones((wide, wide), default_dtype())
     read = [weight.nbytes / _best_seconds(jax.jit(jnp.sum), weight)]
@@ -94,7 +94,7 @@ def _plain(rows: Array, weight: Array) -> Array:
 
 @jax.jit
 def _transposed(rows: Array, weight: Array) -> Array:
-    """The same product as libraries for CPUs have it fastest for a few rows."""
+    """The same product in the form that CPU libraries run fastest for a few rows."""
     if len(rows) == 1:
         return weight @ rows[0]
     return lax.optimization_barrier(weight @ rows.T)
@@ -113,7 +113,7 @@ def _best_seconds(program: Callable[..., Any], *arrays: Array) -> float:
 
 
 def device_name() -> str:
-    """Name of the device; CPUs are all called alike, so theirs is the machine's."""
+    """Name of the device; for CPUs, which share one name, the machine's."""
     kind = jax.devices()[0].device_kind
     if jax.default_backend() != "cpu":
         return kind
@@ -122,13 +122,13 @@ def device_name() -> str:
 
 
 def _file() -> Path | None:
-    """File of all devices' rates, beside the compiled programs; None: they are not kept."""
+    """File of all devices' rates, in the compilation cache's folder; None: none is kept."""
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     return None if folder is None or is_uri(folder) else Path(folder) / "roofline.json"
 
 
 def read_kept() -> dict[str, Any]:
-    """Reads the kept rates of all devices, by name; none where they cannot be read."""
+    """Reads the kept rates of all devices, by name; empty if they cannot be read."""
     file = _file()
     with suppress(OSError, ValueError):
         kept = json.loads(file.read_text()) if file else {}
@@ -137,7 +137,7 @@ def read_kept() -> dict[str, Any]:
 
 
 def keep(roofline: Roofline) -> None:
-    """Keeps the rates of a device, where there is a folder for them."""
+    """Keeps the rates of a device, if there is a folder for them."""
     file = _file()
     if file is None:
         return

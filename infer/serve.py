@@ -1,13 +1,12 @@
-r"""Serves a target as an OpenAI-compatible server, speculatively if a draft is given.
+r"""Serves a target with OpenAI's API, speculatively if a draft is given.
 
 Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make chat`
-fetches. Listens at 127.0.0.1:8000; http://127.0.0.1:8000/ is a page to chat with it. If the
-environment variable POSS_API_KEY is set, requests must carry it. SIGTERM finishes the answers that
-are under way and then exits, SIGINT cuts them; a second signal waits for nothing. Needs `pip
-install 'poss-jax[serve]'`.
+fetches. Listens at 127.0.0.1:8000; http://127.0.0.1:8000/ is a chat page. If the environment
+variable POSS_API_KEY is set, requests must carry it. SIGTERM lets running answers finish, SIGINT
+cuts them; a second signal exits at once. Needs `pip install 'poss-jax[serve]'`.
 
-Of several processes, started like those of a training run (docs/training.md, "Several hosts"),
-the first one listens; the model is cut among the devices of all.
+With several processes (start them as in docs/training.md, "Several hosts"), the model is split
+over all their devices, and the first process listens.
 
     python -m infer.serve
     python -m infer.serve --target models/llama --draft models/poss3 --host 0.0.0.0 --batch-size 32
@@ -29,7 +28,7 @@ from poss_jax.program.arguments import read_arguments
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
-_SWITCH_SECONDS = 0.0005  # HTTP shall not keep the thread waiting that feeds the device
+_SWITCH_SECONDS = 0.0005  # the thread that feeds the device must not wait for HTTP
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def find_program(module: str) -> Any:
-    """Imports a program; installed, those of a checkout's `train` and `infer` lie in poss_jax."""
+    """Imports a program; the wheel has `train` and `infer` inside poss_jax, a checkout outside."""
     if not module.startswith("poss_jax."):
         if (_FOLDER / module.partition(".")[0]).is_dir():
             module = f"poss_jax.{module}"

@@ -193,7 +193,7 @@ def test_a_folder_says_how_it_is_quantised_and_what_it_can_propose(tmp_path):
     with pytest.raises(UserError, match="quantise fp8: the target is quantised to int8"):
         plan(settings(**models, quantise="fp8"), mesh)
     own_head = {"draft": str(python_model("eagle3")), "draft_tokens": 9}
-    with pytest.raises(UserError, match=r"draft_tokens: draft .* has a head of its own"):
+    with pytest.raises(UserError, match=r"draft_tokens: draft .* has its own head"):
         plan(settings(**models | own_head), mesh)
 
 

@@ -639,7 +639,7 @@ def test_outputs_of_sampled_drafts_are_not_compared(
     assert rows[0].endswith(" |  |")
     assert not any(" of 2 |" in line for line in lines)
     for action in ("--check-lossless", "--autotune"):
-        with pytest.raises(UserError, match="are the target's in distribution only"):
+        with pytest.raises(UserError, match="keeps the target's distribution only"):
             main([*sampled, action])
 
 

@@ -220,7 +220,7 @@ def test_published_drafts_are_known_by_their_folder(tmp_path, tiny, capsys, fold
         tmp_path, tiny, draft_tensors(2), capsys, name=folder.format(name), config=FULL
     )
     assert (config.positions_per_specialist, config.trained_depth) == ((3, 3), 6)
-    assert len(assumed) == 2 and all(f"is that of HINT-lab/{name}" in line for line in assumed)
+    assert len(assumed) == 2 and all(f"matches HINT-lab/{name}" in line for line in assumed)
 
 
 def test_flags_win_and_it_is_said(tmp_path, tiny, capsys):

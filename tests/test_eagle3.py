@@ -246,7 +246,7 @@ def test_a_draft_of_speculators(target: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="says norm_before_fc False, the weights hold input_norm"):
         plan_draft(str(folder), target)
     (folder / "config.json").write_text(json.dumps(config | {"embed_requires_grad": True}))
-    with pytest.raises(UserError, match="embed_requires_grad: this draft has an embedding of its"):
+    with pytest.raises(UserError, match="embed_requires_grad: this draft has trained its own"):
         plan_draft(str(folder), target)
 
 

@@ -1,4 +1,4 @@
-"""Training of the specialists of a frozen target."""
+"""Trains a draft's specialists for a frozen target."""
 
 import functools
 import hashlib

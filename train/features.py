@@ -1,4 +1,4 @@
-"""The frozen target's features, if they are not computed in every step."""
+"""Finds or writes the frozen target's features, for runs that do not compute them every step."""
 
 import hashlib
 import json

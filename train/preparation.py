@@ -1,4 +1,4 @@
-"""Data and dtype shared by both stages of training."""
+"""Prepares data and dtype for both stages of training."""
 
 import logging
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """A chat server with OpenAI's interface that answers the questions of a data set, many at a time.
 
-The server holds model, template and length limit. A question that it refuses counts as one failure,
-unless it refuses all of the first ones. A busy or unreachable server is asked again, at growing
-intervals.
+The server has the model, the template and the length limit. A question that it refuses counts as
+one failure, unless it refuses all of the first ones. A busy or unreachable server is asked again,
+at growing intervals.
 """
 
 import itertools

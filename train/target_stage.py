@@ -1,4 +1,4 @@
-"""Pre-training of a target."""
+"""Pre-trains a target."""
 
 import functools
 from collections.abc import Callable, Iterable

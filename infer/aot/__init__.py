@@ -1,9 +1,9 @@
-"""Compiles decoding for devices that are not there.
+"""Compiles decoding for devices that this machine does not have.
 
 config.py    models, request and programs to compile
-gpus.py      GPUs as XLA's compiler wants them described
+gpus.py      descriptions of GPUs for XLA's compiler
 programs.py  the programs, from shapes alone
-hlo.py       a compiled program as text, read
+hlo.py       reads the text of a compiled program
 findings.py  what it moves, copies, casts and exchanges
-report.py    all that as numbers and tables
+report.py    numbers and tables
 """

@@ -1,10 +1,9 @@
-"""Compiles the programs of decoding for a TPU slice or a GPU that need not be there.
+"""Compiles the decoding programs for a TPU slice or GPU that this machine need not have.
 
-Needs no weights and no accelerator: shapes stand for arrays. For TPUs the compiler is libtpu (pip
-install libtpu; one process at a time), for GPUs the wheels of jax[cuda13]. Prints for every program
-how long it took to compile, the memory it takes, the bytes it moves against those it must, the time
-that the TPU compiler expects, and the largest copies, re-layouts, upcasts and collectives with the
-lines they come from.
+Needs no weights and no accelerator, only shapes. TPUs need libtpu (pip install libtpu; one process
+at a time), GPUs the wheels of jax[cuda13]. Prints for every program its compile time, its memory,
+the bytes it moves against the bytes it must, the time that the TPU compiler expects, and the
+largest copies, re-layouts, upcasts and collectives with the lines they come from.
 
     python -m infer.aot --config configs/aot/llama3-8b.yaml --topology v6e:1x1
     python -m infer.aot --config configs/aot/llama3-8b.yaml --gpu h100 programs=[step,round]

@@ -1,4 +1,4 @@
-"""Settings of `infer.aot`, which compiles decoding for devices that need not be present."""
+"""Settings of `infer.aot`, which compiles decoding for other devices."""
 
 from typing import Literal
 

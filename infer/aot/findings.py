@@ -55,12 +55,12 @@ def is_upcast(program: Program, place: Place) -> bool:
 
 
 def is_collective(place: Place) -> bool:
-    """Tells whether devices exchange data here (the start of it, where it has one)."""
+    """Tells whether devices exchange data here; an asynchronous exchange counts at its start."""
     return place.op.kind.removesuffix("-start") in _COLLECTIVES
 
 
 def sorts(program: Program, least: int) -> list[Place]:
-    """Lists sorts along at least so many elements."""
+    """Lists sorts of at least `least` elements."""
     return [
         place
         for place in program.kernels()
@@ -72,8 +72,8 @@ def sorts(program: Program, least: int) -> list[Place]:
 def vector_products(program: Program, weights: Collection[tuple[int, ...]]) -> list[Place]:
     """Lists products of a weight that are multiplied and summed element by element.
 
-    That is what TPU's compiler makes of a product with one row, which takes four times as long as
-    the matrix unit with eight of them.
+    The TPU compiler does this for a product with one row. It takes four times as long as eight
+    rows on the matrix unit.
 
     Args:
       program: the program.
@@ -91,7 +91,7 @@ def vector_products(program: Program, weights: Collection[tuple[int, ...]]) -> l
 
 
 def copies_of(program: Program, shapes: Collection[tuple[int, ...]]) -> list[Place]:
-    """Lists kernels that write a whole weight or cache again, as it is or beside other rows.
+    """Lists kernels that rewrite a whole weight or cache, alone or joined with other rows.
 
     Args:
       program: the program.
@@ -149,8 +149,7 @@ def total_cycles(program: Program, root: str | None = None) -> int:
 def moved_bytes(program: Program, place: Place) -> int:
     """Bytes of the main memory that a kernel reads and writes.
 
-    Of what is sliced or looked up, the part taken counts; of what is updated in place, the part
-    written.
+    Slices and gathers count bytes read; in-place updates, bytes written.
     """
     op = place.op
     if op.kind in _STARTS:  # of an array or a part of it, into another memory or from it
@@ -179,7 +178,7 @@ def _written_bytes(program: Program, place: Place) -> int:
 
 
 def _kept(program: Program, place: Place) -> list[Shape]:
-    """Arrays of the main memory that a kernel takes and, changed or not, hands on."""
+    """Arrays of the main memory that a kernel takes and hands on, maybe in another form."""
     if place.op.kind in _COMPUTES | _STARTS or is_collective(place):
         return []
     given = program.operand_shapes(place)
@@ -243,7 +242,7 @@ def _sides(shape: Shape) -> tuple[int, ...]:
 
 
 def _sides_of(dims: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions in ascending order, without those of size 1."""
+    """Dimensions in ascending order, without any of size 1."""
     return tuple(sorted(size for size in dims if size > 1))
 
 

@@ -1,7 +1,7 @@
 """GPUs that programs can be compiled for without having one.
 
-The compiler is in the wheels of `jax[cuda13]` and needs a description of the device; nothing is
-run, so no driver is needed.
+The compiler comes with the wheels of `jax[cuda13]` and needs a description of the device. Nothing
+runs, so no driver is needed.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Reading of optimised HLO, the text of a compiled program: its kernels and their order.
+"""Reads optimised HLO, the text of a compiled program: its kernels and their order.
 
 A program is a list of computations, one of them the entry. A *kernel* is an instruction that the
-device runs by itself: one of the entry, or of a loop's body or a branch that the entry calls; what
-a fusion calls is part of the fusion. Everything here is a pure function of the text.
+device runs by itself, in the entry or in a loop body or branch that the entry calls; a fusion
+counts as one kernel, with everything it calls. Everything here is a pure function of the text.
 """
 
 import math
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Sizes from the slowest dimension to the fastest, without those of size 1."""
+        """Sizes from the slowest dimension to the fastest, without any of size 1."""
         return tuple(self.dims[axis] for axis in reversed(self.order) if self.dims[axis] > 1)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Op:
       shapes: what it returns, a shape per array.
       operands: names of what it takes, in the same computation.
       rest: attributes, as text.
-      is_root: True if its computation returns what it returns.
+      is_root: True if its result is its computation's result.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Program:
 
         Args:
           text: the text.
-          trips: how often a loop runs whose length is not known.
+          trips: how often a loop of unknown length runs.
         """
         self._trips = trips
         self.computations: dict[str, dict[str, Op]] = {}
@@ -181,7 +181,7 @@ class Program:
                     yield Place(name, op, times)
 
     def inside(self, place: Place) -> Iterator[Place]:
-        """Lists an operation and, of a fusion, all that it consists of."""
+        """Lists an operation; for a fusion, also everything in it."""
         yield place
         if place.op.kind == "fusion":
             for name in place.op.calls:

@@ -1,4 +1,4 @@
-"""The programs of decoding, from shapes alone: what `infer.aot` compiles."""
+"""Builds the decoding programs that `infer.aot` compiles, from shapes alone."""
 
 import tempfile
 import time
@@ -51,17 +51,17 @@ class Plan(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        """Tokens whose scores one device has, of the target or of the draft: the smaller."""
+        """Number of tokens that one device scores, for the target or the draft, the smaller one."""
         sizes = [self.work.target.vocab_size, self.work.draft_vocabulary]
         return min(size for size in sizes if size) // self.mesh.shape["tensor"]
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of a cache that are attended, each in one turn of a loop."""
+        """Number of cache blocks that are attended, one per turn of a loop."""
         return -(-self.work.context // block_rows(self.decode.rows, 512))
 
     def shared_bytes(self, name: str) -> int:
-        """Bytes per device that a program takes twice, though a device holds them once."""
+        """Bytes per device that a program is given twice but the device holds once."""
         draft = self.decode.draft
         if draft is None or name == "step":
             return 0
@@ -197,7 +197,7 @@ def _describe_models(
         record = read_draft(config.draft, target=record, allow_target_mismatch=True)
         if num_tokens is not None and record.draft.head_size is not None:
             raise UserError(
-                f"draft_tokens: draft {config.draft} has a head of its own, with "
+                f"draft_tokens: draft {config.draft} has its own head, with "
                 f"{record.draft.head_size} tokens; leave it out"
             )
         if record.draft_vocabulary is not None and num_tokens is None:
@@ -213,7 +213,7 @@ def _describe_models(
 
 
 def _target_record(config: AheadConfig) -> ModelRecord:
-    """Record of a target's folder, or of a shape alone, whose weights nobody knows."""
+    """Record of a target's folder, or of a bare shape whose weights are unknown."""
     if config.model is None:
         return read_target(str(config.target))
     unknown = TargetIdentity(name="model", embedding_sha256="", head_sha256="")
@@ -221,7 +221,7 @@ def _target_record(config: AheadConfig) -> ModelRecord:
 
 
 def _attach(own: Any, target: Any, num_tokens: int | None, mesh: Mesh) -> Any:
-    """Shapes of a draft with what it borrows; the rows of the head that it reads are its own."""
+    """Shapes of a draft with what it borrows; it gets its own copy of a reduced head."""
     ids = None if num_tokens is None else jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
     attached = jax.eval_shape(attach, own, target, ids)
     return shapes_on(mesh, lambda: attached)

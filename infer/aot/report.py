@@ -1,4 +1,4 @@
-"""The report of a compiled program: its costs, from its text and its compiler."""
+"""Reports the costs of a compiled program, from its text and the compiler's analysis."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .programs import Compiled, Plan, cache_shapes, weight_shapes
 
 _CLOCKS_GHZ = {"v5e": 1.5, "v5p": 1.75, "v6e": 1.75}  # of the compiler's cycles
 _MOST = 10
-_SMALL = 2**14  # bytes; what is smaller costs a launch and nothing else
+_SMALL = 2**14  # bytes; anything smaller costs only its launch
 _MB = 1e6
 
 
@@ -110,7 +110,7 @@ _LISTS = (
 
 
 def _memory(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[str, float]:
-    """Bytes per device; what the draft borrows of the target is one buffer, given twice."""
+    """Bytes per device; what the draft borrows from the target counts once."""
     memory = planned_memory(compiled.program)
     for key in ("arguments", "total"):
         memory[key] -= plan.shared_bytes(name)

@@ -1,8 +1,8 @@
-"""Compares drafts with autoregressive decoding of this same engine, over the same questions.
+"""Compares drafts with autoregressive decoding in this engine, over the same questions.
 
 Takes a target and drafts (model folders), without --target the model that `make chat` fetches.
 Answers every question of every set, at every temperature and with every seed, autoregressively and
-with each draft. A terminal is shown the main numbers; anything else all tables (acceptance length,
+with each draft. Prints the main numbers on a terminal; elsewhere all tables (acceptance length,
 acceptance by position, tokens per second and speed-up with 95 % intervals) and, as the last line,
 everything as one JSON object. --output keeps every answer as it comes, so that the same command
 resumes after an interruption, and the report (report.html, .md, .json).

@@ -1,7 +1,7 @@
 """Answers in the layouts that the evaluation scripts of EAGLE, PosS and Spec-Bench read.
 
-The layouts count differently: PosS's `accept_length` leaves the bonus token out, Spec-Bench's
-`accept_lengths` has it in.
+They count differently: PosS's `accept_length` leaves the bonus token out, Spec-Bench's
+`accept_lengths` includes it.
 """
 
 import json
@@ -16,10 +16,10 @@ from .journal import Answer
 
 
 def write_answer_files(answers: Sequence[Answer], folder: Path) -> None:
-    """Writes a file per method, temperature and seed of every set, of the first repeat.
+    """Writes the first repeat, one file per set, method, temperature and seed.
 
-    `eagle/SET/model_answer/` holds the files of EAGLE and PosS, `spec-bench/SET/model_answer/`
-    those of Spec-Bench; files of an earlier report are removed. Names are quoted as in URLs.
+    `eagle/SET/model_answer/` is for EAGLE and PosS, `spec-bench/SET/model_answer/` for Spec-Bench.
+    Files of an earlier report are removed. Names are quoted as in URLs.
     """
     files: dict[tuple[str, str], list[Answer]] = defaultdict(list)
     for answer in answers:

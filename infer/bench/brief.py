@@ -1,4 +1,4 @@
-"""What a terminal is shown of a benchmark: small tables, and what they say in three sentences."""
+"""The short report for a terminal: small tables, and three sentences about them."""
 
 from typing import Any
 

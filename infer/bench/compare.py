@@ -30,11 +30,11 @@ from .summary import make_grid, show_example, summarise_group
 def bench(
     config: BenchConfig, *, from_scratch: bool = False
 ) -> tuple[dict[str, Any], list[Answer]]:
-    """Runs the whole comparison, or what is missing of it in the folder `config.output`.
+    """Runs the comparison, or the part that the folder `config.output` still lacks.
 
     Args:
       config: what is compared.
-      from_scratch: whether answers that the folder holds are dropped.
+      from_scratch: drop the answers that the folder holds.
 
     Returns:
       The report, JSON-compatible (see docs/bench.md), and all answers.
@@ -79,7 +79,7 @@ def bench(
 
 
 def _cells(config: BenchConfig, sets: dict[str, list[Question]]) -> Iterator[tuple[Cell, Any]]:
-    """Yields every set with every way to choose tokens; greedy answers have no use for seeds."""
+    """Yields every set with every way to choose tokens; greedy answers need no seeds."""
     for name in sets:
         for temperature in config.temperatures or (config.sampling.temperature,):
             seeds = config.seeds or (config.sampling.seed,)
@@ -93,7 +93,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """Collects what decides answers and times: the config, the weights, the trees, the device.
 
-    Answers name their set, temperature, seed and draft, so there may be more of them later.
+    Answers name their set, temperature, seed and draft, so more of these can be added later.
     """
     settings = config_to_dict(config)
     answers_say = "prompts", "datasets", "data_dir", "temperatures", "seeds", "drafts"
@@ -196,7 +196,7 @@ def _describe_methods(
     *,
     has_phases: bool,
 ) -> dict[str, Any]:
-    """Measures what does not depend on the questions: memory, and phases if they are wanted."""
+    """Measures what does not depend on the questions: memory, and phases if wanted."""
     roofline = find_roofline() if has_phases else None
     for decoder in decoders:
         if decoder.name not in journal.methods:
@@ -223,6 +223,6 @@ def _describe_methods(
 
 
 def _tree_of(decoder: Decoder) -> str | None:
-    """The tree that a question alone is drafted with; None decodes without a draft."""
+    """Returns the tree for one question at a time; None decodes without a draft."""
     config = decoder.engine.decode_config(1)
     return config.tree.name if config.draft else None

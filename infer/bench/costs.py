@@ -1,14 +1,14 @@
-"""The cost card: bytes and FLOPs of every phase of decoding, and the least time that they take.
+"""The cost card: bytes and FLOPs of every phase of decoding, and the least time they take.
 
-Counted are the weights, once per phase, the rows of the caches that are attended or written, and
-the logits that are looked at; FLOPs are those of matrix products. Norms, biases, looked-up
-embeddings and activations are left out: beside weights they are small.
+Bytes are the weights, once per phase, the cache rows that are attended or written, and the logits
+that are read; FLOPs are the matrix products. Norms, biases, looked-up embeddings and activations
+are left out, since weights dwarf them.
 
     level = draft_level(work, depth=0)
     level.milliseconds(DEVICES["h100"])    # its floor on this device
 
-What a phase takes on a device that does nothing else is at least the longer of moving its bytes and
-computing its FLOPs. Phases follow one another, so the floor of a round is the sum of theirs.
+An idle device needs at least the time of moving a phase's bytes or of computing its FLOPs,
+whichever is longer. Phases run one after another, so a round's floor is the sum of its phases'.
 """
 
 from collections.abc import Iterable
@@ -107,7 +107,7 @@ class Workload:
 def describe_workload(
     weights: Weights, config: DecodeConfig, *, batch: int, context: int
 ) -> Workload:
-    """Counts the bytes per weight that arrays really have, and describes what runs with them.
+    """Describes a way of decoding, with the bytes per weight that its arrays really have.
 
     Args:
       weights: parameters of target and draft.
@@ -159,7 +159,7 @@ def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
 
 
 def floors(card: dict[str, Cost], device: Device) -> dict[str, float]:
-    """Least milliseconds of all phases of a card; those of a sum are the sum of its parts'."""
+    """Least milliseconds of every phase of a card; `draft` and `round` add up their parts."""
     least = {name: cost.milliseconds(device) for name, cost in card.items()}
     levels = [least[name] for name in card if name.startswith("draft/")]
     least |= {"draft": sum(levels)} if levels else {}
@@ -168,7 +168,7 @@ def floors(card: dict[str, Cost], device: Device) -> dict[str, float]:
 
 
 def num_parts(mesh: Mesh | None) -> int:
-    """Devices that share the work of a group; each group along `data` has sequences of its own."""
+    """Devices that share the work of a group; each group along `data` has its own sequences."""
     return 1 if mesh is None else mesh.shape["tensor"]
 
 
@@ -206,8 +206,8 @@ def verify(work: Workload) -> Cost:
 def draft_level(work: Workload, depth: int) -> Cost:
     """One position of drafting: a row that is committed already, or top_k new rows.
 
-    From the second position on the rows' inputs are joined and their keys and values projected; a
-    specialist that reads a stream of its own projects those of all earlier rows of the tree, too.
+    From the second position on, the rows' inputs are joined and their keys and values projected. A
+    specialist that reads its own stream also projects the tree's earlier rows again.
     """
     draft = _draft_of(work)
     layer, width, top_k = draft.layer, _input_width(draft), work.tree.top_k
@@ -288,12 +288,12 @@ def _product(weights: int, rows: int, bytes_per_weight: float) -> Cost:
 
 
 def _cache_rows(work: Workload, config: LlamaConfig, rows: int) -> Cost:
-    """Cost of reading or writing keys and values of so many rows, of one layer each."""
+    """Cost of reading or writing the keys and values of `rows` rows, in one layer."""
     return Cost(bytes=2 * config.num_kv_heads * config.head_dim * rows * work.cache_bytes)
 
 
 def _attention_flops(config: LlamaConfig, pairs: float) -> float:
-    """FLOPs of one layer's scores and means, for so many pairs of a query and a key."""
+    """FLOPs of one layer's scores and means, for `pairs` pairs of a query and a key."""
     return 4 * config.num_heads * config.head_dim * pairs
 
 

@@ -1,4 +1,4 @@
-"""Journal of a benchmark: every answer is kept as it comes, so that an interrupted run goes on."""
+"""The journal of a benchmark keeps every answer as it comes, so an interrupted run can resume."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -74,7 +74,7 @@ class Turn:
 
 
 def make_turn(answer: Generation, seconds: float, first_token_seconds: float) -> Turn:
-    """Keeps what the journal wants of an answer."""
+    """Picks the parts of an answer that the journal keeps."""
     return Turn(
         text=answer.text or "",
         output_ids=answer.output_ids,
@@ -126,20 +126,20 @@ class Journal:
     """Measurements of a benchmark, in memory and, with a folder, in files.
 
     Attributes:
-      answers: what was answered so far, by place.
-      methods: what was measured of drafts and baseline beside their answers, by name.
+      answers: answers so far, by place.
+      methods: other measurements of the baseline and the drafts, by name.
     """
 
     def __init__(
         self, folder: Path | None, settings: dict[str, Any], *, from_scratch: bool = False
     ) -> None:
-        """Opens a folder; one that holds answers of the same settings goes on.
+        """Opens a folder; resumes if it holds answers of the same settings.
 
         Args:
-          folder: where the journal is kept; None keeps it in memory alone.
-          settings: what decides the answers, JSON-compatible. Mappings, such as that of drafts, may
-            gain and lose names; what a name stands for stays the same once it was measured.
-          from_scratch: whether answers that the folder holds are dropped.
+          folder: where the journal is kept; None keeps it in memory only.
+          settings: what decides the answers, JSON-compatible. A mapping, such as the drafts, may
+            gain and lose names, but a name that was measured keeps its value.
+          from_scratch: drop the answers that the folder holds.
 
         Raises:
           UserError: the folder holds a run of other settings, or a damaged file.
@@ -173,7 +173,7 @@ class Journal:
                 file.write(json.dumps(asdict(answer)) + "\n")
 
     def describe(self, name: str, numbers: dict[str, Any]) -> None:
-        """Takes in what was measured of a method beside its answers, JSON-compatible."""
+        """Keeps other measurements of a method, JSON-compatible."""
         self.methods[name] = numbers
         if self._folder is not None:
             write_file(self._folder / METHODS, json.dumps(self.methods, indent=2) + "\n")
@@ -190,7 +190,7 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
 def _update_settings(
     folder: Path, known: dict[str, Any], settings: dict[str, Any], measured: set[str]
 ) -> None:
-    """Adds the names that are new, and refuses what differs of those that were measured."""
+    """Adds new names, and refuses changes to names that were measured."""
     for key in _BY_NAME & settings.keys():
         old = known.get(key, {})
         known[key] = {name: value for name, value in old.items() if name in measured}

@@ -1,4 +1,4 @@
-"""What is measured, and timing: whole prompts, the first token, and a bare decode step."""
+"""Times whole prompts, the first token, and a bare decode step."""
 
 import argparse
 import logging
@@ -45,7 +45,7 @@ class Decoder:
     Attributes:
       name: name in the table.
       engine: the engine that decodes.
-      compile_seconds: seconds that compiling took, with all that was run for it.
+      compile_seconds: seconds of compiling, including the runs it takes.
       first_token_seconds: seconds from a prompt to its first token: `cold`, the engine's first
         call, and `warm`, the median of later ones.
     """
@@ -58,10 +58,10 @@ class Decoder:
     def compile(self, dialogues: Sequence[Dialogue], *, batch_size: int = 1) -> None:
         """Compiles the programs of all rooms that dialogues can need, and runs a round of each.
 
-        The first prompt's first token is timed before that, cold, and after it, warm.
+        Times the first prompt's first token before that (cold) and after it (warm).
 
         Args:
-          dialogues: dialogues that are checked.
+          dialogues: checked dialogues.
           batch_size: number of dialogues that are answered together.
         """
         first = next(one.prompt for one in dialogues if one.prompt is not None)
@@ -87,9 +87,9 @@ def read_settings(
     doc: str | None,
     add_actions: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> tuple[BenchConfig, argparse.Namespace]:
-    """Reads the command line of a program that prints what a benchmark's models do.
+    """Reads the command line of a program that examines a benchmark's models.
 
-    Of several temperatures and seeds such a program takes the first.
+    Such a program takes the first of several temperatures and seeds.
     """
     config, args = read_arguments(
         BenchConfig, arguments, prog=prog, doc=doc, add_actions=add_actions
@@ -110,8 +110,8 @@ def need_equal_texts(config: BenchConfig) -> None:
         raise UserError("want at least one draft; give --draft NAME=DIR")
     if config.drafting == "sampled":
         raise UserError(
-            "want texts that no draft changes; those of drafting=sampled are the target's in "
-            "distribution only; choose coupled or argmax"
+            "want texts that no draft changes; drafting=sampled keeps the target's distribution "
+            "only; choose coupled or argmax"
         )
     if config.methods:
         raise UserError("want drafts alone, got methods, which may change texts; leave them out")
@@ -119,7 +119,7 @@ def need_equal_texts(config: BenchConfig) -> None:
 
 @waiting("loading the models ...")
 def load_decoders(config: BenchConfig) -> list[Decoder]:
-    """Loads every target once, and one engine per method beside the autoregressive one."""
+    """Loads every target once; makes the autoregressive engine and one per method."""
     ways = config.ways
     if AUTOREGRESSIVE in ways:
         raise UserError(f"drafts: {AUTOREGRESSIVE} is the baseline's name; choose another")
@@ -142,7 +142,7 @@ def load_decoders(config: BenchConfig) -> list[Decoder]:
 
 
 def _decode_by(way: MethodConfig, config: BenchConfig, engine: Engine) -> Engine:
-    """Gives an engine of the target what a method wants."""
+    """Gives a target's engine the tree, draft and drafting of a method."""
     if way.tree is not None:
         engine = engine.with_tree(way.tree)
     if way.draft is not None:
@@ -183,7 +183,7 @@ def play(
 
     Args:
       engine: the engine that decodes.
-      dialogues: are left as they are.
+      dialogues: the questions; they are not changed.
       batch_size: number of questions that are answered together; the seconds of a batch are shared
         out equally among its answers.
 
@@ -218,7 +218,7 @@ def play(
 def count_memory(engine: Engine) -> dict[str, int]:
     """Counts what target and draft hold: parameters, their bytes, and bytes of cache per token.
 
-    What a draft shares with its target is the target's.
+    Arrays that a draft shares with its target count for the target.
     """
     config = engine.decode_config(2)
     size = compute_dtype(engine.weights.target).itemsize

@@ -1,10 +1,10 @@
-"""The phases of a round as programs of their own, timed in turn with the whole round.
+"""Compiles each phase of a round as a separate program, and times it in turn with the round.
 
     draft ── verify ── accept ── commit        round
-      └ a level is the tree of this depth less the tree that is one level less deep
+      └ a level: the time of this depth's tree minus the time of a tree one level shallower
 
 Every phase takes what the one before it returned, on the state after a prompt. The sequence is
-marked as done: it is computed like any other, but its caches do not grow from call to call.
+marked as done: it costs the same, but its caches do not grow from call to call.
 """
 
 import time
@@ -118,7 +118,7 @@ def measure_phases(
 def measure_card(
     engine: Engine, prompt: PreparedPrompt, device: Device, *, num_calls: int = _CALLS
 ) -> dict[str, Any]:
-    """Times the phases, and puts their floors beside them: the part of a report that tables show.
+    """Times the phases and adds their floors, for the tables of a report.
 
     Args:
       engine: what is measured.
@@ -127,7 +127,7 @@ def measure_card(
       num_calls: calls of every phase.
 
     Returns:
-      Milliseconds per phase, the sum of those of a round relative to it, and the cost of each:
+      Milliseconds per phase, their sum relative to the whole round, and the cost of each phase:
       bytes and FLOPs per device, floor in milliseconds, and floor / measured.
     """
     phases = measure_phases(engine, prompt, num_calls=num_calls)
@@ -144,7 +144,7 @@ def measure_card(
                 "bytes": cost.bytes,
                 "flops": cost.flops,
                 "floor_milliseconds": least[name],
-                # A level is a difference of measurements, which may be lost in their noise.
+                # A level is a difference of two measurements, and may drown in their noise.
                 "floor_to_measured": least[name] / phases[name] if phases[name] > 0 else None,
             }
             for name, cost in card.items()
@@ -153,7 +153,7 @@ def measure_card(
 
 
 def phases_to_round(milliseconds: dict[str, float]) -> float:
-    """Sum of the phases measured apart, relative to the round."""
+    """Sum of the separately timed phases, relative to the round."""
     return sum(milliseconds.get(name, 0.0) for name in PARTS) / milliseconds["round"]
 
 

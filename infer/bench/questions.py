@@ -1,8 +1,8 @@
 """Sets of questions for the benchmark: files, data sets by name, and prompts cut from modules.
 
-A set is a file of questions, one JSON object per line (`question_id`, `category` and `turns`, as
-the files of MT-bench and Spec-Bench have them, or any prompt that `infer.generate` takes), or
-modules of Python, from which prompts are cut.
+A set is a file of questions, one JSON object per line (`question_id`, `category` and `turns` as in
+MT-bench and Spec-Bench, or any prompt that `infer.generate` takes), or Python modules that prompts
+are cut from.
 """
 
 import itertools
@@ -56,9 +56,9 @@ class Question:
     """One question of a set.
 
     Attributes:
-      id: its `question_id`, or else its place.
-      category: its `category`, "" for none.
-      record: the prompt, under one of `PROMPT_KEYS`; settings of sampling of its own are left out.
+      id: its `question_id`, or its place.
+      category: its `category`; "": none.
+      record: the prompt, under one of `PROMPT_KEYS`, without sampling settings.
     """
 
     id: Any
@@ -89,7 +89,7 @@ def read_sets(config: BenchConfig, engine: Engine) -> dict[str, list[Question]]:
 
 
 def read_questions(config: BenchConfig, engine: Engine) -> list[Dialogue]:
-    """Reads the questions of all sets as dialogues that are checked.
+    """Reads the questions of all sets as checked dialogues.
 
     Raises:
       UserError: as `read_sets`, or a prompt that the engine refuses.
@@ -101,9 +101,9 @@ def read_questions(config: BenchConfig, engine: Engine) -> list[Dialogue]:
 def make_dialogues(
     questions: Sequence[Question], config: BenchConfig, sampling: SamplingConfig, engine: Engine
 ) -> list[Dialogue]:
-    """Turns the questions of a set into dialogues, each with a seed of its own.
+    """Turns the questions of a set into dialogues, each with its own seed.
 
-    The seed follows from that of `sampling` and the question's place.
+    A dialogue's seed follows from `sampling.seed` and the question's place.
 
     Raises:
       UserError: the engine refuses one.
@@ -115,7 +115,7 @@ def make_dialogues(
 
 
 def first_prompts(dialogues: Sequence[Dialogue]) -> list[PreparedPrompt]:
-    """Prompts of the first turns of dialogues that are checked."""
+    """Prompts of the first turns of checked dialogues."""
     return [dialogue.prompt for dialogue in dialogues if dialogue.prompt is not None]
 
 
@@ -149,7 +149,7 @@ def _find_file(source: str, data_dir: str | None) -> AnyPath | None:
 
 
 def read_hub(name: str, subset: str | None, split: str, most: int) -> list[dict[str, Any]]:
-    """Reads questions of a data set on the Hub, by the first column that it has of a few."""
+    """Reads questions of a data set on the Hub, from the first of `_COLUMNS` that it has."""
     try:
         import datasets
 
@@ -212,7 +212,7 @@ def prompts_from_documents(
     Lines beginning a function or class are used up first; documents take turns.
 
     Raises:
-      UserError: the texts do not hold so many prompts.
+      UserError: the texts hold too few prompts.
     """
     bos, prompts = special_ids(tokenizer, "bos"), {}
     for text in _passages(texts, prompt_tokens * _PROMPT_CHARACTERS_PER_TOKEN):

@@ -44,7 +44,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def _describe_sampling(config: dict[str, Any]) -> list[str]:
-    """Line about sampling, beyond temperature and seed; empty if all is as by default."""
+    """Line about sampling settings besides temperature and seed; empty for the defaults."""
     defaults, ours = config_to_dict(SamplingConfig()), ("temperature", "seed")
     changed = [
         f"{key} {value}"
@@ -146,7 +146,7 @@ def _phase_table(report: dict[str, Any]) -> list[str]:
 
 
 def format_card(report: dict[str, Any]) -> str:
-    """Bytes, FLOPs and floors of all phases beside the measured times, as a Markdown table."""
+    """Bytes, FLOPs, floors and measured times of all phases, as a Markdown table."""
     device, table = report["roofline"]["device"], []
     for method, entry in report["methods"].items():
         for phase, cost in entry["costs"].items():
@@ -222,7 +222,7 @@ def show_report(
       report: numbers.
       table: the same as Markdown.
       folder: folder to write both to; None writes nothing.
-      brief: what a terminal is shown; None: the table.
+      brief: text for a terminal; None: the table.
       plot: see `write_report`.
     """
     print(table if brief is None or wants_json() else brief)

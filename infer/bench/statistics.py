@@ -1,8 +1,8 @@
 """Uncertainty of measured numbers: t intervals, and a paired test of two drafts.
 
-Questions are the unit: the rounds of one answer resemble each other, and so do answers to one
-question with several seeds. An interval therefore leaves out whole questions, one at a time, and a
-test exchanges the two drafts on whole questions.
+Questions are the unit, because the rounds of one answer resemble each other, and so do answers to
+one question with several seeds. So an interval leaves out one whole question at a time, and a test
+swaps the two drafts on whole questions.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 LEVEL = 0.95
-FEWEST = 8  # questions that an interval wants: of fewer, one odd question decides how wide it is
+FEWEST = 8  # least questions of an interval: with fewer, one odd question decides its width
 _RESAMPLES = 9999
 _DRAWN_TOGETHER = 1000
 

@@ -1,4 +1,4 @@
-"""Numbers of a benchmark: from the journal's answers to what the report shows.
+"""Sums up a benchmark: turns the journal's answers into the numbers of the report.
 
 docs/metrics.md has the formulas.
 """
@@ -37,7 +37,7 @@ class Grid:
         return Grid([[[few[i] for i in questions] for few in seeds] for seeds in self.answers])
 
     def first(self) -> list[list[Answer]]:
-        """Answers of the first repeat by question and seed; those of the others are the same."""
+        """Answers of the first repeat by question and seed; later repeats give the same."""
         return [list(seeds) for seeds in zip(*self.answers[0], strict=True)]
 
     def seconds(self) -> np.ndarray:
@@ -63,7 +63,7 @@ def make_grid(
     repeats: int,
     num_questions: int,
 ) -> Grid:
-    """Arranges the answers of one method to cells that differ in their seed alone."""
+    """Arranges the answers of one method to cells that differ only in their seed."""
     return Grid(
         [
             [

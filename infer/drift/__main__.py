@@ -1,9 +1,9 @@
 """Measures drafts by depth: how far their features drift, and what is accepted where.
 
-Needs a target and drafts (model folders). The target answers every prompt greedily. Along these
-answers a chain is drafted from every position, teacher-forced as in the validation of training, and
-decoding drafts chains in earnest. Prints tables with 95 % intervals over prompts, and as its last
-line everything as one JSON object; --output keeps report.json, report.md and a plot.
+Needs a target and drafts (model folders). The target answers every prompt greedily. Each draft then
+drafts a chain from every position of these answers, teacher-forced as in training's validation, and
+also decodes the prompts with chains. Prints tables with 95 % intervals over prompts, and as its
+last line everything as one JSON object; --output keeps report.json, report.md and a plot.
 
     python -m infer.drift --config configs/demo/drift.yaml
     python -m infer.drift --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl

@@ -62,7 +62,7 @@ def format_brief(report: dict[str, Any]) -> str:
 
 
 def plot_report(report: dict[str, Any], path: Path) -> None:
-    """Draws acceptance and, of drafts that predict features, cosine over positions."""
+    """Draws acceptance over positions and, for drafts that predict features, cosine."""
     from matplotlib import pyplot, rc_context
 
     with rc_context({"svg.hashsalt": "drift"}):  # the same file for the same numbers
@@ -130,7 +130,7 @@ def _by_depth(draft: dict[str, Any]) -> list[str]:
     if "feature_cosine" not in columns:
         lines += [
             "",
-            "(no cosine: what it predicts is a state of its own, not the target's feature)",
+            "(no cosine: it predicts its own state, not the target's feature)",
         ]
     return lines
 

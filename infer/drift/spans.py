@@ -1,4 +1,4 @@
-"""Advice on spans: how many positions each of so many specialists should serve.
+"""Advises on spans: how many positions each specialist should serve.
 
 A specialist serves its positions with one set of weights, so their inputs should be alike. Let e_d
 be how far the input of depth d has drifted, and w_d the share of chains that come to depth d. The
@@ -6,8 +6,8 @@ advice is the spans with the least variation within them:
 
     sum over spans, sum over d in a span:  w_d (e_d - mean e of the span)^2
 
-Means are weighted by w. Of spans that leave the same variation, the most equal ones win, and of
-those the ones whose longer spans come first.
+Means are weighted by w. If several choices leave the same variation, the most equal spans win, and
+then longer spans first.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def advise_spans(drift: Sequence[float], weight: Sequence[float], num_spans: int
     Args:
       drift: e, by depth.
       weight: w, by depth.
-      num_spans: number of spans, at most that of depths.
+      num_spans: number of spans, at most `len(drift)`.
 
     Returns:
       `positions_per_specialist`.
@@ -58,5 +58,5 @@ def cost_of(drift: Sequence[float], weight: Sequence[float]) -> Cost:
 
 
 def add_costs(one: Cost, rest: Cost) -> Cost:
-    """Cost of a span and those behind it."""
+    """Cost of a span and all spans after it."""
     return one[0] + rest[0], one[1] + rest[1], one[2] + rest[2]

@@ -92,7 +92,7 @@ def study(config: DriftConfig) -> dict[str, Any]:
 
 
 def decode(config: DriftConfig) -> tuple[Answers, list[int], dict[str, Answers]]:
-    """Answers questions without a draft, and then those that do not loop with chains of each draft.
+    """Answers questions without a draft, then the ones that do not loop with each draft's chains.
 
     Returns:
       The target's answers, the questions left out since their answers loop (none if all do), and
@@ -123,7 +123,7 @@ def _answer(decoder: Decoder, questions: Sequence[Dialogue]) -> Answers:
 
 
 def lay_out(texts: Answers) -> Rows:
-    """Lays every answer behind its prompt, in a row of its own."""
+    """Makes one row per answer: its prompt, then the answer."""
     answers = [answer for turns in texts for answer in turns]
     sequences = []
     for answer in answers:
@@ -177,8 +177,8 @@ def describe_draft(
 
     Args:
       texts: the target's answers.
-      decoded: those to the same questions with chains of the draft.
-      followed: its predictions along the former.
+      decoded: answers to the same questions with chains of the draft.
+      followed: its predictions along `texts`.
       num_spans: number of spans to propose; None: no proposal.
     """
     first_texts = np.cumsum([0, *(len(turns) for turns in texts[:-1])])
@@ -216,15 +216,15 @@ def describe_draft(
 
 
 def count_rounds(answers: Answers, num_depths: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts, per question and depth, the rounds that came to it, and those that accepted it.
+    """Counts, per question and depth, the rounds that reached it and the rounds that accepted it.
 
     Args:
       answers: answers that were decoded with chains.
       num_depths: number of depths.
 
     Returns:
-      Two [questions R] arrays; a round that the end of an answer cut short did not come to what is
-      beyond the cut.
+      Two [questions R] arrays. A round that the end of an answer cuts short does not reach the
+      depths beyond the cut.
     """
     joined = [join_answers(turns) for turns in answers]
     position = np.arange(1, num_depths + 1)[:, None]
@@ -234,10 +234,10 @@ def count_rounds(answers: Answers, num_depths: int) -> tuple[np.ndarray, np.ndar
 
 
 def predicted_rounds(answer: Generation, tokens: np.ndarray) -> list[int]:
-    """Counts the drafted tokens that rounds should accept, by what teacher forcing found.
+    """Counts the drafted tokens that each round should accept, judging by teacher forcing.
 
-    A round that begins behind row s accepts as many tokens as hit in sequence on the diagonal from
-    there; the next one begins behind the token after those that were accepted.
+    A round that begins after row s accepts as many tokens as hit in sequence on the diagonal from
+    there. The next round begins after the accepted tokens and the target's one.
 
     Args:
       answer: an answer that was decoded with chains.
@@ -253,7 +253,7 @@ def predicted_rounds(answer: Generation, tokens: np.ndarray) -> list[int]:
 
 
 def _share_as_predicted(texts: Answers, decoded: Answers, tokens: np.ndarray) -> float | None:
-    """Share of rounds that accept what teacher forcing found; None where no text is equal."""
+    """Share of rounds that accept what teacher forcing predicts; None if no text is equal."""
     pairs = [
         pair
         for turns, answers in zip(texts, decoded, strict=True)
@@ -271,7 +271,7 @@ def _share_as_predicted(texts: Answers, decoded: Answers, tokens: np.ndarray) ->
 
 
 def _advise(by_depth: dict[str, Any], num_spans: int) -> list[int]:
-    """Proposes spans; drafts without a feature to compare drift by where they miss."""
+    """Proposes spans; a draft without a feature to compare drifts by the tokens it misses."""
     values = {name: numbers["value"] for name, numbers in by_depth.items()}
     drift = [1 - value for value in values["agreement"]]
     if "feature_distance" in values:

@@ -1,8 +1,8 @@
 """Finds the fastest tree of every draft and batch size, and keeps them where programs look.
 
 Predicts the speed of hundreds of trees and measures the best (see `search`). Prints a table and, as
-the last line, everything as one JSON object. Every program that decodes with the draft on this kind
-of device finds the trees beside it.
+the last line, everything as one JSON object. The trees are kept in the draft's folder, where every
+program that decodes with it on this kind of device finds them.
 
     python -m infer.tune --target T --draft PosS-3=P --batch-sizes 1,4,16
 """
@@ -41,8 +41,8 @@ def autotune(
     vocabularies: Sequence[str],
     places: dict[str, AnyPath],
 ) -> None:
-    """Prints what was predicted and measured, and writes what every draft is fastest with."""
-    # With a tree of its own the engine does not look for what was tuned before.
+    """Prints predictions and measurements, and writes the fastest trees of every draft."""
+    # With an explicit tree the engine does not look for trees that were tuned before.
     baseline, *decoders = load_decoders(replace(config, tree=config.tree or default_tree()))
     allowed = {"allow_target_mismatch": config.allow_target_mismatch}
     tried = {
@@ -188,8 +188,9 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         "--trees-file",
         type=Path,
         metavar="FILE",
-        help="Write the trees here instead of beside the draft; other programs take it as --trees, "
-        "and a vocabulary that won, FILE with the ending .vocabulary.json, as --draft-vocabulary.",
+        help="Write the trees here, not to the draft's folder; other programs take it as --trees. "
+        "If a draft vocabulary won, pass FILE with the ending .vocabulary.json as "
+        "--draft-vocabulary.",
     )
     parser.add_argument("--overwrite", action="store_true", help="Replace --trees-file.")
 

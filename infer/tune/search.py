@@ -1,15 +1,15 @@
 """The fastest draft tree per batch size: predicted for hundreds of trees, confirmed for a few.
 
-The text does not depend on the tree, and the draft's candidates after a token depend on the text up
-to it alone. So one recording per top_k, with a draft after every token, tells the rounds of every
-tree of that top_k exactly (but for rounding):
+The text does not depend on the tree, and the draft's candidates after a token depend only on the
+text so far. So one recording per top_k, with a draft after every token, gives the rounds of every
+tree with that top_k, exact up to rounding:
 
     text              a   b   c   d   e
     path from "a"         1   1   7           rank among the candidates of `depth` levels, 1 best
     total_tokens 4        yes yes no          accepted 2: the next round starts at "d"
 
-A round then costs what its parts were measured to cost: drafting, by depth and top_k, and verifying
-up to committing, by the number of nodes.
+A round's predicted time is the sum of its measured parts: drafting, by depth and top_k, and
+everything from verifying to committing, by the number of nodes.
 """
 
 import itertools
@@ -113,7 +113,7 @@ def tune(
 
     Args:
       engine: a target with a draft.
-      prompts: prompts to measure on; they should be like those to come.
+      prompts: prompts to measure on; they should resemble later ones.
       batch_sizes: numbers of prompts decoded together.
       repeats: interleaved passes over all prompts that confirm a prediction.
 
@@ -174,7 +174,7 @@ def record(
     Args:
       engine: a target with a draft.
       prompts: prompts to answer.
-      tree: depth and top_k of the candidates, all of which count.
+      tree: depth and top_k of the candidates; all candidates count.
       progress: bar that is advanced by one per answer.
     """
     recording = Recording([], [])
@@ -201,7 +201,7 @@ def record(
 def _record_step(
     weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
 ) -> tuple[DecodeState, Candidates]:
-    """Drafts, but verifies and commits the root alone."""
+    """Drafts, but verifies and commits only the root."""
     noise = speculate.round_noise(config, request, state)
     candidates = speculate.draft_candidates(weights, config, request, state, noise)
     tree = root_tree(state.root)
@@ -245,7 +245,7 @@ def count_accepted(ranks: Ranks, length: int, tree: TreeConfig) -> list[int]:
     """Drafted tokens that every round of an answer would accept with a tree.
 
     Args:
-      ranks: of a recording with the tree's top_k, at least as deep.
+      ranks: ranks from a recording with the tree's top_k, at least as deep.
       length: tokens of the answer, the first of which comes with the prompt.
       tree: size of the tree.
     """
@@ -341,7 +341,7 @@ class _Bench:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _some_tree(root: jax.Array, num_nodes: int, depth: int) -> Tree:
-    """A tree of so many nodes: a chain, and then children of the root."""
+    """A tree of `num_nodes` nodes: a chain, and then children of the root."""
     parents = np.where(np.arange(num_nodes) <= depth, np.arange(num_nodes) - 1, 0).clip(0)
     shape = len(root), num_nodes
     parents = jnp.broadcast_to(jnp.asarray(parents, jnp.int32), shape)
@@ -374,7 +374,7 @@ class Prediction(NamedTuple):
 def predict_all(
     recordings: dict[int, Recording], costs: Costs, batch_size: int, depth: int
 ) -> dict[TreeConfig | None, Prediction]:
-    """Predicts every tree that the recordings tell of, and no draft; the fastest first."""
+    """Predicts no draft and every tree that the recordings cover; the fastest first."""
     found: dict[TreeConfig | None, Prediction] = {}
     for top_k, recording in recordings.items():
         plain = [[0] * (length - 1) for length in recording.lengths]
@@ -403,7 +403,7 @@ def predict(
 
 
 def choose_few(predicted: Iterable[TreeConfig | None]) -> list[TreeConfig]:
-    """The first trees, of each depth and top_k only one: neighbours are as good as equal."""
+    """Picks the first trees, one per depth and top_k, since neighbours are nearly equal."""
     few: dict[tuple[int, int], TreeConfig] = {}
     for tree in predicted:
         if tree is not None and len(few) < _CONFIRMED:
@@ -418,7 +418,7 @@ def confirm(
     trees: Sequence[TreeConfig | None],
     repeats: int,
 ) -> dict[TreeConfig | None, dict[str, Any]]:
-    """Decodes all prompts with every tree, interleaved; the first tree is what ratios relate to."""
+    """Decodes all prompts with every tree, interleaved; ratios are relative to the first tree."""
     engines = {tree: engine.with_tree({1: tree}) for tree in trees}
     passes = {tree: [] for tree in trees}
     with tqdm(total=(1 + repeats) * len(trees), desc="confirming", unit="pass") as progress:

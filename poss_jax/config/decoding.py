@@ -78,7 +78,7 @@ class ServedSampling(SamplingConfig):
 
     Attributes:
       temperature: Divide the scores by this number, 0 is greedy; then top_k, top_p and min_p change
-        nothing. The default is that of the OpenAI API.
+        nothing. The default is the OpenAI API's.
       seed: Every request has its own; only 0 is allowed.
     """
 

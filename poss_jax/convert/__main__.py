@@ -134,8 +134,7 @@ def _advance(progress: tqdm, item: tuple[str, Params]) -> tuple[str, Params]:
 def _format_rows(rows: Sequence[Row]) -> list[str]:
     """Lays rows out in columns: key -> path, shape, type.
 
-    Consecutive layers whose rows differ in their number alone share a line, on which it stands as
-    `{0..31}`.
+    Consecutive layers whose rows differ only in the layer's number share a line: `{0..31}`.
     """
     folded = _fold_rows(rows)
     key_width = max((len(row.key) for row in folded), default=0)
@@ -149,13 +148,13 @@ def _format_rows(rows: Sequence[Row]) -> list[str]:
 
 
 def _fold_rows(rows: Iterable[Row]) -> list[Row]:
-    """Joins rows that differ in their layer's number alone, in the order of the first of each."""
+    """Joins rows that differ only in their layer's number, ordered by the first of each group."""
     groups: dict[tuple, list[int]] = {}
     for row in rows:
         key, key_index = _split(row.key)
         path, path_index = _split(row.path) if key_index >= 0 else (row.path, -1)
         shift = path_index - key_index if path_index >= 0 <= key_index else None
-        # Without a number of its own a row is a group of its own.
+        # A row without a layer number is not joined with others.
         numbers = groups.setdefault((key, path, shift, row.shape, row.dtype), [])
         numbers.append(key_index)
     return [
@@ -241,8 +240,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": _parse_count,
         "metavar": "N",
         "help": "Number of positions the draft was trained on, such as 3 for HASS. It is recorded "
-        "and changes no output. By default it is the published one, that of the draft to start "
-        "from, or the sum of the positions per specialist.",
+        "and changes no output. The default is the published depth, the depth of the draft to "
+        "start from, or the sum of the positions per specialist.",
     },
     "--format": {
         "dest": "form",
@@ -329,8 +328,8 @@ def _parser() -> argparse.ArgumentParser:
         _draft,
         "draft",
         "Convert an EAGLE, EAGLE-2, EAGLE-3, HASS or PosS draft.",
-        "Such a draft has fc and one decoder layer per specialist. The embedding is the target's "
-        "and is not stored; nor is the head, except that of EAGLE-3, which is the draft's own.",
+        "Such a draft has fc and one decoder layer per specialist. The embedding and the head are "
+        "the target's and are not stored; only EAGLE-3 drafts have their own head.",
         required="--source --target --output",
         optional="--revision --dtype --positions-per-specialist --trained-depth",
     )
@@ -348,8 +347,8 @@ def _parser() -> argparse.ArgumentParser:
         "export",
         "Write a model folder as a PyTorch checkpoint.",
         "A target is written as `transformers` reads it, a draft in the layout of the original "
-        "code or of another program, with a model card; its target is described there, so --target "
-        "is needed. SHA256SUMS beside the files is checked when they are converted again.",
+        "code or of another program. A draft gets a model card that describes its target, so it "
+        "needs --target. Converting the files again checks them against SHA256SUMS.",
         required="--model --output",
         optional="--format --target --specialist --bin --dtype",
         changes={"--dtype": {"choices": ("keep", "float32", "bfloat16", "float16")}},

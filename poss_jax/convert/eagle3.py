@@ -62,7 +62,7 @@ def has_eagle3_config(source: Source) -> str | None:
 
 
 def has_stacked_layers(source: Source) -> str | None:
-    """Finds a layer behind the first that reads the first one's output alone."""
+    """Finds a later layer that reads only the first layer's output."""
     shapes = source.shapes
     if "layers.0.hidden_norm.weight" not in shapes:
         return None
@@ -94,7 +94,7 @@ def read_eagle3(source: Source) -> Reading:
     layer = replace(layer, tie_embeddings=False)  # its head is its own
     if _read_flag(source, "embed_requires_grad"):
         raise UserError(
-            f"{origin}: embed_requires_grad: this draft has an embedding of its own, trained apart "
+            f"{origin}: embed_requires_grad: this draft has trained its own embedding, apart "
             "from the target's; poss_jax has no such drafts"
         )
     settings, more = _read_settings(source)
@@ -163,7 +163,7 @@ def _read_fc_norm(source: Source) -> tuple[str | None, list[str]]:
 
 
 def _read_output_norm(source: Source) -> tuple[str | None, list[str]]:
-    """Reads who reads normed features; two producers mean two things by one key."""
+    """Reads which parts use normed features; one key means different things to two producers."""
     key = "norm_output"
     said = _read_flag(source, key)
     if _is_of_speculators(source):
@@ -195,7 +195,7 @@ def _read_aux_layers(source: Source) -> tuple[int, ...]:
 
 
 def _assume_sound_training(source: Source) -> list[str]:
-    """Says what cannot be seen of a draft that SpecForge seems to have made."""
+    """Names faults of SpecForge's training that the files of a draft do not show."""
     is_inner = any(key.startswith("midlayer.") for key in source.tensors)
     is_modelopt = "use_aux_hidden_state" in _eagle_config(source)
     if not is_inner or is_modelopt or NAMED_EAGLE3(source) is None:
@@ -231,7 +231,7 @@ def _read_flag(source: Source, key: str) -> bool | None:
 
 
 def _has_all_tokens(config: DraftConfig) -> bool:
-    """Tells whether a draft's head has every token; the original then looks at no map."""
+    """Tells whether a draft's head has every token; the original then ignores the maps."""
     return config.head_size in (None, config.layer.vocab_size)
 
 
@@ -266,7 +266,7 @@ def _read_vocabulary(source: Source, config: DraftConfig) -> tuple[int, ...] | N
     if ids.min() < 0 or ids.max() >= V or (np.diff(ids) <= 0).any():
         raise UserError(
             f"{source.folder}: d2t: want the offsets of {Vd} ascending ids below {V}; the file is "
-            "damaged, or is that of another draft"
+            "damaged, or belongs to another draft"
         )
     if "t2d" in source.names:
         known = source.tensors[source.names["t2d"]].read()

@@ -28,7 +28,7 @@ from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch
 from poss_jax.version import __version__
 
 FORMS = ("hf", *dict.fromkeys(layout.name for layout in LAYOUTS))
-"""Names of the layouts; hf is that of a target."""
+"""Names of the layouts; hf is for targets."""
 
 ExportDType = Literal["keep", "float32", "bfloat16", "float16"]
 

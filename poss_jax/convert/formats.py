@@ -65,7 +65,7 @@ class Format:
       in_weights: signs that need the names of the weights too.
       read: its reader; None if it cannot be converted.
       family: family of what its reader gives.
-      why_not: what to do with it where it cannot be converted, or not by the command in use.
+      why_not: what to do if it cannot be converted, or not by the command in use.
     """
 
     name: str
@@ -93,7 +93,7 @@ def read_checkpoint(source: Source, family: Family | None = None) -> Reading:
 
 
 def recognise(source: Source, family: Family | None = None) -> Format:
-    """Finds the format of a checkpoint; signs in the config come first, for they are cheap.
+    """Finds the format of a checkpoint; signs in the config come first, since they are cheap.
 
     Raises:
       UserError: as `read_checkpoint`; names the format and the sign.
@@ -228,7 +228,7 @@ FORMATS = (
         why_not="only dense models can be converted",
     ),
     Format(
-        "an EAGLE-1 draft of speculators with layers of its own",
+        "an EAGLE-1 draft of speculators with extra layers",
         in_weights=(
             has_key(
                 r"^(embed_layernorm|embedding_layernorm|post_embedding_layernorm"

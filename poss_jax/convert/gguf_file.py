@@ -1,7 +1,7 @@
 """A GGUF file: where it lies, its metadata, and its tensors, which are read on demand.
 
-The `gguf` package knows the types of tensors and dequantises them. The header is read here: its own
-reader keeps an array for every string, and takes seconds for a vocabulary.
+The `gguf` package knows the types of tensors and dequantises them. We read the header ourselves:
+the package's reader keeps an array for every string and takes seconds for a vocabulary.
 """
 
 import atexit
@@ -48,14 +48,14 @@ class StoredTensor:
 
     @property
     def byte_shape(self) -> tuple[int, ...]:
-        """Shape with bytes in the last place; ValueError where a row is no number of blocks."""
+        """Shape, its last size in bytes; ValueError if a row is not a whole number of blocks."""
         from gguf.quants import quant_shape_to_byte_shape
 
         return quant_shape_to_byte_shape(self.shape, self.type)
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The first byte after it."""
         return self.start + int(np.prod(self.byte_shape, dtype=object))
 
     def read(self) -> np.ndarray:
@@ -199,7 +199,7 @@ def _check(name: str, tensor: StoredTensor, cursor: "_Cursor") -> None:
 
 
 class _Cursor:
-    """Reads a header from its start on; whatever lies outside the file is damage."""
+    """Reads a header from its start; anything past the end of the file is damage."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -246,7 +246,7 @@ class _Cursor:
         return np.frombuffer(self.take(length * dtype.itemsize), dtype).tolist()
 
     def tensor(self) -> tuple[str, StoredTensor]:
-        """Reads a tensor's name, shape, type and place behind the header."""
+        """Reads a tensor's name, shape, type and place after the header."""
         from gguf import GGMLQuantizationType
 
         name, rank = self.text(), self.number("I")
@@ -259,5 +259,5 @@ class _Cursor:
 
 
 def shortest(number: float) -> float:
-    """Gives the number of fewest digits that is the same float32: what was written, 1e-5 say."""
+    """Returns the number of fewest digits that is the same float32, such as 1e-5."""
     return float(str(np.float32(number)))

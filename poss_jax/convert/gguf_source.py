@@ -97,7 +97,7 @@ class GgufSource(Source):
 
     @property
     def config_name(self) -> str:
-        """Where the config comes from, for messages."""
+        """Name of the config's file, for messages."""
         return f"{self.folder}: metadata"
 
     @property
@@ -240,9 +240,9 @@ def _read_longrope(gguf: GgufFile, longest: int) -> dict[str, Any]:
 
 
 def _read_divisors(gguf: GgufFile, theta: float, head_dim: int, longest: int) -> dict[str, Any]:
-    """Recognises Llama 3.1's rope, whose divisors are all that the file holds of it.
+    """Recognises Llama 3.1's rope, of which the file holds only the divisors.
 
-    Others are a longrope that divides alike in short and long texts.
+    Other divisors become a longrope that divides short and long texts alike.
     """
     divisors = _values_of(gguf, _DIVISORS)
     scaling = _LLAMA3 | {"factor": max(divisors, default=1.0)}
@@ -261,7 +261,7 @@ def _read_divisors(gguf: GgufFile, theta: float, head_dim: int, longest: int) ->
 
 
 def _llama3_divisors(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
-    """What Llama 3.1 divides each frequency by: 1 for high ones, `factor` for low ones."""
+    """Llama 3.1's divisor of each frequency: 1 for high ones, `factor` for low ones."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = frequencies * scaling["original_max_position_embeddings"] / (2 * math.pi)
     share = np.clip((turns - low) / (high - low), 0.0, 1.0)

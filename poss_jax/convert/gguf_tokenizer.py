@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, as Hugging Face's files.
+"""Turns the tokenizer of a GGUF file into Hugging Face's files.
 
-Texts become the tokens that llama.cpp makes of them, except that those of Qwen are normalised
-first, as its own tokenizer does. `docs/checkpoints.md` says where `transformers` differs.
+Texts get the same tokens as in llama.cpp, except that Qwen's texts are normalised first, as its
+own tokenizer does. `docs/checkpoints.md` says where `transformers` differs.
 """
 
 import json
@@ -25,7 +25,7 @@ _SPECIALS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}  # where the file does not say, as llama.cpp
 _STOP_KEYS = ("eos", "eot", "eom")
 
-# Tokens that end a text, whatever the metadata says: it often names one of several.
+# Tokens that always end a text: the metadata often names only one of several.
 _STOPS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> "
     "<|end_of_text|> <｜end▁of▁sentence｜>".split()
@@ -63,7 +63,7 @@ _NORMALISED = ("qwen2", "deepseek-r1-qwen")
 
 
 def stop_ids(gguf: GgufFile) -> list[int]:
-    """Lists the tokens that end a text: those the metadata names, and well-known ones."""
+    """Lists the tokens that end a text, from the metadata and from a list of well-known ones."""
     tokens = _strings(gguf, TOKENS) if TOKENS in gguf.metadata else []
     named = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _STOP_KEYS]
     known = [index for index, token in enumerate(tokens) if token in _STOPS]
@@ -126,7 +126,7 @@ def _numbers(gguf: GgufFile, key: str, size: int, default: float) -> list[Any]:
 
 
 def _special_ids(gguf: GgufFile) -> dict[str, int]:
-    """Reads the ids of bos, eos, unk and pad, as far as there are such."""
+    """Reads the ids of bos, eos, unk and pad, if they exist."""
     usual = _SENTENCEPIECE_IDS if gguf.metadata["tokenizer.ggml.model"] == "llama" else {}
     given = {
         name: gguf.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(name))
@@ -202,7 +202,7 @@ def _sentencepiece(gguf: GgufFile, ids: dict[str, int]) -> "Tokenizer":
 
 
 def _derive_merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Lists the pairs of pieces that make a piece, those of the best first."""
+    """Lists the pairs of pieces that make a piece, from the best piece to the worst."""
     found = [
         (scores[index], cut, token)
         for token, index in vocabulary.items()
@@ -218,7 +218,7 @@ def _derive_merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[
 
 
 def _add_tokens(tokenizer: "Tokenizer", gguf: GgufFile) -> None:
-    """Adds the tokens that are never cut; those of Phi-3 swallow the spaces behind them."""
+    """Adds the tokens that are never cut; in Phi-3 they swallow the spaces behind them."""
     from tokenizers import AddedToken
 
     tokens = _strings(gguf, TOKENS)
@@ -235,7 +235,7 @@ def _add_tokens(tokenizer: "Tokenizer", gguf: GgufFile) -> None:
 
 
 def _add_ends(tokenizer: "Tokenizer", gguf: GgufFile, ids: dict[str, int]) -> None:
-    """Puts bos before a text and eos behind it, where the model wants that."""
+    """Puts bos before a text and eos after it, if the model wants that."""
     from tokenizers import processors
 
     metadata = gguf.metadata

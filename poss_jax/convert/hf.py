@@ -1,6 +1,6 @@
-"""config.json of Hugging Face and of the original code, read into our configs.
+"""Reads config.json of Hugging Face and of the original code into our configs.
 
-Our own tables of names and defaults read it, so that nothing in it is dropped: the classes of
+It uses our own tables of names and defaults, so that nothing is dropped unnoticed: the classes of
 `transformers` keep keys they do not know, and take seconds to import.
 """
 
@@ -80,7 +80,7 @@ def parse_llama_config(
 
     Args:
       values: contents of config.json, written by transformers 4 or 5.
-      generation: contents of generation_config.json; its stop tokens replace those of `values`.
+      generation: contents of generation_config.json; its stop tokens win.
       origin: source of the values, for messages.
 
     Raises:
@@ -148,7 +148,7 @@ def _differences(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_sliding_window(values: Mapping[str, Any], origin: str) -> None:
-    """Refuses a window that any layer applies to texts as long as the model takes."""
+    """Refuses a sliding window that cuts the context of any layer."""
     layer_types = values.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise UserError(
@@ -362,7 +362,7 @@ _SHOWN_BY = {
 
 
 def contradiction(source: Source, said: str, found: str) -> UserError:
-    """Names both sides where config.json and the weights of a draft contradict each other."""
+    """Makes the error for a draft whose config.json contradicts its weights; it names both."""
     return UserError(
         f"{source.folder}: config.json says {said}, the weights {found}; give the config.json "
         "that belongs to these weights"
@@ -370,7 +370,7 @@ def contradiction(source: Source, said: str, found: str) -> UserError:
 
 
 def count_layers(source: Source) -> int:
-    """Counts the layers of a draft, at least 1: the keys of a missing layer are to be listed."""
+    """Counts a draft's layers, at least 1, so that the keys of a missing layer are listed."""
     return max(1, len({match[1] for match in map(_LAYER.match, source.names) if match}))
 
 
@@ -384,11 +384,11 @@ def read_layer(source: Source) -> tuple[LlamaConfig, list[str]]:
       UserError: an unsupported config.json, or one that contradicts the tensors.
     """
     said, num_layers = source.settings.get("num_hidden_layers"), count_layers(source)
-    # The original writes 1 whatever the number of specialists, other programs the number.
+    # The original always writes 1, other programs the number of specialists.
     if said not in (None, 1, num_layers):
         found = f"hold {num_layers} (or 1 may stand there)"
         raise contradiction(source, f"num_hidden_layers {shorten(said)}", found)
-    # One layer each, whatever it says: specialists are counted by the spans.
+    # `layer` is one layer; the spans count the specialists.
     values: dict[str, Any] = {**source.settings, "num_hidden_layers": 1}
     values["model_type"] = values.get("model_type") or "llama"
     layer = parse_llama_config(values, {}, origin=f"{source.folder}/config.json")
@@ -407,7 +407,7 @@ def read_layer(source: Source) -> tuple[LlamaConfig, list[str]]:
 
 
 def _check_widths(source: Source, layer: LlamaConfig) -> None:
-    """Compares the widths config.json gives with those of the tensors, by config.json's names."""
+    """Refuses a config.json whose widths differ from the tensors'."""
     for field, said, key in (
         ("hidden_size", layer.hidden_size, FC),
         ("num_attention_heads times head_dim", layer.num_heads * layer.head_dim, QUERY),

@@ -15,7 +15,7 @@ from poss_jax.model.families.eagle3 import default_aux_layers
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 
-# Number of tokens to draft that a file of speculators suggests where the trained depth is unknown.
+# Number of tokens to draft that a speculators file suggests if the trained depth is unknown.
 _USUAL_TOKENS = 3
 
 
@@ -25,7 +25,7 @@ class Outgoing:
 
     Attributes:
       origin: its folder and the layout, for messages.
-      config: its shape; where one specialist was chosen, that of this specialist alone.
+      config: its shape; if one specialist was chosen, the shape of this specialist alone.
       vocabulary: target id of every token it can propose; None: all of them.
       target: record of its target.
       dtype: type that `fc` is written in.
@@ -61,7 +61,7 @@ class Layout:
       is_single: whether it holds one specialist.
       layer: key of a layer; `{}` stands for its number.
       has_embedding: whether it holds a copy of the target's embedding.
-      maps: when it holds `d2t` and `t2d`; `subset`: where the draft's vocabulary is a part.
+      maps: when it holds `d2t` and `t2d`; `subset`: if the draft's vocabulary is a part.
       note: what users of the files should know, for the model card.
     """
 
@@ -81,7 +81,7 @@ class Layout:
 
 
 def other_widths(layer: LlamaConfig) -> list[str]:
-    """Names the width of all heads together, if it is not that of the layer."""
+    """Names the width of all heads together, if it differs from the layer's."""
     if layer.num_heads * layer.head_dim == layer.hidden_size:
         return []
     return [f"{layer.num_heads} heads of {layer.head_dim} for a width of {layer.hidden_size}"]
@@ -179,7 +179,7 @@ def _describe_eagle(draft: Outgoing) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **layer_json(layer, draft.dtype),
-        "num_hidden_layers": 1,  # whatever the number of specialists: so do the published ones
+        "num_hidden_layers": 1,  # for any number of specialists, as in the published drafts
         "tie_word_embeddings": layer.tie_embeddings,
         "pad_token_id": 0,
         "qkv_bias": layer.qkv_bias,

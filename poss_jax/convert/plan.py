@@ -163,7 +163,7 @@ def plan_specialists(
     Args:
       draft: model folder of the draft to start from.
       positions_per_specialist: see `DraftConfig`, for the new draft.
-      trained_depth: by default that of the given draft: copying trains nothing.
+      trained_depth: None keeps the given draft's, since copying trains nothing.
 
     Raises:
       UserError: not a draft, or fewer specialists than it already has.
@@ -206,7 +206,7 @@ def plan_specialists(
 
 
 def _place_aux_layers(reading: Reading, num_layers: int) -> Reading:
-    """Gives an EAGLE-3 draft the layers of the target it reads, where its config leaves them open.
+    """Gives an EAGLE-3 draft the target layers that it reads, if its config does not name them.
 
     Raises:
       UserError: the target has no such layers.

@@ -30,7 +30,7 @@ class DraftMetadata:
       positions_per_specialist: see `DraftConfig`.
       trained_depth: see `DraftConfig`.
       draft_vocabulary: see `ModelRecord`.
-      kv: see `DraftConfig`; None: as every draft of its family has it.
+      kv: see `DraftConfig`; None: the family's usual one.
     """
 
     positions_per_specialist: Spans
@@ -56,8 +56,8 @@ class Reading:
 
     Attributes:
       source: files it was read from.
-      config: shape of the model; in that of a draft every specialist has one position for now,
-        see `place_specialists`.
+      config: shape of the model; a draft's specialists have one position each until
+        `place_specialists`.
       slots: place in our format, by key.
       dropped: reason why a key is known and not stored, by key.
       copies: item of the target that a key of a draft must equal, by key.
@@ -95,7 +95,7 @@ class Row(NamedTuple):
       key: name in the source.
       path: our path, or the reason why the tensor is not stored.
       shape: shape in the source and in our format alike.
-      dtype: type that is stored; that of the source for what is not stored.
+      dtype: type that is stored; the source's type if the tensor is not stored.
     """
 
     key: str
@@ -193,7 +193,7 @@ def is_adapter(source: Source) -> str | None:
 
 
 def is_of_speculators(pattern: str) -> Sign:
-    """Finds a kind and class of vLLM's speculators, other than those of EAGLE-1."""
+    """Finds a kind and class of vLLM's speculators, except EAGLE-1."""
     find = re.compile(pattern, re.IGNORECASE).search
 
     def sign(source: Source) -> str | None:
@@ -266,7 +266,7 @@ def find_published(source: Source) -> tuple[str, str] | None:
     """Finds a published draft by its Hub id, its folder in the Hub's cache, or its folder's name.
 
     Returns:
-      Hub id (a key of `PUBLISHED`), and what told it; None for anything else.
+      Hub id (a key of `PUBLISHED`), and what gave it away; None for anything else.
     """
     if source.revision and source.name in PUBLISHED:
         return source.name, "its id on the Hub"
@@ -294,7 +294,7 @@ def place_specialists(
       trained_depth: what the user says; None takes what is known, or the sum of the spans.
 
     Raises:
-      UserError: the positions are not known, or are those of another number of specialists.
+      UserError: the positions are not known, or are for another number of specialists.
     """
     known, because = _known(reading)
     known_spans = known.positions_per_specialist if known else None
@@ -326,7 +326,7 @@ def _known(reading: Reading) -> tuple[DraftMetadata | Published | None, str]:
         known, says = reading.metadata, "config.json says"
     elif (found := find_published(reading.source)) is not None:
         hub_id, told_by = found
-        known, says = PUBLISHED[hub_id], f"{told_by} is that of {hub_id}, published with"
+        known, says = PUBLISHED[hub_id], f"{told_by} matches {hub_id}, published with"
     else:
         return None, ""
     spans = list_counts(known.positions_per_specialist)

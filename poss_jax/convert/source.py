@@ -86,7 +86,7 @@ class Source:
 
     @property
     def identity(self) -> tuple[str, str | None]:
-        """Name and revision to record: for a folder of the Hub's cache those on the Hub."""
+        """Name and revision to record: for a folder of the Hub's cache, the Hub's."""
         *_, model, snapshots, commit = ("", "", *self.folder.resolve().parts)
         match = CACHED.fullmatch(model)
         if match and snapshots == "snapshots" and _GIT_SHA1.fullmatch(commit):
@@ -95,12 +95,12 @@ class Source:
 
     @property
     def config_name(self) -> str:
-        """Where the config comes from, for messages."""
+        """Name of the config's file, for messages."""
         return f"{self.folder}/config.json"
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the form of the files says about the model, by name."""
+        """Facts about the model that the form of its files shows, by name."""
         return {}
 
     @cached_property
@@ -161,8 +161,8 @@ class Source:
         )
         if has_model and not has_json:
             raise UserError(
-                f"{self.folder}: want tokenizer.json, got tokenizer.model alone; copy that of the "
-                "model it was trained from, if the vocabulary is the same, or write one with "
+                f"{self.folder}: want tokenizer.json, got tokenizer.model alone; copy it from the "
+                "model this one was trained from, if the vocabulary is the same, or write one with "
                 '`pip install sentencepiece protobuf` and python -c "from transformers import '
                 f"AutoTokenizer as A; d = '{self.folder}'; A.from_pretrained(d)"
                 '.save_pretrained(d)"'
@@ -290,7 +290,7 @@ def _check_index(index: Path, shards: Mapping[str, str], tensors: Mapping[str, L
 
 
 def _verify(folder: Path, names: Iterable[str]) -> set[str]:
-    """Compares those files that exist with what is known about them; names those it compared."""
+    """Compares the files that exist with their known checksums; names the compared ones."""
     check_own_file(folder / SUMS_FILE)
     sums, compared = read_sums(folder), set()
     for name in names:
@@ -361,7 +361,7 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
 
 
 def map_array(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Maps a tensor into memory, where it costs none of its own: `get_tensor` makes a copy."""
+    """Maps a tensor, so that it costs no memory; `get_tensor` would copy it."""
     array = np.memmap(path, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, "r", start, shape)
     return np.require(array, requirements="A")  # no file has to align its tensors
 
@@ -371,7 +371,7 @@ def map_array(path: Path, start: int, shape: tuple[int, ...], dtype: str) -> np.
 
 
 def _fetch_snapshot(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Downloads the files that match; the folder is that of the cache, named by the commit."""
+    """Downloads the files that match; returns their folder in the cache, named by the commit."""
     import huggingface_hub
 
     try:

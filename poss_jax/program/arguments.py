@@ -84,7 +84,7 @@ class Option(NamedTuple):
 
 
 def list_options(kind: Any, also: Sequence[str] = ()) -> list[Option]:
-    """Lists the options of a config dataclass: of its own keys, of `sampling`, `tree` and `also`.
+    """Lists the options of a config dataclass: its keys, the keys of `sampling` and `tree`, `also`.
 
     Args:
       kind: the dataclass.
@@ -112,7 +112,7 @@ def read_arguments(
 
     Args:
       kind: the dataclass of its settings.
-      arguments: words of the command line; None: those of the process.
+      arguments: words of the command line; None: the process's.
       prog: name of the program's module.
       doc: description, for --help.
       also: see `list_options`.
@@ -256,9 +256,9 @@ def _add_options(
 
 
 def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action:
-    """Adds one option, of settings with a tree of their own or the device's.
+    """Adds one option; without a `tree`, the help names the device's tree as the default.
 
-    Its text is checked when the config is built.
+    The option's text is checked when the config is built.
     """
     default, kind = option.about.default, _kind(option)
     text = option.about.help

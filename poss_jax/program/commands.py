@@ -43,7 +43,7 @@ _UMBRELLAS = ("poss", "python -m poss_jax")
 
 
 def started_as(module: str) -> str:
-    """What the user typed to start a program: `poss NAME`, a script, or `python -m MODULE`."""
+    """Returns how the user started a program: `poss NAME`, a script, or `python -m MODULE`."""
     typed = sys.argv[0]
     if umbrella := _umbrella():  # a parser of several commands adds `inspect` itself
         name = typed.removeprefix(f"{umbrella} ")
@@ -71,7 +71,7 @@ def name_programs(text: str) -> str:
 
 
 def umbrella_name() -> str:
-    """How `poss` itself was started."""
+    """Returns how `poss` itself was started."""
     return "python -m poss_jax" if Path(sys.argv[0]).name == "__main__.py" else "poss"
 
 

@@ -1,4 +1,4 @@
-"""What programs do with their settings: load the engine, find the default models, check outputs."""
+"""Turns a program's settings into its engine, default models and checked outputs."""
 
 import argparse
 import os

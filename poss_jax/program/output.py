@@ -1,4 +1,4 @@
-"""What programs write: results for people on a terminal, JSON elsewhere; and what takes a while."""
+"""Writes results, for people on a terminal and as JSON elsewhere, and says what takes a while."""
 
 import json
 import sys
