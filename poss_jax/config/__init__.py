@@ -5,7 +5,7 @@ training.py      training runs and their data
 decoding.py      runs of the decoding programs; sampling
 numbers.py       bounded types of numbers
 reading.py       YAML files, `base:`, dotted overrides, keys and their help, messages
-yaml_text.py     YAML within limits
+yaml_text.py     YAML of plain values
 json_reading.py  JSON from outside
 paths.py         paths that users write: local ones, and URIs of object stores
 """
