@@ -375,7 +375,7 @@ def test_keys_that_want_a_server(tmp_path: Path) -> None:
         ((401, {"error": {"message": "no key"}}), "got status 401: no key; check --server"),
         ((400, {"error": {"message": "no"}}), "the server refuses it with status 400: no"),
         ((404, {}), "got status 404"),
-        ((0, {}), "got Remote end closed connection"),
+        ((0, {}), "got Server disconnected"),
         ((503, {}), "got status 503"),
         ((200, {"data": []}), "want a list of models, got {'data': []}; give --model"),
         ((200, ["tiny"]), "want a list of models"),

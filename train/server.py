@@ -17,13 +17,12 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import asdict
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException
 from queue import SimpleQueue
-from typing import Any, NamedTuple
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from typing import Any
 
+import httpx
 from tqdm import tqdm
 
 from poss_jax.config.decoding import SamplingConfig
@@ -55,7 +54,8 @@ _REFUSALS = 100  # this many refusals and no answer: the settings are wrong
 _OF_THE_QUESTION = {400, 413, 422}
 _REFUSES = "the server refuses it with status"
 _CALLS = ("tool_calls", "function_call")  # finish reasons, and fields of a message
-_PASSING = {0, 408, 409, 425, 429}  # 0: no answer; also all from 500 on
+_PASSING = {408, 409, 425, 429}  # and all from 500 on
+_KNOWN_TO_ALL = ("temperature", "top_p", "seed")
 
 
 class Refused(Exception):
@@ -64,20 +64,6 @@ class Refused(Exception):
     def __init__(self, reason: str, said: str = "") -> None:
         super().__init__(reason)
         self.said = said
-
-
-class Reply(NamedTuple):
-    """A reply that came back.
-
-    Attributes:
-      status: status of HTTP; 0 if no answer came.
-      content: body, or why no answer came.
-      retry_after: header of that name, or "".
-    """
-
-    status: int
-    content: bytes
-    retry_after: str = ""
 
 
 class Server:
@@ -103,9 +89,14 @@ class Server:
         Raises:
           UserError: the server does not answer, or OPENAI_API_KEY is not a key.
         """
-        self._url, self._key = url.rstrip("/"), os.environ.get("OPENAI_API_KEY", "").strip()
-        if not re.fullmatch("[!-~]*", self._key):
+        self._url, key = url.rstrip("/"), os.environ.get("OPENAI_API_KEY", "").strip()
+        if not re.fullmatch("[!-~]*", key):
             raise UserError("OPENAI_API_KEY: want a key in ASCII, got other characters")
+        headers = {"Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer {key}"} if key else {}  # not sent to other hosts
+        self._client = httpx.Client(
+            headers=headers, timeout=_TIMEOUT, limits=httpx.Limits(), follow_redirects=True
+        )
         self._closed = threading.Event()
         self._more = {"chat_template_kwargs": chat_template_kwargs} if chat_template_kwargs else {}
         self.model = model or self._first_model()
@@ -168,23 +159,13 @@ class Server:
 
     def _sampling(self, sampling: SamplingConfig) -> dict[str, Any]:
         """Sampling fields; those that not all servers know are sent only if set."""
-        default = SamplingConfig()
-        names = (
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "frequency_penalty",
-            "presence_penalty",
-            "logit_bias",
-        )
-        asked = {name: getattr(sampling, name) for name in names}
-        return {
-            "model": self.model,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed,
-            **{name: value for name, value in asked.items() if value != getattr(default, name)},
+        default = asdict(SamplingConfig())
+        sent = {
+            name: value
+            for name, value in asdict(sampling).items()
+            if name in _KNOWN_TO_ALL or value != default[name]
         }
+        return {"model": self.model, **sent}
 
     def _first_model(self) -> str:
         try:
@@ -201,34 +182,24 @@ class Server:
 
     def _request(self, path: str, body: Any = None, *, tries: int = _TRIES) -> Any:
         """Sends a request, retrying while the server is busy or away; returns its JSON."""
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
         for number in range(1, tries + 1):
-            reply = self._send(path, body)
-            if reply.status == 200:
-                return self._parse(reply.content)
-            said = _message(reply.content)
-            if reply.status in _OF_THE_QUESTION:
-                raise Refused(f"{_REFUSES} {reply.status}", said)
-            got = f"status {reply.status}: {said}" if reply.status else said
-            is_passing = reply.status in _PASSING or reply.status >= 500
-            if number == tries or not is_passing or self._wait(number, reply.retry_after, got):
+            retry_after, is_passing = "", True
+            try:
+                reply = self._client.request(method, f"{self._url}/{path}", content=content)
+            except httpx.HTTPError as error:
+                got = str(error) or type(error).__name__
+            else:
+                status, said = reply.status_code, _message(reply.content)
+                if status == 200:
+                    return self._parse(reply.content)
+                if status in _OF_THE_QUESTION:
+                    raise Refused(f"{_REFUSES} {status}", said)
+                got, retry_after = f"status {status}: {said}", reply.headers.get("Retry-After", "")
+                is_passing = status in _PASSING or status >= 500
+            if number == tries or not is_passing or self._wait(number, retry_after, got):
                 raise self._error(f"got {got}")
         raise AssertionError("unreachable")
-
-    def _send(self, path: str, body: Any) -> Reply:
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(f"{self._url}/{path}", data, {"Content-Type": "application/json"})
-        if self._key:  # not sent on a redirect
-            request.add_unredirected_header("Authorization", f"Bearer {self._key}")
-        try:
-            try:
-                with urlopen(request, timeout=_TIMEOUT) as response:
-                    return Reply(response.status, response.read())
-            except HTTPError as error:
-                with error:
-                    after = error.headers.get("Retry-After", "")
-                    return Reply(error.code, error.read(), after)
-        except (OSError, HTTPException) as error:
-            return Reply(0, str(getattr(error, "reason", error)).encode())
 
     def _wait(self, number: int, retry_after: str, got: str) -> bool:
         """Waits after a try; True if `close` was called."""
