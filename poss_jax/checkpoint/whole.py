@@ -66,23 +66,32 @@ def _renamed(folder: Path) -> Iterator[Path]:
                 path.rmdir()
 
 
-def write_file(path: AnyPath, text: str) -> None:
-    """Writes a text file; readers find the old text or the new one.
+@contextmanager
+def replaced(path: AnyPath) -> Iterator[Path]:
+    """Yields a local path to write; it becomes the file at the end, or vanishes.
+
+    Readers find the old file or the new one.
 
     Raises:
       OSError: it cannot be written; the old file stays.
     """
-    if not isinstance(path, Path):
-        path.write_text(text)
-        return
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with naming(path):
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    with uploaded(path.parent) as folder:
+        if not isinstance(path, Path):
+            yield folder / path.name
+            return
+        partial = folder / f".{path.name}.partial"
+        try:
+            with naming(path):
+                yield partial
+                partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def write_file(path: AnyPath, text: str) -> None:
+    """Writes a text file (see `replaced`)."""
+    with replaced(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -120,14 +120,6 @@ def read_text(path: AnyPath, encoding: str = "utf-8") -> str:
         return text.read()
 
 
-def move_file(source: Path, to: AnyPath) -> None:
-    """Moves a file of this machine; readers of `to` see the old content or the new one."""
-    if isinstance(to, Path):
-        source.replace(to)
-    else:
-        _copy_file(source, to)
-
-
 @contextmanager
 def local_files(folder: AnyPath, names: Iterable[str]) -> Iterator[Path]:
     """Yields a local folder: itself, or for a URI a temporary copy of some files.

@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from poss_jax.checkpoint.whole import write_file
+from poss_jax.checkpoint.whole import replaced, write_file
 from poss_jax.config.reading import UserError, one_line
 
 LOCK = ".lock"
@@ -133,12 +133,11 @@ class FeatureCache:
           features: its rows in order, each [some T D] bfloat16.
         """
         path = self._path(shard)
-        partial = path.with_name(f".{path.name}.partial")
         shape = len(self.rows_of(shard)), *self.shape[1:]
         header = {"descr": _BITS.str, "fortran_order": False, "shape": shape}
         sums: list[int] = []
         try:
-            with partial.open("wb") as file:
+            with replaced(path) as partial, partial.open("wb") as file:
                 np.lib.format.write_array_header_1_0(file, header)
                 for part in features:
                     assert part.dtype == _DTYPE
@@ -148,14 +147,11 @@ class FeatureCache:
                 file.write(np.array(sums, _CRC).data)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(path)
         except OSError as error:
             raise UserError(
                 f"{path} cannot be written: {error.strerror}; earlier shards are kept, run the "
                 "same command again to continue"
             ) from error
-        finally:
-            partial.unlink(missing_ok=True)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Features [n T D] bfloat16 of some rows; reads only these.

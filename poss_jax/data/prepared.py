@@ -3,16 +3,15 @@
 import hashlib
 import io
 import json
-import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from poss_jax.config.paths import AnyPath, as_path, is_uri, move_file, read_text
+from poss_jax.checkpoint.whole import replaced
+from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict, one_line
 from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, content_key
@@ -260,11 +259,8 @@ def _write(path: AnyPath, prepared: Prepared, made_from: str) -> None:
     }
     report, files = json.dumps(prepared.report), json.dumps(prepared.files)
     about = {"made_from": made_from, "report": report, "files": files}
-    place = None if is_uri(path) else path.parent
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=place) as scratch:
-        partial = Path(scratch) / path.name
-        np.savez(partial, **about, **arrays)
-        move_file(partial, path)
+    with replaced(path) as partial, partial.open("wb") as file:
+        np.savez(file, **about, **arrays)
 
 
 def _read(path: AnyPath, made_from: str) -> Prepared:
