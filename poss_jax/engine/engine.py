@@ -37,8 +37,6 @@ from poss_jax.engine.device import (
     check_memory,
     check_weights,
     default_dtype,
-    default_tree,
-    fit_tree,
     prefill_chunk,
     tree_for,
     with_rows,
@@ -55,7 +53,7 @@ from poss_jax.engine.prompts import (
 )
 from poss_jax.engine.steps import decode_batch, run_live, run_step
 from poss_jax.engine.text import TextStream, check_stop, decode_behind, find_anchor
-from poss_jax.engine.trees import find_tuned
+from poss_jax.engine.trees import choose_trees, find_tuned
 from poss_jax.model.parameters import check_params, place_params, place_weights
 from poss_jax.model.quantise import Quantised, quantise_specialists
 from poss_jax.model.sharding import decoding_mesh
@@ -115,8 +113,8 @@ class Engine:
         self.mesh = decoding_mesh(mesh)
         self.weights = Weights(self._fuse(params), {})
         self._own_draft: Params = {}  # the draft's own weights, and `vocabulary`
-        self._has_own_trees = tree is not None
-        self.trees = _fit_trees(tree or default_tree(), {})
+        self._given_trees = tree  # None: each draft has its own
+        self.trees = choose_trees(tree)
         self.drafting: Drafting = drafting
         self.tokenizer = tokenizer
         self.stop_ids = _stop_ids(self.target_config.eos_token_ids, tokenizer)
@@ -204,23 +202,23 @@ class Engine:
             allow_target_mismatch=allow_target_mismatch,
             sharding=_sharding_on(self.mesh),
         )
-        tuned = None if self._has_own_trees else find_tuned(draft, record, self.mesh)
+        tuned = None if self._given_trees else find_tuned(draft, record, self.mesh)
         if vocabulary is None and tuned is not None:
             vocabulary = tuned.draft_vocabulary
         if vocabulary is not None:
             tokens = read_draft_vocabulary(vocabulary, self.target_config.vocab_size)
             record = with_vocabulary(record, tokens.tolist(), origin=str(draft))
-        other = self.with_draft(record, params)
-        if tuned is not None:
-            other.trees = _fit_trees(tuned.trees, other.weights.draft)
-        return other
+        return self.with_draft(record, params, tuned=tuned and tuned.trees)
 
-    def with_draft(self, record: ModelRecord, params: Params) -> "Engine":
+    def with_draft(
+        self, record: ModelRecord, params: Params, *, tuned: Trees | None = None
+    ) -> "Engine":
         """Returns an engine of the same target with a draft; shares the target's weights.
 
         Args:
           record: record of the draft.
           params: parameters of the draft.
+          tuned: trees tuned for it, used unless this engine was given others.
         """
         other = copy(self)
         other.draft_config = record.draft
@@ -231,15 +229,14 @@ class Engine:
         own = fuse_draft(own, record.draft) | {"vocabulary": ids}
         other._own_draft = _place_on(self.mesh, own)
         other.weights = other._lend(self.weights.target)
-        trees = self.trees if self._has_own_trees else default_tree()
-        other.trees = _fit_trees(trees, other.weights.draft)
+        other.trees = choose_trees(self._given_trees or tuned, other.weights.draft)
         return other
 
     def with_tree(self, tree: TreeConfig | Trees, *, drafting: Drafting | None = None) -> "Engine":
         """Returns an engine of the same models with another tree; None keeps the way to draft."""
         other = copy(self)
-        other._has_own_trees = True
-        other.trees = _fit_trees(tree, self.weights.draft)
+        other._given_trees = tree
+        other.trees = choose_trees(tree, self.weights.draft)
         if drafting is not None:
             other.drafting = drafting
         return other
@@ -586,17 +583,6 @@ def _check_length(max_length: int | None, most: int) -> int:
             most,
         )
     return most if max_length is None else max_length
-
-
-def _fit_trees(tree: TreeConfig | Trees, draft: Params) -> Trees:
-    """Clamps the tree of every batch size to what can be drafted."""
-    trees = {1: tree} if isinstance(tree, TreeConfig) else tree
-    if not draft:
-        return trees
-    return {
-        size: tree and fit_tree(tree, draft["head"]["weight"].shape[0])
-        for size, tree in trees.items()
-    }
 
 
 def _stop_ids(eos_token_ids: Sequence[int], tokenizer: Any) -> list[int]:

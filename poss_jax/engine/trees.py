@@ -1,4 +1,4 @@
-"""Files of draft trees by batch size: written by hand, or tuned and kept with the draft's weights.
+"""Draft trees by batch size: which apply, and their files, written by hand or tuned with a draft.
 
 tuned: {device: cpu, draft: 3f0c...}      only in tuned files
 1: {depth: 4, top_k: 2, total_tokens: 8}
@@ -21,7 +21,8 @@ from poss_jax.config.models import TreeConfig
 from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, build_config, read_yaml, shorten
-from poss_jax.engine.device import Trees, default_tree
+from poss_jax.engine.device import Trees, default_tree, fit_tree
+from poss_jax.shapes import Params
 
 _LOG = logging.getLogger(__package__)
 _TUNED = "tuned"
@@ -37,6 +38,21 @@ class Tuned(NamedTuple):
 
     trees: Trees
     draft_vocabulary: AnyPath | None
+
+
+def choose_trees(wanted: TreeConfig | Trees | None, draft: Params | None = None) -> Trees:
+    """Trees per batch size: the wanted ones, else the device's default; clamped to the draft.
+
+    Args:
+      wanted: what was given or, failing that, tuned.
+      draft: parameters of the draft; without one nothing is clamped.
+    """
+    wanted = wanted or default_tree()
+    trees = {1: wanted} if isinstance(wanted, TreeConfig) else wanted
+    if not draft:
+        return trees
+    num_tokens = draft["head"]["weight"].shape[0]
+    return {size: tree and fit_tree(tree, num_tokens) for size, tree in trees.items()}
 
 
 def read_trees(path: AnyPath) -> Trees:
