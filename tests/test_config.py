@@ -424,6 +424,10 @@ def test_epochs_of_too_many_tokens_are_refused_once_the_rows_are_known():
 # Limits of YAML
 
 RUN = "{stage: draft, output: a, target: t, num_tokens: 9}"
+LAUGHS = "a: &a [1, 1]\n" + "".join(
+    f"{after}: &{after} [*{before}, *{before}, *{before}, *{before}]\n"
+    for before, after in zip("abcdefghijklmnop", "bcdefghijklmnopq", strict=True)
+)
 
 
 @pytest.mark.parametrize(
@@ -432,6 +436,8 @@ RUN = "{stage: draft, output: a, target: t, num_tokens: 9}"
         ("2024-13-45", "month must be in 1..12"),
         ("9" * 5000, "Exceeds the limit (4300 digits)"),
         ("[" * 1000, "nested too deep"),
+        ("&a [*a]", "aliases stand for more than 50,000 values"),
+        ("&a {<<: *a}", "aliases stand for more than 50,000 values"),
         ("{b1: 1, b1: 2}", "the key 'b1' is given twice"),
         ("{? [a] : 1}", "found unhashable key"),
         ("!!bool maybe", "'maybe'"),
@@ -455,6 +461,10 @@ def refused(folder: Path, text: str, *overrides: str) -> str:
         load_config(TrainConfig, run, overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_aliases_that_stand_for_more_than_was_written(tmp_path):
+    assert "more than 50,000 values" in refused(tmp_path, LAUGHS)
 
 
 def test_merged_keys_are_not_given_twice(tmp_path):

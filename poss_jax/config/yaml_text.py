@@ -1,10 +1,14 @@
 """YAML of plain values, or an error of one line."""
 
+import math
+from itertools import chain
 from typing import Any
 
 import yaml
 
 LARGEST_TEXT = 2**18  # bytes
+
+_MOST_NODES = 50_000  # with every alias written out
 
 
 def parse_yaml(text: str) -> Any:
@@ -41,3 +45,19 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add((key.tag, key.value))
         return node
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None and _count_nodes(node, {}) > _MOST_NODES:
+            raise ValueError(f"aliases stand for more than {_MOST_NODES:,} values")
+        return node
+
+
+def _count_nodes(node: yaml.Node, counts: dict[int, float]) -> float:
+    """Counts the values below a node, aliases written out; infinite if it holds itself."""
+    if id(node) not in counts:
+        counts[id(node)] = math.inf
+        inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+        flat = chain.from_iterable(one if isinstance(one, tuple) else (one,) for one in inner)
+        counts[id(node)] = 1 + sum(_count_nodes(one, counts) for one in flat)
+    return counts[id(node)]
