@@ -24,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,8 +207,14 @@ def _describe_self_prompt(config: RegenerateConfig) -> dict[str, Any]:
 
 
 def _settings(config: RegenerateConfig, batch_size: int) -> AnswerSettings:
-    shared = {one.name: getattr(config, one.name) for one in fields(AnswerSettings)}
-    return AnswerSettings(**shared | {"batch_size": batch_size})
+    return AnswerSettings(
+        sampling=config.sampling,
+        max_new_tokens=config.max_new_tokens,
+        batch_size=batch_size,
+        stop=config.stop,
+        keeps_unfinished=config.keeps_unfinished,
+        temperatures=config.temperatures,
+    )
 
 
 def _check_apart(source: str, output: Path) -> None:
