@@ -35,10 +35,19 @@ from poss_jax.config.yaml_text import parse_yaml
 from .devices import ask_first, meet
 
 # Settings that may change on resume: they change what a run learns by rounding at most.
-_FREE_KEYS = set(
-    "checkpoint_every explosion_factor features keep_checkpoints log_every loggers mesh "
-    "num_samples output profile step".split()
-)
+_FREE_KEYS = {
+    "checkpoint_every",
+    "explosion_factor",
+    "features",
+    "keep_checkpoints",
+    "log_every",
+    "loggers",
+    "mesh",
+    "num_samples",
+    "output",
+    "profile",
+    "step",
+}
 
 
 def check_output(config: TrainConfig) -> None:
@@ -159,9 +168,7 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
     for file in inputs if overwrite else ():
         if file is not None and real_path(file).is_relative_to(real_path(path)):
             raise UserError(f"output {path} holds {file}, which --overwrite would remove; move it")
-    if not path.exists() or (
-        path.is_dir() and all(entry.name == ".lock" for entry in path.iterdir())  # this process's
-    ):
+    if not path.exists() or (path.is_dir() and not _names_in(path)):
         return False
     saved = saved_config(path)
     if saved is None:
@@ -178,6 +185,11 @@ def _continues(config: TrainConfig, path: AnyPath, *, overwrite: bool) -> bool:
             "name another folder, or start from scratch with --overwrite"
         )
     return not overwrite
+
+
+def _names_in(path: AnyPath) -> list[str]:
+    """Files of a folder, without the lock of this process."""
+    return [entry.name for entry in path.iterdir() if entry.name != ".lock"]
 
 
 def _write_config(path: AnyPath, config: TrainConfig) -> None:

@@ -63,7 +63,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class DraftStage:
-    """Trains the specialists of a frozen target (a `Stage`)."""
+    """Trains the specialists of a frozen target."""
 
     lookahead = 2  # a draft reads a row's feature and the token after it
 
@@ -194,6 +194,7 @@ class DraftStage:
         return {"target": self._record, "allow_target_mismatch": allowed}
 
     def load_weights(self) -> None:
+        """See `Stage`."""
         assert self._run.target is not None
         target, dtype, place = self._run.target, self._dtype, place_weights(self.mesh)
         _, self._target = load_target(target, dtype, with_layers=False, sharding=place)
@@ -214,6 +215,7 @@ class DraftStage:
         return extend_specialists(draft, len(wanted.positions_per_specialist))
 
     def write_features(self) -> None:
+        """See `Stage`."""
         if isinstance(self._features, FeatureCache) and "layers" in self._target:
             aux_layers = self.config.aux_layers
             encode_batch = make_encode(
@@ -225,6 +227,7 @@ class DraftStage:
             del self._target["layers"]
 
     def plan_step(self) -> PlannedStep:
+        """See `Stage`."""
         return plan_draft_step(
             self._task,
             self._run,
@@ -256,6 +259,7 @@ class DraftStage:
         return make_on(self.mesh, stack, draft)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
+        """See `Stage`."""
         step = make_step_on(self.mesh, make_draft_step(self._measured_task, optimizer), state)
 
         def run(state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, Array]]:
@@ -282,6 +286,7 @@ class DraftStage:
     def validate(
         self, params: Params, batches: Iterable[TrainBatch]
     ) -> tuple[dict[str, Any], Predictions]:
+        """See `Stage`."""
         results = [self._validation(params, self._target, batch) for batch in batches]
         total, shown = add_up(results)
         if not total.num_chains:
@@ -293,9 +298,11 @@ class DraftStage:
         return draft_metrics(total), shown
 
     def score(self, results: dict[str, Any]) -> float:
+        """See `Stage`."""
         return results["simulated_acceptance_length"]
 
     def save_model(self, params: Params, folder: AnyPath) -> None:
+        """See `Stage`."""
         assert self._run.target is not None
         tokenizer_from = as_path(self._run.target)
         record = new_record(

@@ -81,21 +81,26 @@ def read_run(folder: str) -> RunMetrics:
             validations=[line for line in lines if "validation_loss" in line],
             spans=spans,
         )
-        if run.validations:
-            _check(run)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(f"{folder} holds no metrics of a training run; give its folder") from error
+        raise _no_metrics(folder) from error
     if not run.validations:
         raise UserError(f"{folder} has no validation yet; wait for one")
     return run
 
 
-def _check(run: RunMetrics) -> None:
-    """Raises an error if a line lacks a value that the table or the plot needs."""
-    format_table([run])
-    for line in (*run.steps, *run.validations):
-        _ = line["step"] + _mean(line["loss"] if "loss" in line else line["validation_loss"])
-    _ = [line["simulated_acceptance_length"] for line in run.validations if run.specialists]
+def check_run(folder: str, run: RunMetrics) -> None:
+    """Raises UserError if a line lacks a value that the table or the plot needs."""
+    try:
+        format_table([run])
+        for line in (*run.steps, *run.validations):
+            _ = line["step"] + _mean(line["loss"] if "loss" in line else line["validation_loss"])
+        _ = [line["simulated_acceptance_length"] for line in run.validations if run.specialists]
+    except (ValueError, LookupError, TypeError) as error:
+        raise _no_metrics(folder) from error
+
+
+def _no_metrics(folder: str) -> UserError:
+    return UserError(f"{folder} holds no metrics of a training run; give its folder")
 
 
 def format_table(runs: list[RunMetrics]) -> str:
@@ -199,6 +204,8 @@ def main(arguments: list[str] | None = None) -> None:
             "print the table alone with --table"
         )
     runs = [read_run(folder) for folder in args.runs]
+    for folder, run in zip(args.runs, runs, strict=True):
+        check_run(folder, run)
     if len({run.name for run in runs}) < len(runs):
         places = [real_path(folder) for folder in args.runs]
         names = [f"{place.parent.name}/{place.name}" for place in places]

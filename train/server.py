@@ -119,8 +119,7 @@ class Server:
         message = choice["message"] if isinstance(choice.get("message"), dict) else {}
         if choice.get("finish_reason") in _CALLS or any(map(message.get, _CALLS)):
             raise Refused("an answer that calls tools")
-        text = message.get("content", 0)
-        thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
+        text, thoughts = message.get("content", 0), _thoughts(message)
         text = "" if text is None else text
         if not (isinstance(text, str) and isinstance(thoughts, str)):
             raise self._error(f"want a chat completion, got {shorten(choice)}")
@@ -379,6 +378,11 @@ def _read(choice: dict[str, Any], text: str, thoughts: str = "") -> Generation:
     if lone_surrogates(text + thoughts):
         raise Refused("an answer that is not UTF-8")
     return Generation([], [], text, [], [], "length" if reason == "length" else "stop")
+
+
+def _thoughts(message: dict[str, Any]) -> Any:
+    """The reasoning that a server splits off an answer, under any of its names."""
+    return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
 def _message(content: bytes) -> str:

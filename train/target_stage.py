@@ -49,7 +49,7 @@ _TOKENIZER = "tokenizer"  # subfolder of a target's run
 
 
 class TargetStage:
-    """Pre-trains a language model and its tokenizer, or continues one (a `Stage`)."""
+    """Pre-trains a language model, with a tokenizer trained on the same text, or continues one."""
 
     lookahead = 1
 
@@ -118,9 +118,12 @@ class TargetStage:
         """See `Stage`; a target needs none."""
 
     def plan_step(self) -> PlannedStep:
+        """See `Stage`."""
         return plan_target_step(self.config, self._run, self._dtype, self.mesh)
 
     def init_params(self) -> Params:
+        """See `Stage`."""
+
         def stack(params: Params) -> Params:
             layers = insert_layers(params["layers"], self.config.num_layers)
             return without_tied_head(params, self.config) | {"layers": stack_layers(layers)}
@@ -132,19 +135,23 @@ class TargetStage:
         return make_on(self.mesh, stack, params)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
+        """See `Stage`."""
         step = make_target_step(self.config, optimizer, self._run.step, self._dtype)
         return make_step_on(self.mesh, step, state)
 
     def validate(
         self, params: Params, batches: Iterable[TrainBatch]
     ) -> tuple[dict[str, Any], Predictions]:
+        """See `Stage`."""
         total, shown = add_up([self._validation(params, batch) for batch in batches])
         return {"validation_loss": float(total.loss / max(total.num_trained, 1))}, shown
 
     def score(self, results: dict[str, Any]) -> float:
+        """See `Stage`."""
         return -results["validation_loss"]
 
     def save_model(self, params: Params, folder: AnyPath) -> None:
+        """See `Stage`."""
         whole = compile_on(self.mesh, lambda weight: weight)
         embed = head = np.asarray(whole(params["embed"]["weight"]))
         if not self.config.tie_embeddings:

@@ -28,9 +28,16 @@ from poss_jax.version import __version__
 
 FORMAT_VERSION = 1
 
-TOKENIZER_FILES = tuple(
-    "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json "
-    "added_tokens.json vocab.json merges.txt chat_template.jinja generation_config.json".split()
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
 )
 
 _OLD_VOCABULARY = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")

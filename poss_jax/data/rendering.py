@@ -92,8 +92,7 @@ def render_steps(
     """
     try:
         chosen = tokenizer.get_chat_template(template, tools)
-        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        chat = json.dumps(given)  # without empty fields, as by transformers
+        chat = json.dumps([_without_none(message) for message in messages])
         offered = json.dumps(tools)
     except (ValueError, TypeError, RecursionError) as error:
         raise RenderError(one_line(error)) from error
@@ -184,6 +183,11 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes, num_lines: int) 
         return []
     lines = (process.stdout.readline() for _ in range(num_lines))
     return [line for line in lines if line.endswith(b"\n")]
+
+
+def _without_none(message: dict[str, Any]) -> dict[str, Any]:
+    """Drops keys without a value, as transformers does."""
+    return {key: value for key, value in message.items() if value is not None}
 
 
 _WORKER = _Worker()

@@ -24,9 +24,6 @@ from poss_jax.decode.state import Request
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or chat messages ({"role", "content"}, and other fields the template reads)."""
 
-_WHOLE = {"seed": np.uint32, "top_k": np.int32}  # the others are real
-_SETTINGS = (*_WHOLE, "temperature", "top_p", "min_p", "repetition_penalty")
-_OUTPUT_PENALTIES = ("frequency_penalty", "presence_penalty")
 
 HostRequest = dict[str, Any]
 """A batch as arrays of NumPy, by their names in `Request`."""
@@ -194,11 +191,19 @@ def _sampling_columns(
     for row, one in enumerate(settings):
         ids[row, : len(one.logit_bias)] = list(one.logit_bias)
         bias[row, : len(one.logit_bias)] = list(one.logit_bias.values())
-    has_output_penalty = num_biased is not None or any(one.has_output_penalty for one in settings)
-    names = _SETTINGS + _OUTPUT_PENALTIES if has_output_penalty else _SETTINGS
+    dtypes: dict[str, Any] = {
+        "seed": np.uint32,
+        "temperature": np.float32,
+        "top_k": np.int32,
+        "top_p": np.float32,
+        "min_p": np.float32,
+        "repetition_penalty": np.float32,
+    }
+    if num_biased is not None or any(one.has_output_penalty for one in settings):
+        dtypes |= {"frequency_penalty": np.float32, "presence_penalty": np.float32}
     columns = {
-        name: np.asarray([getattr(one, name) for one in settings], _WHOLE.get(name, np.float32))
-        for name in names
+        name: np.asarray([getattr(one, name) for one in settings], dtype)
+        for name, dtype in dtypes.items()
     }
     return columns | {"bias_ids": ids, "bias": bias}
 

@@ -35,8 +35,10 @@ ConfigT = TypeVar("ConfigT")
 
 _INDENT = 6 * " "
 _MOST_EXAMPLES, _LONGEST_TEXT = 3, 100  # of the short help
-_NAMES = {"drafts": "draft", "datasets": "dataset", "allowed_hosts": "allowed-host"}
-_NAMES["keeps_unfinished"] = "keep-unfinished"
+_NAMES = {
+    **{"drafts": "draft", "datasets": "dataset", "keeps_unfinished": "keep-unfinished"},
+    **{"allowed_hosts": "allowed-host"},
+}
 _METAVARS = {
     **dict.fromkeys(["target", "draft", "init_target", "init_draft"], "DIR"),
     **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
@@ -46,12 +48,23 @@ _METAVARS = {
     **{"chat_template_kwargs": "NAME=VALUE", "allowed_hosts": "NAME", "system": "TEXT"},
 }
 _SHOWN = {
-    "models": "target draft drafts init_draft server",
-    "input and output": "question prompt prompts datasets num_prompts data.source self_prompt "
-    "system max_new_tokens stream show_drafts output",
-    "sampling": "sampling.temperature sampling.top_p sampling.seed temperatures",
-    "speed": "batch_size context quantise max_length concurrency",
-    "run": "stage num_epochs host port depth spans repeats",
+    "models": ["target", "draft", "drafts", "init_draft", "server"],
+    "input and output": [
+        *[
+            "question",
+            "prompt",
+            "prompts",
+            "datasets",
+            "num_prompts",
+            "data.source",
+            "self_prompt",
+            "system",
+        ],
+        *["max_new_tokens", "stream", "show_drafts", "output"],
+    ],
+    "sampling": ["sampling.temperature", "sampling.top_p", "sampling.seed", "temperatures"],
+    "speed": ["batch_size", "context", "quantise", "max_length", "concurrency"],
+    "run": ["stage", "num_epochs", "host", "port", "depth", "spans", "repeats"],
 }
 """Keys whose options `--help` shows, by heading and in this order; `--help-all` has the others."""
 
@@ -232,7 +245,7 @@ def _add_options(
         if title == "speed" and _has_tree(kind):
             text = _TREE_HELP if _has_trees(kind) else _TREE_HELP.replace(", none", "")
             group.add_argument("--tree", metavar="D/K/N", help=text)
-        for option in [left.pop(key) for key in keys.split() if key in left]:
+        for option in [left.pop(key) for key in keys if key in left]:
             _add(group, option, tree)
     required = parser.add_argument_group("required") if not shows_all else None
     more = parser.add_argument_group("more")

@@ -263,9 +263,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        own = slots or await asyncio.to_thread(
-            lambda: make_slots(engine or load_engine(config), config)
-        )
+        own = slots or await asyncio.to_thread(_load_slots, config, engine)
         scheduler = Scheduler(own, max_queue=config.max_queue)
         app.state.service = service = Service(config, own.engine, scheduler)
         warm_up = asyncio.create_task(_warm_up(service))
@@ -287,6 +285,10 @@ def create_app(
     _add_state(app)
     _add_api(app)
     return app
+
+
+def _load_slots(config: ServeConfig, engine: Engine | None) -> Slots:
+    return make_slots(engine or load_engine(config), config)
 
 
 def guarded(

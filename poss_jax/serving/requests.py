@@ -424,11 +424,16 @@ def _read_stop_ids(engine: Engine, body: CommonRequest) -> list[int]:
 
 
 def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingConfig:
-    values: dict[str, Any] = asdict(defaults)
-    values |= {name: value for name in values if (value := getattr(body, name)) not in (None, {})}
-    values["top_k"] = max(values["top_k"], 0)  # -1 is vLLM's value for all
-    values["seed"] = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+    names = ("temperature", "top_p", "min_p", "repetition_penalty")
+    names += ("frequency_penalty", "presence_penalty")
+    given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    if body.top_k is not None:
+        given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's value for all
+    if body.logit_bias:
+        given["logit_bias"] = body.logit_bias
+    seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
     try:
+        values: dict[str, Any] = asdict(defaults) | given | {"seed": seed}
         return SamplingConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]
