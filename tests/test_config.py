@@ -386,6 +386,11 @@ def test_no_number_is_true_or_endless(kind):
             {"num_epochs": None, "num_tokens": 10**30},
             "num_tokens: Input should be less than or equal to",
         ),
+        (
+            TrainConfig,
+            {"num_epochs": None, "num_tokens": 10**17},
+            "num_tokens 100000000000000000 are 48828125000000 steps; lower it",
+        ),
         (TreeConfig, {"depth": 10**6}, "depth: Input should be less than or equal to 1000"),
         (LlamaConfig, {"vocab_size": 2**31}, "vocab_size: Input should be less than 2147483648"),
         (

@@ -188,6 +188,14 @@ def test_narrow_computation(runs: Runs, plain: Path, tmp_path: Path) -> None:
             ["objective.probability_weight=-1"],
             "probability_weight=-1': Input should be greater than or equal to 0, got -1",
         ),
+        (
+            ["objective.depth_weights=[0, 0, 0, 0]"],
+            "want one above 0 at a depth that is trained, got [0.0, 0.0, 0.0, 0.0]",
+        ),
+        (
+            ["objective.depth_weights=[1, 0, 0, 0]", "specialists.num_frozen=1", "init_draft=x"],
+            "want one above 0 at a depth that is trained, got [1.0, 0.0, 0.0, 0.0]",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

@@ -360,14 +360,25 @@ class TrainConfig:
                 f"specialists.depth {self.specialists.depth} does not reach the last specialist of "
                 f"positions_per_specialist {spans}; want {sum(spans[:-1]) + 1} or more"
             )
-        depth, num_weights = self.specialists.depth, len(self.objective.depth_weights)
-        if num_weights not in (0, depth):
-            raise ValueError(
-                f"objective.depth_weights wants specialists.depth = {depth} numbers, got "
-                f"{num_weights}"
-            )
+        self._check_depth_weights()
         if (self.num_tokens is None) == (self.num_epochs is None):
             raise ValueError("want either num_tokens or num_epochs; set the other to null")
+        if self.num_tokens is not None and self.num_steps >= 2**31:
+            raise ValueError(f"num_tokens {self.num_tokens} are {self.num_steps} steps; lower it")
+
+    def _check_depth_weights(self) -> None:
+        draft, weights = self.specialists, list(self.objective.depth_weights)
+        if len(weights) not in (0, draft.depth):
+            raise ValueError(
+                f"objective.depth_weights wants specialists.depth = {draft.depth} numbers, got "
+                f"{len(weights)}"
+            )
+        num_frozen = sum(draft.positions_per_specialist[: draft.num_frozen])
+        if weights and not any(weights[num_frozen:]):
+            raise ValueError(
+                "objective.depth_weights: want one above 0 at a depth that is trained, got "
+                f"{shorten(weights)}"
+            )
 
     def with_budget(self, num_rows: int) -> "TrainConfig":
         """Sets the run's length in tokens, given the number of training rows."""
