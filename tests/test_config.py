@@ -445,6 +445,8 @@ LAUGHS = "a: &a [1, 1]\n" + "".join(
         ("&a {<<: *a}", "aliases stand for more than 50,000 values"),
         ("{b1: 1, b1: 2}", "the key 'b1' is given twice"),
         ("{? [a] : 1}", "found unhashable key"),
+        ('"a\\0b"', "text with a character that no text may hold"),
+        ('"\\ud800"', "text with a character that no text may hold"),
         ("!!bool maybe", "'maybe'"),
         ("!!timestamp x", ""),
         ("!!python/object:os.system x", "could not determine a constructor"),
@@ -470,6 +472,9 @@ def refused(folder: Path, text: str, *overrides: str) -> str:
 
 def test_aliases_that_stand_for_more_than_was_written(tmp_path):
     assert "more than 50,000 values" in refused(tmp_path, LAUGHS)
+    write(tmp_path / "base.yaml", "data: &d {x: *d}\n")
+    refusal = refused(tmp_path, "base: base.yaml\ndata: &d {x: *d}\n")
+    assert "more than 50,000 values" in refusal
 
 
 def test_merged_keys_are_not_given_twice(tmp_path):

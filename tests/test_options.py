@@ -325,6 +325,7 @@ def test_one_tree_for_all() -> None:
         ("1: {depth: true}", "trees: 1: depth: want a number, got True"),
         ("1: {top_k: 3000000000}", "trees: 1: top_k: Input should be less than 2147483648"),
         ("1: 2024-13-45", "not valid YAML: month must be in 1..12"),
+        ("1: &a [*a]", "not valid YAML: aliases stand for more than 50,000 values"),
         (f"? {'9' * 5000}", "not valid YAML: Exceeds the limit (4300 digits)"),
         (f"1: {'x' * 9000}", "want depth, top_k and total_tokens, or null; got 'xxxxx"),
     ],

@@ -28,5 +28,6 @@ seq "$JOBS" | xargs -P "$JOBS" -I{} $PY -m train.regenerate --target $OUT/target
   specialists.draft_vocabulary=null --size 8192 --output $OUT/vocabulary.json
 
 train() { printf '%s\n' "$@" | xargs -P "$JOBS" -I{} $PY -m train.main --config configs/smollm2/{}.yaml; }
-train eagle eagle3
-train ${DRAFTS:-hass poss1 poss2 poss3 poss1_e3}
+DRAFTS=${DRAFTS:-hass poss1 poss2 poss3 poss1_e3}
+case " $DRAFTS " in *_e3\ *) train eagle eagle3 ;; *) train eagle ;; esac
+train $DRAFTS

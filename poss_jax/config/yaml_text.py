@@ -34,7 +34,7 @@ def lone_surrogates(text: str) -> set[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which also refuses a key that is given twice."""
+    """The safe loader, which also refuses repeated keys, and texts and aliases that harm."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -44,6 +44,13 @@ class _Loader(yaml.SafeLoader):
                 problem = f"the key {key.value[:100]!r} is given twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add((key.tag, key.value))
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> Any:
+        node = super().compose_scalar_node(anchor)
+        if "\0" in node.value or lone_surrogates(node.value):
+            problem = "text with a character that no text may hold"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
     def get_single_node(self) -> Any:
