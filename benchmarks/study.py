@@ -74,6 +74,7 @@ class StudyConfig:
       pairs: further pairs of variants to compare: the first less the second.
       trees: trees that all drafts are benchmarked with, by name.
       seeds: seeds of training.
+      phases: also time a round of every variant.
       budgets: `steps`, or `steps` and `time`, whose runs take as long as the slowest `steps` run.
       output: folder of runs and benchmarks.
     """
@@ -84,6 +85,7 @@ class StudyConfig:
     trees: dict[str, TreeConfig]
     pairs: tuple[tuple[str, str], ...] = ()
     seeds: tuple[Seed, ...] = (0, 1, 2)
+    phases: bool = True
     budgets: tuple[str, ...] = ("steps", "time")
     output: str = Field(default="runs/study")
 
@@ -319,9 +321,8 @@ def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dic
     """Benchmarks the drafts of all runs with one tree; yields a row per set and temperature."""
     name = f"{runs[0].budget}-{tree.replace('/', '-')}"
     output = str(Path(config.output) / "bench" / name)
-    settings = replace(
-        load_config(BenchConfig, config.bench), tree=config.trees[tree], phases=True, output=output
-    )
+    settings = load_config(BenchConfig, config.bench)
+    settings = replace(settings, tree=config.trees[tree], phases=config.phases, output=output)
     reports, answers = {}, []
     for variant in config.variants:
         drafts = [run for run in runs if run.variant == variant]
@@ -330,11 +331,11 @@ def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dic
         answers += some
         jax.clear_caches()  # the programs of many variants are more than a process may map
     methods = {name: one for report in reports.values() for name, one in report["methods"].items()}
-    rounds = {name: one["phase_milliseconds"]["round"] for name, one in methods.items()}
+    rounds = {name: one["phase_milliseconds"].get("round") for name, one in methods.items()}
     costs = {
         "round_milliseconds": {
             variant: float(np.median([rounds[run.name] for run in runs if run.variant == variant]))
-            for variant in config.variants
+            for variant in (config.variants if config.phases else [])
         },
         "memory": {run.variant: methods[run.name]["memory"] for run in runs},
     }
@@ -419,7 +420,7 @@ def format_study(report: dict[str, Any]) -> str:
                 f"{max(of_seeds) - min(of_seeds):.3f}" if len(of_seeds) > 1 else "",
                 format_estimate(one["difference"], digits=3),
                 *format_tests(row, one, variant, report["baseline"]),
-                f"{row['round_milliseconds'][variant]:.2f}",
+                f"{row['round_milliseconds'][variant]:.2f}" if row["round_milliseconds"] else "",
                 *(f"{share:.1%}" for share in one["positionwise_acceptance"]),
             ]
             table.append(cells)
