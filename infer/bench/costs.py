@@ -128,8 +128,10 @@ def describe_workload(
     )
     if config.draft is None:
         return work
-    specialists = weights.draft["specialists"]
-    size = len(specialists) * _layer_weights(config.draft.layer, _input_width(config.draft))
+    draft, specialists = config.draft, weights.draft["specialists"]
+    size = len(specialists) * _layer_weights(draft.layer, _input_width(draft))
+    size += draft.num_further * _layer_weights(draft.layer)
+    specialists = specialists, weights.draft.get("further", [])
     return replace(
         work,
         draft=config.draft,
@@ -188,7 +190,7 @@ def prefill(work: Workload, num_tokens: int) -> Cost:
             Cost(flops=config.num_layers * _attention_flops(config, pairs)),
             _cache_rows(work, config, config.num_layers * rows),
             _product(config.vocab_size * config.hidden_size, work.batch, work.target_bytes),
-            _commit_pairs(work, rows),
+            _commit_pairs(work, rows, attended=0, pairs=pairs),
         ]
     )
 
@@ -243,7 +245,10 @@ def commit(work: Workload) -> Cost:
         return Cost()
     rows = work.batch * (work.tree.max_accepted + 1)
     moved = 2 * work.target.num_layers * rows  # read and written
-    return _cache_rows(work, work.target, moved) + _commit_pairs(work, rows)
+    attended = work.batch * work.context
+    pairs = rows * (work.context + work.tree.max_accepted + 1)
+    draft = _commit_pairs(work, rows, attended=attended, pairs=pairs)
+    return _cache_rows(work, work.target, moved) + draft
 
 
 def _target_pass(work: Workload, num_rows: int) -> Cost:
@@ -259,18 +264,23 @@ def _target_pass(work: Workload, num_rows: int) -> Cost:
     )
 
 
-def _commit_pairs(work: Workload, rows: int) -> Cost:
-    """Projects pairs, and their keys and values for every stream that the tree reads."""
+def _commit_pairs(work: Workload, rows: int, *, attended: int, pairs: float) -> Cost:
+    """Projects pairs, and their keys and values for every stream that the tree reads.
+
+    All layers but the last of a first specialist also attend and finish them.
+    """
     if work.draft is None:
         return Cost()
-    draft, layer = work.draft, work.draft.layer
+    draft, layer, width = work.draft, work.draft.layer, _input_width(work.draft)
     streams = draft.num_streams(work.tree.depth)
-    key_value = _key_value_weights(layer, _input_width(draft))
+    key_value, further = _key_value_weights(layer, width), draft.num_further
+    rest = further * (_layer_weights(layer, width) - key_value)
     return add_costs(
         [
             _product(_fuse_weights(draft), rows, work.draft_bytes),
-            _product(streams * key_value, rows, work.specialist_bytes),
-            _cache_rows(work, layer, streams * rows),
+            _product(streams * key_value + rest, rows, work.specialist_bytes),
+            _cache_rows(work, layer, streams * rows + further * attended),
+            Cost(flops=further * _attention_flops(layer, pairs)),
         ]
     )
 

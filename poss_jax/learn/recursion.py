@@ -9,6 +9,9 @@ d the query of row r comes from version d, and column i shows version max(0, d -
 So a row attends version 0 up to column r - d by ordinary causal attention, plus d diagonal terms of
 one product per row each. The softmax over version 0 is kept as a mean and a sum, and one age after
 the other is added to it: only the versions themselves grow with the depth.
+
+A first specialist of several layers serves depth 0 only, where a row attends version 0 alone: its
+further layers run as in any Llama.
 """
 
 from collections.abc import Callable
@@ -26,7 +29,8 @@ from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import NOTHING
 from poss_jax.model.sharding import split_batch
-from poss_jax.model.specialists import KEY_VALUE
+from poss_jax.model.specialists import KEY_VALUE, further_layer
+from poss_jax.model.target import encode_layer
 from poss_jax.shapes import Array, Float, Int, Params
 
 
@@ -66,11 +70,13 @@ class Depth(NamedTuple):
       index: draft depth, 0-based; traced.
       specialist: index of the specialist that serves it.
       versions: versions 0 to `index`.
+      has_further: whether further layers serve it, too; static.
     """
 
     index: Array  # [] int32
     specialist: Array  # [] int32
     versions: Array  # [R B T D]
+    has_further: bool
 
 
 Visit = Callable[[Depth, Any], tuple[Array, Any, Any]]
@@ -98,23 +104,31 @@ def unroll(
       inputs: pairs of the target.
       versions: versions from the depth before, or `first_version`.
       carry: first carry.
-      visit: predicts one depth; called once, while tracing.
+      visit: predicts one depth; called while tracing, once for all depths with as many layers.
       depths: depths to visit.
 
     Returns:
       Versions for the next depth, the last carry, and outputs stacked by depth.
     """
 
-    def body(state: tuple[Versions, Any], step: tuple[Array, Array]):
-        (versions, carry), (index, specialist) = state, step
-        known = lax.dynamic_update_index_in_dim(versions.known, versions.newest, index, 0)
-        prediction, carry, output = visit(Depth(index, specialist, known), carry)
-        return (Versions(known, _next_version(prediction, inputs)), carry), output
+    def run(state: tuple[Versions, Any], depths: range, *, has_further: bool):
+        def body(state: tuple[Versions, Any], step: tuple[Array, Array]):
+            (versions, carry), (index, specialist) = state, step
+            known = lax.dynamic_update_index_in_dim(versions.known, versions.newest, index, 0)
+            depth = Depth(index, specialist, known, has_further)
+            prediction, carry, output = visit(depth, carry)
+            return (Versions(known, _next_version(prediction, inputs)), carry), output
 
-    served_by = jnp.array([config.specialist_at(depth) for depth in depths], jnp.int32)
-    steps = jnp.array(depths, jnp.int32), served_by
-    (versions, carry), outputs = lax.scan(body, (versions, carry), steps)
-    return versions, carry, outputs
+        served_by = jnp.array([config.specialist_at(depth) for depth in depths], jnp.int32)
+        return lax.scan(body, state, (jnp.array(depths, jnp.int32), served_by))
+
+    state = versions, carry
+    if not (config.num_further and 0 in depths):
+        state, outputs = run(state, depths, has_further=False)
+        return *state, outputs
+    state, first = run(state, depths[:1], has_further=True)
+    state, others = run(state, depths[1:], has_further=False)
+    return *state, jax.tree.map(lambda *parts: jnp.concatenate(parts), first, others)
 
 
 def shared_params(draft: Params) -> Params:
@@ -175,7 +189,13 @@ def predict(
     if zero_scores:
         base = _add_zero_scores(base, position)
     mean: Any = _add_ages(config, rows, Terms(weights, q, base))  # custom_vjp loses its type
-    return layer.finish(x, ungroup_heads(mean).astype(x.dtype))
+    hidden = layer.finish(x, ungroup_heads(mean).astype(x.dtype))
+    for params in shared["further"] if depth.has_further else ():
+        further = further_layer(config).bind({"params": params})
+        hidden = encode_layer(
+            further, hidden, inputs.documents, position, frequencies, block=block
+        )
+    return hidden
 
 
 def _add_zero_scores(base: Attended, position: Int[Array, "B T"]) -> Attended:

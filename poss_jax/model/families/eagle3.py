@@ -69,6 +69,11 @@ def init(config: DraftConfig, key: Array) -> Params:
             "aux_layers: an EAGLE-3 draft reads at least two layers of the target, got "
             f"{len(config.aux_layers)}"
         )
+    if config.num_further:
+        raise UserError(
+            "layers_per_specialist: specialists of an EAGLE-3 draft have one layer, got "
+            f"{list(config.layers_per_specialist)}; leave it out"
+        )
     D = config.layer.hidden_size
     fc_key, head_key, *keys = jax.random.split(key, config.num_specialists + 2)
     num_tokens = config.head_size or config.layer.vocab_size
