@@ -182,7 +182,7 @@ def draft_chains(config: DraftConfig, params: Any, tokens: Any, features: Any) -
     length = jnp.full(T, T)
     size = {"num_layers": 1, "size": T + STEPS, "rope_length": length, "dtype": jnp.float32}
     rows = jnp.broadcast_to(x, (T, *x.shape[1:]))
-    cache = commit_pairs(
+    cache, _ = commit_pairs(
         params, config, init_cache(config.layer, **size), rows, 1 + jnp.arange(T, dtype=jnp.int32)
     )
     seen = []

@@ -22,7 +22,9 @@ from poss_jax.config.reading import UserError
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 Spans = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
-LayerCounts = Annotated[tuple[Annotated[Count, Field(le=100)], ...], Field(min_length=1, max_length=1000)]
+LayerCounts = Annotated[
+    tuple[Annotated[Count, Field(le=100)], ...], Field(min_length=1, max_length=1000)
+]
 _MOST_STOP_IDS = 64  # in files; decoders may allow fewer
 Divisors = tuple[Positive, ...]
 Quantisation = Literal["int8", "fp8"]

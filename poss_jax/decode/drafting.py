@@ -94,9 +94,10 @@ def commit_pairs(
         _keys_values(_specialist(params, config, index), cache, x, positions)
         for index in range(num_streams)
     ]
-    streams = [0, *range(num_streams, len(cache.k))]
+    streams = [0, *range(num_streams, len(cache.k) - 1)]
     causal = jnp.tril(jnp.ones((len(x), x.shape[1], x.shape[1]), bool))
-    for stream, (layer, following) in zip(streams, pairwise(_first_layers(params, config))):
+    layers = pairwise(_first_layers(params, config))
+    for stream, (layer, following) in zip(streams[: config.num_further], layers, strict=True):
         q = layer.queries(layer.normed(x), positions, cache.frequencies)
         stored = cache.k[stream], cache.v[stream]
         x = layer.finish(x, attend_cached(q, stored, cache.length, rows[stream], causal))
@@ -246,7 +247,10 @@ def _run_level(
     depth: int,
 ) -> Array:
     """Features of one level's rows; all of them share a position."""
-    layer, stream = _specialist(params, config, config.specialist_at(depth)), config.stream_at(depth)
+    layer, stream = (
+        _specialist(params, config, config.specialist_at(depth)),
+        config.stream_at(depth),
+    )
     if depth == 0:
         layer, stream = _first_layers(params, config)[-1], -1 if config.num_further else stream
     positions = jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])

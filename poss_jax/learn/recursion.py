@@ -192,9 +192,7 @@ def predict(
     hidden = layer.finish(x, ungroup_heads(mean).astype(x.dtype))
     for params in shared["further"] if depth.has_further else ():
         further = further_layer(config).bind({"params": params})
-        hidden = encode_layer(
-            further, hidden, inputs.documents, position, frequencies, block=block
-        )
+        hidden = encode_layer(further, hidden, inputs.documents, position, frequencies, block=block)
     return hidden
 
 

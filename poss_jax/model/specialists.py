@@ -23,9 +23,9 @@ _DRAWN_AMONG = 16
 class Family:
     """All that decoding, training, checkpoints and the converter know about a kind of draft.
 
-    Parameters are `{"specialists": [...]}` and the shared ones. `{"further": [...]}` are the
-    further layers of a first specialist with several: they read hidden states alone. Features are a specialist's
-    predictions, and the inputs of the next one.
+    Parameters are `{"specialists": [...]}`, `{"further": [...]}` (the layers of a deep first
+    specialist after its first one) and the shared ones. Features are a specialist's predictions,
+    and the inputs of the next one.
 
     Attributes:
       parameters: the table, path -> `Parameter`.
