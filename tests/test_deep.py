@@ -24,11 +24,10 @@ from test_recursion import draft_chains
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.models import DraftConfig, TreeConfig
-from poss_jax.config.reading import UserError, load_config
+from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.learn.recursion import DraftInputs
-from poss_jax.model.families import init_draft
 from poss_jax.model.specialists import attach, deepen
 from train import loop
 from train.main import main
@@ -139,7 +138,9 @@ def test_further_layers_start_without_a_jump() -> None:
     np.testing.assert_array_equal(before, after)
     tree = TreeConfig(depth=3, top_k=3, total_tokens=9)
     plain, deep = (
-        make_engine(LLAMA, target, config, one, tree=tree).generate(PROMPTS, max_new_tokens=20, batch_size=2)
+        make_engine(LLAMA, target, config, one, tree=tree).generate(
+            PROMPTS, max_new_tokens=20, batch_size=2
+        )
         for one, config in ((draft, PLAIN), (deepened, DEEP))
     )
     assert plain == deep and sum(plain[0].accepted_per_round) > 0
@@ -235,12 +236,6 @@ def test_layers_that_training_cannot_follow(
 ) -> None:
     with pytest.raises(ValueError, match=error):
         DraftConfig(layer=LLAMA, positions_per_specialist=spans, layers_per_specialist=layers)
-
-
-def test_an_eagle3_draft_has_one_layer_per_specialist() -> None:
-    config = replace(DEEP, family="eagle3", kv="shared", aux_layers=(0, 1))
-    with pytest.raises(UserError, match=r"specialists of an EAGLE-3 draft have one layer, got \[3"):
-        init_draft(config, jax.random.key(0))
 
 
 def test_settings_and_layouts_without_room_for_it(

@@ -128,16 +128,15 @@ def describe_workload(
     )
     if config.draft is None:
         return work
-    draft, specialists = config.draft, weights.draft["specialists"]
-    size = len(specialists) * _layer_weights(draft.layer, _input_width(draft))
-    size += draft.num_further * _layer_weights(draft.layer)
-    specialists = specialists, weights.draft.get("further", [])
+    specialists, further = weights.draft["specialists"], weights.draft.get("further", [])
+    size = len(specialists) * _layer_weights(config.draft.layer, _input_width(config.draft))
+    size += len(further) * _layer_weights(config.draft.layer)
     return replace(
         work,
         draft=config.draft,
         tree=config.tree,
         draft_vocabulary=weights.draft["head"]["weight"].shape[0],
-        specialist_bytes=_num_bytes(specialists) / size,
+        specialist_bytes=_num_bytes((specialists, further)) / size,
     )
 
 
@@ -213,6 +212,8 @@ def draft_level(work: Workload, depth: int) -> Cost:
     """
     draft = _draft_of(work)
     layer, width, top_k = draft.layer, _input_width(draft), work.tree.top_k
+    if depth == 0 and draft.num_further:  # the last of its layers
+        width = layer.hidden_size
     rows, new = (work.batch, 0) if depth == 0 else (work.batch * top_k, work.batch * top_k)
     if depth and draft.stream_at(depth) != draft.stream_at(depth - 1):
         new *= depth
@@ -271,14 +272,17 @@ def _commit_pairs(work: Workload, rows: int, *, attended: int, pairs: float) -> 
     """
     if work.draft is None:
         return Cost()
-    draft, layer, width = work.draft, work.draft.layer, _input_width(work.draft)
+    draft, layer, further = work.draft, work.draft.layer, work.draft.num_further
     streams = draft.num_streams(work.tree.depth)
-    key_value, further = _key_value_weights(layer, width), draft.num_further
-    rest = further * (_layer_weights(layer, width) - key_value)
+    widths = [_input_width(draft), *[layer.hidden_size] * further]
+    key_values = [_key_value_weights(layer, width) for width in widths]
+    weights = (streams - len(widths)) * key_values[0] + sum(key_values)
+    for width, key_value in zip(widths[:-1], key_values[:-1], strict=True):
+        weights += _layer_weights(layer, width) - key_value
     return add_costs(
         [
             _product(_fuse_weights(draft), rows, work.draft_bytes),
-            _product(streams * key_value + rest, rows, work.specialist_bytes),
+            _product(weights, rows, work.specialist_bytes),
             _cache_rows(work, layer, streams * rows + further * attended),
             Cost(flops=further * _attention_flops(layer, pairs)),
         ]

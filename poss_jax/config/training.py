@@ -202,8 +202,7 @@ class SpecialistsConfig:
     Attributes:
       positions_per_specialist: Number of positions that each specialist serves, such as [3, 3].
       layers_per_specialist: Number of layers of each specialist, 1 where none is given. Only the
-        first of an eagle draft may have more, and then drafts one position: [3, 1, 1] for
-        positions [1, 1, 1].
+        first may have more, and then drafts one position: [3, 1, 1] for positions [1, 1, 1].
       depth: Number of positions that training drafts.
       fc_bias: Give the projection of the draft's input a bias.
       kv: `per_specialist`, or `shared`: all specialists of an eagle draft have the same key and

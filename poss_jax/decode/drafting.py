@@ -75,7 +75,7 @@ def commit_pairs(
     cache: KVCache,
     x: Float[Array, "B T width"],
     num_pairs: Int[Array, " B"],
-) -> tuple[KVCache, Float[Array, "B T width"]]:
+) -> tuple[KVCache, Float[Array, "B T read"]]:
     """Appends pairs to the context of every specialist that the cache has a stream of.
 
     Args:
@@ -125,14 +125,14 @@ def draft(
       children: proposes the children of each node.
     """
     beam, x = root_beam(len(root_input)), root_input
-    rows = x[:, :0]  # draft inputs of the levels after the first, appended per level
+    rows = None  # draft inputs of the levels after the first, appended per level
     path = jnp.zeros((len(x), 0), jnp.int32)  # their tokens
     own = None  # their keys and values in this level's stream
     levels: list[Candidates] = []
     for depth in range(tree.depth):
         with jax.named_scope(f"draft_level_{depth}"):
             if depth:
-                rows = jnp.concatenate([rows, x], axis=1)
+                rows = x if rows is None else jnp.concatenate([rows, x], axis=1)
                 own = _enter_level(params, config, cache, own, rows, depth)
             features = _run_level(params, config, cache, own, beam, x, depth)
             read = family_of(config).read(params, config, features)

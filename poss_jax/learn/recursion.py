@@ -10,8 +10,8 @@ So a row attends version 0 up to column r - d by ordinary causal attention, plus
 one product per row each. The softmax over version 0 is kept as a mean and a sum, and one age after
 the other is added to it: only the versions themselves grow with the depth.
 
-A first specialist of several layers serves depth 0 only, where a row attends version 0 alone: its
-further layers run as in any Llama.
+A deep first specialist serves depth 0 alone, where a row attends version 0 only: its further layers
+run as any Llama's.
 """
 
 from collections.abc import Callable
@@ -70,13 +70,11 @@ class Depth(NamedTuple):
       index: draft depth, 0-based; traced.
       specialist: index of the specialist that serves it.
       versions: versions 0 to `index`.
-      has_further: whether further layers serve it, too; static.
     """
 
     index: Array  # [] int32
     specialist: Array  # [] int32
     versions: Array  # [R B T D]
-    has_further: bool
 
 
 Visit = Callable[[Depth, Any], tuple[Array, Any, Any]]
@@ -104,31 +102,23 @@ def unroll(
       inputs: pairs of the target.
       versions: versions from the depth before, or `first_version`.
       carry: first carry.
-      visit: predicts one depth; called while tracing, once for all depths with as many layers.
+      visit: predicts one depth; called once, while tracing.
       depths: depths to visit.
 
     Returns:
       Versions for the next depth, the last carry, and outputs stacked by depth.
     """
 
-    def run(state: tuple[Versions, Any], depths: range, *, has_further: bool):
-        def body(state: tuple[Versions, Any], step: tuple[Array, Array]):
-            (versions, carry), (index, specialist) = state, step
-            known = lax.dynamic_update_index_in_dim(versions.known, versions.newest, index, 0)
-            depth = Depth(index, specialist, known, has_further)
-            prediction, carry, output = visit(depth, carry)
-            return (Versions(known, _next_version(prediction, inputs)), carry), output
+    def body(state: tuple[Versions, Any], step: tuple[Array, Array]):
+        (versions, carry), (index, specialist) = state, step
+        known = lax.dynamic_update_index_in_dim(versions.known, versions.newest, index, 0)
+        prediction, carry, output = visit(Depth(index, specialist, known), carry)
+        return (Versions(known, _next_version(prediction, inputs)), carry), output
 
-        served_by = jnp.array([config.specialist_at(depth) for depth in depths], jnp.int32)
-        return lax.scan(body, state, (jnp.array(depths, jnp.int32), served_by))
-
-    state = versions, carry
-    if not (config.num_further and 0 in depths):
-        state, outputs = run(state, depths, has_further=False)
-        return *state, outputs
-    state, first = run(state, depths[:1], has_further=True)
-    state, others = run(state, depths[1:], has_further=False)
-    return *state, jax.tree.map(lambda *parts: jnp.concatenate(parts), first, others)
+    served_by = jnp.array([config.specialist_at(depth) for depth in depths], jnp.int32)
+    steps = jnp.array(depths, jnp.int32), served_by
+    (versions, carry), outputs = lax.scan(body, (versions, carry), steps)
+    return versions, carry, outputs
 
 
 def shared_params(draft: Params) -> Params:
@@ -190,10 +180,36 @@ def predict(
         base = _add_zero_scores(base, position)
     mean: Any = _add_ages(config, rows, Terms(weights, q, base))  # custom_vjp loses its type
     hidden = layer.finish(x, ungroup_heads(mean).astype(x.dtype))
-    for params in shared["further"] if depth.has_further else ():
-        further = further_layer(config).bind({"params": params})
-        hidden = encode_layer(further, hidden, inputs.documents, position, frequencies, block=block)
-    return hidden
+    return run_further(shared, config, inputs, hidden, depth.index, block=block)
+
+
+def run_further(
+    shared: Params,
+    config: DraftConfig,
+    inputs: DraftInputs,
+    hidden: Float[Array, "B T D"],
+    index: Int[Array, ""],
+    *,
+    block: int,
+) -> Float[Array, "B T D"]:
+    """Runs rows through the further layers of the first specialist, if the depth is its own.
+
+    Arguments: see `predict`; `index` is the depth, traced.
+    """
+    if not config.num_further:
+        return hidden
+    position = positions_in(inputs.documents)
+    frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
+
+    def run(hidden: Array) -> Array:
+        for params in shared["further"]:
+            layer = further_layer(config).bind({"params": params})
+            hidden = encode_layer(
+                layer, hidden, inputs.documents, position, frequencies, block=block
+            )
+        return hidden
+
+    return lax.cond(index == 0, run, lambda hidden: hidden, hidden)
 
 
 def _add_zero_scores(base: Attended, position: Int[Array, "B T"]) -> Attended:
