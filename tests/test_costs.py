@@ -134,6 +134,34 @@ def test_weights_are_those_of_the_models(family: str) -> None:
     assert commit.bytes == 4 * (count(drafted["fc"]) + count([attention["k"], attention["v"]]))
 
 
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_a_round_reads_every_layer_of_a_deep_specialist_once(family: str) -> None:
+    llama, kind = tiny_llama(), {}
+    if family == "eagle3":
+        kind = {"family": family, "kv": "shared", "aux_layers": (0, 1), "head_size": 40}
+    draft = DraftConfig(
+        layer=llama, positions_per_specialist=(1, 1), layers_per_specialist=(3,), **kind
+    )
+    tree = TreeConfig(depth=2, top_k=1, total_tokens=3)
+    work = Workload(target=llama, draft=draft, tree=tree, cache_bytes=0)
+    phases = [costs.commit(work), costs.draft_level(work, 0), costs.draft_level(work, 1)]
+    shapes = jax.eval_shape(lambda: init_draft(draft, jax.random.key(0)))
+
+    def count(tree: Any) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.ndim > 1)
+
+    # The second specialist projects drafted rows, too, unless its stream takes them only.
+    last = shapes["specialists"][1]["attention"]
+    committed = 0 if family == "eagle3" else count([last["k"], last["v"]])
+    fc = count(shapes["fc"]) * (1 if family == "eagle3" else 2)
+    heads = 2 * (40 if family == "eagle3" else llama.vocab_size) * llama.hidden_size
+    layers = count([shapes["specialists"], shapes["further"]])
+    assert sum(phase.bytes for phase in phases) == 4 * (layers + committed + fc + heads)
+    longer = costs.commit(replace(work, context=5, cache_bytes=4)).bytes
+    read = longer - costs.commit(replace(work, cache_bytes=4)).bytes
+    assert read == 4 * 2 * 5 * (2 * llama.num_kv_heads * llama.head_dim)  # in two of three layers
+
+
 def _partials(llama: LlamaConfig, draft: DraftConfig) -> list[Any]:
     return [
         (lambda _, key: init_target(llama, key), None),

@@ -40,6 +40,7 @@ TASK = DraftTask(
     objective=ObjectiveConfig(),
     step=StepConfig(vocabulary_chunk=5, attention_block=5),
 )
+DEEP = TASK._replace(draft=replace(TASK.draft, layers_per_specialist=(2, 1)))
 CHAINS = TASK._replace(
     draft=replace(
         TASK.draft, family="eagle3", kv="shared", aux_layers=(0, 1), head_size=32, fc_bias=False
@@ -98,6 +99,7 @@ EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
         pytest.param(TASK, {"data": 8}, id="data", marks=pytest.mark.slow),
         pytest.param(TASK, {"fsdp": -1, "data": 1}, id="fsdp", marks=pytest.mark.slow),
         pytest.param(TASK, EIGHT, id="all", marks=pytest.mark.quick),
+        pytest.param(DEEP, EIGHT, id="all-deep"),
         pytest.param(CHAINS, EIGHT, id="all-chains"),
     ],
 )

@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fc_norm": {"fc_norm": "each"},
     "norm_output": {"output_norm": "fed_back"},
     "raw_output": {"output_norm": None},
+    "deep": {"layers_per_specialist": (3,)},
     "all": {"norm_before_residual": True, "fc_norm": "each", "output_norm": "fed_back"},
 }
 PARTS_OF_ALL = ("norm_before_residual", "fc_norm", "norm_output")
@@ -85,6 +86,22 @@ def attended(q: Any, keys: list[Any], values: list[Any]) -> Any:
     return np.stack(rows)
 
 
+def run_further(config: DraftConfig, layer: Any, hidden: Any) -> Any:
+    """A layer of any Llama, whose rows attend the rows before them."""
+    z, weights = rms(hidden, layer["input_norm"], config), layer["attention"]
+    q, k, v = (
+        (z @ weights[n]["weight"].T).reshape(len(z), -1, config.layer.head_dim) for n in "qkv"
+    )
+    q, k = (rotated(x, np.arange(len(z)), config.layer.rope.theta) for x in (q, k))
+    hidden = hidden + attended(q, [k], [v]) @ weights["o"]["weight"].T
+    return hidden + run_mlp(layer["mlp"], rms(hidden, layer["mlp_norm"], config))
+
+
+def run_mlp(mlp: Any, rows: Any) -> Any:
+    gate = rows @ mlp["gate"]["weight"].T
+    return gate / (1 + np.exp(-gate)) * (rows @ mlp["up"]["weight"].T) @ mlp["down"]["weight"].T
+
+
 def forward(
     config: DraftConfig, params: Any, embedded: Any, features: Any, steps: int
 ) -> tuple[Any, Any]:
@@ -107,10 +124,9 @@ def forward(
         values.append(v)
         mixed = attended(rotated(q, position, theta), keys, values) @ weights["o"]["weight"].T
         a = (c if config.norm_before_residual else state) + mixed
-        n, mlp = rms(a, layer["mlp_norm"], config), layer["mlp"]
-        gate = n @ mlp["gate"]["weight"].T
-        gated = gate / (1 + np.exp(-gate)) * (n @ mlp["up"]["weight"].T)
-        h = a + gated @ mlp["down"]["weight"].T
+        h = a + run_mlp(layer["mlp"], rms(a, layer["mlp_norm"], config))
+        for further in params.get("further", []) if step == 0 else ():
+            h = run_further(config, further, h)
         normed = rms(h, params["norm"], config)
         logits.append((h if config.output_norm is None else normed) @ params["head"]["weight"].T)
         state = normed if config.output_norm == "fed_back" else h
@@ -180,11 +196,10 @@ def draft_chains(config: DraftConfig, params: Any, tokens: Any, features: Any) -
     """Logits of every step of the chains from all rows, each a row of a batch, fed the text."""
     x = join_pairs(params, config, tokens[:, 1 : T + 1], features)
     length = jnp.full(T, T)
-    size = {"num_layers": 1, "size": T + STEPS, "rope_length": length, "dtype": jnp.float32}
-    rows = jnp.broadcast_to(x, (T, *x.shape[1:]))
-    cache = commit_pairs(
-        params, config, init_cache(config.layer, **size), rows, 1 + jnp.arange(T, dtype=jnp.int32)
-    )
+    size = {"num_layers": config.num_streams(STEPS), "size": T + STEPS}
+    size |= {"rope_length": length, "dtype": jnp.float32}
+    rows, starts = jnp.broadcast_to(x, (T, *x.shape[1:])), jnp.arange(T, dtype=jnp.int32)
+    cache, rows = commit_pairs(params, config, init_cache(config.layer, **size), rows, 1 + starts)
     seen = []
 
     def follow_the_text(logits: Any, level: Any, top_k: int) -> Any:
@@ -192,7 +207,7 @@ def draft_chains(config: DraftConfig, params: Any, tokens: Any, features: Any) -
         return tokens[0][level.position][:, None, None], jnp.zeros((T, 1, top_k))
 
     tree = TreeConfig(depth=STEPS, top_k=1, total_tokens=2)
-    drafting.draft(params, config, tree, cache, x[0][:, None], follow_the_text)
+    drafting.draft(params, config, tree, cache, rows[starts, starts][:, None], follow_the_text)
     return seen
 
 

@@ -189,7 +189,7 @@ def test_drafting_on_a_chain_is_the_training_forward(trained):
             next_tokens = jnp.asarray(tokens[None, 1 : num_pairs + 1], jnp.int32)
             x = join_pairs(draft, config, next_tokens, jnp.asarray(aux[:, :num_pairs]))
             count = jnp.full(1, num_pairs, jnp.int32)
-            cache = commit_pairs(draft, config, cache, x, count)
+            cache, _ = commit_pairs(draft, config, cache, x, count)
             tree = TreeConfig(depth=R, top_k=1, total_tokens=R + 1)
             drafting.draft(told, config, tree, cache, x[:, -1:], children)
             return jnp.concatenate(seen)

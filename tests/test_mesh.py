@@ -32,6 +32,7 @@ from poss_jax.model.sharding import decoding_mesh, make_mesh
 
 LLAMA = tiny_llama(vocab_size=256, num_heads=16, num_kv_heads=8, intermediate_size=64)
 POSS = DraftConfig(layer=replace(LLAMA, num_layers=1), positions_per_specialist=(1, 1))
+DEEP = replace(POSS, layers_per_specialist=(3, 1))
 TWO_KV_HEADS = replace(LLAMA, num_kv_heads=2)
 E3 = DraftConfig(
     layer=replace(TWO_KV_HEADS, num_layers=1),
@@ -65,6 +66,9 @@ def engine() -> Engine:
     return random_engine(POSS, EIGHT)
 
 
+of_either = pytest.mark.parametrize("draft", [POSS, DEEP], ids=["poss", "deep"])
+
+
 def moved(text: str) -> Iterator[tuple[str, int]]:
     """Arrays that a program moves between devices to gather or reshard them: line, numbers."""
     kinds = "all-gather|all-to-all|collective-permute"
@@ -79,8 +83,9 @@ def moved(text: str) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.quick
-def test_a_stream_on_eight_devices_is_that_of_one(engine: Engine) -> None:
-    plain = random_engine(POSS, None)
+@of_either
+def test_a_stream_on_eight_devices_is_that_of_one(draft: DraftConfig) -> None:
+    engine, plain = (random_engine(draft, mesh) for mesh in (EIGHT, None))
     assert plain.mesh is None
     for one in (engine, plain):
         *_, last = one.stream(PROMPTS[0], max_new_tokens=N)
@@ -171,7 +176,9 @@ def test_a_quantised_weight_is_cut_with_its_scale() -> None:
     assert o.values.sharding.spec == P(None, "tensor") and o.scale.sharding.spec == P(None)
 
 
-def test_a_round_moves_no_weight_no_cache_and_no_scores(engine: Engine) -> None:
+@of_either
+def test_a_round_moves_no_weight_no_cache_and_no_scores(draft: DraftConfig) -> None:
+    engine = random_engine(draft, EIGHT)
     config, request = engine.request([engine.prepare(PROMPTS[0], N)])
     state = start(engine.weights, config, request)
     leaves, tree = jax.tree.flatten((request, state))

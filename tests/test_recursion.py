@@ -26,7 +26,9 @@ METHODS = {
     "clamped": ((1, 2), 5, False),
     "qwen2": ((1, 2), 4, True),
     "qwen3": ((2, 1), 4, False),
+    "deep": ((1, 2), 4, True),
 }
+DEEP = {"deep": (3,)}  # layers per specialist
 LAYERS = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
 # What the slow ones have, the others have too.
 MARKS = dict.fromkeys(("hass", "poss1", "poss2", "poss3"), pytest.mark.slow)
@@ -42,7 +44,11 @@ def test_recursion_equals_drafting_a_chain(method):
     spans, depth, fc_bias = METHODS[method]
     llama = tiny_llama(**LAYERS.get(method, {}))
     config = DraftConfig(
-        layer=llama, positions_per_specialist=spans, trained_depth=depth, fc_bias=fc_bias
+        layer=llama,
+        positions_per_specialist=spans,
+        layers_per_specialist=DEEP.get(method, (1,)),
+        trained_depth=depth,
+        fc_bias=fc_bias,
     )
     target, draft = random_target(llama), random_draft(config)
     tokens = random_tokens(llama, 1, T + 1)
@@ -88,13 +94,13 @@ def draft_chains(config, params, tokens, features, starts, depth):
     x = join_pairs(params, config, tokens[:, 1:], features)
     cache = init_cache(
         config.layer,
-        num_layers=config.num_specialists,
+        num_layers=config.num_streams(depth),
         size=T + depth,
         rope_length=jnp.full(batch, T),
         dtype=jnp.float32,
     )
     every = jnp.broadcast_to(x, (batch, *x.shape[1:]))
-    cache = commit_pairs(params, config, cache, every, jnp.asarray(starts + 1, jnp.int32))
+    cache, rows = commit_pairs(params, config, cache, every, jnp.asarray(starts + 1, jnp.int32))
     seen = []
 
     def follow_the_text(logits, level, top_k):
@@ -103,7 +109,8 @@ def draft_chains(config, params, tokens, features, starts, depth):
         return ids, jnp.zeros((batch, 1, top_k))
 
     tree = TreeConfig(depth=depth, top_k=1, total_tokens=2)
-    drafting.draft(params, config, tree, cache, x[0, starts][:, None], follow_the_text)
+    roots = rows[jnp.arange(batch), starts][:, None]
+    drafting.draft(params, config, tree, cache, roots, follow_the_text)
     return seen
 
 

@@ -13,7 +13,8 @@ from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Weights
 from poss_jax.model.specialists import attach, share_keys_values
 
-# (depth, top_k, total_tokens), spans, batch. The fourth asks for more nodes than can be drafted.
+# (depth, top_k, total_tokens), spans, batch, layers per specialist. The fourth asks for more nodes
+# than can be drafted.
 SHAPES = {
     "default": ((6, 10, 60), (3, 3), 1),
     "wide": ((2, 10, 24), (1,), 3),
@@ -21,6 +22,7 @@ SHAPES = {
     "clamped": ((2, 2, 64), (1, 1), 3),
     "deep": ((8, 3, 40), (2, 2), 3),
     "tiny": ((1, 4, 2), (1,), 3),
+    "first": ((4, 3, 14), (1, 2), 3, (3, 1)),
 }
 MARKS = dict.fromkeys(("default", "deep", "tiny"), pytest.mark.slow) | {"chain": pytest.mark.quick}
 
@@ -37,9 +39,13 @@ LONGROPE = RopeConfig(
 
 def check_shape(shape: tuple, *, cases: int, seed: int, is_sampled: bool = False) -> None:
     """Compares both ways of decoding over drawn models, prompts, limits and oracles."""
-    (depth, top_k, total_tokens), spans, batch = shape
+    (depth, top_k, total_tokens), spans, batch, *layers = shape
     llama = tiny_llama(rope=DYNAMIC if is_sampled else LONGROPE)
-    config = DraftConfig(layer=llama, positions_per_specialist=spans)
+    config = DraftConfig(
+        layer=llama,
+        positions_per_specialist=spans,
+        layers_per_specialist=layers[0] if layers else (1,),
+    )
     tree = TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens)
     Shape(llama, config, tree, batch, is_sampled=is_sampled).check_pairs(cases, seed=seed)
 

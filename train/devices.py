@@ -183,7 +183,11 @@ def _whole_items(
     whole_at = compile_on(mesh, lambda stack, index: jax.tree.map(lambda leaf: leaf[index], stack))
     for name in item_shapes(config):
         group, _, index = name.partition("/")
-        yield name, whole_at(params[group], int(index)) if index else whole(params[group])
+        held = params[group]
+        if index and not isinstance(held, list):
+            yield name, whole_at(held, int(index))
+        else:
+            yield name, whole(held[int(index)] if index else held)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -37,7 +37,12 @@ from poss_jax.learn.validation import (
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import family_of, init_draft
 from poss_jax.model.parameters import place_weights
-from poss_jax.model.specialists import extend_specialists, has_shared_keys_values, share_keys_values
+from poss_jax.model.specialists import (
+    deepen,
+    extend_specialists,
+    has_shared_keys_values,
+    share_keys_values,
+)
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Array, Params
 
@@ -124,6 +129,7 @@ class DraftStage:
         self.config = replace(
             draft,
             positions_per_specialist=wanted.positions_per_specialist,
+            layers_per_specialist=wanted.layers_per_specialist,
             trained_depth=wanted.depth,
             kv=draft.kv if family.is_trained_in_chains else wanted.kv,
         )
@@ -157,6 +163,12 @@ class DraftStage:
                 f"specialists.positions_per_specialist: want {draft.num_specialists} or more, "
                 f"which init_draft {self._run.init_draft} has, got "
                 f"{len(wanted.positions_per_specialist)}"
+            )
+        if wanted.layers_per_specialist[0] <= draft.num_further:
+            raise UserError(
+                f"specialists.layers_per_specialist: want {draft.num_further + 1} or more in the "
+                f"first specialist, which init_draft {self._run.init_draft} has, got "
+                f"{wanted.layers_per_specialist[0]}"
             )
         if wanted.num_frozen > draft.num_specialists:
             raise UserError(
@@ -256,7 +268,11 @@ class DraftStage:
         if self._run.init_draft is None:
             return make_on(self.mesh, init, self._key, self._target["head"]["weight"])
         draft, self._init_draft = self._init_draft, None  # frees its memory for the steps
-        return make_on(self.mesh, stack, draft)
+
+        def extend(key: Array, draft: Params) -> Params:
+            return deepen(stack(draft), self.config, key)
+
+        return make_on(self.mesh, extend, self._key, draft)
 
     def make_step(self, optimizer: optax.GradientTransformation, state: TrainState) -> Callable:
         """See `Stage`."""

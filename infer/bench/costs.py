@@ -128,14 +128,15 @@ def describe_workload(
     )
     if config.draft is None:
         return work
-    specialists = weights.draft["specialists"]
+    specialists, further = weights.draft["specialists"], weights.draft.get("further", [])
     size = len(specialists) * _layer_weights(config.draft.layer, _input_width(config.draft))
+    size += len(further) * _layer_weights(config.draft.layer)
     return replace(
         work,
         draft=config.draft,
         tree=config.tree,
         draft_vocabulary=weights.draft["head"]["weight"].shape[0],
-        specialist_bytes=_num_bytes(specialists) / size,
+        specialist_bytes=_num_bytes((specialists, further)) / size,
     )
 
 
@@ -188,7 +189,7 @@ def prefill(work: Workload, num_tokens: int) -> Cost:
             Cost(flops=config.num_layers * _attention_flops(config, pairs)),
             _cache_rows(work, config, config.num_layers * rows),
             _product(config.vocab_size * config.hidden_size, work.batch, work.target_bytes),
-            _commit_pairs(work, rows),
+            _commit_pairs(work, rows, attended=0, pairs=pairs),
         ]
     )
 
@@ -211,6 +212,8 @@ def draft_level(work: Workload, depth: int) -> Cost:
     """
     draft = _draft_of(work)
     layer, width, top_k = draft.layer, _input_width(draft), work.tree.top_k
+    if depth == 0 and draft.num_further:  # the last of its layers
+        width = layer.hidden_size
     rows, new = (work.batch, 0) if depth == 0 else (work.batch * top_k, work.batch * top_k)
     if depth and draft.stream_at(depth) != draft.stream_at(depth - 1):
         new *= depth
@@ -243,7 +246,10 @@ def commit(work: Workload) -> Cost:
         return Cost()
     rows = work.batch * (work.tree.max_accepted + 1)
     moved = 2 * work.target.num_layers * rows  # read and written
-    return _cache_rows(work, work.target, moved) + _commit_pairs(work, rows)
+    attended = work.batch * work.context
+    pairs = rows * (work.context + work.tree.max_accepted + 1)
+    draft = _commit_pairs(work, rows, attended=attended, pairs=pairs)
+    return _cache_rows(work, work.target, moved) + draft
 
 
 def _target_pass(work: Workload, num_rows: int) -> Cost:
@@ -259,18 +265,26 @@ def _target_pass(work: Workload, num_rows: int) -> Cost:
     )
 
 
-def _commit_pairs(work: Workload, rows: int) -> Cost:
-    """Projects pairs, and their keys and values for every stream that the tree reads."""
+def _commit_pairs(work: Workload, rows: int, *, attended: int, pairs: float) -> Cost:
+    """Projects pairs, and their keys and values for every stream that the tree reads.
+
+    All layers but the last of a first specialist also attend and finish them.
+    """
     if work.draft is None:
         return Cost()
-    draft, layer = work.draft, work.draft.layer
+    draft, layer, further = work.draft, work.draft.layer, work.draft.num_further
     streams = draft.num_streams(work.tree.depth)
-    key_value = _key_value_weights(layer, _input_width(draft))
+    widths = [_input_width(draft), *[layer.hidden_size] * further]
+    key_values = [_key_value_weights(layer, width) for width in widths]
+    weights = (streams - len(widths)) * key_values[0] + sum(key_values)
+    for width, key_value in zip(widths[:-1], key_values[:-1], strict=True):
+        weights += _layer_weights(layer, width) - key_value
     return add_costs(
         [
             _product(_fuse_weights(draft), rows, work.draft_bytes),
-            _product(streams * key_value, rows, work.specialist_bytes),
-            _cache_rows(work, layer, streams * rows),
+            _product(weights, rows, work.specialist_bytes),
+            _cache_rows(work, layer, streams * rows + further * attended),
+            Cost(flops=further * _attention_flops(layer, pairs)),
         ]
     )
 

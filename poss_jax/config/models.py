@@ -22,6 +22,9 @@ from poss_jax.config.reading import UserError
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 Spans = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1000)]
+LayerCounts = Annotated[
+    tuple[Annotated[Count, Field(le=100)], ...], Field(min_length=1, max_length=1000)
+]
 _MOST_STOP_IDS = 64  # in files; decoders may allow fewer
 Divisors = tuple[Positive, ...]
 Quantisation = Literal["int8", "fp8"]
@@ -147,7 +150,7 @@ class LlamaConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DraftConfig:
-    """A draft model: shared fc and one decoder layer per specialist.
+    """A draft model: shared fc and, per specialist, one decoder layer (the first may have more).
 
     EAGLE-2 and HASS are `positions_per_specialist=(1,)`, PosS-n is `(n, n, ...)`.
 
@@ -156,6 +159,8 @@ class DraftConfig:
         ignored.
       positions_per_specialist: how many draft positions each specialist serves; beyond the last
         span the last specialist continues.
+      layers_per_specialist: how many layers each specialist has, 1 where none is given; see
+        `check_layers`.
       trained_depth: number of draft positions the rollout was trained on.
       fc_bias: whether the fusion layer has a bias.
       family: name of the draft family, see `poss_jax.model.families`.
@@ -173,6 +178,9 @@ class DraftConfig:
 
     layer: LlamaConfig
     positions_per_specialist: Spans = (1,)
+    layers_per_specialist: LayerCounts = Field(
+        default=(1,), exclude_if=lambda layers: max(layers) == 1
+    )
     trained_depth: Depth = 1
     fc_bias: bool = False
     family: str = Field(default="eagle", exclude_if=lambda family: family == "eagle")
@@ -187,10 +195,18 @@ class DraftConfig:
         default="head", exclude_if=lambda norm: norm == "head"
     )
 
+    def __post_init__(self) -> None:
+        check_layers(self.layers_per_specialist, self.positions_per_specialist)
+
     @property
     def num_specialists(self) -> int:
         """E, the number of spans."""
         return len(self.positions_per_specialist)
+
+    @property
+    def num_further(self) -> int:
+        """Number of layers of the first specialist after its first one."""
+        return self.layers_per_specialist[0] - 1
 
     @property
     def other_norms(self) -> dict[str, Any]:
@@ -210,6 +226,7 @@ class DraftConfig:
             return "eagle2" if self.trained_depth == 1 else "hass"
         digits = {str(n) for n in spans}
         name = "poss" + (digits.pop() if len(digits) == 1 else "".join(str(n) for n in spans))
+        name += f"-deep{self.num_further + 1}" if self.num_further else ""
         return name if first_family else f"{name}-{self.family}"
 
     def specialist_at(self, depth: int) -> int:
@@ -227,7 +244,27 @@ class DraftConfig:
 
     def num_streams(self, depth: int) -> int:
         """Number of key/value caches that drafting `depth` positions reads."""
-        return max(map(self.stream_at, range(depth))) + 1
+        return max(map(self.stream_at, range(depth))) + 1 + self.num_further
+
+
+def check_layers(layers: tuple[int, ...], spans: tuple[int, ...]) -> None:
+    """Refuses layers that specialists of these spans cannot have.
+
+    Drafted rows pass specialists of one layer only, so that training can follow all of them.
+
+    Raises:
+      ValueError: a specialist with several layers is not the first, or also drafts after itself.
+    """
+    if len(layers) > len(spans) or max(layers[1:], default=1) > 1:
+        problem = "only the first specialist may have several layers"
+    elif layers[0] > 1 and (spans[0] > 1 or len(spans) == 1):
+        problem = "a specialist of several layers drafts one position, and another one the next"
+    else:
+        return
+    raise ValueError(
+        f"layers_per_specialist: {problem}, got {list(layers)} for positions_per_specialist "
+        f"{list(spans)}; want such as [3, 1, 1] for [1, 1, 1]"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -10,7 +10,14 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from poss_jax.config.decoding import AnswerConfig
-from poss_jax.config.models import STRICT, LlamaConfig, MeshConfig, Spans
+from poss_jax.config.models import (
+    STRICT,
+    LayerCounts,
+    LlamaConfig,
+    MeshConfig,
+    Spans,
+    check_layers,
+)
 from poss_jax.config.numbers import (
     INT32_MAX,
     AtLeastTwo,
@@ -194,6 +201,8 @@ class SpecialistsConfig:
 
     Attributes:
       positions_per_specialist: Number of positions that each specialist serves, such as [3, 3].
+      layers_per_specialist: Number of layers of each specialist, 1 where none is given. Only the
+        first may have more, and then drafts one position: [3, 1, 1] for positions [1, 1, 1].
       depth: Number of positions that training drafts.
       fc_bias: Give the projection of the draft's input a bias.
       kv: `per_specialist`, or `shared`: all specialists of an eagle draft have the same key and
@@ -212,6 +221,7 @@ class SpecialistsConfig:
     """
 
     positions_per_specialist: Spans = (1,)
+    layers_per_specialist: LayerCounts = (1,)
     depth: Depth = 1
     fc_bias: bool = False
     kv: Literal["per_specialist", "shared"] = "per_specialist"
@@ -222,6 +232,7 @@ class SpecialistsConfig:
     start: Literal["random", "pass_through"] = "random"
 
     def __post_init__(self) -> None:
+        check_layers(self.layers_per_specialist, self.positions_per_specialist)
         num_specialists = len(self.positions_per_specialist)
         if self.num_frozen >= num_specialists:
             raise ValueError(
@@ -359,6 +370,11 @@ class TrainConfig:
             raise ValueError(
                 f"specialists.depth {self.specialists.depth} does not reach the last specialist of "
                 f"positions_per_specialist {spans}; want {sum(spans[:-1]) + 1} or more"
+            )
+        if self.objective.zero_scores and self.specialists.layers_per_specialist[0] > 1:
+            raise ValueError(
+                "objective.zero_scores is for specialists of one layer; set it to false, or leave "
+                "out specialists.layers_per_specialist"
             )
         self._check_depth_weights()
         if (self.num_tokens is None) == (self.num_epochs is None):

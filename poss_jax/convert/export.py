@@ -133,6 +133,11 @@ def _choose_layout(draft: Model, form: str | None, specialist: int | None) -> La
     """Finds the layout to write; by default the first one that holds what is to be written."""
     config, folder = draft.record.draft, draft.folder
     layouts = [layout for layout in LAYOUTS if layout.family == config.family]
+    if config.num_further:
+        raise UserError(
+            f"{folder} has a specialist of {config.num_further + 1} layers, which no layout holds; "
+            "export a draft whose layers_per_specialist are 1"
+        )
     number = config.num_specialists
     is_single = specialist is not None or number == 1
     if form is None:

@@ -187,7 +187,8 @@ def plan_specialists(
     origins = {}  # the existing item that becomes each new one
     for name in item_shapes(config):
         group, _, index = name.partition("/")
-        origins[name] = f"{group}/{min(int(index), have - 1)}" if index else name
+        is_specialist = group == "specialists"
+        origins[name] = f"{group}/{min(int(index), have - 1)}" if is_specialist else name
     return Conversion(
         record=new_record(
             config,

@@ -7,6 +7,10 @@ Keys and values of a one-layer draft depend only on a row's own pair, so
   - a specialist with its own stream that takes over at some depth projects the earlier drafted rows
     again; in one shared stream a row keeps the projection of the specialist that drafted it.
 
+A first specialist of several layers drafts the root's children only. So drafted rows never enter
+it; a committed row runs through all but its last layer once, and drafting begins with that one. The
+cache has the streams of the specialists first, then a stream for each of its further layers.
+
 While drafting, the keys and values of the beams after the first level are kept next to the cache of
 the stream that reads them:
 
@@ -14,6 +18,7 @@ the stream that reads them:
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -27,6 +32,7 @@ from poss_jax.model.families import family_of
 from poss_jax.model.layers import DecoderLayer
 from poss_jax.model.ranking import top_k as best_of
 from poss_jax.model.sharding import whole_rows
+from poss_jax.model.specialists import further_layer
 from poss_jax.model.target import read_logits
 from poss_jax.shapes import Array, Float, Int, Params
 
@@ -69,7 +75,7 @@ def commit_pairs(
     cache: KVCache,
     x: Float[Array, "B T width"],
     num_pairs: Int[Array, " B"],
-) -> KVCache:
+) -> tuple[KVCache, Float[Array, "B T read"]]:
     """Appends pairs to the context of every specialist that the cache has a stream of.
 
     Args:
@@ -78,13 +84,26 @@ def commit_pairs(
       cache: T rows must be free above `length`.
       x: draft inputs from true target features.
       num_pairs: number of valid pairs of the T.
+
+    Returns:
+      The cache, and the rows as the last layer of the first specialist reads them.
     """
     positions = cache.length[:, None] + jnp.arange(x.shape[1])[None]
-    rows = KeysValues([], [])
-    for index in range(len(cache.k)):
-        k, v = _keys_values(params, config, index, cache, x, positions)
-        rows = KeysValues([*rows.k, k], [*rows.v, v])
-    return commit_rows(cache, rows, num_pairs)
+    num_streams = len(cache.k) - config.num_further
+    rows = [
+        _keys_values(_specialist(params, config, index), cache, x, positions)
+        for index in range(num_streams)
+    ]
+    streams = [0, *range(num_streams, len(cache.k) - 1)]
+    causal = jnp.tril(jnp.ones((len(x), x.shape[1], x.shape[1]), bool))
+    layers = pairwise(_first_layers(params, config))
+    for stream, (layer, following) in zip(streams[: config.num_further], layers, strict=True):
+        q = layer.queries(layer.normed(x), positions, cache.frequencies)
+        stored = cache.k[stream], cache.v[stream]
+        x = layer.finish(x, attend_cached(q, stored, cache.length, rows[stream], causal))
+        rows.append(_keys_values(following, cache, x, positions))
+    k, v = map(list, zip(*rows, strict=True))
+    return commit_rows(cache, KeysValues(k, v), num_pairs), x
 
 
 def draft(
@@ -102,18 +121,18 @@ def draft(
       config: its shape.
       tree: size of the tree.
       cache: all pairs committed.
-      root_input: x of the last committed pair.
+      root_input: the last committed pair, as `commit_pairs` returns it.
       children: proposes the children of each node.
     """
     beam, x = root_beam(len(root_input)), root_input
-    rows = x[:, :0]  # draft inputs of the levels after the first, appended per level
+    rows = None  # draft inputs of the levels after the first, appended per level
     path = jnp.zeros((len(x), 0), jnp.int32)  # their tokens
     own = None  # their keys and values in this level's stream
     levels: list[Candidates] = []
     for depth in range(tree.depth):
         with jax.named_scope(f"draft_level_{depth}"):
             if depth:
-                rows = jnp.concatenate([rows, x], axis=1)
+                rows = x if rows is None else jnp.concatenate([rows, x], axis=1)
                 own = _enter_level(params, config, cache, own, rows, depth)
             features = _run_level(params, config, cache, own, beam, x, depth)
             read = family_of(config).read(params, config, features)
@@ -210,9 +229,8 @@ def _enter_level(
     first = 0 if is_new else num_rows - width
     level = jnp.arange(first, num_rows)[None] // width
     positions = cache.length[:, None] + level
-    new = _keys_values(
-        params, config, config.specialist_at(depth), cache, rows[:, first:], positions
-    )
+    layer = _specialist(params, config, config.specialist_at(depth))
+    new = _keys_values(layer, cache, rows[:, first:], positions)
     if is_new or before is None:
         return new
     k, v = (jnp.concatenate(pair, axis=2) for pair in zip(before, new, strict=True))
@@ -229,10 +247,14 @@ def _run_level(
     depth: int,
 ) -> Array:
     """Features of one level's rows; all of them share a position."""
-    layer = _specialist(params, config, config.specialist_at(depth))
+    layer, stream = (
+        _specialist(params, config, config.specialist_at(depth)),
+        config.stream_at(depth),
+    )
+    if depth == 0:
+        layer, stream = _first_layers(params, config)[-1], -1 if config.num_further else stream
     positions = jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])
     q = layer.queries(layer.normed(x), positions, cache.frequencies)
-    stream = config.stream_at(depth)
     k, v = cache.k[stream], cache.v[stream]
     own = own or (k[:, :, :0], v[:, :, :0])
     attended = attend_cached(q, (k, v), cache.length, own, beam.ancestors)
@@ -240,11 +262,17 @@ def _run_level(
 
 
 def _keys_values(
-    params: Params, config: DraftConfig, specialist: int, cache: KVCache, x: Array, positions: Array
+    layer: DecoderLayer, cache: KVCache, x: Array, positions: Array
 ) -> tuple[Array, Array]:
-    layer = _specialist(params, config, specialist)
     return layer.keys_values(layer.normed(x), positions, cache.frequencies)
 
 
 def _specialist(params: Params, config: DraftConfig, index: int) -> DecoderLayer:
     return family_of(config).layer(config).bind({"params": params["specialists"][index]})
+
+
+def _first_layers(params: Params, config: DraftConfig) -> list[DecoderLayer]:
+    """All layers of the first specialist."""
+    further = params["further"] if config.num_further else []
+    layers = [further_layer(config).bind({"params": layer}) for layer in further]
+    return [_specialist(params, config, 0), *layers]

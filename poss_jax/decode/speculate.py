@@ -113,7 +113,7 @@ def run_chunks(
         tokens = lax.dynamic_slice_in_dim(following, first, config.chunk, axis=1)
         x = drafting.join_pairs(weights.draft, config.draft, tokens, features)
         num_pairs = jnp.full_like(request.lengths, config.chunk)
-        return drafting.commit_pairs(weights.draft, config.draft, cache, x, num_pairs)
+        return drafting.commit_pairs(weights.draft, config.draft, cache, x, num_pairs)[0]
 
     return targets.run_chunks(
         weights.target,
@@ -434,8 +434,8 @@ def _commit_draft(
 ) -> DraftState:
     """Commits the new pairs to every specialist, and keeps the input of the last one."""
     x = drafting.join_pairs(weights.draft, config, tokens, features)
+    cache, x = drafting.commit_pairs(weights.draft, config, cache, x, num_pairs)
     last = jnp.take_along_axis(x, jnp.maximum(num_pairs - 1, 0)[:, None, None], axis=1)
-    cache = drafting.commit_pairs(weights.draft, config, cache, x, num_pairs)
     return DraftState(cache=cache, root_input=last)
 
 

@@ -96,7 +96,7 @@ class DraftState(struct.PyTreeNode):
 
     Attributes:
       cache: committed (feature, token) pairs; the last one ends at the root.
-      root_input: draft input of that last pair.
+      root_input: that last pair, as `commit_pairs` returns it.
     """
 
     cache: KVCache

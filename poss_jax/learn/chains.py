@@ -21,7 +21,13 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.learn.losses import DraftLosses, describe_targets, draft_losses
-from poss_jax.learn.recursion import DraftInputs, add_gradients, shared_params, take_specialist
+from poss_jax.learn.recursion import (
+    DraftInputs,
+    add_gradients,
+    run_further,
+    shared_params,
+    take_specialist,
+)
 from poss_jax.learn.state import cast
 from poss_jax.learn.task import DraftData, DraftTask, own_head
 from poss_jax.model.blockwise import Attended, attend_documents, group_heads, ungroup_heads
@@ -126,7 +132,8 @@ def follow(
         q, stream.keys[0], stream.values[0], inputs.documents, no_lag, block=block
     )
     mean = _add_own_rows(q, stream, index, context)
-    return split_batch(layer.finish(x, ungroup_heads(mean).astype(x.dtype))), new
+    hidden = split_batch(layer.finish(x, ungroup_heads(mean).astype(x.dtype)))
+    return run_further(shared, config, inputs, hidden, index, block=block), new
 
 
 def chain_gradients(

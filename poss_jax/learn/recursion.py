@@ -9,6 +9,9 @@ d the query of row r comes from version d, and column i shows version max(0, d -
 So a row attends version 0 up to column r - d by ordinary causal attention, plus d diagonal terms of
 one product per row each. The softmax over version 0 is kept as a mean and a sum, and one age after
 the other is added to it: only the versions themselves grow with the depth.
+
+A deep first specialist serves depth 0 alone, where a row attends version 0 only: its further layers
+run as any Llama's.
 """
 
 from collections.abc import Callable
@@ -26,7 +29,8 @@ from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import NOTHING
 from poss_jax.model.sharding import split_batch
-from poss_jax.model.specialists import KEY_VALUE
+from poss_jax.model.specialists import KEY_VALUE, further_layer
+from poss_jax.model.target import encode_layer
 from poss_jax.shapes import Array, Float, Int, Params
 
 
@@ -175,7 +179,37 @@ def predict(
     if zero_scores:
         base = _add_zero_scores(base, position)
     mean: Any = _add_ages(config, rows, Terms(weights, q, base))  # custom_vjp loses its type
-    return layer.finish(x, ungroup_heads(mean).astype(x.dtype))
+    hidden = layer.finish(x, ungroup_heads(mean).astype(x.dtype))
+    return run_further(shared, config, inputs, hidden, depth.index, block=block)
+
+
+def run_further(
+    shared: Params,
+    config: DraftConfig,
+    inputs: DraftInputs,
+    hidden: Float[Array, "B T D"],
+    index: Int[Array, ""],
+    *,
+    block: int,
+) -> Float[Array, "B T D"]:
+    """Runs rows through the further layers of the first specialist, if the depth is its own.
+
+    Arguments: see `predict`; `index` is the depth, traced.
+    """
+    if not config.num_further:
+        return hidden
+    position = positions_in(inputs.documents)
+    frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
+
+    def run(hidden: Array) -> Array:
+        for params in shared["further"]:
+            layer = further_layer(config).bind({"params": params})
+            hidden = encode_layer(
+                layer, hidden, inputs.documents, position, frequencies, block=block
+            )
+        return hidden
+
+    return lax.cond(index == 0, run, lambda hidden: hidden, hidden)
 
 
 def _add_zero_scores(base: Attended, position: Int[Array, "B T"]) -> Attended:

@@ -14,6 +14,7 @@ Flax leaves say which of them a config has, and their shapes. Weights are kept i
                     where it reads n layers of the target
     specialists/0   a layer without input_norm; of EAGLE-3, with input_norm and feature_norm, and
                     "q", "k" and "v" of inputs [2D]
+    further/0 ...   further layers of the first specialist, as the target's, if it has several
     fc_norm         of EAGLE-3 with fc_norm: {"scale": [nD]}, or {"low", "middle", "high"}, each
                     {"scale": [D]}
 
@@ -63,14 +64,13 @@ def item_shapes(
       is_quantised: list a quantised target's items, which include the head even if it is tied.
     """
     rows, shapes = list(table_of(config)), _shapes_of_one(config, is_quantised)
-    numbers = range(_num_numbered(config))
     items: dict[str, dict[tuple[str, ...], tuple[int, ...]]] = {}
     for path in sorted(shapes, key=lambda path: rows.index(weight_path(path))):
         group, *inner = path.split("/")
         if inner[0] != "*":
             items.setdefault(group, {})[tuple(inner)] = shapes[path]
             continue
-        for number in numbers:
+        for number in range(_num_numbered(config, group)):
             items.setdefault(f"{group}/{number}", {})[tuple(inner[1:])] = shapes[path]
     return {name: unflatten_dict(item) for name, item in items.items()}
 
@@ -225,11 +225,10 @@ def place_params(params: Params, mesh: Mesh) -> Params:
 def _shapes_of_one(
     config: LlamaConfig | DraftConfig, is_quantised: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes by path in the table, of a model with one layer (or specialist)."""
+    """Shapes by path in the table, the layers of a kind (or specialists) as one."""
     key = jax.random.key(0)
     if isinstance(config, DraftConfig):
-        one = replace(config, positions_per_specialist=(1,))
-        params = jax.eval_shape(lambda: family_of(one).init(one, key))
+        params = jax.eval_shape(lambda: family_of(config).init(config, key))
     else:
         params = jax.eval_shape(lambda: init_target(replace(config, num_layers=1), key))
         if is_quantised:
@@ -242,8 +241,11 @@ def _shapes_of_one(
     }
 
 
-def _num_numbered(config: LlamaConfig | DraftConfig) -> int:
-    return config.num_specialists if isinstance(config, DraftConfig) else config.num_layers
+def _num_numbered(config: LlamaConfig | DraftConfig, group: str) -> int:
+    """Number of items of a group such as `layers`."""
+    if isinstance(config, LlamaConfig):
+        return config.num_layers
+    return config.num_further if group == "further" else config.num_specialists
 
 
 def _find_axes(keys: list[str]) -> tuple[Axes, ...] | None:

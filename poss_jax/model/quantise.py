@@ -79,8 +79,8 @@ def quantise_target(params: Params, kind: Quantisation) -> Params:
 
 def quantise_specialists(draft: Params, kind: Quantisation) -> Params:
     """Quantises the layers of a draft, as it is done for its target."""
-    layers = [quantise_target(one, kind) for one in draft["specialists"]]
-    return draft | {"specialists": layers}
+    layers = {name: part for name, part in draft.items() if isinstance(part, list)}
+    return draft | quantise_target(layers, kind)
 
 
 def quantise_items(

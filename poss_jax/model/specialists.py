@@ -23,8 +23,9 @@ _DRAWN_AMONG = 16
 class Family:
     """All that decoding, training, checkpoints and the converter know about a kind of draft.
 
-    Parameters are `{"specialists": [...]}` and the shared ones. Features are a specialist's
-    predictions, and the inputs of the next one.
+    Parameters are `{"specialists": [...]}`, `{"further": [...]}` (the layers of a deep first
+    specialist after its first one) and the shared ones. Features are a specialist's predictions,
+    and the inputs of the next one.
 
     Attributes:
       parameters: the table, path -> `Parameter`.
@@ -77,8 +78,27 @@ def draw_specialists(
     return [init_layer(drawn, key, width=width) for key in keys]
 
 
+def further_layer(config: DraftConfig) -> DecoderLayer:
+    """Describes a further layer of the first specialist."""
+    return DecoderLayer(config.layer)
+
+
+def deepen(draft: Params, config: DraftConfig, key: Array) -> Params:
+    """Adds the further layers that a draft lacks; they return their input until they are trained.
+
+    Args:
+      draft: specialists listed or stacked.
+      config: its shape with these layers.
+      key: random key.
+    """
+    have = draft.get("further", [])
+    keys = jax.random.split(jax.random.fold_in(key, 1), config.num_further)[len(have) :]
+    new = [silence(init_layer(further_layer(config), one)) for one in keys]
+    return draft | {"further": have + new} if new else draft
+
+
 def silence(specialist: Params) -> Params:
-    """Makes a specialist return its input: its output projections become zero."""
+    """Makes a layer return its input: its output projections become zero."""
 
     def zero_outputs(path: tuple[Any, ...], leaf: Array) -> Array:
         return jnp.zeros_like(leaf) if path[1].key in ("o", "down") else leaf
@@ -133,6 +153,10 @@ def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None =
 
 
 def fuse_draft(draft: Params, config: DraftConfig) -> Params:
-    """Fuses the projections of every specialist that read the same rows (`fuse_layer`)."""
-    fused = [fuse_layer(one, config.layer, parts="kv") for one in draft["specialists"]]
-    return draft | {"specialists": fused}
+    """Fuses the projections of every layer that read the same rows (`fuse_layer`)."""
+
+    def fused(layers: list[Params]) -> list[Params]:
+        return [fuse_layer(one, config.layer, parts="kv") for one in layers]
+
+    lists = {name: part for name, part in draft.items() if isinstance(part, list)}
+    return draft | {name: fused(layers) for name, layers in lists.items()}

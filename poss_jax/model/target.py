@@ -337,12 +337,8 @@ def encode(
         if kept:
             aux = lax.dynamic_update_index_in_dim(aux, hidden, place, 0)
         layer = DecoderLayer(config).bind({"params": layer_params})
-        normed = layer.normed(hidden)
-        q = group_heads(layer.queries(normed, positions, frequencies), config.num_kv_heads)
-        k, v = layer.keys_values(normed, positions, frequencies)
-        mean = attend_documents(q, k, v, documents, jnp.array(0), block=block).mean
-        hidden = layer.finish(hidden, ungroup_heads(mean).astype(hidden.dtype))
-        return (split_batch(hidden), aux), None
+        hidden = encode_layer(layer, hidden, documents, positions, frequencies, block=block)
+        return (hidden, aux), None
 
     dtype = params["norm"]["scale"].dtype  # in training the embedding may be wider
     hidden = split_batch(embed(params["embed"]["weight"], tokens).astype(dtype))
@@ -352,6 +348,24 @@ def encode(
     (hidden, aux), _ = lax.scan(body, (hidden, split_batch(aux, axis=1)), steps)
     final = rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
     return jnp.concatenate([*(aux[kept.index(n)] for n in aux_layers), final], axis=-1)
+
+
+def encode_layer(
+    layer: DecoderLayer,
+    hidden: Float[Array, "B T D"],
+    documents: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[Array, "B *rows half"],
+    *,
+    block: int,
+) -> Float[Array, "B T D"]:
+    """Runs one layer, with its parameters, over whole rows of text; see `encode`."""
+    normed = layer.normed(hidden)
+    q = layer.queries(normed, positions, frequencies)
+    q = group_heads(q, layer.config.num_kv_heads)
+    k, v = layer.keys_values(normed, positions, frequencies)
+    mean = attend_documents(q, k, v, documents, jnp.array(0), block=block).mean
+    return split_batch(layer.finish(hidden, ungroup_heads(mean).astype(hidden.dtype)))
 
 
 def _run_layers(

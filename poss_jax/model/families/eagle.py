@@ -1,7 +1,8 @@
 """The draft of EAGLE-2, HASS and PosS: one projection `fc`, and a layer for every specialist.
 
 The draft reads pairs (feature f_j, token x_{j+1}) at position j: `x_j = fc([embed(x_{j+1}); f_j])`,
-one decoder layer without input and final norm, the target's head.
+one decoder layer without input and final norm, the target's head. A first specialist of several
+layers has Llama's after it, which read hidden states alone.
 """
 
 import jax
@@ -10,18 +11,19 @@ import jax.numpy as jnp
 from poss_jax.config.models import DraftConfig
 from poss_jax.model.layers import DecoderLayer, layer_rows, linear_rows
 from poss_jax.model.linear import linear
-from poss_jax.model.specialists import Family, draw_specialists, silence
+from poss_jax.model.specialists import Family, deepen, draw_specialists, silence
 from poss_jax.shapes import Array, Float, Params
 
 
 def init(config: DraftConfig, key: Array) -> Params:
-    """Draws a random draft: `{"fc": {"weight", "bias"?}, "specialists": [...]}`."""
+    """Draws a random draft: `{"fc": {"weight", "bias"?}, "specialists": [...], "further"?}`."""
     D = config.layer.hidden_size
     fc_key, *keys = jax.random.split(key, config.num_specialists + 1)
     fc = {"weight": jax.random.normal(fc_key, (D, 2 * D)) * 0.02}
     if config.fc_bias:
         fc["bias"] = jnp.zeros(D)
-    return {"fc": fc, "specialists": draw_specialists(layer, config, keys, width=D)}
+    draft = {"fc": fc, "specialists": draw_specialists(layer, config, keys, width=D)}
+    return deepen(draft, config, key)
 
 
 def pass_through(draft: Params) -> Params:
@@ -75,6 +77,7 @@ EAGLE = Family(
         # Its input is split in two (embedding, feature), so only its output is sharded.
         **linear_rows("fc", "fc", (("tensor", "fsdp"), None)),
         **layer_rows("specialists", "layers"),
+        **layer_rows("further", "further_layers"),
     },
     init=init,
     layer=layer,

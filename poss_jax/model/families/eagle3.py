@@ -27,7 +27,7 @@ from poss_jax.model.layers import (
     rms_norm,
 )
 from poss_jax.model.linear import linear
-from poss_jax.model.specialists import Family, draw_specialists
+from poss_jax.model.specialists import Family, deepen, draw_specialists
 from poss_jax.shapes import Array, Float, Params
 
 _PARTS = ("low", "middle", "high")
@@ -63,7 +63,10 @@ class Specialist(DecoderLayer):
 
 
 def init(config: DraftConfig, key: Array) -> Params:
-    """Draws a random draft: `{"fc", "fc_norm"?, "specialists": [...], "norm", "head"}`."""
+    """Draws a random draft: `{"fc", "fc_norm"?, "specialists": [...], "norm", "head"}`.
+
+    With several layers in the first specialist also `"further"`.
+    """
     if len(config.aux_layers) < 2:  # `join` tells features apart by their width
         raise UserError(
             "aux_layers: an EAGLE-3 draft reads at least two layers of the target, got "
@@ -76,13 +79,14 @@ def init(config: DraftConfig, key: Array) -> Params:
     fc = {"weight": jax.random.normal(fc_key, (D, width)) * 0.02}
     if config.fc_bias:
         fc["bias"] = jnp.zeros(D)
-    return {
+    draft = {
         "fc": fc,
         **_init_fc_norm(config, width),
         "specialists": draw_specialists(layer, config, keys, width=2 * D),
         "norm": {"scale": jnp.ones(D)},
         "head": {"weight": jax.random.normal(head_key, (num_tokens, D)) * 0.02},
     }
+    return deepen(draft, config, key)
 
 
 def _init_fc_norm(config: DraftConfig, width: int) -> Params:
@@ -197,6 +201,7 @@ EAGLE3 = Family(
         **norm_row("fc_norm/middle", "fc_norm.1"),
         **norm_row("fc_norm/high", "fc_norm.2"),
         **layer_rows("specialists", "layers"),
+        **layer_rows("further", "further_layers"),
         **norm_row("specialists/*/feature_norm", "layers.*.hidden_norm"),
         **norm_row("norm", "norm"),
         "head/weight": Parameter("lm_head.weight", WIDENS),

@@ -1,0 +1,259 @@
+"""A first specialist of several layers: its arithmetic, its start, its training and its files."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import (
+    make_engine,
+    predict_depths,
+    random_draft,
+    random_target,
+    random_tokens,
+    stacked,
+    tiny_llama,
+)
+from programs import DRAFT, POSS2, Runs, config_file, generate, metrics, refusal, weights
+from test_recursion import draft_chains
+
+from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.config.reading import load_config
+from poss_jax.config.training import TrainConfig
+from poss_jax.convert.__main__ import main as convert
+from poss_jax.learn.recursion import DraftInputs
+from poss_jax.model.specialists import attach, deepen
+from train import loop
+from train.main import main
+from train.stages import open_stage
+
+LLAMA = tiny_llama()
+PLAIN = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=3)
+DEEP = replace(PLAIN, layers_per_specialist=(3,))
+PROMPTS = [[1, 2, 3], [9]]
+T = 9
+RUN = POSS2 | {
+    "specialists": {
+        "positions_per_specialist": [1, 2],
+        "layers_per_specialist": [3, 1],
+        "depth": 3,
+    },
+    "num_tokens": 6 * 64,
+    "checkpoint_every": 2,
+    "validate_every": 3,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Its arithmetic
+
+
+def norm(x: np.ndarray, scale: Any) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + LLAMA.rms_norm_eps) * scale
+
+
+def rotated(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Heads [rows heads H] as complex numbers, each turned by its angle."""
+    half = LLAMA.head_dim // 2
+    angles = positions[:, None] * LLAMA.rope.theta ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def run_layer(layer: Any, rows: np.ndarray) -> np.ndarray:
+    """One layer over rows 0, 1, ... in float64; each row attends itself and the rows before it."""
+    of, mlp = layer["attention"], layer["mlp"]
+    normed = norm(rows, layer["input_norm"]["scale"]) if "input_norm" in layer else rows
+    at = np.arange(len(rows))
+    q, k, v = (
+        (normed @ of[name]["weight"].T).reshape(len(rows), -1, LLAMA.head_dim) for name in "qkv"
+    )
+    q, k = rotated(q, at), rotated(k, at)
+    heads = []
+    for head in range(LLAMA.num_heads):
+        group = head * LLAMA.num_kv_heads // LLAMA.num_heads
+        scores = q[:, head] @ k[:, group].T / np.sqrt(LLAMA.head_dim)
+        shares = np.exp(np.where(at[:, None] >= at, scores, -np.inf))
+        heads.append(shares @ v[:, group] / shares.sum(axis=1, keepdims=True))
+    rows = rows + np.concatenate(heads, axis=1) @ of["o"]["weight"].T
+    normed = norm(rows, layer["mlp_norm"]["scale"])
+    gate, up = (normed @ mlp[name]["weight"].T for name in ("gate", "up"))
+    return rows + (gate / (1 + np.exp(-gate)) * up) @ mlp["down"]["weight"].T
+
+
+def follow_a_chain(
+    draft: Any, embedded: np.ndarray, features: np.ndarray, start: int
+) -> list[np.ndarray]:
+    """What the chain that starts at a row predicts, with nothing kept from step to step."""
+    fc, layers = draft["fc"]["weight"], [draft["specialists"][0], *draft["further"]]
+    known, predictions = list(features[: start + 1]), []
+    for step in range(PLAIN.trained_depth):
+        rows = np.concatenate([embedded[: len(known)], np.stack(known)], axis=1) @ fc.T
+        for layer in layers if step == 0 else draft["specialists"][1:]:
+            rows = run_layer(layer, rows)
+        predictions.append(rows[-1])
+        known.append(rows[-1])
+    return predictions
+
+
+def test_training_and_drafting_equal_a_float64_forward() -> None:
+    target, draft = random_target(LLAMA), random_draft(DEEP)
+    tokens = random_tokens(LLAMA, 1, T + 1)
+    features = jax.random.normal(jax.random.key(3), (1, T, LLAMA.hidden_size))
+    embedded = target["embed"]["weight"][tokens[:, 1:]]
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (draft, embedded, features))
+    starts = np.arange(T - 2)
+    wanted = np.array([follow_a_chain(wide[0], wide[1][0], wide[2][0], s) for s in starts])
+    inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
+    trained = predict_depths(stacked(draft), DEEP, inputs, 3, block=4)
+    drafted = draft_chains(DEEP, attach(draft, target), tokens, features, starts, 3)
+    for depth in range(3):
+        near: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+        np.testing.assert_allclose(trained[depth, 0, starts + depth], wanted[:, depth], **near)
+        np.testing.assert_allclose(drafted[depth], wanted[:, depth], **near)
+
+
+# --------------------------------------------------------------------------------------------------
+# Its start
+
+
+def test_further_layers_start_without_a_jump() -> None:
+    """A deepened draft predicts, drafts and decodes what the trained one does, bit for bit."""
+    target, draft = random_target(LLAMA), random_draft(PLAIN)
+    deepened = deepen(draft, DEEP, jax.random.key(5))
+    assert len(deepened["further"]) == 2
+    assert deepen(draft, PLAIN, jax.random.key(5)) is draft
+    features, embedded = (jax.random.normal(jax.random.key(n), (2, T, 32)) for n in range(2))
+    inputs = DraftInputs(features, embedded, jnp.ones((2, T), jnp.int32))
+    before, after = (
+        predict_depths(stacked(one), config, inputs, 3, block=4)
+        for one, config in ((draft, PLAIN), (deepened, DEEP))
+    )
+    np.testing.assert_array_equal(before, after)
+    tree = TreeConfig(depth=3, top_k=3, total_tokens=9)
+    plain, deep = (
+        make_engine(LLAMA, target, config, one, tree=tree).generate(
+            PROMPTS, max_new_tokens=20, batch_size=2
+        )
+        for one, config in ((draft, PLAIN), (deepened, DEEP))
+    )
+    assert plain == deep and sum(plain[0].accepted_per_round) > 0
+
+
+def test_a_trained_draft_is_deepened(runs: Runs, tmp_path: Path) -> None:
+    eagle = runs.model("eagle")
+    config = load_config(TrainConfig, config_file(runs, tmp_path, RUN, init_draft=eagle))
+    stage = open_stage(config, tmp_path)
+    stage.load_weights()
+    params = stage.init_params()
+    _, before = load_draft(eagle, target=read_record(runs.model("target")))
+    np.testing.assert_array_equal(params["fc"]["weight"], before["fc"]["weight"])
+    assert len(params["further"]) == 2
+    for layer in params["further"]:
+        assert not layer["attention"]["o"]["weight"].any() and layer["mlp"]["up"]["weight"].any()
+
+
+# --------------------------------------------------------------------------------------------------
+# Its training and its files
+
+
+@pytest.fixture(scope="module")
+def trained(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deep")
+    main(["--config", config_file(runs, folder, RUN, init_draft=runs.model("eagle"))])
+    return folder / "run"
+
+
+def test_every_layer_is_trained_and_the_texts_stay(
+    runs: Runs, trained: Path, tmp_path: Path
+) -> None:
+    record, draft = load_draft(trained / "model", target=read_record(runs.model("target")))
+    assert (record.method, record.draft.layers_per_specialist) == ("poss12-deep3", (3, 1))
+    for layer in draft["further"]:
+        assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(layer))
+    prompts = ["--prompt", "def area_7"]
+    alone = generate(runs.model("target"), None, tmp_path, *prompts)
+    deep = generate(runs.model("target"), str(trained / "model"), tmp_path, *prompts)
+    assert [one["text"] for one in deep] == [one["text"] for one in alone]
+
+
+class Crash(Exception):
+    """Stands for a killed process."""
+
+
+def test_a_crashed_run_ends_like_an_uninterrupted_one(
+    runs: Runs, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_file(runs, tmp_path, RUN, init_draft=runs.model("eagle"))
+    batch_at: Callable[..., Any] = loop.batch_at
+
+    def crash(rows: Any, step: int, *rest: Any) -> Any:
+        if step == 4:
+            raise Crash
+        return batch_at(rows, step, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(loop, "batch_at", crash)
+        main(["--config", config])
+    main(["--config", config])
+    assert metrics(tmp_path / "run") == metrics(trained)
+    target = runs.model("target")
+    for got, want in zip(weights(tmp_path / "run", target), weights(trained, target), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_more_specialists_after_a_deep_one(runs: Runs, trained: Path, tmp_path: Path) -> None:
+    arguments = ["--positions-per-specialist", "1,2,1", "--output", str(tmp_path / "more")]
+    convert(["init-specialists", "--draft", str(trained / "model"), *arguments])
+    record, draft = load_draft(tmp_path / "more", target=read_record(runs.model("target")))
+    assert record.draft.num_further == len(draft["further"]) == 2
+    _, before = load_draft(trained / "model", target=read_record(runs.model("target")))
+    for got, want in zip(draft["further"], before["further"], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+# --------------------------------------------------------------------------------------------------
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("spans", "layers", "error"),
+    [
+        ((1, 1), (1, 2), r"only the first specialist may have several layers, got \[1, 2\]"),
+        ((1, 1), (2, 1, 1), r"only the first .*\[2, 1, 1\] for positions_per_specialist \[1, 1\]"),
+        ((2, 1), (2,), "a specialist of several layers drafts one position, and another one"),
+        ((1,), (2,), "a specialist of several layers drafts one position, and another one"),
+    ],
+)
+def test_layers_that_training_cannot_follow(
+    spans: tuple[int, ...], layers: tuple[int, ...], error: str
+) -> None:
+    with pytest.raises(ValueError, match=error):
+        DraftConfig(layer=LLAMA, positions_per_specialist=spans, layers_per_specialist=layers)
+
+
+def test_settings_and_layouts_without_room_for_it(
+    runs: Runs, trained: Path, tmp_path: Path
+) -> None:
+    config = config_file(runs, tmp_path, RUN)
+    assert "only the first specialist may have several layers" in refusal(
+        main, "--config", config, "specialists.layers_per_specialist=[1,2]"
+    )
+    zero_scores = refusal(main, "--config", config, "objective.zero_scores=true")
+    assert "zero_scores is for specialists of one layer" in zero_scores
+    values = DRAFT | {"specialists": {"positions_per_specialist": [1, 2], "depth": 3}}
+    config = config_file(runs, tmp_path, values, init_draft=str(trained / "model"))
+    assert "want 3 or more in the first specialist, which init_draft" in refusal(
+        main, "--config", config
+    )
+    model, target = str(trained / "model"), runs.model("target")
+    arguments = ["--model", model, "--target", target, "--output", str(tmp_path / "exported")]
+    assert "has a specialist of 3 layers, which no layout holds" in refusal(
+        convert, "export", *arguments
+    )
