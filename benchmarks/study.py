@@ -54,6 +54,7 @@ from poss_jax.program.tables import format_rows
 from train.claims import changed_settings, claim_folder, saved_config
 
 TESTS = "p", "p over seeds"
+SIMULATED = "simulated_acceptance_length"
 BUDGETS = {
     "steps": "equal optimizer steps",
     "time": "equal training time",
@@ -70,9 +71,10 @@ class StudyConfig:
         key `widen` continues a draft whose MLP is that wide (see `widen`); `num_seeds` is how many
         of the seeds a variant is trained with, and it is compared with the same seeds of the
         baseline.
-      bench: config of the benchmark, without drafts.
+      bench: config of the benchmark, without drafts; null where no tree is given.
       pairs: further pairs of variants to compare: the first less the second.
-      trees: trees that all drafts are benchmarked with, by name.
+      trees: trees that all drafts are benchmarked with, by name; without any, drafts are compared
+        on the held-out texts of training alone.
       seeds: seeds of training.
       phases: also time a round of every variant.
       budgets: `steps`, or `steps` and `time`, whose runs take as long as the slowest `steps` run.
@@ -81,8 +83,8 @@ class StudyConfig:
 
     start: str
     variants: dict[str, dict[str, Any]]
-    bench: str
-    trees: dict[str, TreeConfig]
+    bench: str | None = None
+    trees: dict[str, TreeConfig] = Field(default_factory=dict)
     pairs: tuple[tuple[str, str], ...] = ()
     seeds: tuple[Seed, ...] = (0, 1, 2)
     phases: bool = True
@@ -93,6 +95,8 @@ class StudyConfig:
         known = ("steps",), ("steps", "time")
         if self.budgets not in known or not self.variants or not self.seeds:
             raise ValueError("want variants, seeds, and budgets: steps, or steps and time")
+        if self.trees and self.bench is None:
+            raise ValueError("trees: want a bench, too, with the questions")
         most = len(self.seeds)
         baseline, *others = (one.get("num_seeds", most) for one in self.variants.values())
         if baseline != most or not all(number in range(1, most + 1) for number in others):
@@ -133,15 +137,15 @@ def study(config: StudyConfig, *, num_jobs: int = 1) -> dict[str, Any]:
     Raises:
       UserError: bad input, or a run that failed.
     """
-    rows, curves, drift = [], {}, {}
+    rows, curves, held_out = [], {}, {}
     for budget in config.budgets:
         runs = config.runs(budget)
         train_all(config, runs, num_jobs)
         curves[budget] = {run.name: read_curve(config, run) for run in runs}
-        drift[budget] = {
-            variant: np.mean(
-                [read_cosines(config, run) for run in runs if run.variant == variant], axis=0
-            ).tolist()
+        held_out[budget] = {
+            variant: sum_up(
+                [read_validations(config, run)[-1] for run in runs if run.variant == variant]
+            )
             for variant in config.variants
         }
         for tree in config.trees:
@@ -149,9 +153,10 @@ def study(config: StudyConfig, *, num_jobs: int = 1) -> dict[str, Any]:
     return {
         "baseline": next(iter(config.variants)),
         "seeds": list(config.seeds),
+        "pairs": [list(pair) for pair in config.pairs],
         "rows": rows,
+        "held_out": held_out,
         "curves": curves,
-        "drift": drift,
         "provenance": provenance(),
     }
 
@@ -302,26 +307,40 @@ def read_metrics(config: StudyConfig, run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def read_validations(config: StudyConfig, run: Run) -> list[dict[str, Any]]:
+    """Reads the metrics of every validation of a run."""
+    return [line for line in read_metrics(config, run) if SIMULATED in line]
+
+
 def read_curve(config: StudyConfig, run: Run) -> list[tuple[int, float]]:
     """Reads (step, simulated acceptance length) of every validation."""
-    key = "simulated_acceptance_length"
-    return [(line["step"], line[key]) for line in read_metrics(config, run) if key in line]
+    return [(line["step"], line[SIMULATED]) for line in read_validations(config, run)]
 
 
-def read_cosines(config: StudyConfig, run: Run) -> list[float]:
-    """Reads the cosine of drafted and true features by depth, of the last validation.
+def sum_up(validations: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sums up the last validations of a variant's seeds.
 
-    Empty for drafts that predict no feature of the target (EAGLE-3).
+    Args:
+      validations: a line of metrics per seed.
+
+    Returns:
+      Acceptance lengths of the seeds; averages over seeds, by depth: acceptance given all before,
+      and cosine of drafted and true features (empty for EAGLE-3, which predicts none).
     """
-    lines = read_metrics(config, run)
-    return [[], *(line["feature_cosine"] for line in lines if "feature_cosine" in line)][-1]
+    cumulative = np.mean([line["cumulative_acceptance"] for line in validations], axis=0)
+    cosines = [line["feature_cosine"] for line in validations if "feature_cosine" in line]
+    return {
+        "of_seeds": [line[SIMULATED] for line in validations],
+        "positionwise_acceptance": (cumulative / np.array([1, *cumulative[:-1]])).tolist(),
+        "feature_cosine": np.mean(cosines, axis=0).tolist() if cosines else [],
+    }
 
 
 def measure(config: StudyConfig, runs: Sequence[Run], tree: str) -> Iterator[dict[str, Any]]:
     """Benchmarks the drafts of all runs with one tree; yields a row per set and temperature."""
     name = f"{runs[0].budget}-{tree.replace('/', '-')}"
     output = str(Path(config.output) / "bench" / name)
-    settings = load_config(BenchConfig, config.bench)
+    settings = load_config(BenchConfig, str(config.bench))
     settings = replace(settings, tree=config.trees[tree], phases=config.phases, output=output)
     reports, answers = {}, []
     for variant in config.variants:
@@ -391,12 +410,15 @@ def compare_variants(
 def format_study(report: dict[str, Any]) -> str:
     """Writes the report in Markdown."""
     lines = [
-        f"Training seeds {report['seeds']}, or the first of them; acceptance lengths are averaged "
-        "over seeds, per question; in brackets 95 % intervals over questions; difference from "
-        f"{report['baseline']} with the same seeds; p of the paired permutation test over "
-        "questions, at least 0.0002, and of Welch's t-test over training seeds, not corrected for "
-        "the number of comparisons.",
+        f"Training seeds {report['seeds']}, or the first of them. p is not corrected for the number of comparisons."
     ]
+    if report["rows"]:
+        lines += [
+            "Acceptance lengths are averaged over seeds, per question; in brackets 95 % intervals "
+            f"over questions; difference from {report['baseline']} with the same seeds; p of the "
+            "paired permutation test over questions, at least 0.0002, and of Welch's t-test over "
+            "training seeds."
+        ]
     for row in report["rows"]:
         deepest = max(len(one["positionwise_acceptance"]) for one in row["variants"].values())
         head = ["variant", "seeds", "acceptance length", "seeds apart"]
@@ -442,53 +464,68 @@ def format_tests(
     return f"{compared['p_value']:.4f}", "" if seeds is None else f"{seeds:.2g}"
 
 
-def known_drift(report: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Drift by budget and variant, without drafts that predict no feature of the target."""
-    known = {
-        budget: {variant: cosines for variant, cosines in variants.items() if cosines}
-        for budget, variants in report["drift"].items()
-    }
-    return {budget: variants for budget, variants in known.items() if variants}
-
-
-def format_drift(report: dict[str, Any]) -> str:
-    """Writes the cosine of drafted and true features by depth in Markdown."""
+def format_held_out(report: dict[str, Any]) -> str:
+    """Writes in Markdown what validation found on held-out texts, and how features drift there."""
     lines = []
-    for budget, variants in known_drift(report).items():
-        depths = range(1, 1 + max(map(len, variants.values())))
+    for budget, variants in report["held_out"].items():
+        depths = range(1, 1 + max(len(one["positionwise_acceptance"]) for one in variants.values()))
         lines += [
             "",
-            f"## Cosine of drafted and true features by depth, {BUDGETS[budget]}",
+            f"## Held-out texts of training, {BUDGETS[budget]}",
             "",
-            "On the held-out texts of training, averaged over seeds.",
+            "Acceptance length of a chain as validation simulates it, averaged over seeds; "
+            "position-wise acceptance; cosine of drafted and true features.",
             "",
         ]
-        table = [(name, *(f"{one:.3f}" for one in variants[name])) for name in variants]
-        lines += format_rows(["variant", *depths], table)
+        head = ["variant", "seeds", "acceptance length", "seeds apart", "difference", TESTS[1]]
+        head += [f"pos {depth}" for depth in depths] + [f"cosine {depth}" for depth in depths]
+        table = []
+        for variant, one in variants.items():
+            of_seeds = one["of_seeds"]
+            cells = [
+                variant,
+                str(len(of_seeds)),
+                f"{np.mean(of_seeds):.3f}",
+                f"{max(of_seeds) - min(of_seeds):.3f}" if len(of_seeds) > 1 else "",
+                *_difference(variants, variant, report["baseline"]),
+                *(f"{share:.1%}" for share in one["positionwise_acceptance"]),
+                *(f"{cosine:.3f}" for cosine in one["feature_cosine"]),
+            ]
+            table.append(cells)
+        lines += format_rows(head, table)
+        pairs = [
+            (" less ".join(pair), *_difference(variants, *pair)) for pair in report.get("pairs", [])
+        ]
+        lines += ["", *format_rows(["pair", "difference", TESTS[1]], pairs)] if pairs else []
     return "\n".join(lines)
+
+
+def _difference(variants: dict[str, Any], variant: str, other: str) -> tuple[str, str]:
+    """Difference of two variants' mean acceptance lengths, and its p-value over seeds."""
+    first, second = (variants[name]["of_seeds"] for name in (variant, other))
+    p_value = compare_seeds(first, second)
+    apart = f"{np.mean(first) - np.mean(second):+.3f}" if variant != other else ""
+    return apart, "" if p_value is None or variant == other else f"{p_value:.2g}"
 
 
 def plot(report: dict[str, Any], folder: Path) -> None:
     """Draws acceptance by position for every row, drift by depth, and the curves of training."""
     from matplotlib import pyplot
 
-    most = len(report["seeds"])
-    few_seeds = {
-        name for name, one in report["rows"][0]["variants"].items() if len(one["of_seeds"]) < most
-    }
-    palette = pyplot.get_cmap("tab20")
+    most, palette = len(report["seeds"]), pyplot.get_cmap("tab20")
     styles = {
         name: {"color": palette(index % 20)}
-        | ({"ls": ":"} if name in few_seeds else {"marker": ".", "ms": 9})
-        for index, name in enumerate(report["rows"][0]["variants"])
+        | ({"ls": ":"} if len(one["of_seeds"]) < most else {"marker": ".", "ms": 9})
+        for index, (name, one) in enumerate(report["held_out"]["steps"].items())
     }
+    drifts = any(one["feature_cosine"] for one in report["held_out"]["steps"].values())
     with pyplot.rc_context({"svg.hashsalt": "poss_jax"}):
-        for name, draw in (
-            ("positions", _draw_positions),
-            ("drift", _draw_drift),
-            ("convergence", _draw_convergence),
+        for name, draw, is_wanted in (
+            ("positions", _draw_positions, True),
+            ("drift", _draw_drift, drifts),
+            ("convergence", _draw_convergence, True),
         ):
-            if name == "drift" and not known_drift(report):
+            if not is_wanted:
                 continue
             figure = draw(pyplot, report, styles)
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
@@ -497,6 +534,13 @@ def plot(report: dict[str, Any], folder: Path) -> None:
 
 def _draw_positions(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
     panels = {
+        f"held out\n{BUDGETS[budget]}": [
+            (variant, list(enumerate(one["positionwise_acceptance"], 1)))
+            for variant, one in variants.items()
+        ]
+        for budget, variants in report["held_out"].items()
+    }
+    panels |= {
         f"{row['set']}\nT = {row['temperature']:g}, {row['tree']}, {row['budget']}": [
             (variant, list(enumerate(one["positionwise_acceptance"], 1)))
             for variant, one in row["variants"].items()
@@ -508,8 +552,12 @@ def _draw_positions(pyplot: Any, report: dict[str, Any], styles: dict[str, Any])
 
 def _draw_drift(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
     panels = {
-        BUDGETS[budget]: [(name, list(enumerate(cosines, 1))) for name, cosines in variants.items()]
-        for budget, variants in known_drift(report).items()
+        BUDGETS[budget]: [
+            (name, list(enumerate(one["feature_cosine"], 1)))
+            for name, one in variants.items()
+            if one["feature_cosine"]
+        ]
+        for budget, variants in report["held_out"].items()
     }
     return _draw_panels(pyplot, panels, styles, "depth", "cosine of drafted and true features")
 
@@ -556,11 +604,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         help="number of runs that train side by side")  # fmt: skip
     args = parser.parse_intermixed_args(arguments)
     config = load_config(StudyConfig, args.config, args.overrides)
-    load_config(BenchConfig, config.bench)  # is refused before hours of training, as are these
+    if config.bench is not None:
+        load_config(BenchConfig, config.bench)  # is refused before hours of training, as are these
     for run in config.runs("steps"):
         load_config(TrainConfig, config.start, words_of(config, run))
     report = study(config, num_jobs=args.jobs)
-    text = f"{format_study(report)}\n{format_drift(report)}"
+    text = f"{format_study(report)}\n{format_held_out(report)}"
     show_report(report, text, args.output, plot=partial(plot, report))
 
 

@@ -169,10 +169,12 @@ def test_a_study_goes_on_where_it_stopped(
     assert [len(curve) for curve in report["curves"]["steps"].values()] == [2, 2]
     longer = report["curves"]["time"].values()
     assert min(curve[-1][0] for curve in longer) == 2 <= max(curve[-1][0] for curve in longer)
-    cosines = list(report["drift"]["time"].values())
+    cosines = [one["feature_cosine"] for one in report["held_out"]["time"].values()]
     assert [len(few) for few in cosines] == [1, 2]
     assert all(-1 <= cosine <= 1 for few in cosines for cosine in few)
-    assert (tmp_path / "report" / "report.md").read_text().count("## ") == 4
+    assert (tmp_path / "report" / "report.md").read_text().count(
+        "## "
+    ) == 4  # a tree and the held-out texts, for each budget
     assert {"positions.svg", "drift.svg", "convergence.svg"} <= {
         path.name for path in (tmp_path / "report").iterdir()
     }
