@@ -410,7 +410,8 @@ def compare_variants(
 def format_study(report: dict[str, Any]) -> str:
     """Writes the report in Markdown."""
     lines = [
-        f"Training seeds {report['seeds']}, or the first of them. p is not corrected for the number of comparisons."
+        f"Training seeds {report['seeds']}, or the first of them; p is not corrected for "
+        "the number of comparisons."
     ]
     if report["rows"]:
         lines += [
