@@ -62,14 +62,16 @@ class TorchLoop:
     def __init__(self, model: "transformers.PreTrainedModel") -> None:
         self.model = model.eval()
 
-    def decode(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Continues a prompt, one step after the other."""
+    def decode(
+        self, prompt: Sequence[int], num_tokens: int, stop_ids: Sequence[int] = ()
+    ) -> list[int]:
+        """Continues a prompt, one step after the other, up to a stop token."""
         import torch
 
         with torch.inference_mode():
             out = self._prefill(prompt)
             tokens = [int(out.logits[0, -1].argmax())]
-            while len(tokens) < num_tokens:
+            while len(tokens) < num_tokens and tokens[-1] not in stop_ids:
                 out = self._step(tokens[-1], out.past_key_values)
                 tokens.append(int(out.logits[0, -1].argmax()))
         return tokens

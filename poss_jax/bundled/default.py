@@ -41,7 +41,7 @@ def default_target() -> Path:
     name = f"SmolLM2-135M-Instruct-{_SHA256[:8]}-{_KIND}-v{FORMAT_VERSION}"
     folder = cache_folder() / "models" / name
     if not _is_there(folder):
-        gguf = _find_gguf()
+        gguf = find_gguf()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(folder.with_name(f".{folder.name}.lock"), _say_that_it_waits):
             if not _is_there(folder):  # another process may have converted it
@@ -58,8 +58,12 @@ def _is_there(folder: Path) -> bool:
     return (folder / "model.json").is_file()  # the folder is written atomically
 
 
-def _find_gguf() -> Path:
-    """Finds the weights in the environment without importing their package."""
+def find_gguf() -> Path:
+    """Finds the default model's GGUF file in the environment, without importing its package.
+
+    Raises:
+      UserError: it was not fetched.
+    """
     found = importlib.util.find_spec(_PACKAGE)
     for place in (found and found.submodule_search_locations) or ():
         if (Path(place) / _FILE).is_file():
