@@ -161,6 +161,12 @@ def _whole_target(source: Source) -> str | None:
     return f"norm.weight, and no {FC}" if found == {"embed_tokens.weight", "norm.weight"} else None
 
 
+def _counts_experts(source: Source) -> str | None:
+    """Tells experts by config.json, except of drafts, which keep keys of their target."""
+    count = has_setting("num_experts", "num_local_experts", "n_routed_experts")(source)
+    return None if count is None or has_key(r"^fc\.")(source) else count
+
+
 # --------------------------------------------------------------------------------------------------
 # The table
 
@@ -220,11 +226,8 @@ FORMATS = (
     ),
     Format(
         "a mixture of experts",
-        in_config=(
-            named(r"moe|mixtral|llama4|deepseek_v|dbrx"),
-            has_setting("num_experts", "num_local_experts", "n_routed_experts"),
-        ),
-        in_weights=(has_key(r"\.(experts|block_sparse_moe)\."),),
+        in_config=(named(r"moe|mixtral|llama4|deepseek_v|dbrx"),),
+        in_weights=(has_key(r"\.(experts|block_sparse_moe)\."), _counts_experts),
         why_not="only dense models can be converted",
     ),
     Format(
