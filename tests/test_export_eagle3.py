@@ -85,7 +85,9 @@ def test_a_draft_of_one_layer_comes_back(
     layer = "layers.0" if form == "speculators" else "midlayer"
     want = SHARED | {f"{layer}.{key}" for key in LAYER}
     want |= {"embed_tokens.weight"} if form in ("specforge", "speculators") else set()
-    want |= {"d2t", "t2d"} if form == "specforge" else set()  # vLLM takes none, SpecForge wants them
+    want |= (
+        {"d2t", "t2d"} if form == "specforge" else set()
+    )  # vLLM takes none, SpecForge wants them
     assert tensors.keys() == want
     if "d2t" in want:
         assert tensors["t2d"].all() and not tensors["d2t"].any()
@@ -234,7 +236,10 @@ def test_what_a_layout_cannot_hold(
         ({"format": "eagle"}, "is a draft; give --format eagle3 or --format poss or"),
         ({"format": "poss", "specialist": 1}, "writes every specialist; give --format eagle3 or"),
         ({"specialist": 3}, "specialist 3 does not exist; the draft has 3"),
-        ({"verifier": "a/b"}, "--verifier is for --format speculators; --format poss does not name"),
+        (
+            {"verifier": "a/b"},
+            "--verifier is for --format speculators; --format poss does not name",
+        ),
         (
             {"format": "speculators", "specialist": 0, "verifier": "nowhere"},
             "nowhere is no folder or Hub id; give --verifier DIR_OR_HUB_ID",
