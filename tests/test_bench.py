@@ -118,6 +118,8 @@ def test_numbers_of_a_method() -> None:
     one, both = rows["not_looping"], rows["all"]
     assert value(one["acceptance_length"]) == pytest.approx(1 + 5 / 3)
     assert value(one["pooled_acceptance_length"]) == pytest.approx(1 + 5 / 3)
+    # 4 tokens before the end of the 8, only the first round had begun
+    assert value(one["whole_rounds_acceptance_length"]) == 4
     # offered 4 2 1, accepted 3 1 1: three rounds of three, one of two, the only one, not it
     assert value(one["positionwise_acceptance"]) == [1, 1 / 2, 1, 0]
     assert value(one["positions_reached"]) == pytest.approx([1, 1 / 3, 1 / 3, 0])
@@ -146,6 +148,32 @@ def test_rounds_deeper_than_the_table_count_as_a_whole() -> None:
     rows = summarise_group(grids, "plain")["methods"]["draft"]["all"]
     assert value(rows["pooled_acceptance_length"]) == value(rows["acceptance_length"]) == 11
     assert value(rows["positionwise_acceptance"]) == [1] * 8
+
+
+def rounds_until(limit: int, accepted: list[int]) -> list[tuple[int, int]]:
+    """What each round of a text accepted, and how much of that the limit left."""
+    rounds, length = [], 1
+    for count in accepted:
+        if length < limit:
+            rounds.append((count, min(count, limit - length)))
+        length += count + 1
+    return rounds
+
+
+@pytest.mark.parametrize("limit", [20, 33, 64])
+def test_whole_rounds_are_counted_as_by_vllm(limit: int) -> None:
+    """vLLM stops with the round that reaches its limit, and counts all that this accepted."""
+    depth, draw = 5, random.Random(limit)
+    texts = [[draw.randint(0, depth) for _ in range(limit)] for _ in range(4)]
+    kept = [[left for _, left in rounds_until(limit, text)] for text in texts]
+    answers = [
+        answer((0, "draft", question), [0] * limit, cut, [depth] * len(cut), 1.0)
+        for question, cut in enumerate(kept)
+    ]
+    grid = Grid([[answers]])
+    of_vllm = [whole for text in texts for whole, _ in rounds_until(limit - depth, text)]
+    got = value(summarise(grid, grid)["whole_rounds_acceptance_length"])
+    assert got == pytest.approx(1 + sum(of_vllm) / len(of_vllm))
 
 
 def test_drafts_are_compared_without_looping_answers_too() -> None:

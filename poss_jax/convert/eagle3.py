@@ -191,7 +191,7 @@ def _read_aux_layers(source: Source) -> tuple[int, ...]:
     if at_top is not None and _check_layers(at_top, origin) != layers:
         raise UserError(
             f"{origin}: {AUX_KEY}: want {list(layers)} at the top, as vLLM counts eagle_config's "
-            f"{shorten(inside)}, got {shorten(at_top)}; keep the list that the draft was trained with"
+            f"{shorten(inside)}, got {shorten(at_top)}; keep the list that it was trained with"
         )
     return layers
 
