@@ -340,7 +340,7 @@ def test_interrupted_export_leaves_nothing(tmp_path, tiny):
         ),
         ("draft", {"target": "draft"}, "want the target source .* got draft source"),
         ("draft", {"target": "other"}, "want the target source .* with another embedding or head"),
-        ("target", {"target": "target"}, "--target and --specialist are for drafts"),
+        ("target", {"target": "target"}, "--target, --specialist and --verifier are for drafts"),
         ("target", {"format": "poss", "target": "target"}, "is a target; give --format hf"),
         ("source", {}, "not a model folder of poss_jax"),
     ],
