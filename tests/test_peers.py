@@ -210,6 +210,7 @@ LLAMA = {
     "pad_token_id": 256,
 }
 QWEN = LLAMA | {"model_type": "qwen3", "layer_types": ["full_attention"]}
+WINDOW = {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 512}
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
 ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -219,6 +220,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3": (QWEN, {"norm_before_residual": True}),
     "four layers of the target": (LLAMA, {"eagle_aux_hidden_state_layer_ids": [1, 3, 4, 6]}),
     "half of the vocabulary": (LLAMA, {"draft_vocab_size": 130}),
+    "a window as long as the context": (QWEN | WINDOW, {}),
     "rope llama3": (LLAMA | {"rope_parameters": ROPE}, {}),
 }
 LOADED = {"ours, all tokens": "eagle3_full", "ours, 80 tokens": "poss3_e3"}
