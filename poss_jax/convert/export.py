@@ -124,12 +124,7 @@ def plan_export(
             )
         return _plan_target(source, dtype)
     layout = _choose_layout(source, form, specialist)
-    if verifier is not None and not layout.names_verifier:
-        named = [layout for layout in LAYOUTS if layout.names_verifier]
-        raise UserError(
-            f"--verifier is for {_list_formats(named)}; --format {layout.name} does not name the "
-            "target's checkpoint, leave it out"
-        )
+    _check_verifier(layout, verifier)
     if target is None:
         raise UserError(
             "the layout of drafts holds or describes parts of their target, such as its embedding; "
@@ -162,6 +157,15 @@ def _choose_layout(draft: Model, form: str | None, specialist: int | None) -> La
             f"--format {form} writes every specialist; give {_list_formats(single)} for one"
         )
     return named
+
+
+def _check_verifier(layout: Layout, verifier: str | None) -> None:
+    if verifier is not None and not layout.names_verifier:
+        named = [layout for layout in LAYOUTS if layout.names_verifier]
+        raise UserError(
+            f"--verifier is for {_list_formats(named)}; --format {layout.name} does not name the "
+            "target's checkpoint, leave it out"
+        )
 
 
 def _list_formats(layouts: Sequence[Layout]) -> str:

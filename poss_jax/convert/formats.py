@@ -200,8 +200,8 @@ FORMATS = (
         in_config=(is_of_speculators(r"^dspark\b"), named(r"dspark")),
         in_weights=(has_key(r"^markov_head\."),),
         why_not=_NOT_YET,
-        about="is DFlash with a head that corrects each token by the one before, and a head that "
-        "foretells acceptance",
+        about="is DFlash with a head that corrects each token by the one before, and one that "
+        "predicts acceptance",
     ),
     Format(
         "a DFlash draft",
