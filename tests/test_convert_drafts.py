@@ -312,8 +312,8 @@ OTHERS = {
     ),
     "another of speculators": (
         {},
-        {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]},
-        rf"a draft of speculators \(dflash: DFlashDraftModel\); {NOT_YET}",
+        {"speculators_model_type": "xpress", "architectures": ["XPressDraftModel"]},
+        rf"a draft of speculators \(xpress: XPressDraftModel\); {NOT_YET}",
     ),
     "speculators' EAGLE-1": (
         {"embed_layernorm.weight": (8,)},
@@ -325,6 +325,7 @@ OTHERS = {
         {},
         r"layers\.0\.input_layernorm\.weight\); no EAGLE-2, HASS or PosS draft has one",
     ),
+    "experts": ({"layers.0.mlp.experts.0.up_proj.weight": (2, 8)}, {}, "a mixture of experts"),
     "LoRA": ({"layers.0.self_attn.q_proj.lora_A.weight": (2, 8)}, {}, "a LoRA adapter"),
     "quantised": ({}, {"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
 }
@@ -336,6 +337,13 @@ def test_others_are_refused_by_name(tmp_path, tiny, capsys, what):
     tensors = draft_tensors() | draw(extra)
     with pytest.raises(UserError, match=message):
         convert(tmp_path, tiny, tensors, capsys, config=config)
+
+
+def test_keys_that_a_dense_draft_kept_of_its_target(tmp_path, tiny, capsys):
+    """SpecForge's configs for targets of experts keep the number of them."""
+    config = {"num_local_experts": 8, "num_experts": 8}
+    convert(tmp_path, tiny, draft_tensors(), capsys, config=config)
+    assert read_record(tmp_path / "out").draft.num_specialists == 1
 
 
 def test_a_target_given_as_draft(tmp_path, tiny, capsys):

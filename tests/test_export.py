@@ -19,9 +19,11 @@ from poss_jax.checkpoint.torch_io import read_bin
 from poss_jax.config.models import LlamaConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.export import plan_export, write_export
+from poss_jax.convert.layouts import LAYOUTS, Outgoing
 from poss_jax.model.parameters import flatten_item, item_shapes
 from poss_jax.model.target import encode, stack_layers
 
+ROOT = Path(__file__).parents[1]
 DTYPES = [np.float32, np.float16, jnp.bfloat16]
 
 
@@ -240,6 +242,15 @@ def test_one_specialist_is_an_eagle_draft(tmp_path, tiny, specialist):
     assert (config.positions_per_specialist, config.trained_depth) == ((1,), 6)
 
 
+@pytest.mark.parametrize("name", ["eagle", "hass", "poss1"])
+def test_every_layout_holds_the_drafts_that_come_with_the_package(name):
+    record = read_record(ROOT / "poss_jax/bundled/smollm2" / name)
+    draft = Outgoing(name, record.draft, record.draft_vocabulary, record, "bfloat16")
+    for layout in LAYOUTS:
+        if layout.family == "eagle":
+            assert layout.describe(draft)["hidden_size"] == 576
+
+
 def test_the_embedding_takes_the_drafts_type(tmp_path, tiny):
     draft = draft_tensors(dtype=jnp.bfloat16)
     source = write_source(tmp_path / "source", draft)
@@ -329,7 +340,7 @@ def test_interrupted_export_leaves_nothing(tmp_path, tiny):
         ),
         ("draft", {"target": "draft"}, "want the target source .* got draft source"),
         ("draft", {"target": "other"}, "want the target source .* with another embedding or head"),
-        ("target", {"target": "target"}, "--target and --specialist are for drafts"),
+        ("target", {"target": "target"}, "--target, --specialist and --verifier are for drafts"),
         ("target", {"format": "poss", "target": "target"}, "is a target; give --format hf"),
         ("source", {}, "not a model folder of poss_jax"),
     ],

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.checkpoint.sums import read_sums
 from poss_jax.config.models import RopeConfig
 from poss_jax.config.reading import UserError
+from poss_jax.convert.export import plan_export
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import flatten_item, item_shapes, split_items
 
@@ -42,7 +45,12 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Golden:
     return load_golden(tmp_path_factory.getbasetemp() / "golden", "poss3_e3")
 
 
+HUB_ID = "owner/target"
+
+
 def export(golden: Golden, output: Path, *, model: Path | None = None, **flags: Any) -> Path:
+    if flags.get("format") == "speculators":  # the target's folder is not an id of the Hub
+        flags = {"verifier": HUB_ID} | flags
     run(
         "export",
         model=model or golden.draft_folder,
@@ -77,7 +85,9 @@ def test_a_draft_of_one_layer_comes_back(
     layer = "layers.0" if form == "speculators" else "midlayer"
     want = SHARED | {f"{layer}.{key}" for key in LAYER}
     want |= {"embed_tokens.weight"} if form in ("specforge", "speculators") else set()
-    want |= {"d2t", "t2d"} if form in ("specforge", "sglang") else set()
+    want |= (
+        {"d2t", "t2d"} if form == "specforge" else set()
+    )  # vLLM takes none, SpecForge wants them
     assert tensors.keys() == want
     if "d2t" in want:
         assert tensors["t2d"].all() and not tensors["d2t"].any()
@@ -165,7 +175,10 @@ OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm
         (
             "sglang",
             {"aux_layers": (1, 3, 7)},
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}},
+            {
+                "eagle_aux_hidden_state_layer_ids": [1, 3, 7],
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]},
+            },
         ),
     ],
 )
@@ -223,6 +236,14 @@ def test_what_a_layout_cannot_hold(
         ({"format": "eagle"}, "is a draft; give --format eagle3 or --format poss or"),
         ({"format": "poss", "specialist": 1}, "writes every specialist; give --format eagle3 or"),
         ({"specialist": 3}, "specialist 3 does not exist; the draft has 3"),
+        (
+            {"verifier": "a/b"},
+            "--verifier is for --format speculators; --format poss does not name",
+        ),
+        (
+            {"format": "speculators", "specialist": 0, "verifier": "nowhere"},
+            "nowhere is no folder or Hub id; give --verifier DIR_OR_HUB_ID",
+        ),
     ],
 )
 def test_choices_that_do_not_fit(
@@ -240,12 +261,57 @@ def test_config_of_speculators(three: Golden, tmp_path: Path) -> None:
     config = read_folder(export(three, tmp_path / "out", format="speculators", specialist=0))[1]
     proposal = config["speculators_config"]["proposal_methods"][0]
     assert proposal["speculative_tokens"] == three.draft_config.trained_depth
-    verifier = {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]}
+    verifier = {"name_or_path": HUB_ID, "architectures": ["LlamaForCausalLM"]}
     assert config["speculators_config"]["verifier"] == verifier
     inner = config["transformer_layer_config"]
     assert (inner["num_hidden_layers"], inner["vocab_size"]) == (1, 260)
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 80)
+
+
+def test_the_verifier_is_found_from_anywhere(
+    three: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    draft, target = three.draft_folder, three.target_folder
+    plan = partial(plan_export, draft, form="speculators", target=target, specialist=0)
+    with pytest.raises(UserError, match="target is no folder or Hub id; give --verifier"):
+        plan()
+    Path("empty").mkdir()
+    with pytest.raises(UserError, match="--verifier empty: want a PyTorch checkpoint, got a fol"):
+        plan(verifier="empty")
+    run("export", model=target, output="hf")
+    verifier = plan(verifier="hf").config["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == str(tmp_path / "hf")
+
+
+# Layers that each program takes of the target, by how its loader reads config.json: vLLM 0.32
+# (`_get_eagle3_aux_layers_from_config` of its V1 runner, `get_eagle3_aux_layers_from_config` of V2)
+# by their inputs, SGLang 0.5.23 (`set_eagle3_layers_to_capture`) and SpecForge 0.2
+# (`resolve_eagle_capture_layers`) by their outputs.
+USUAL = [2, 4, 5]  # 2, n/2 and n-3 of 8
+KEY = "eagle_aux_hidden_state_layer_ids"
+READERS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
+    "vLLM V1": lambda c: c.get(KEY) or c.get("eagle_config", {}).get(KEY) or USUAL,
+    "vLLM V2": lambda c: c.get(KEY) or c.get("eagle_config", {}).get("layer_ids") or USUAL,
+    "SGLang": lambda c: [i + 1 for i in c["eagle_config"][KEY]] if "eagle_config" in c else USUAL,
+    "SpecForge": lambda c: [i + 1 for i in c.get("eagle_config", {}).get(KEY, [1, 3, 4])],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "reader"),
+    [(form, reader) for form in ("specforge", "sglang") for reader in READERS]
+    + [("speculators", reader) for reader in ("vLLM V1", "vLLM V2")],
+)
+@pytest.mark.parametrize("layers", [(2, 4, 5), (1, 3, 7)])
+def test_every_engine_reads_the_layers_of_the_draft(
+    layers: tuple[int, ...], form: str, reader: str, one: Golden, tmp_path: Path
+) -> None:
+    model = variant(one, tmp_path / "model", aux_layers=layers)
+    verifier = HUB_ID if form == "speculators" else None
+    plan = plan_export(model, form=form, target=one.target_folder, verifier=verifier)
+    assert READERS[reader](plan.config) == list(layers)
 
 
 def test_draft_of_a_tied_target_has_a_head_of_its_own(one: Golden, tmp_path: Path) -> None:

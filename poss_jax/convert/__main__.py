@@ -257,6 +257,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "Write specialist S of a PosS draft alone, as a draft of one layer. The first one "
         "is 0.",
     },
+    "--verifier": {
+        "metavar": "DIR_OR_HUB_ID",
+        "help": "Where --format speculators says that the target's PyTorch checkpoint is. The "
+        "default is the Hub id that the target was converted from.",
+    },
     "--bin": _switch(
         "Write pytorch_model.bin instead of model.safetensors. This needs the `torch` extra.",
         dest="as_bin",
@@ -350,7 +355,7 @@ def _parser() -> argparse.ArgumentParser:
         "code or of another program. A draft gets a model card that describes its target, so it "
         "needs --target. Converting the files again checks them against SHA256SUMS.",
         required="--model --output",
-        optional="--format --target --specialist --bin --dtype",
+        optional="--format --target --specialist --verifier --bin --dtype",
         changes={"--dtype": {"choices": ("keep", "float32", "bfloat16", "float16")}},
     )
     return parser

@@ -178,20 +178,30 @@ def _read_output_norm(source: Source) -> tuple[str | None, list[str]]:
 def _read_aux_layers(source: Source) -> tuple[int, ...]:
     """Reads the layers of the target whose inputs a draft reads."""
     origin = f"{source.folder}/config.json"
-    is_of_speculators, inner = _is_of_speculators(source), _eagle_config(source)
-    layers = source.values.get(AUX_KEY)
-    if layers is not None and not is_of_speculators:
+    at_top, inside = source.values.get(AUX_KEY), _eagle_config(source).get(AUX_KEY)
+    if _is_of_speculators(source):
+        return _check_layers(at_top, origin)
+    if at_top is not None and inside is None:
         raise UserError(
             f"{origin}: {AUX_KEY}: want it inside of eagle_config, as SpecForge writes it; "
             "elsewhere the same numbers mean other layers"
         )
-    layers = layers if is_of_speculators else inner.get(AUX_KEY)
+    # SpecForge counts the layers whose outputs it takes; an output is the next layer's input.
+    layers = _check_layers(inside, origin, shift=1)
+    if at_top is not None and _check_layers(at_top, origin) != layers:
+        raise UserError(
+            f"{origin}: {AUX_KEY}: want {list(layers)} at the top, as vLLM counts eagle_config's "
+            f"{shorten(inside)}, got {shorten(at_top)}; keep the list that it was trained with"
+        )
+    return layers
+
+
+def _check_layers(layers: Any, origin: str, *, shift: int = 0) -> tuple[int, ...]:
     if layers is None:
         return UNPLACED
     if not isinstance(layers, list) or not all(type(n) is int and n >= 0 for n in layers):
         raise UserError(f"{origin}: {AUX_KEY}: want a list of layers, got {shorten(layers)}")
-    # SpecForge counts the layers whose outputs it takes; an output is the next layer's input.
-    return tuple(layers) if is_of_speculators else tuple(layer + 1 for layer in layers)
+    return tuple(layer + shift for layer in layers)
 
 
 def _assume_sound_training(source: Source) -> list[str]:

@@ -91,6 +91,7 @@ def plan_export(
     form: str | None = None,
     target: str | AnyPath | None = None,
     specialist: int | None = None,
+    verifier: str | None = None,
     dtype: ExportDType = "keep",
 ) -> Export:
     """Plans the export of any model folder.
@@ -101,6 +102,7 @@ def plan_export(
         family that holds as many specialists.
       target: model folder of a draft's target.
       specialist: number of the one specialist to write.
+      verifier: see `Outgoing`, for a layout that names the target's checkpoint.
       dtype: type to write; by default what is stored.
 
     Raises:
@@ -111,8 +113,10 @@ def plan_export(
     if source.record.family == "target":
         if form not in (None, "hf"):
             raise UserError(f"{model} is a target; give --format hf")
-        if target is not None or specialist is not None:
-            raise UserError("--target and --specialist are for drafts; leave them out for a target")
+        if (target, specialist, verifier) != (None, None, None):
+            raise UserError(
+                "--target, --specialist and --verifier are for drafts; leave them out for a target"
+            )
         if source.record.quantised is not None:
             raise UserError(
                 f"{model} is quantised to {source.record.quantised}, which no layout holds; export "
@@ -120,13 +124,14 @@ def plan_export(
             )
         return _plan_target(source, dtype)
     layout = _choose_layout(source, form, specialist)
+    _check_verifier(layout, verifier)
     if target is None:
         raise UserError(
             "the layout of drafts holds or describes parts of their target, such as its embedding; "
             "give its folder: --target DIR"
         )
     owner = Model(as_path(target), read_record(target))
-    return _plan_draft(source, owner, layout, specialist, dtype)
+    return _plan_draft(source, owner, layout, specialist, verifier, dtype)
 
 
 def _choose_layout(draft: Model, form: str | None, specialist: int | None) -> Layout:
@@ -159,6 +164,15 @@ def _choose_layout(draft: Model, form: str | None, specialist: int | None) -> La
     return named
 
 
+def _check_verifier(layout: Layout, verifier: str | None) -> None:
+    if verifier is not None and not layout.names_verifier:
+        named = [layout for layout in LAYOUTS if layout.names_verifier]
+        raise UserError(
+            f"--verifier is for {_list_formats(named)}; --format {layout.name} does not name the "
+            "target's checkpoint, leave it out"
+        )
+
+
 def _list_formats(layouts: Sequence[Layout]) -> str:
     return " or ".join(f"--format {layout.name}" for layout in layouts)
 
@@ -174,7 +188,12 @@ def _plan_target(target: Model, dtype: ExportDType) -> Export:
 
 
 def _plan_draft(
-    draft: Model, target: Model, layout: Layout, specialist: int | None, dtype: ExportDType
+    draft: Model,
+    target: Model,
+    layout: Layout,
+    specialist: int | None,
+    verifier: str | None,
+    dtype: ExportDType,
 ) -> Export:
     """Plans a draft; a copy of the target's embedding takes fc's type."""
     made_for, given = draft.record.target, target.record.target
@@ -193,7 +212,8 @@ def _plan_draft(
     if layout.has_embedding:
         rows[0] = rows[0]._replace(path=DRAFT_EMBEDDING, dtype=fc_dtype)
     origin = f"{draft.folder}, --format {layout.name}"
-    outgoing = Outgoing(origin, config, draft.record.draft_vocabulary, target.record, fc_dtype)
+    vocabulary = draft.record.draft_vocabulary
+    outgoing = Outgoing(origin, config, vocabulary, target.record, fc_dtype, verifier)
     maps = _vocabulary_maps(outgoing, layout)
     rows += [Row("(draft vocabulary)", key, m.shape, m.dtype.name) for key, m in maps.items()]
     card = model_card(outgoing, layout, specialist)

@@ -66,6 +66,7 @@ class Format:
       read: its reader; None if it cannot be converted.
       family: family of what its reader gives.
       why_not: what to do if it cannot be converted, or not by the command in use.
+      about: what such a model does, for those who do not know its name.
     """
 
     name: str
@@ -74,6 +75,10 @@ class Format:
     in_weights: tuple[Sign, ...] = ()
     read: Callable[[Source], Reading] | None = None
     family: Family | None = None
+    about: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}, which {self.about}" if self.about else self.name
 
 
 def read_checkpoint(source: Source, family: Family | None = None) -> Reading:
@@ -98,17 +103,20 @@ def recognise(source: Source, family: Family | None = None) -> Format:
     Raises:
       UserError: as `read_checkpoint`; names the format and the sign.
     """
+    form, shown = find_format(source)
+    if form is None:  # the keys that are missing will be listed
+        return next(form for form in FORMATS if form.family == (family or "target"))
+    if form.read is None or family not in (None, form.family):
+        raise UserError(f"{source.folder}: holds {form.name} ({cut(shown)}); {form.why_not}")
+    return form
+
+
+def find_format(source: Source) -> tuple[Format | None, str]:
+    """Finds the first format with a sign in a checkpoint, and the sign; None without any."""
     signs = [(form, sign) for form in FORMATS for sign in form.in_config]
     signs += [(form, sign) for form in FORMATS for sign in form.in_weights]
-    for form, sign in signs:
-        shown = sign(source)
-        if shown is None:
-            continue
-        if form.read is None or family not in (None, form.family):
-            raise UserError(f"{source.folder}: holds {form.name} ({cut(shown)}); {form.why_not}")
-        return form
-    # Without any sign, the keys that are missing will be listed.
-    return next(form for form in FORMATS if form.family == (family or "target"))
+    found = ((form, sign(source)) for form, sign in signs)
+    return next(((form, shown) for form, shown in found if shown is not None), (None, ""))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -161,6 +169,12 @@ def _whole_target(source: Source) -> str | None:
     return f"norm.weight, and no {FC}" if found == {"embed_tokens.weight", "norm.weight"} else None
 
 
+def _counts_experts(source: Source) -> str | None:
+    """Tells experts by config.json, except of drafts, which keep keys of their target."""
+    count = has_setting("num_experts", "num_local_experts", "n_routed_experts")(source)
+    return None if count is None or has_key(r"^fc\.")(source) else count
+
+
 # --------------------------------------------------------------------------------------------------
 # The table
 
@@ -174,14 +188,43 @@ FORMATS = (
         why_not="merge it into its base model and convert the result",
     ),
     Format(
+        "a P-EAGLE draft",
+        in_config=(is_of_speculators(r"^peagle\b"), named(r"^p_?eagle")),
+        in_weights=(has_key(r"^mask_hidden$"),),
+        why_not=_NOT_YET,
+        about="is EAGLE-3 that drafts all positions in one pass: those after the first read a mask "
+        "token and a learned feature",
+    ),
+    Format(
+        "a DSpark draft",
+        in_config=(is_of_speculators(r"^dspark\b"), named(r"dspark")),
+        in_weights=(has_key(r"^markov_head\."),),
+        why_not=_NOT_YET,
+        about="is DFlash with a head that corrects each token by the one before, and one that "
+        "predicts acceptance",
+    ),
+    Format(
+        "a DFlash draft",
+        in_config=(is_of_speculators(r"^dflash"), named(r"dflash")),
+        why_not=_NOT_YET,
+        about="fills a block of masked positions in one pass, with the target's states as context",
+    ),
+    Format(
+        "an MTP draft",
+        in_config=(is_of_speculators(r"^mtp\b"), named(r"mtp")),
+        in_weights=(has_key(r"^mtp(_layers)?\.|\.eh_proj\.weight$"),),
+        why_not=_NOT_YET,
+        about="is a further layer of the target itself, for multi-token prediction: it reads the "
+        "target's last state and the next token",
+    ),
+    Format(
         "a draft of speculators",
         in_config=(is_of_speculators(r"^(?!eagle3\b)"),),
         why_not=_NOT_YET,
     ),
     Format(
         "a draft that drafts in parallel",
-        in_config=(named(r"^p_?eagle|dflash|dspark"),),
-        in_weights=(has_key(r"^(context_\w+\.|mask_hidden$)"),),
+        in_weights=(has_key(r"^context_\w+\."),),
         why_not=_NOT_YET,
     ),
     Format(
@@ -220,11 +263,8 @@ FORMATS = (
     ),
     Format(
         "a mixture of experts",
-        in_config=(
-            named(r"moe|mixtral|llama4|deepseek_v|dbrx"),
-            has_setting("num_experts", "num_local_experts", "n_routed_experts"),
-        ),
-        in_weights=(has_key(r"\.(experts|block_sparse_moe)\."),),
+        in_config=(named(r"moe|mixtral|llama4|deepseek_v|dbrx"),),
+        in_weights=(has_key(r"\.(experts|block_sparse_moe)\."), _counts_experts),
         why_not="only dense models can be converted",
     ),
     Format(

@@ -149,25 +149,27 @@ def _differences(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_sliding_window(values: Mapping[str, Any], origin: str) -> None:
     """Refuses a sliding window that cuts the context of any layer."""
-    layer_types = values.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+    layer_types, known = values.get("layer_types") or [], ("full_attention", "sliding_attention")
+    if not isinstance(layer_types, list) or any(kind not in known for kind in layer_types):
         raise UserError(
-            f"{origin}: layer_types: want full_attention alone, got {shorten(layer_types)}; models "
+            f"{origin}: layer_types: want {' or '.join(known)}, got {shorten(layer_types)}; models "
             "with other layers cannot be converted"
         )
-    slides = values["model_type"] in ("mistral", "phi3")
+    is_said = "sliding_attention" in layer_types
+    slides = is_said or values["model_type"] in ("mistral", "phi3")
     if values["model_type"] in ("qwen2", "qwen3") and not layer_types:
         first_layer = _count(values, "max_window_layers", origin)
         num_layers = _count(values, "num_hidden_layers", origin)
         slides = bool(values.get("use_sliding_window")) and first_layer < num_layers
-    if not slides or values["sliding_window"] is None:
+    if not slides or (values.get("sliding_window") is None and not is_said):
         return
     window = _count(values, "sliding_window", origin)
     if window < _count(values, "max_position_embeddings", origin):
         raise UserError(
             f"{origin}: a sliding window of {window} tokens is active, which is not supported; if "
-            f"your texts have at most {window} tokens, set sliding_window to null, which changes "
-            "nothing for them"
+            f"your texts have at most {window} tokens, "
+            f"{'write full_attention alone' if is_said else 'set sliding_window to null'}, which "
+            "changes nothing for them"
         )
 
 

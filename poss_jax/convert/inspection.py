@@ -12,7 +12,7 @@ from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, read_record
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
-from poss_jax.convert.formats import read_checkpoint
+from poss_jax.convert.formats import find_format, read_checkpoint
 from poss_jax.convert.reading import (
     PUBLISHED,
     Reading,
@@ -161,7 +161,11 @@ def _describe_draft(found: Inspection, reading: Reading, config: DraftConfig) ->
 
 
 def _list_unknown(found: Inspection, source: Source) -> None:
-    """Shows the name and the weights of a model that cannot be converted, if they can be read."""
+    """Shows what can be read of a model that cannot be converted: format, name and weights."""
+    with suppress(UserError):
+        form, _ = find_format(source)
+        if form is not None and form.read is None:
+            found.add("holds", str(form))
     with suppress(UserError):
         found.add("config.json says", ", ".join(model_names(source.values)) or "no name")
     with suppress(UserError):

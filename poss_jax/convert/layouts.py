@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from poss_jax.checkpoint.record import ModelRecord
@@ -11,6 +12,7 @@ from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.convert.eagle3 import AUX_KEY
 from poss_jax.convert.hf import CONFIG_KEYS, write_rope
 from poss_jax.convert.reading import METADATA, DraftMetadata
+from poss_jax.convert.source import HUB_ID
 from poss_jax.model.families.eagle3 import default_aux_layers
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
@@ -29,6 +31,8 @@ class Outgoing:
       vocabulary: target id of every token it can propose; None: all of them.
       target: record of its target.
       dtype: type that `fc` is written in.
+      verifier: folder or Hub id of the target's PyTorch checkpoint; None: the target's name, if
+        that is a Hub id.
     """
 
     origin: str
@@ -36,6 +40,7 @@ class Outgoing:
     vocabulary: tuple[int, ...] | None
     target: ModelRecord
     dtype: str
+    verifier: str | None = None
 
     def metadata(self, *, vocabulary: tuple[int, ...] | None = None) -> dict[str, Any]:
         """Contents of config.json about a draft under `METADATA`, for our own converter."""
@@ -62,6 +67,7 @@ class Layout:
       layer: key of a layer; `{}` stands for its number.
       has_embedding: whether it holds a copy of the target's embedding.
       maps: when it holds `d2t` and `t2d`; `subset`: if the draft's vocabulary is a part.
+      names_verifier: whether its config.json says where the target's checkpoint is.
       note: what users of the files should know, for the model card.
     """
 
@@ -73,6 +79,7 @@ class Layout:
     layer: str = "layers.{}"
     has_embedding: bool = False
     maps: Literal["never", "subset", "always"] = "never"
+    names_verifier: bool = False
     note: str = ""
 
     def key(self, name: str) -> str:
@@ -216,7 +223,10 @@ def _describe_specforge(draft: Outgoing) -> dict[str, Any]:
     if 0 in config.aux_layers:
         wrong.append("aux_layers 0, the output of no layer")
     values = _describe(draft, wrong)
-    values["eagle_config"] = {AUX_KEY: [layer - 1 for layer in config.aux_layers]}
+    if _other_aux_layers(draft):
+        # vLLM takes the first list, by the layers' inputs; SGLang and SpecForge the second.
+        values[AUX_KEY] = list(config.aux_layers)
+        values["eagle_config"] = {AUX_KEY: [layer - 1 for layer in config.aux_layers]}
     if config.fc_norm:
         values["fc_norm"] = True
     # An ordinary draft has no such key: engines take true for what speculators means.
@@ -253,7 +263,7 @@ def _propose(draft: Outgoing) -> dict[str, Any]:
     """Describes to speculators and vLLM which target a draft is for and how far it drafts."""
     depth, target = draft.config.trained_depth, draft.target
     verifier = {
-        "name_or_path": target.target.name,
+        "name_or_path": _find_verifier(draft),
         "architectures": target_config_json(target.llama, draft.dtype)["architectures"],
     }
     proposal = {
@@ -268,6 +278,25 @@ def _propose(draft: Outgoing) -> dict[str, Any]:
         "proposal_methods": [proposal],
         "verifier": verifier,
     }
+
+
+def _find_verifier(draft: Outgoing) -> str:
+    """Names the target's checkpoint so that other programs find it: a Hub id or a whole path."""
+    asked = draft.verifier
+    if asked is not None and (folder := Path(asked).expanduser()).is_dir():
+        if (folder / "config.json").is_file():
+            return str(folder.resolve())
+        raise UserError(
+            f"--verifier {asked}: want a PyTorch checkpoint, got a folder without config.json; "
+            "export the target, and name the folder that this writes"
+        )
+    name = asked or draft.target.target.name
+    if HUB_ID.fullmatch(name):
+        return name
+    raise UserError(
+        f"{draft.origin} says where the target's PyTorch checkpoint is, and {name} is no folder or "
+        "Hub id; give --verifier DIR_OR_HUB_ID, such as the folder that exporting the target wrote"
+    )
 
 
 def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
@@ -325,7 +354,7 @@ LAYOUTS = (
     Layout(
         "eagle",
         family="eagle",
-        readers="the original EAGLE and HASS code",
+        readers="the original EAGLE and HASS code and vLLM",
         describe=_describe_eagle,
         is_single=True,
         has_embedding=True,
@@ -366,7 +395,7 @@ LAYOUTS = (
     Layout(
         "specforge",
         family="eagle3",
-        readers=f"SpecForge (to train on), {_ENGINES}",
+        readers="SpecForge (to train on) and SGLang, and by vLLM if the vocabulary is a part",
         describe=_describe_specforge,
         is_single=True,
         layer="midlayer",
@@ -376,11 +405,11 @@ LAYOUTS = (
     Layout(
         "sglang",
         family="eagle3",
-        readers="SGLang",
+        readers=_ENGINES,
         describe=_describe_specforge,
         is_single=True,
         layer="midlayer",
-        maps="always",
+        maps="subset",
     ),
     Layout(
         "speculators",
@@ -390,6 +419,7 @@ LAYOUTS = (
         is_single=True,
         has_embedding=True,
         maps="subset",
+        names_verifier=True,
     ),
 )
 """Every layout that drafts are written in; a draft takes the first of its family that holds as many

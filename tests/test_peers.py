@@ -1,0 +1,278 @@
+"""Other programs: our exports run in vLLM and speculators with equal numbers, and theirs here.
+
+`make test-peers` makes their environments (3 GB each) and writes docs/results/peers. They run in
+processes of their own (`tests/peers/`), a process each for all cases, since they start slowly.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from convert_sources import run
+from golden import Golden, load_golden, root_of
+from models import stacked
+from test_eagle3_variants import STEPS, T, train_chains
+
+from poss_jax.checkpoint.folder import load_draft, write_model
+from poss_jax.checkpoint.record import new_record, read_record
+from poss_jax.config.models import TreeConfig
+from poss_jax.engine.engine import Engine
+from poss_jax.model.parameters import split_items
+from poss_jax.model.specialists import attach
+
+pytestmark = [pytest.mark.peers, pytest.mark.optimised]
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "docs/results/peers"
+DRAFTED, TOKENS = 5, 64
+
+Results = dict[str, Any]
+
+
+def peer(name: str, script: str, *arguments: str, jobs: Any = None) -> str:
+    """Runs a script of `tests/peers` in a peer's environment; what it prints."""
+    python = ROOT / f".venv-{name}/bin/python"
+    if not python.exists():
+        pytest.skip(f"needs {python.parent.parent.name}: make test-peers")
+    command = [str(python), str(ROOT / f"tests/peers/{script}.py"), *arguments]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    text = json.dumps(jobs)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[list[dict[str, Any]]]:
+    """Rows of the report, which is written at the end."""
+    rows: list[dict[str, Any]] = []
+    yield rows
+    if not rows:
+        return
+    REPORT.mkdir(parents=True, exist_ok=True)
+    (REPORT / "report.json").write_text(json.dumps(rows, indent=1) + "\n")
+    head = ["peer", "what", "result"]
+    lines = ["# Our files in other programs", "", "`make test-peers` wrote this.", ""]
+    lines += [f"| {' | '.join(head)} |", "|---|---|---|"]
+    lines += [f"| {' | '.join(row[key] for key in head)} |" for row in rows]
+    (REPORT / "report.md").write_text("\n".join(lines) + "\n")
+
+
+# --------------------------------------------------------------------------------------------------
+# vLLM: the same texts, and as many accepted tokens at every position
+
+# Draft, layout, options of the export, and layers of the target that it shall read.
+CASES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
+    "eagle": ("eagle", "eagle", {}, ()),
+    "eagle3": ("eagle3_full", "eagle3", {}, ()),
+    "sglang": ("eagle3_full", "sglang", {}, ()),
+    "speculators": ("eagle3_full", "speculators", {}, ()),
+    "specforge, a part of the vocabulary": ("poss3_e3", "specforge", {"specialist": 0}, ()),
+    "speculators, a part of the vocabulary": ("poss3_e3", "speculators", {"specialist": 0}, ()),
+    "sglang, other layers": ("eagle3_full", "sglang", {}, (1, 4, 6)),
+    "speculators, other layers": ("eagle3_full", "speculators", {}, (1, 4, 6)),
+}
+REFUSED = {
+    "specforge": ("eagle3_full", "specforge", "draft_id_to_target_id"),
+    "poss": ("poss3_e3", "poss", "Error"),
+}
+
+
+def export(folder: Path, case: str, form: str, golden: Golden, **flags: Any) -> Path:
+    out = folder / case.replace(", ", "-").replace(" ", "-")
+    if form == "speculators":
+        flags["verifier"] = folder / golden.target_folder.parent.name
+    run("export", target=golden.target_folder, output=out, format=form, **flags)
+    return out
+
+
+def reading(golden: Golden, folder: Path, layers: tuple[int, ...]) -> Path:
+    """The same draft for other layers of the target, which fit worse."""
+    config = dataclasses.replace(golden.draft_config, aux_layers=layers)
+    record = new_record(config, golden.target_record.target, tokenizer_from=None)
+    write_model(folder, record, split_items(config, golden.draft), tokenizer_from=None)
+    return folder
+
+
+def prompts_of(golden: Golden) -> list[list[int]]:
+    lines = (root_of(golden.method) / "prompts.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt_ids"] for line in lines]
+
+
+def job(golden: Golden, target: Path, draft: Path | None) -> dict[str, Any]:
+    values = {"model": str(target), "prompts": prompts_of(golden), "max_tokens": TOKENS}
+    if draft is None:
+        return values
+    method = "eagle" if golden.draft_config.family == "eagle" else "eagle3"
+    chosen = {"model": str(draft), "method": method, "num_speculative_tokens": DRAFTED}
+    return values | {"speculative": chosen}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("peers")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Golden]:
+    root = tmp_path_factory.getbasetemp() / "golden"
+    models = {name: load_golden(root, name) for name in ("eagle", "eagle3_full", "poss3_e3")}
+    for golden in models.values():
+        target = folder / golden.target_folder.parent.name
+        if not target.exists():
+            run("export", model=golden.target_folder, output=target)
+    return models
+
+
+@pytest.fixture(scope="module")
+def of_vllm(folder: Path, models: dict[str, Golden]) -> Results:
+    jobs = {}
+    for case, (name, form, flags, layers) in CASES.items():
+        golden = models[name]
+        model = reading(golden, folder / f"{case}-model", layers) if layers else golden.draft_folder
+        draft = export(folder, case, form, golden, model=model, **flags)
+        jobs[case] = job(golden, folder / golden.target_folder.parent.name, draft)
+    for case, (name, form, _) in REFUSED.items():
+        draft = export(folder, case, form, models[name], model=models[name].draft_folder)
+        jobs[case] = job(models[name], folder / models[name].target_folder.parent.name, draft)
+    # Given the draft alone, vLLM finds the target by config.json.
+    alone = job(models["eagle3_full"], folder / "speculators", None)
+    return json.loads(peer("vllm", "vllm_answers", jobs=jobs | {"alone": alone}).splitlines()[-1])
+
+
+def count_ours(folder: Path, case: str, golden: Golden, drafted: int) -> tuple[Any, int, list[int]]:
+    """Texts, rounds, and rounds that accepted each position, of the exported files, as in vLLM.
+
+    vLLM counts the last round whole, so ours runs on and the rounds that begin too late are left.
+    """
+    draft = folder / f"again-{case}"
+    run("draft", source=folder / case, target=golden.target_folder, output=draft)
+    tree = TreeConfig(depth=drafted, top_k=1, total_tokens=drafted + 1)
+    engine = Engine.load(golden.target_folder, draft, tree=tree, dtype=jnp.float32)
+    answers = engine.generate(prompts_of(golden), max_new_tokens=TOKENS + drafted, batch_size=8)
+    counts: list[int] = []
+    for answer in answers:
+        begins = np.cumsum([1, *(n + 1 for n in answer.accepted_per_round)])[:-1]
+        counts += np.array(answer.accepted_per_round)[begins < TOKENS].tolist()
+    reached = [sum(n > position for n in counts) for position in range(drafted)]
+    return [answer.output_ids[:TOKENS] for answer in answers], len(counts), reached
+
+
+@pytest.mark.parametrize("case", [*CASES, "alone"])
+def test_vllm_accepts_as_many_tokens_at_every_position(
+    case: str, folder: Path, models: dict[str, Golden], of_vllm: Results, report: list[Any]
+) -> None:
+    name = CASES[case][0] if case in CASES else "eagle3_full"
+    drafted = DRAFTED if case in CASES else models[name].draft_config.trained_depth
+    place = (case if case in CASES else "speculators").replace(", ", "-").replace(" ", "-")
+    found = of_vllm[case]
+    assert "error" not in found, found
+    texts, rounds, accepted = count_ours(folder, place, models[name], drafted)
+    assert (found["texts"], found["rounds"], found["accepted"]) == (texts, rounds, accepted)
+    shares = " ".join(f"{n / rounds:.4f}" for n in accepted)
+    said = (
+        f"equal: {len(texts)} texts, {rounds} rounds, {1 + sum(accepted) / rounds:.4f} ({shares})"
+    )
+    report.append({"peer": f"vLLM {of_vllm['vllm']}", "what": case, "result": said})
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_vllm_refuses_what_the_documentation_says(
+    case: str, of_vllm: Results, report: list[Any]
+) -> None:
+    error = of_vllm[case]["error"]
+    assert REFUSED[case][2] in error
+    line = error.splitlines()[0][:200].replace("|", "/")
+    report.append({"peer": f"vLLM {of_vllm['vllm']}", "what": case, "result": f"refused: {line}"})
+
+
+# --------------------------------------------------------------------------------------------------
+# speculators: the same logits at every step of a chain
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 260,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 256,
+}
+QWEN = LLAMA | {"model_type": "qwen3", "layer_types": ["full_attention"]}
+WINDOW = {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 512}
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama": (LLAMA, {}),
+    "norms of EAGLE-3.1": (LLAMA, {"fc_norm": True, "norm_output": True}),
+    "norms of gpt-oss": (LLAMA, {"norm_before_fc": True, "norm_before_residual": True}),
+    "Qwen3": (QWEN, {"norm_before_residual": True}),
+    "four layers of the target": (LLAMA, {"eagle_aux_hidden_state_layer_ids": [1, 3, 4, 6]}),
+    "half of the vocabulary": (LLAMA, {"draft_vocab_size": 130}),
+    "a window as long as the context": (QWEN | WINDOW, {}),
+    "rope llama3": (LLAMA | {"rope_parameters": ROPE}, {}),
+}
+LOADED = {"ours, all tokens": "eagle3_full", "ours, 80 tokens": "poss3_e3"}
+
+
+def draw(num_layers: int, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(T, num_layers * LLAMA["hidden_size"])).astype(np.float32)
+    return {"features": features, "tokens": rng.integers(0, 256, T)}
+
+
+@pytest.fixture(scope="module")
+def of_speculators(folder: Path, models: dict[str, Golden]) -> Path:
+    jobs: dict[str, Any] = {}
+    verifier = str(folder / "fixtures_e3")
+    for name, (layer, changes) in MADE.items():
+        usual = {"draft_vocab_size": 260, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+        jobs[name] = {"layer": layer, "make": usual | changes, "verifier": verifier}
+    for name, method in LOADED.items():
+        golden = models[method]
+        flags = {"model": golden.draft_folder, "specialist": 0}
+        jobs[name] = {"draft": str(export(folder, f"{name}-out", "speculators", golden, **flags))}
+    for seed, (name, one) in enumerate(jobs.items()):
+        layers = one.get("make", {}).get("eagle_aux_hidden_state_layer_ids", [2, 4, 5])
+        np.savez(folder / f"{name}.npz", **draw(len(layers), seed))
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    peer("speculators", "speculators_logits", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", [*MADE, *LOADED])
+def test_speculators_computes_the_same_logits(
+    name: str, of_speculators: Path, models: dict[str, Golden], report: list[Any]
+) -> None:
+    golden = models[LOADED.get(name, "eagle3_full")]
+    source = (
+        of_speculators / name
+        if name in MADE
+        else Path(json.loads((of_speculators / "jobs.json").read_text())[name]["draft"])
+    )
+    draft = of_speculators / f"{name}-here"
+    run("draft", source=source, target=golden.target_folder, output=draft)
+    record, params = load_draft(draft, jnp.float32, target=read_record(golden.target_folder))
+    with np.load(of_speculators / f"{name}.npz") as arrays:
+        embedded = golden.target["embed"]["weight"][arrays["tokens"]]
+        features = jnp.asarray(arrays["features"])[None]
+    weights = attach(stacked(params), golden.target)
+    got = np.asarray(train_chains(record.draft, weights, embedded, features))
+    want = np.load(of_speculators / f"{name}.logits.npy")
+    assert got.shape == want.shape == (STEPS, T, record.draft.head_size)
+    known = np.arange(T) < T - np.arange(STEPS)[:, None]  # rows whose token is in the text
+    worst = np.abs(got - want)[known].max() / np.abs(want[known]).max()
+    assert worst < 1e-5
+    what = f"{'their draft' if name in MADE else 'our export'}: {name}"
+    report.append({"peer": "speculators 0.9", "what": what, "result": f"equal to {worst:.0e}"})
