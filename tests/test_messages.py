@@ -14,8 +14,9 @@ from poss_jax.data.tokenizer import CHAT_TEMPLATE
 from poss_jax.engine.answers import Chunk, TokenLogprobs
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.serving import requests
+from poss_jax.serving.bodies import ApiError, ChatRequest
 from poss_jax.serving.replies import Reply
-from poss_jax.serving.requests import ApiError, ChatRequest, Job, read_chat
+from poss_jax.serving.requests import Job, read_chat
 
 TOOLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name }}\n"

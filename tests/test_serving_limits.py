@@ -26,14 +26,9 @@ from poss_jax.engine.scheduler import Scheduler
 from poss_jax.serving import app as app_module
 from poss_jax.serving import bodies, requests
 from poss_jax.serving.app import create_app, make_slots
-from poss_jax.serving.bodies import parse_body
+from poss_jax.serving.bodies import ApiError, ChatRequest, CompletionRequest, parse_body
 from poss_jax.serving.guard import Guard, read_api_key
-from poss_jax.serving.requests import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    read_completion,
-)
+from poss_jax.serving.requests import read_completion
 
 KEY = "secret"
 PATIENCE = 1.5

@@ -15,9 +15,10 @@ from poss_jax.checkpoint.record import ModelRecord, TargetIdentity
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.engine.device import ACCELERATOR_CHUNK, fit_tree, with_rows
+from poss_jax.engine.device import ACCELERATOR_CHUNK, with_rows
 from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
 from poss_jax.engine.steps import run_round, run_rounds, start
+from poss_jax.engine.trees import fit_tree
 from poss_jax.learn.task import describe_draft
 from poss_jax.model.cache import block_rows
 from poss_jax.model.families import init_draft

@@ -16,12 +16,27 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
 from poss_jax.model.ranking import choose, top_k
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int
+
+SETTINGS: dict[str, type[np.generic]] = {
+    "seed": np.uint32,
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "repetition_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "presence_penalty": np.float32,
+}
+"""Settings of `SamplingConfig`, which has their bounds -> their type on the device."""
+
+OUTPUT_PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
 class Sampling(struct.PyTreeNode):

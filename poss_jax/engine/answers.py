@@ -1,6 +1,10 @@
-"""Answers: Generation and Chunk, read from a finished batch or round by round from the host."""
+"""Answers: whole from a finished batch, or growing round by round.
 
-from collections.abc import Sequence
+a batch:   Output (device) ─► Generation
+a stream:  Rounds (device, packed) ─► Round ─► Chunk, with its text; the last holds the Generation
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -52,7 +56,7 @@ class TokenLogprobs(NamedTuple):
     top: list[float]
 
 
-class Landed(NamedTuple):
+class Round(NamedTuple):
     """One round of one sequence, on the host.
 
     Attributes:
@@ -109,30 +113,36 @@ class Chunk:
 
 
 def read_answer(
-    prompt: list[int], output: dict[str, np.ndarray], row: int, stop_ids: Sequence[int]
+    prompt: list[int],
+    output: dict[str, np.ndarray],
+    row: int,
+    stop_ids: Sequence[int],
+    decode: Callable[[list[int]], str | None],
 ) -> Generation:
-    """Reads one sequence of a batch, without its text.
+    """Reads one sequence of a finished batch.
 
     Args:
       prompt: token ids of the prompt.
-      output: fields of `speculate.Output`, on the host.
+      output: fields of `decode.state.Output`, on the host.
       row: index of the sequence.
       stop_ids: tokens that end a text.
+      decode: makes the text of the tokens before a stop token.
     """
     tokens = output["tokens"][row, : output["num_tokens"][row]].tolist()
     rounds = slice(0, output["num_rounds"][row])
+    is_stopped = tokens[-1] in stop_ids
     return Generation(
         prompt_ids=prompt,
         output_ids=tokens,
-        text=None,
+        text=decode(tokens[:-1] if is_stopped else tokens),
         accepted_per_round=output["num_accepted"][row, rounds].tolist(),
         offered_per_round=output["num_offered"][row, rounds].tolist(),
-        stop_reason="stop" if tokens[-1] in stop_ids else "length",
+        stop_reason="stop" if is_stopped else "length",
     )
 
 
 class LiveAnswer:
-    """An answer that grows as its rounds land on the host.
+    """An answer that grows round by round.
 
     Attributes:
       is_ended: True after a stop token, a stop string, the limit, or `cancel`.
@@ -159,27 +169,27 @@ class LiveAnswer:
         self._offered: list[int] = []
         self.is_ended = False
 
-    def land(self, landed: Landed) -> Chunk:
-        """Adds one more round of an answer that has not ended."""
-        tokens = landed.tokens
-        depths = [i + 1 if i < (landed.num_accepted or 0) else 0 for i in range(len(tokens))]
-        pieces, num_kept = self._push(tokens, depths, is_last=landed.is_done)
+    def add(self, new: Round) -> Chunk:
+        """Adds one more round to an answer that has not ended."""
+        tokens = new.tokens
+        depths = [i + 1 if i < (new.num_accepted or 0) else 0 for i in range(len(tokens))]
+        pieces, num_kept = self._push(tokens, depths, is_last=new.is_done)
         is_cut = num_kept < len(tokens)  # as at a stop token, nothing beyond counts
-        if landed.num_accepted is not None and landed.num_offered is not None:
-            most = num_kept if is_cut else len(tokens) + landed.num_offered
-            self._accepted.append(min(landed.num_accepted, most))
-            self._offered.append(min(landed.num_offered, most))
+        if new.num_accepted is not None and new.num_offered is not None:
+            most = num_kept if is_cut else len(tokens) + new.num_offered
+            self._accepted.append(min(new.num_accepted, most))
+            self._offered.append(min(new.num_offered, most))
         self._ids += tokens[:num_kept]
         self._text += "".join(piece.text for piece in pieces)
         is_stopped = self._stream is not None and self._stream.is_stopped
-        self.is_ended = is_stopped or landed.is_done
+        self.is_ended = is_stopped or new.is_done
         is_at_stop = is_stopped or tokens[-1] in self._stop_ids
         return Chunk(
             pieces,
             tokens[:num_kept],
             depths[:num_kept],
             answer=self._answer("stop" if is_at_stop else "length") if self.is_ended else None,
-            logprobs=landed.logprobs[:num_kept],
+            logprobs=new.logprobs[:num_kept],
         )
 
     def cancel(self) -> Chunk:

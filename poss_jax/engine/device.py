@@ -1,10 +1,7 @@
-"""Defaults and limits of the device: its dtype, draft trees per batch size, memory."""
+"""Defaults and limits of the device: its dtype, the sizes of its arrays, its memory."""
 
-import dataclasses
-import logging
 import math
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,28 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from poss_jax.checkpoint.record import ModelRecord
-from poss_jax.config.models import (
-    ACCELERATOR_TREE,
-    CPU_TREE,
-    LlamaConfig,
-    Quantisation,
-    TreeConfig,
-)
+from poss_jax.config.models import LlamaConfig, Quantisation
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Weights
 from poss_jax.model.parameters import flatten_item, item_shapes, place_weights
 from poss_jax.model.quantise import weight_path
 from poss_jax.model.sharding import bytes_per_device, dividing_axes
 from poss_jax.model.target import compute_dtype
-
-Trees = Mapping[int, TreeConfig | None]
-"""Batch size -> tree for that many prompts and more; None decodes them without a draft."""
-
-_SLOW_DEPTH = 16
-"""Depth above which compiling is slow: every drafted position is compiled by itself.
-
-A tiny draft took 12, 14, 26, 55 and 64 s at depths 4, 8, 16, 32 and 64 on two busy CPU cores;
-`tests/test_compilation.py` measures it again."""
 
 _LEAST_ROWS = 128
 
@@ -43,45 +25,10 @@ CPU_CHUNK, ACCELERATOR_CHUNK = 64, 512
 CPU_REST, ACCELERATOR_REST = 16, 64
 """Prompt tokens of the smaller forward that reads the end of a single prompt."""
 
-_LOG = logging.getLogger(__package__)
-
 
 def default_dtype() -> Any:
     """Returns float32 on CPU, where bfloat16 is many times slower, and bfloat16 elsewhere."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-
-
-def default_tree() -> TreeConfig:
-    """Default tree for this kind of device."""
-    return CPU_TREE if jax.default_backend() == "cpu" else ACCELERATOR_TREE
-
-
-def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
-    """Clamps a tree to what can be drafted; logs if it did, or if compiling will take long.
-
-    Raises:
-      UserError: more candidates than can be counted on the device.
-    """
-    fitted = dataclasses.replace(tree, top_k=min(tree.top_k, draft_vocab_size))
-    fitted = dataclasses.replace(fitted, total_tokens=fitted.num_nodes)
-    if fitted != tree:
-        _LOG.warning(
-            "tree %s (depth/top_k/total_tokens) asks for more than can be drafted; using %s",
-            tree.name,
-            fitted.name,
-        )
-    if fitted.num_candidates >= 2**31:
-        raise UserError(
-            f"tree of depth {tree.depth} and top_k {tree.top_k}: want fewer than 2**31 candidates, "
-            f"got {fitted.num_candidates:,}; lower top_k or depth"
-        )
-    if fitted.depth > _SLOW_DEPTH:
-        _LOG.warning(
-            "a tree of depth %d may take minutes to compile, once per shape, since every drafted "
-            "position is compiled by itself; lower depth to start sooner",
-            fitted.depth,
-        )
-    return fitted
 
 
 def prefill_chunk() -> int:
@@ -114,12 +61,6 @@ def with_rows(config: DecodeConfig, length: int, *, max_length: int) -> DecodeCo
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
-
-
-def tree_for(trees: Trees, batch_size: int) -> TreeConfig | None:
-    """Tree of the largest listed batch size not above the given one; else of the smallest."""
-    below = [size for size in trees if size <= batch_size]
-    return trees[max(below) if below else min(trees)]
 
 
 def device_memory() -> int | None:

@@ -24,11 +24,11 @@ from typing import Any
 import jax
 
 from poss_jax.config.reading import UserError, one_line
-from poss_jax.engine.answers import Chunk, Landed
+from poss_jax.engine.answers import Chunk, Round
 from poss_jax.engine.leader import Leader
-from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
-from poss_jax.engine.slots import Slots, check_room
-from poss_jax.engine.steps import Landing, Pace, count_rounds, read_landing
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.slots import Slots
+from poss_jax.engine.steps import Pace, Rounds, count_rounds, read_rounds
 from poss_jax.engine.streams import Stream
 from poss_jax.shapes import Params
 
@@ -91,7 +91,7 @@ class Scheduler:
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream | None] = [None] * self._slots.size
         self._reading: tuple[Stream, int] | None = None  # and the number of chunks read
-        self._landing: list[tuple[Landing, dict[int, Stream], float]] = []  # and the start time
+        self._under_way: list[tuple[Rounds, dict[int, Stream], float]] = []  # and the start time
         self._num_large = 0  # steps for which the batch was larger than needed
         self._pace = Pace()
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -134,20 +134,14 @@ class Scheduler:
           timeout: seconds after which the answer ends where it is.
 
         Raises:
-          UserError: too many biases or stop ids, or (`PromptTooLong`) prompt and answer are longer
-            than `max_length`.
+          UserError: what `Slots.check` refuses.
           QueueFull: too many requests would wait.
           Closed: the scheduler is draining or closed, or its thread failed.
         """
         engine, deadline = self._slots.engine, time.monotonic() + timeout
         streams = []
         for prompt in prompts:
-            check_room(prompt.sampling, engine.stop_ids_of(prompt))
-            if len(prompt.ids) + prompt.max_new_tokens > self.max_length:
-                raise PromptTooLong(
-                    f"prompt of {len(prompt.ids)} tokens and {prompt.max_new_tokens} new ones do "
-                    f"not fit a length of {self.max_length}"
-                )
+            self._slots.check(prompt)
             answer = engine.live_answer(prompt, stop)
             streams.append(Stream(prompt, answer, has_logprobs=has_logprobs, deadline=deadline))
         with self._changed:
@@ -282,7 +276,7 @@ class Scheduler:
             return not (self._is_closed and self._is_idle())
 
     def _is_idle(self) -> bool:
-        return not (self._waiting or self._landing or any(True for _ in self._streams()))
+        return not (self._waiting or self._under_way or any(True for _ in self._streams()))
 
     def _streams(self) -> Iterator[Stream]:
         """All requests being read or decoded."""
@@ -297,7 +291,8 @@ class Scheduler:
         """Reads parts of prompts, starts a round, and delivers the round before."""
         self._drop_cancelled()
         if self._calls and not any(True for _ in self._streams()):
-            self._land_all()
+            while self._under_way:
+                self._finish_step()
             function, done = self._calls.popleft()
             try:
                 done.set_result(function())
@@ -310,12 +305,8 @@ class Scheduler:
             self._admit()
         self._start_round()
         # The device runs one round while the host handles the one before.
-        while len(self._landing) > (1 if any(self._active) else 0):
-            self._land(*self._landing.pop(0))
-
-    def _land_all(self) -> None:
-        while self._landing:
-            self._land(*self._landing.pop(0))
+        while len(self._under_way) > (1 if any(self._active) else 0):
+            self._finish_step()
 
     def _drop_cancelled(self) -> None:
         """Ends requests that were cancelled or are overdue."""
@@ -398,30 +389,30 @@ class Scheduler:
         num_rounds = 1 if is_awaited else self._pace.num_rounds
         if len(texts) < self._slots.size:  # keep steps short for the next request
             num_rounds = max(num_rounds // 4, 1)
-        landing = self._steps.run(program, tuple(texts), num_rounds)
-        self._expect(landing, texts)
+        self._expect(self._steps.run(program, tuple(texts), num_rounds), texts)
 
-    def _expect(self, landing: Landing, texts: dict[int, Stream]) -> None:
-        self._landing.append((landing, texts, time.monotonic()))
+    def _expect(self, rounds: Rounds, texts: dict[int, Stream]) -> None:
+        self._under_way.append((rounds, texts, time.monotonic()))
 
-    def _land(self, landing: Landing, texts: dict[int, Stream], begun: float) -> None:
-        """Delivers the rounds of a step."""
-        slots = read_landing(landing)
+    def _finish_step(self) -> None:
+        """Delivers the rounds of the step that began first."""
+        rounds, texts, begun = self._under_way.pop(0)
+        slots = read_rounds(rounds)
         num_rounds = count_rounds(slots)
         self.stats.rounds += num_rounds
-        self._pace.landed(num_rounds, begun)
+        self._pace.record(num_rounds, begun)
         for slot, stream in texts.items():
             if slots[slot] and not stream.answer.is_ended:
                 self._deliver(stream, slots[slot])
 
-    def _deliver(self, stream: Stream, rounds: Sequence[Landed]) -> None:
+    def _deliver(self, stream: Stream, rounds: Sequence[Round]) -> None:
         """Adds rounds to a text."""
         chunk = Chunk([], [], [])
-        for landed in rounds:
+        for one in rounds:
             if chunk.answer is None:
-                chunk += stream.answer.land(landed)
-                self.stats.drafts += bool(landed.num_offered)
-                self.stats.drafted += landed.num_offered or 0
+                chunk += stream.answer.add(one)
+                self.stats.drafts += bool(one.num_offered)
+                self.stats.drafted += one.num_offered or 0
         if not stream.has_logprobs:
             chunk = replace(chunk, logprobs=())
         self.stats.tokens += len(chunk.output_ids)
@@ -456,12 +447,12 @@ class Scheduler:
                 for num_chunks in (1, 0):  # the second time the prompt is not read again
                     self._steps.begin(prompt)
                     self._steps.extend(0, num_chunks)
-                    read_landing(self._steps.insert(0))
+                    read_rounds(self._steps.insert(0))
             programs = {one for n in range(1, size + 1) for one in self._slots.programs(n)}
             for program in sorted(programs, key=repr):
                 if self._is_closed:
                     return
-                read_landing(self._steps.run(program, ()))
+                read_rounds(self._steps.run(program, ()))
                 self._drop_cancelled()
         self._active = [None] * self._slots.size
         if not self._counts:
