@@ -197,10 +197,10 @@ class Slots:
         if last > num_whole:  # a short rest begins at a multiple of `chunk`
             index = num_whole * chunk // rest
             parts.append((rest, index, index + 1))
-        for size, *bounds in parts:
-            if bounds[0] < bounds[1]:
-                config = self._config._replace(chunk=size)
-                prefill = steps.extend(self.weights, config, request, prefill, np.int32(bounds))
+        for size, start, end in parts:
+            if start < end:
+                config, bounds = self._config._replace(chunk=size), (np.int32(start), np.int32(end))
+                prefill = steps.extend(self.weights, config, request, prefill, bounds)
         self._prefill = prompt, request, prefill
 
     def insert(self, slot: int) -> Rounds:
