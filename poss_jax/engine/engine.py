@@ -90,10 +90,7 @@ class Engine:
           params: parameters of the target. The engine keeps some of these arrays: do not donate
             them to a function.
           tokenizer: the target's tokenizer; None accepts token ids only.
-          tree: as in `load`.
-          max_length: as in `load`.
-          drafting: as in `load`.
-          mesh: as in `load`.
+          tree, max_length, drafting, mesh: as in `load`.
         """
         self.record = record
         self._fingerprint = record.fingerprint
@@ -295,12 +292,6 @@ class Engine:
     ) -> Iterator[Chunk]:
         """Continues one prompt, round by round; gives the text of `generate`.
 
-        Args:
-          prompt: text, token ids or chat messages.
-          max_new_tokens: most new tokens.
-          sampling: how tokens are chosen; None is greedy.
-          stop: strings that end the text; they are not part of it.
-
         Yields:
           A chunk per round; the last one holds the whole answer.
 
@@ -331,9 +322,9 @@ class Engine:
           sampling: how tokens are chosen; None is greedy.
           shortens: lower `max_new_tokens` to the room that the prompt leaves.
           max_length: most tokens of prompt and answer together, at most the engine's; None: that.
-          stop_ids: as in `PreparedPrompt`.
-          num_continued: as in `PreparedPrompt`.
-          is_chat: as in `PreparedPrompt`; None: whether the prompt holds messages.
+          stop_ids: tokens that end the answer; None: the engine's.
+          num_continued: tokens at the end of the prompt that already belong to the answer.
+          is_chat: the answer is decoded alone; None: if the prompt holds messages.
 
         Raises:
           UserError: what `encode_prompt` refuses, a biased token outside the vocabulary, nothing

@@ -28,11 +28,7 @@ from poss_jax.shapes import Params
 def load_fused(
     folder: str | AnyPath, dtype: Any, *, quantise: Quantisation | None, mesh: Mesh | None
 ) -> tuple[ModelRecord, Params]:
-    """Loads a target, fused as it arrives.
-
-    Raises:
-      UserError: what `check_weights` or `load_target` refuses.
-    """
+    """Loads a target, fused as it arrives, if the devices can hold it (see `check_weights`)."""
     check_weights(read_target(folder), dtype, quantise=quantise, mesh=mesh)
     sharding = mesh and place_weights(mesh)
     record, params = load_target(folder, dtype, quantise=quantise, sharding=sharding)
@@ -45,14 +41,7 @@ def fuse(
     mesh: Mesh | None,
     own: Callable[[Params], Params] = lambda part: part,
 ) -> Params:
-    """Fuses a target for decoding and places it; leaves the caller's list alone.
-
-    Args:
-      params: the target, fused or not.
-      config: its shape.
-      mesh: grid of devices.
-      own: applied to each fused part before it is placed.
-    """
+    """Fuses a target and places it, each part as `own` returns it; the caller's list stays."""
     params = params | {"layers": list(params["layers"])}
     fused = fuse_target(params, config, lambda part: _place_on(mesh, own(part)))
     return jax.tree.map(_commit, fused)

@@ -76,6 +76,10 @@ class Scheduler:
 
     Attributes:
       stats: counts since it was made.
+      max_length: most tokens of prompt and answer together.
+      num_slots: most texts decoded at once.
+      is_closed: True once `close` was called; unfinished requests end as cancelled.
+      error: what ended the thread; None while it runs.
     """
 
     def __init__(self, slots: Slots, *, max_queue: int = 256) -> None:
@@ -86,6 +90,7 @@ class Scheduler:
           max_queue: most waiting requests; a group submitted to an empty queue may exceed it.
         """
         self.stats = Stats()
+        self.max_length, self.num_slots = slots.max_length, slots.sizes[-1]
         self._slots, self._max_queue = slots, max_queue
         self._steps: Any = self._slots if jax.process_count() == 1 else Leader(self._slots)
         self._waiting: deque[Stream] = deque()
@@ -96,8 +101,8 @@ class Scheduler:
         self._pace = Pace()
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
-        self._is_draining = self._is_closed = False
-        self._error: BaseException | None = None
+        self._is_draining = self.is_closed = False
+        self.error: BaseException | None = None
         self._counts = False
         self._thread = threading.Thread(target=self._run, name="poss-scheduler", daemon=True)
         self._thread.start()
@@ -145,18 +150,13 @@ class Scheduler:
             answer = engine.live_answer(prompt, stop)
             streams.append(Stream(prompt, answer, has_logprobs=has_logprobs, deadline=deadline))
         with self._changed:
-            if self._is_draining or self._error is not None:
+            if self._is_draining or self.error is not None:
                 raise Closed("takes no more requests")
             if self._waiting and len(self._waiting) + len(streams) > self._max_queue:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting")
             self._waiting += streams
             self._changed.notify()
         return streams
-
-    @property
-    def max_length(self) -> int:
-        """Most tokens of prompt and answer together."""
-        return self._slots.max_length
 
     @property
     def num_waiting(self) -> int:
@@ -167,21 +167,6 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests being read or decoded."""
         return self._num_texts() + (self._reading is not None)
-
-    @property
-    def num_slots(self) -> int:
-        """Most texts decoded at once."""
-        return self._slots.sizes[-1]
-
-    @property
-    def is_closed(self) -> bool:
-        """True once `close` was called; unfinished requests end as cancelled."""
-        return self._is_closed
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that ended the thread; None while it runs."""
-        return self._error
 
     def warm_up(self) -> None:
         """Compiles all programs; afterwards requests of any kind compile nothing."""
@@ -222,13 +207,13 @@ class Scheduler:
         with self._changed:
             self._is_draining = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_idle() or self._error, timeout)
-            return self._is_idle() and self._error is None
+            self._changed.wait_for(lambda: self._is_idle() or self.error, timeout)
+            return self._is_idle() and self.error is None
 
     def close(self) -> None:
         """Cancels all requests and ends the thread."""
         with self._changed:
-            self._is_draining = self._is_closed = True
+            self._is_draining = self.is_closed = True
             for stream in [*self._waiting, *self._streams()]:
                 stream.cancel()
             self._changed.notify_all()
@@ -246,8 +231,8 @@ class Scheduler:
         while True:
             with suppress(TimeoutError):
                 return done.result(0.1)
-            if self._error is not None or not self._thread.is_alive():
-                raise Closed("the scheduler's thread has ended") from self._error
+            if self.error is not None or not self._thread.is_alive():
+                raise Closed("the scheduler's thread has ended") from self.error
 
     # ----------------------------------------------------------------------------------------------
     # On the scheduler's thread
@@ -259,7 +244,7 @@ class Scheduler:
         except BaseException as error:  # such as a tokenizer's panic
             _LOG.exception("decoding failed")
             with self._changed:
-                self._error = error
+                self.error = error
                 for stream in [*self._waiting, *self._streams()]:
                     stream.put(Closed("decoding failed"))
                 self._changed.notify_all()
@@ -272,8 +257,8 @@ class Scheduler:
         with self._changed:
             if self._is_idle():
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_closed or self._calls or not self._is_idle())
-            return not (self._is_closed and self._is_idle())
+            self._changed.wait_for(lambda: self.is_closed or self._calls or not self._is_idle())
+            return not (self.is_closed and self._is_idle())
 
     def _is_idle(self) -> bool:
         return not (self._waiting or self._under_way or any(True for _ in self._streams()))
@@ -450,7 +435,7 @@ class Scheduler:
                     read_rounds(self._steps.insert(0))
             programs = {one for n in range(1, size + 1) for one in self._slots.programs(n)}
             for program in sorted(programs, key=repr):
-                if self._is_closed:
+                if self.is_closed:
                     return
                 read_rounds(self._steps.run(program, ()))
                 self._drop_cancelled()

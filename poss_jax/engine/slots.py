@@ -35,16 +35,6 @@ MOST_BIASED = 300
 MOST_STOP_IDS = 16
 
 
-def check_room(sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
-    """Refuses more biases than `MOST_BIASED` or stop ids than `MOST_STOP_IDS`."""
-    for name, given, most in (
-        ("logit_bias", sampling.logit_bias, MOST_BIASED),
-        ("stop_ids", stop_ids, MOST_STOP_IDS),
-    ):
-        if len(given) > most:
-            raise UserError(f"{name}: want at most {most} tokens, got {len(given)}")
-
-
 class Program(NamedTuple):
     """One compiled kind of round.
 
@@ -118,8 +108,7 @@ class Slots:
         self._last_read: tuple[PreparedPrompt, Prefill] | None = None
         request = self._put(PreparedPrompt([0], 1))
         slots = np.arange(self.sizes[0], dtype=np.int32)
-        allocated = steps.allocate(self.weights, self._config, request, slots)
-        self._request, self._state = allocated
+        self._request, self._state = steps.allocate(self.weights, self._config, request, slots)
         self.size = self.sizes[0]
 
     def check(self, prompt: PreparedPrompt) -> None:
@@ -129,7 +118,12 @@ class Slots:
           UserError: too many biases or stop ids, or (`PromptTooLong`) prompt and answer are longer
             than `max_length`, which may be less than the engine's.
         """
-        check_room(prompt.sampling, self.engine.stop_ids_of(prompt))
+        for name, given, most in (
+            ("logit_bias", prompt.sampling.logit_bias, MOST_BIASED),
+            ("stop_ids", self.engine.stop_ids_of(prompt), MOST_STOP_IDS),
+        ):
+            if len(given) > most:
+                raise UserError(f"{name}: want at most {most} tokens, got {len(given)}")
         if len(prompt.ids) + prompt.max_new_tokens > self.max_length:
             raise PromptTooLong(len(prompt.ids), prompt.max_new_tokens, self.max_length)
 
@@ -183,8 +177,7 @@ class Slots:
             self._prefill = prompt, request, self._last_read[1]
         else:
             self._last_read = None
-            begun = steps.begin(self.weights, self._config, request)
-            self._prefill = prompt, request, begun
+            self._prefill = prompt, request, steps.begin(self.weights, self._config, request)
 
     def extend(self, first: int, last: int) -> None:
         """Reads the chunks of the prompt from `first` up to `last`."""

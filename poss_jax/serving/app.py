@@ -28,8 +28,9 @@ from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.paths import as_path
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
-from poss_jax.engine.slots import Slots, check_room
+from poss_jax.engine.slots import Slots
 from poss_jax.engine.streams import Chunks, Stream, merge
 from poss_jax.program.options import load_engine
 from poss_jax.serving.bodies import (
@@ -79,15 +80,16 @@ def make_slots(engine: Engine, config: ServeConfig) -> Slots:
         strings that no answer can hold.
     """
     max_length = min(config.max_length or 8192, engine.max_length)
-    check_room(config.sampling, engine.stop_ids)
     engine.check_stop(config.stop, max_length)
-    return Slots(
+    slots = Slots(
         engine,
         sizes=config.slots or batch_sizes(config.batch_size),
         max_length=max_length,
         max_logprobs=config.max_logprobs,
         max_cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
     )
+    slots.check(PreparedPrompt([0], 1, config.sampling))
+    return slots
 
 
 def batch_sizes(most: int) -> list[int]:
