@@ -4,13 +4,14 @@ a batch:   Output (device) ─► Generation
 a stream:  Rounds (device, packed) ─► Round ─► Chunk, with its text; the last holds the Generation
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from poss_jax.engine.text import Piece, TextStream
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.text import Piece, TextStream, decode_behind, find_anchor
 
 StopReason = Literal["stop", "length", "cancelled"]
 
@@ -112,29 +113,52 @@ class Chunk:
         )
 
 
+def answer_anchor(prompt: PreparedPrompt, tokenizer: Any) -> int | None:
+    """Last prompt token that the answer is decoded after; None: the answer stands alone."""
+    if prompt.is_chat or tokenizer is None:
+        return None
+    return find_anchor(tokenizer, prompt.ids[: len(prompt.ids) - prompt.num_continued])
+
+
+def begin_text(
+    prompt: PreparedPrompt, tokenizer: Any, stop: Sequence[str] = ()
+) -> TextStream | None:
+    """Begins the text of an answer, after what it continues; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    stream = TextStream(tokenizer, stop, anchor=answer_anchor(prompt, tokenizer))
+    for token in prompt.ids[len(prompt.ids) - prompt.num_continued :]:
+        stream.push(token, depth=0)
+    return stream
+
+
 def read_answer(
-    prompt: list[int],
+    prompt: PreparedPrompt,
     output: dict[str, np.ndarray],
     row: int,
     stop_ids: Sequence[int],
-    decode: Callable[[list[int]], str | None],
+    tokenizer: Any,
 ) -> Generation:
     """Reads one sequence of a finished batch.
 
     Args:
-      prompt: token ids of the prompt.
+      prompt: what it continues.
       output: fields of `decode.state.Output`, on the host.
       row: index of the sequence.
       stop_ids: tokens that end a text.
-      decode: makes the text of the tokens before a stop token.
+      tokenizer: the target's; None: no text.
     """
     tokens = output["tokens"][row, : output["num_tokens"][row]].tolist()
     rounds = slice(0, output["num_rounds"][row])
     is_stopped = tokens[-1] in stop_ids
+    text = None
+    if tokenizer is not None:
+        shown = tokens[:-1] if is_stopped else tokens
+        text = decode_behind(tokenizer, answer_anchor(prompt, tokenizer), shown)
     return Generation(
-        prompt_ids=prompt,
+        prompt_ids=prompt.ids,
         output_ids=tokens,
-        text=decode(tokens[:-1] if is_stopped else tokens),
+        text=text,
         accepted_per_round=output["num_accepted"][row, rounds].tolist(),
         offered_per_round=output["num_offered"][row, rounds].tolist(),
         stop_reason="stop" if is_stopped else "length",
@@ -149,20 +173,11 @@ class LiveAnswer:
     """
 
     def __init__(
-        self,
-        prompt: list[int],
-        *,
-        stream: TextStream | None,
-        stop_ids: Sequence[int],
+        self, prompt: PreparedPrompt, stop_ids: Sequence[int], tokenizer: Any, stop: Sequence[str]
     ) -> None:
-        """Begins an answer.
-
-        Args:
-          prompt: token ids of the prompt.
-          stream: text of the answer (see `Engine.text_stream`); None: there will be none.
-          stop_ids: tokens that end the answer.
-        """
-        self._prompt, self._stop_ids, self._stream = prompt, stop_ids, stream
+        """Begins an answer; `stop` are strings that end it, as `stop_ids` do."""
+        self._prompt, self._stop_ids = prompt.ids, stop_ids
+        self._stream = begin_text(prompt, tokenizer, stop)
         self._text = ""
         self._ids: list[int] = []
         self._accepted: list[int] = []

@@ -1,5 +1,6 @@
 """Defaults and limits of the device: its dtype, the sizes of its arrays, its memory."""
 
+import logging
 import math
 import os
 from typing import Any
@@ -17,6 +18,7 @@ from poss_jax.model.quantise import weight_path
 from poss_jax.model.sharding import bytes_per_device, dividing_axes
 from poss_jax.model.target import compute_dtype
 
+_LOG = logging.getLogger(__package__)
 _LEAST_ROWS = 128
 
 CPU_CHUNK, ACCELERATOR_CHUNK = 64, 512
@@ -61,6 +63,20 @@ def with_rows(config: DecodeConfig, length: int, *, max_length: int) -> DecodeCo
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
+
+
+def check_length(max_length: int | None, most: int) -> int:
+    """Returns the most tokens of prompt and answer together, and warns if the target has fewer."""
+    if max_length is not None and max_length < 2:
+        raise UserError(f"max_length: want 2 or more, a prompt and an answer, got {max_length}")
+    if max_length is not None and max_length > most:
+        _LOG.warning(
+            "max_length %d is more than the %d tokens that the target was made for; what comes "
+            "after them may be nonsense",
+            max_length,
+            most,
+        )
+    return most if max_length is None else max_length
 
 
 def device_memory() -> int | None:

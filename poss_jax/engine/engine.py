@@ -9,11 +9,9 @@ for chunk in engine.stream("def fibonacci(", max_new_tokens=64):
 Without a draft the same calls decode autoregressively, and give the same text.
 """
 
-import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from copy import copy
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -31,7 +29,13 @@ from poss_jax.config.reading import UserError
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, read_answer
-from poss_jax.engine.device import check_memory, default_dtype, prefill_chunk, with_rows
+from poss_jax.engine.device import (
+    check_length,
+    check_memory,
+    default_dtype,
+    prefill_chunk,
+    with_rows,
+)
 from poss_jax.engine.models import fuse, fuse_own, lend, load_fused, replace_target
 from poss_jax.engine.prompts import (
     PreparedPrompt,
@@ -44,13 +48,11 @@ from poss_jax.engine.prompts import (
     sampling_per_prompt,
 )
 from poss_jax.engine.steps import decode_batch, run_live, run_step
-from poss_jax.engine.text import TextStream, check_stop, decode_behind, find_anchor
+from poss_jax.engine.text import check_stop
 from poss_jax.engine.trees import Trees, choose_trees, find_tuned, tree_for
 from poss_jax.model.parameters import place_weights
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.shapes import Params
-
-_LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -61,6 +63,7 @@ class Engine:
 
     Attributes:
       record: record of the target, as it was loaded.
+      fingerprint: name of the target's weights: their digest, or drawn by `update_weights`.
       target_config: shape of the target.
       draft_config: shape of the draft; None decodes autoregressively.
       weights: parameters of both, on the device, fused for decoding.
@@ -93,7 +96,7 @@ class Engine:
           tree, max_length, drafting, mesh: as in `load`.
         """
         self.record = record
-        self._fingerprint = record.fingerprint
+        self.fingerprint = record.fingerprint
         self.target_config = record.llama
         self.draft_config: DraftConfig | None = None
         self.mesh = decoding_mesh(mesh)
@@ -104,7 +107,7 @@ class Engine:
         self.drafting: Drafting = drafting
         self.tokenizer = tokenizer
         self.stop_ids = _stop_ids(self.target_config.eos_token_ids, tokenizer)
-        self.max_length = _check_length(max_length, self.target_config.max_position_embeddings)
+        self.max_length = check_length(max_length, self.target_config.max_position_embeddings)
 
     @classmethod
     def load(
@@ -220,11 +223,6 @@ class Engine:
             other.drafting = drafting
         return other
 
-    @property
-    def fingerprint(self) -> str:
-        """Name of the target's weights: their digest, or a drawn one after `update_weights`."""
-        return self._fingerprint
-
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters; nothing is compiled again.
 
@@ -242,7 +240,7 @@ class Engine:
         old = self.weights.target
         target = replace_target(old, params, self.target_config, self.mesh)
         self.weights = lend(target, self._own_draft, self.mesh)
-        self._fingerprint = secrets.token_hex(8)  # hashing the weights would be slower
+        self.fingerprint = secrets.token_hex(8)  # hashing the weights would be slower
 
     # ----------------------------------------------------------------------------------------------
     # From prompts to answers
@@ -459,33 +457,10 @@ class Engine:
     def read(self, prompts: Sequence[PreparedPrompt], output: Output) -> list[Generation]:
         """Reads finished texts to the host."""
         host = jax.device_get(vars(output))
-
-        def read_row(row: int, prompt: PreparedPrompt) -> Generation:
-            decode = partial(self._text, prompt)
-            return read_answer(prompt.ids, host, row, self.stop_ids_of(prompt), decode)
-
-        return [read_row(*pair) for pair in enumerate(prompts)]
-
-    def _text(self, prompt: PreparedPrompt, tokens: list[int]) -> str | None:
-        """Text of an answer; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        return decode_behind(self.tokenizer, self.anchor(prompt), tokens)
-
-    def anchor(self, prompt: PreparedPrompt) -> int | None:
-        """Last prompt token that the answer is decoded after; None: the answer stands alone."""
-        if prompt.is_chat or self.tokenizer is None:
-            return None
-        return find_anchor(self.tokenizer, prompt.ids[: len(prompt.ids) - prompt.num_continued])
-
-    def text_stream(self, prompt: PreparedPrompt, stop: Sequence[str] = ()) -> TextStream | None:
-        """Begins the text of an answer, after what it continues; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        stream = TextStream(self.tokenizer, stop, anchor=self.anchor(prompt))
-        for token in prompt.ids[len(prompt.ids) - prompt.num_continued :]:
-            stream.push(token, depth=0)
-        return stream
+        return [
+            read_answer(prompt, host, row, self.stop_ids_of(prompt), self.tokenizer)
+            for row, prompt in enumerate(prompts)
+        ]
 
     def stop_ids_of(self, prompt: PreparedPrompt) -> Sequence[int]:
         """Tokens that end the answer to a prompt."""
@@ -493,25 +468,7 @@ class Engine:
 
     def live_answer(self, prompt: PreparedPrompt, stop: Sequence[str] = ()) -> LiveAnswer:
         """Begins an answer that grows round by round."""
-        return LiveAnswer(
-            prompt.ids,
-            stream=self.text_stream(prompt, stop),
-            stop_ids=self.stop_ids_of(prompt),
-        )
-
-
-def _check_length(max_length: int | None, most: int) -> int:
-    """Returns the most tokens of prompt and answer together."""
-    if max_length is not None and max_length < 2:
-        raise UserError(f"max_length: want 2 or more, a prompt and an answer, got {max_length}")
-    if max_length is not None and max_length > most:
-        _LOG.warning(
-            "max_length %d is more than the %d tokens that the target was made for; what comes "
-            "after them may be nonsense",
-            max_length,
-            most,
-        )
-    return most if max_length is None else max_length
+        return LiveAnswer(prompt, self.stop_ids_of(prompt), self.tokenizer, stop)
 
 
 def _stop_ids(eos_token_ids: Sequence[int], tokenizer: Any) -> list[int]:

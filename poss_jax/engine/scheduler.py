@@ -261,7 +261,7 @@ class Scheduler:
             return not (self.is_closed and self._is_idle())
 
     def _is_idle(self) -> bool:
-        return not (self._waiting or self._under_way or any(True for _ in self._streams()))
+        return not (self._waiting or self._under_way or any(self._streams()))
 
     def _streams(self) -> Iterator[Stream]:
         """All requests being read or decoded."""
@@ -275,7 +275,7 @@ class Scheduler:
     def _turn(self) -> None:
         """Reads parts of prompts, starts a round, and delivers the round before."""
         self._drop_cancelled()
-        if self._calls and not any(True for _ in self._streams()):
+        if self._calls and not any(self._streams()):
             while self._under_way:
                 self._finish_step()
             function, done = self._calls.popleft()
@@ -361,8 +361,7 @@ class Scheduler:
             self._resize(smaller[-1])
 
     def _start_round(self) -> None:
-        texts = {slot: stream for slot, stream in enumerate(self._active) if stream is not None}
-        if not texts:
+        if not any(self._active):
             return
         self._shrink()
         texts = {slot: stream for slot, stream in enumerate(self._active) if stream is not None}

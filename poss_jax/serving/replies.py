@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs
+from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs, answer_anchor
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.streams import Chunks
@@ -253,7 +253,7 @@ class _Places:
 
     def __init__(self, engine: Engine, prompt: PreparedPrompt, before: str) -> None:
         tokenizer = engine.tokenizer
-        self._text = tokenizer and TextStream(tokenizer, anchor=engine.anchor(prompt))
+        self._text = tokenizer and TextStream(tokenizer, anchor=answer_anchor(prompt, tokenizer))
         self._end = len(before)
 
     def take(self, token: int) -> int:
