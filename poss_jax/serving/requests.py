@@ -183,15 +183,8 @@ def _make_job(
         raise ApiError(400, f"logprobs: want at most {config.max_logprobs}", param="logprobs")
     if len(prompts) * (body.n or 1) > MOST_CHOICES:
         raise ApiError(400, f"n: want at most {MOST_CHOICES} choices in all", param="n")
-    stop, sampling = _read_stop(engine, config, body), _read_sampling(config.sampling, body)
-    own: dict[str, Any] = {"stop_ids": _read_stop_ids(engine, body)}
-    if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
-        own |= {"num_continued": body.continued_tokens or 0, "is_chat": bool(body.continued_chat)}
-    prepared = []
-    for index, prompt in enumerate(prompts):
-        one = _prepare(engine, config, prompt, sampling, limit, **own)
-        first = index * (body.n or 1)
-        prepared += [one.choice(first + choice) for choice in range(body.n or 1)]
+    stop = _read_stop(engine, config, body)
+    prepared = _prepare_choices(engine, config, body, prompts, limit)
     if logprobs is not None:
         _check_logprobs(config, prepared, 1 + logprobs)
     num_tokens = sum(len(one.ids) for one in prepared[:: body.n or 1])
@@ -206,24 +199,33 @@ def _check_logprobs(config: ServeConfig, prompts: list[PreparedPrompt], per_toke
         raise ApiError(400, f"{message}; ask for fewer choices or tokens", param="logprobs")
 
 
-def _prepare(
+def _prepare_choices(
     engine: Engine,
     config: ServeConfig,
-    prompt: Prompt,
-    sampling: SamplingConfig,
+    body: CommonRequest,
+    prompts: list[Prompt],
     limit: int | None,
-    **own: Any,
-) -> PreparedPrompt:
-    """Prepares a prompt; without a limit its answer gets the room there is, up to the default."""
-    with _refusing(_check_size(engine, config, prompt)):
-        return engine.prepare(
-            prompt,
-            limit or config.max_new_tokens,
-            sampling,
-            shortens=limit is None,
-            max_length=config.max_length,
-            **own,
-        )
+) -> list[PreparedPrompt]:
+    """Prepares all choices; without a limit they get the room there is, up to the default."""
+    sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
+    num_continued, is_chat, prepared = 0, True, []
+    if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
+        num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
+    for index, prompt in enumerate(prompts):
+        with _refusing(_check_size(engine, config, prompt)):
+            one = engine.prepare(
+                prompt,
+                limit or config.max_new_tokens,
+                sampling,
+                shortens=limit is None,
+                max_length=config.max_length,
+                stop_ids=stop_ids,
+                num_continued=num_continued,
+                is_chat=is_chat,
+            )
+        first = index * (body.n or 1)
+        prepared += [one.choice(first + choice) for choice in range(body.n or 1)]
+    return prepared
 
 
 @contextmanager
