@@ -101,9 +101,8 @@ class Scheduler:
         self._pace = Pace()
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
-        self._is_draining = self.is_closed = False
+        self._is_draining = self.is_closed = self._counts = False
         self.error: BaseException | None = None
-        self._counts = False
         self._thread = threading.Thread(target=self._run, name="poss-scheduler", daemon=True)
         self._thread.start()
 

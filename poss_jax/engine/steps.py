@@ -59,7 +59,7 @@ def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callab
         group = jax.shard_map(
             run_group,
             mesh=mesh,
-            in_specs=(whole, cut, *jax.tree.map(lambda leaf: cut if leaf.ndim else whole, state)),
+            in_specs=(whole, cut, *[cut if _has_rows(part) else whole for part in state]),
             out_specs=cut,
             axis_names={"data"},
             check_vma=False,
@@ -67,6 +67,10 @@ def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callab
         return group(weights, request, *state)
 
     return run
+
+
+def _has_rows(part: Any) -> bool:
+    return jax.tree.leaves(part)[0].ndim > 0
 
 
 def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
