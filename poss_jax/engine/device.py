@@ -21,11 +21,12 @@ from poss_jax.model.target import compute_dtype
 _LOG = logging.getLogger(__package__)
 _LEAST_ROWS = 128
 
-CPU_CHUNK, ACCELERATOR_CHUNK = 64, 512
-"""Prompt tokens that the target reads per forward."""
+CPU_CHUNKS, ACCELERATOR_CHUNKS = (64, 16), (512, 64)
+"""Prompt tokens per forward of the target, and per smaller one that reads the end of a prompt.
 
-CPU_REST, ACCELERATOR_REST = 16, 64
-"""Prompt tokens of the smaller forward that reads the end of a single prompt."""
+Many where reading the weights costs as much as using them; on CPU a short prompt would pay for rows
+that it does not have. The second number divides the first.
+"""
 
 
 def default_dtype() -> Any:
@@ -33,17 +34,9 @@ def default_dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
-def prefill_chunk() -> int:
-    """Tokens of a prompt per forward: many where reading the weights costs as much as using them.
-
-    On CPU a short prompt would pay for rows that it does not have.
-    """
-    return CPU_CHUNK if jax.default_backend() == "cpu" else ACCELERATOR_CHUNK
-
-
-def prefill_rest() -> int:
-    """Tokens of the smaller forward that reads the end of a prompt; divides `prefill_chunk`."""
-    return CPU_REST if jax.default_backend() == "cpu" else ACCELERATOR_REST
+def prefill_chunks() -> tuple[int, int]:
+    """Returns the two sizes of a prompt's forwards on this kind of device."""
+    return CPU_CHUNKS if jax.default_backend() == "cpu" else ACCELERATOR_CHUNKS
 
 
 def with_rows(config: DecodeConfig, length: int, *, max_length: int) -> DecodeConfig:

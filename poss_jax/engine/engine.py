@@ -33,7 +33,7 @@ from poss_jax.engine.device import (
     check_length,
     check_memory,
     default_dtype,
-    prefill_chunk,
+    prefill_chunks,
     with_rows,
 )
 from poss_jax.engine.models import fuse, fuse_own, lend, load_fused, replace_target
@@ -423,7 +423,7 @@ class Engine:
             self.draft_config if tree else None,
             tree or TreeConfig(),
             rows=0,
-            chunk=prefill_chunk(),
+            chunk=prefill_chunks()[0],
             drafting=self.drafting,
             mesh=self.mesh,
         )

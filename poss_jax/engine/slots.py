@@ -21,7 +21,7 @@ from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import Request
 from poss_jax.engine import steps
-from poss_jax.engine.device import cache_bytes, check_memory, prefill_rest
+from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunks
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, lay_out
 from poss_jax.engine.steps import Rounds
@@ -183,7 +183,7 @@ class Slots:
         """Reads the chunks of the prompt from `first` up to `last`."""
         assert self._prefill is not None, "want begin first"
         prompt, request, prefill = self._prefill
-        chunk, rest = self._config.chunk, prefill_rest()
+        chunk, rest = prefill_chunks()
         num_whole, num_left = divmod(len(prompt.ids), chunk)
         num_whole += num_left > rest
         parts = [(chunk, first, min(last, num_whole))]
