@@ -26,7 +26,7 @@ from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, Drafting, MeshConfig, Quantisation, TreeConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
-from poss_jax.data.tokenizer import load_tokenizer
+from poss_jax.data.tokenizer import load_tokenizer, special_ids
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, read_answer
 from poss_jax.engine.device import (
@@ -106,7 +106,8 @@ class Engine:
         self.trees = choose_trees(tree)
         self.drafting: Drafting = drafting
         self.tokenizer = tokenizer
-        self.stop_ids = _stop_ids(self.target_config.eos_token_ids, tokenizer)
+        eos = [] if tokenizer is None else special_ids(tokenizer, "eos")
+        self.stop_ids = sorted({*self.target_config.eos_token_ids, *eos})
         self.max_length = check_length(max_length, self.target_config.max_position_embeddings)
 
     @classmethod
@@ -469,10 +470,3 @@ class Engine:
     def live_answer(self, prompt: PreparedPrompt, stop: Sequence[str] = ()) -> LiveAnswer:
         """Begins an answer that grows round by round."""
         return LiveAnswer(prompt, self.stop_ids_of(prompt), self.tokenizer, stop)
-
-
-def _stop_ids(eos_token_ids: Sequence[int], tokenizer: Any) -> list[int]:
-    known = set(eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        known.add(tokenizer.eos_token_id)
-    return sorted(known)
