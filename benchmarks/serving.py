@@ -54,7 +54,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.slots import Program, Slots
-from poss_jax.engine.steps import read_landing
+from poss_jax.engine.steps import read_rounds
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import split_items
 from poss_jax.model.target import init_target
@@ -380,14 +380,14 @@ def measure_programs(args: argparse.Namespace, engine: Engine) -> list[dict[str,
 
 def time_rounds(slots: Slots, program: Program) -> float:
     """Milliseconds per round of new greedy texts."""
-    prompt = slots.engine.prepare(PROMPTS[0], slots.max_length // 2)._replace(stop_ids=())
+    prompt = slots.engine.prepare(PROMPTS[0], slots.max_length // 2, stop_ids=())
     for slot in range(slots.size):
         slots.begin(prompt)
         slots.extend(0, slots.num_chunks(prompt))
-        read_landing(slots.insert(slot))
+        read_rounds(slots.insert(slot))
     begun, num_rounds = time.perf_counter(), 16
-    landing = read_landing(slots.run(program, range(slots.size), num_rounds))
-    assert all(len(rounds) == num_rounds for rounds in landing), "a text has ended"
+    read = read_rounds(slots.run(program, range(slots.size), num_rounds))
+    assert all(len(rounds) == num_rounds for rounds in read), "a text has ended"
     return 1000 * (time.perf_counter() - begun) / num_rounds
 
 

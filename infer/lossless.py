@@ -29,10 +29,10 @@ from poss_jax.decode.sampling import Text, draw_noise, process_logits, shift_log
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.verify import accept
 from poss_jax.engine.answers import Generation
-from poss_jax.engine.device import default_tree, tree_for
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.steps import on_mesh
+from poss_jax.engine.trees import default_tree, tree_for
 from poss_jax.program.output import print_summary
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows

@@ -141,7 +141,7 @@ def world(runs: Runs, published: Path, tmp_path: Path, monkeypatch: pytest.Monke
         "data: {source: sharegpt.json, sequence_length: 32}"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("poss_jax.engine.device.CPU_TREE", TREE)
+    monkeypatch.setattr("poss_jax.engine.trees.CPU_TREE", TREE)
     monkeypatch.setattr("poss_jax.default_target", lambda: Path(runs.model("target")))
     monkeypatch.setattr("poss_jax.default_drafts", lambda: {"PosS-1": Path(runs.model("poss2"))})
     made_up = made_up_report()  # what tests/test_bench.py measures

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from golden import ROOT_E3
@@ -16,6 +18,7 @@ from poss_jax.bundled import default
 from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.decoding import BenchConfig, GenerateConfig
+from poss_jax.convert.__main__ import main as convert
 from poss_jax.convert.plan import Conversion, plan_target
 from poss_jax.engine.trees import find_tuned
 from poss_jax.program.options import load_engine, with_default_models
@@ -46,7 +49,13 @@ def converted(environment: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         sources.append(source)
         return plan_target(str(ROOT_E3 / "target"), **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("poss_jax.convert.plan.plan_target", plan)
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[1:3] == ["-m", "poss_jax.convert"]
+        convert(command[3:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("poss_jax.convert.__main__.plan_target", plan)
+    monkeypatch.setattr(default.subprocess, "run", run)
     return sources
 
 
@@ -61,6 +70,12 @@ def test_without_the_weights_programs_say_how_to_fetch_them(environment: Path) -
 def test_a_damaged_file_is_refused(environment: Path, tmp_path: Path) -> None:
     environment.write_bytes(WEIGHTS[:-1])
     assert "want the file with SHA-256 " in refusal(generate, "--prompt", "x")
+    assert not list((tmp_path / "cache").rglob("model.json"))
+
+
+def test_what_the_converter_refuses_is_passed_on(environment: Path, tmp_path: Path) -> None:
+    environment.write_bytes(WEIGHTS)
+    assert "GGUF" in refusal(generate, "--prompt", "x")
     assert not list((tmp_path / "cache").rglob("model.json"))
 
 

@@ -19,10 +19,10 @@ from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.decode import speculate
-from poss_jax.engine.device import device_memory, fit_tree, least_bytes
+from poss_jax.engine.device import device_memory, least_bytes
 from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
 from poss_jax.engine.steps import decode_batch
-from poss_jax.engine.trees import Tuned
+from poss_jax.engine.trees import Tuned, fit_tree
 from poss_jax.model.sharding import bytes_per_device
 
 WATCHED = True  # see conftest.py
@@ -456,7 +456,7 @@ def test_a_target_that_cannot_fit_is_not_read(
     monkeypatch.setattr(memory, lambda: needed)
     Engine.load(runs.model("target"), **settings)
     monkeypatch.setattr(memory, lambda: needed - 1)
-    monkeypatch.setattr("poss_jax.engine.engine.load_target", None)
+    monkeypatch.setattr("poss_jax.engine.models.load_target", None)
     advice = "spread" if quantise else "quantise it"
     with pytest.raises(UserError, match=f"at least 0.0 GiB of each device, .* 0.0 GiB; {advice}"):
         Engine.load(runs.model("target"), **settings)

@@ -17,7 +17,7 @@ LAYERS = {  # a folder of poss_jax imports from itself and from these
     "data": {"config", "checkpoint"},
     "convert": {"config", "shapes", "version", "model", "checkpoint"},
     "engine": {"config", "shapes", "model", "decode", "checkpoint", "data"},
-    "bundled": {"config", "checkpoint", "convert"},
+    "bundled": {"config", "checkpoint"},
     "program": {"config", "version", "engine", "bundled"},  # what programs share
     "serving": {"config", "version", "engine", "program"},
     "__init__": {"config", "version", "engine", "bundled"},

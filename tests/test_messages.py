@@ -14,8 +14,9 @@ from poss_jax.data.tokenizer import CHAT_TEMPLATE
 from poss_jax.engine.answers import Chunk, TokenLogprobs
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.serving import requests
+from poss_jax.serving.bodies import ApiError, ChatRequest
 from poss_jax.serving.replies import Reply
-from poss_jax.serving.requests import ApiError, ChatRequest, Job, read_chat
+from poss_jax.serving.requests import Job, read_chat
 
 TOOLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name }}\n"
@@ -42,7 +43,7 @@ class Tokenising(Engine):
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.max_length, self.stop_ids = tokenizer, 1000, [2]
         self.target_config: Any = SimpleNamespace(vocab_size=10_000)
-        self._fingerprint = ""
+        self.fingerprint = ""
 
 
 def read(messages: Any, tokenizer: Any) -> list[int]:

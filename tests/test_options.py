@@ -16,7 +16,7 @@ from poss_jax.config.decoding import BenchConfig, DriftConfig, GenerateConfig, S
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
 from poss_jax.config.training import RegenerateConfig, TrainConfig
-from poss_jax.engine import device
+from poss_jax.engine import trees
 from poss_jax.engine.trees import read_trees
 from poss_jax.program.arguments import list_options, read_arguments
 
@@ -298,7 +298,7 @@ def test_a_server_samples_unless_it_is_told_otherwise(given: list[str]) -> None:
 
 def test_options_do_not_ask_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of a run join each other first."""
-    monkeypatch.setattr(device, "default_tree", lambda: pytest.fail("asked for devices"))
+    monkeypatch.setattr(trees, "default_tree", lambda: pytest.fail("asked for devices"))
     assert read(["--max-new-tokens", "7"]).max_new_tokens == 7
 
 

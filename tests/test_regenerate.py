@@ -80,7 +80,7 @@ class Scripted(Engine):
         if "refused" in text:
             raise UserError("messages: refused")
         if len(text) + max_new_tokens > self.max_length:
-            raise PromptTooLong("prompt of so many tokens")
+            raise PromptTooLong(len(text), max_new_tokens, self.max_length)
         return PreparedPrompt(list(text.encode()), max_new_tokens, sampling)
 
     def decode(self, prompts: list[PreparedPrompt], **settings: Any) -> list[Generation]:

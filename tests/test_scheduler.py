@@ -17,14 +17,13 @@ from models import certain_pair, make_engine, one_layout, tiny_llama
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.engine import engine as engine_module
-from poss_jax.engine import slots
+from poss_jax.engine import models, slots, steps
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.slots import Program, Slots
-from poss_jax.engine.steps import read_landing
+from poss_jax.engine.steps import read_rounds
 from poss_jax.engine.streams import Stream, merge
 from poss_jax.model.target import encode, stack_layers
 from poss_jax.shapes import Params
@@ -123,7 +122,7 @@ def test_a_step_ends_with_a_text_and_the_next_one_waits_for_the_host(engine: Eng
         slots.insert(slot)
 
     def run(texts: Sequence[int]) -> tuple[int, int]:
-        short, long = read_landing(slots.run(program, texts, num_rounds=20))
+        short, long = read_rounds(slots.run(program, texts, num_rounds=20))
         return len(short), len(long)
 
     assert run((0, 1)) == (2, 2)
@@ -147,8 +146,8 @@ def test_requests_that_come_at_once_compile_nothing(engine: Engine, warm: Schedu
 def test_choices_of_a_prompt_read_it_once(
     engine: Engine, warm: Scheduler, monkeypatch: pytest.MonkeyPatch
 ):
-    extend = MagicMock(side_effect=slots._extend)
-    monkeypatch.setattr(slots, "_extend", extend)
+    extend = MagicMock(side_effect=steps.extend)
+    monkeypatch.setattr(steps, "extend", extend)
     one = engine.prepare([1 + i % 60 for i in range(40)], 9)
     choices = [one._replace(sampling=SamplingConfig(temperature=1, seed=i)) for i in range(5)]
     compiled = warm.stats.compilations
@@ -536,7 +535,7 @@ def test_other_weights_after_what_runs_has_ended(engine: Engine, warm: Scheduler
         with pytest.raises(UserError):
             warm.update_weights({})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module, "fuse_target", MagicMock(side_effect=MemoryError("full")))
+            patch.setattr(models, "fuse_target", MagicMock(side_effect=MemoryError("full")))
             with pytest.raises(UserError, match="update_weights: full; the old weights stay"):
                 warm.update_weights(draw_pair(seed=5)[0])
         assert [*warm.submit(prompt)][-1].answer.output_ids == alone(other, prompt).output_ids

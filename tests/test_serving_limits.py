@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from http.client import HTTPConnection
 from itertools import product
 from typing import Any
@@ -20,20 +20,22 @@ from pydantic import ValidationError
 from serving import MODEL, Served, request_bytes, serving, until
 
 from poss_jax import Engine, TreeConfig
-from poss_jax.config.decoding import ServeConfig, ServedSampling
+from poss_jax.config.decoding import SamplingConfig, ServeConfig, ServedSampling
 from poss_jax.config.reading import UserError
+from poss_jax.decode.sampling import SETTINGS, Sampling
 from poss_jax.engine.scheduler import Scheduler
 from poss_jax.serving import app as app_module
 from poss_jax.serving import bodies, requests
 from poss_jax.serving.app import create_app, make_slots
-from poss_jax.serving.bodies import parse_body
-from poss_jax.serving.guard import Guard, read_api_key
-from poss_jax.serving.requests import (
+from poss_jax.serving.bodies import (
     ApiError,
     ChatRequest,
+    CommonRequest,
     CompletionRequest,
-    read_completion,
+    parse_body,
 )
+from poss_jax.serving.guard import Guard, read_api_key
+from poss_jax.serving.requests import read_completion
 
 KEY = "secret"
 PATIENCE = 1.5
@@ -323,6 +325,12 @@ def test_how_many_lists_and_objects_a_body_may_have() -> None:
     for nested in ("[]," * 10_000 + "[]", "{}," * 10_000 + "{}"):
         with pytest.raises(ApiError, match="at most 10,000 lists and objects"):
             parse_body(CompletionRequest, f'{{"prompt": "a", "zz": [{nested}]}}'.encode())
+
+
+def test_every_sampling_setting_has_a_field_and_a_column() -> None:
+    names = {field.name for field in fields(SamplingConfig)}
+    assert names == {*SETTINGS, "logit_bias"} and names <= set(CommonRequest.model_fields)
+    assert {field.name for field in fields(Sampling)} == {*SETTINGS, "bias_ids", "bias"}
 
 
 def test_how_many_messages_a_chat_may_have() -> None:

@@ -221,10 +221,12 @@ def _write_turns(
     prompts: dict[int, PreparedPrompt] = {}
     for index, dialogue in enumerate(dialogues):
         try:
-            prompt = engine.prepare(
-                writer.prompt(dialogue), writer.max_new_tokens, writer.sampling(dialogue)
+            prompts[index] = engine.prepare(
+                writer.prompt(dialogue),
+                writer.max_new_tokens,
+                writer.sampling(dialogue),
+                stop_ids=stop_ids,
             )
-            prompts[index] = prompt._replace(stop_ids=stop_ids)
         except UserError as error:
             dialogue.end(str(error))
     turns = engine.decode(list(prompts.values()), batch_size=settings.batch_size, stop=writer.stop)

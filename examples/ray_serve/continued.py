@@ -14,8 +14,8 @@ from pool import MOST_TRIES, Call, GivenUp, Pool
 from starlette.responses import Response, StreamingResponse
 
 from poss_jax.engine.prompts import prompt_seed
+from poss_jax.serving.bodies import ApiError
 from poss_jax.serving.replies import DONE, event, format_token
-from poss_jax.serving.requests import ApiError
 
 Event = dict[str, Any]
 

@@ -30,8 +30,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from poss_jax.serving.bodies import ApiError
 from poss_jax.serving.guard import Guard
-from poss_jax.serving.requests import ApiError
 
 _STREAMED = {"/v1/completions", "/v1/chat/completions"}
 _PASSED = ("authorization", "content-type", "x-request-id")

@@ -15,9 +15,10 @@ from poss_jax.checkpoint.record import ModelRecord, TargetIdentity
 from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.engine.device import ACCELERATOR_CHUNK, fit_tree, with_rows
+from poss_jax.engine.device import ACCELERATOR_CHUNKS, with_rows
 from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
 from poss_jax.engine.steps import run_round, run_rounds, start
+from poss_jax.engine.trees import fit_tree
 from poss_jax.learn.task import describe_draft
 from poss_jax.model.cache import block_rows
 from poss_jax.model.families import init_draft
@@ -113,7 +114,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
         own = shapes_on(mesh, lambda: _make_draft(draft, dtype, kind))
         weights = weights._replace(draft=_attach(own, weights.target, num_tokens, mesh))
     tree = fit_tree(config.tree, num_tokens or target.vocab_size)
-    decode = DecodeConfig(target, draft, tree, rows=0, chunk=ACCELERATOR_CHUNK)
+    decode = DecodeConfig(target, draft, tree, rows=0, chunk=ACCELERATOR_CHUNKS[0])
     decode = decode._replace(mesh=decoding_mesh(mesh))
     length = config.context + config.max_new_tokens
     decode = with_rows(decode, length, max_length=target.max_position_embeddings)

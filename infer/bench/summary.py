@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from poss_jax.decode.metrics import distinct_ngram_share
+from poss_jax.engine.answers import begin_text
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.text import Piece
@@ -281,7 +282,7 @@ def show_example(
 
 def _pieces(engine: Engine, prompt: PreparedPrompt, turn: Turn) -> list[Piece]:
     """Splits an answer into the texts of its tokens."""
-    stream = engine.text_stream(prompt)
+    stream = begin_text(prompt, engine.tokenizer)
     assert stream is not None, "want a tokenizer"
     rounds = ([*range(1, count + 1), 0] for count in turn.accepted)
     depths = chain([0], *rounds)  # the first token is from the prompt

@@ -21,8 +21,7 @@ from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.engine.device import default_tree
-from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
+from poss_jax.engine.trees import default_tree, tuned_file, vocabulary_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.program.options import at_least, check_writable
 from poss_jax.program.output import print_summary

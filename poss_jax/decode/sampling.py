@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -23,23 +24,20 @@ from poss_jax.model.ranking import choose, top_k
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int
 
+OUTPUT_PENALTIES = ("frequency_penalty", "presence_penalty")
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", *OUTPUT_PENALTIES)
+SETTINGS = {"seed": np.uint32, "top_k": np.int32} | dict.fromkeys(_REALS, np.float32)
+"""Settings of `SamplingConfig`, which has their bounds and defaults -> their type on the device."""
+
 
 class Sampling(struct.PyTreeNode):
-    """Sampling settings, per sequence.
+    """Sampling settings, per sequence: those of `SETTINGS`, as `SamplingConfig` explains them.
 
     Attributes:
-      seed: seed of the noise.
-      temperature: 0 is greedy.
-      top_k: number of tokens that may be chosen; 0 is all.
-      top_p: probability mass of the tokens that may be chosen; 1 is all.
-      min_p: least probability relative to the most likely token's; 0 is all.
-      repetition_penalty: divides positive and multiplies negative logits of tokens in the text; 1
-        is none.
       bias_ids: tokens whose logits are shifted; -1 is none.
       bias: number added to each of them.
-      frequency_penalty: subtracted from a token's logit once per occurrence in the output; None if
-        no sequence has one.
-      presence_penalty: subtracted once if the token occurs in the output; None likewise.
+      frequency_penalty: None if no sequence has a penalty on its output.
+      presence_penalty: None likewise.
     """
 
     seed: Array  # [B] uint32

@@ -1,12 +1,17 @@
-"""Answers: Generation and Chunk, read from a finished batch or round by round from the host."""
+"""Answers: whole from a finished batch, or growing round by round.
+
+a batch:   Output (device) ─► Generation
+a stream:  Rounds (device, packed) ─► Round ─► Chunk, with its text; the last holds the Generation
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from poss_jax.engine.text import Piece, TextStream
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.text import Piece, TextStream, decode_behind, find_anchor
 
 StopReason = Literal["stop", "length", "cancelled"]
 
@@ -52,7 +57,7 @@ class TokenLogprobs(NamedTuple):
     top: list[float]
 
 
-class Landed(NamedTuple):
+class Round(NamedTuple):
     """One round of one sequence, on the host.
 
     Attributes:
@@ -108,78 +113,98 @@ class Chunk:
         )
 
 
+def answer_anchor(prompt: PreparedPrompt, tokenizer: Any) -> int | None:
+    """Last prompt token that the answer is decoded after; None: the answer stands alone."""
+    if prompt.is_chat or tokenizer is None:
+        return None
+    return find_anchor(tokenizer, prompt.ids[: len(prompt.ids) - prompt.num_continued])
+
+
+def begin_text(
+    prompt: PreparedPrompt, tokenizer: Any, stop: Sequence[str] = ()
+) -> TextStream | None:
+    """Begins the text of an answer, after what it continues; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    stream = TextStream(tokenizer, stop, anchor=answer_anchor(prompt, tokenizer))
+    for token in prompt.ids[len(prompt.ids) - prompt.num_continued :]:
+        stream.push(token, depth=0)
+    return stream
+
+
 def read_answer(
-    prompt: list[int], output: dict[str, np.ndarray], row: int, stop_ids: Sequence[int]
+    prompt: PreparedPrompt,
+    output: dict[str, np.ndarray],
+    row: int,
+    stop_ids: Sequence[int],
+    tokenizer: Any,
 ) -> Generation:
-    """Reads one sequence of a batch, without its text.
+    """Reads one sequence of a finished batch.
 
     Args:
-      prompt: token ids of the prompt.
-      output: fields of `speculate.Output`, on the host.
+      prompt: what it continues.
+      output: fields of `decode.state.Output`, on the host.
       row: index of the sequence.
       stop_ids: tokens that end a text.
+      tokenizer: the target's; None: no text.
     """
     tokens = output["tokens"][row, : output["num_tokens"][row]].tolist()
     rounds = slice(0, output["num_rounds"][row])
+    is_stopped = tokens[-1] in stop_ids
+    text = None
+    if tokenizer is not None:
+        shown = tokens[:-1] if is_stopped else tokens
+        text = decode_behind(tokenizer, answer_anchor(prompt, tokenizer), shown)
     return Generation(
-        prompt_ids=prompt,
+        prompt_ids=prompt.ids,
         output_ids=tokens,
-        text=None,
+        text=text,
         accepted_per_round=output["num_accepted"][row, rounds].tolist(),
         offered_per_round=output["num_offered"][row, rounds].tolist(),
-        stop_reason="stop" if tokens[-1] in stop_ids else "length",
+        stop_reason="stop" if is_stopped else "length",
     )
 
 
 class LiveAnswer:
-    """An answer that grows as its rounds land on the host.
+    """An answer that grows round by round.
 
     Attributes:
       is_ended: True after a stop token, a stop string, the limit, or `cancel`.
     """
 
     def __init__(
-        self,
-        prompt: list[int],
-        *,
-        stream: TextStream | None,
-        stop_ids: Sequence[int],
+        self, prompt: PreparedPrompt, stop_ids: Sequence[int], tokenizer: Any, stop: Sequence[str]
     ) -> None:
-        """Begins an answer.
-
-        Args:
-          prompt: token ids of the prompt.
-          stream: text of the answer (see `Engine.text_stream`); None: there will be none.
-          stop_ids: tokens that end the answer.
-        """
-        self._prompt, self._stop_ids, self._stream = prompt, stop_ids, stream
+        """Begins an answer; `stop` are strings that end it, as `stop_ids` do."""
+        self._prompt, self._stop_ids = prompt.ids, stop_ids
+        self._stream = begin_text(prompt, tokenizer, stop)
         self._text = ""
         self._ids: list[int] = []
         self._accepted: list[int] = []
         self._offered: list[int] = []
         self.is_ended = False
 
-    def land(self, landed: Landed) -> Chunk:
-        """Adds one more round of an answer that has not ended."""
-        tokens = landed.tokens
-        depths = [i + 1 if i < (landed.num_accepted or 0) else 0 for i in range(len(tokens))]
-        pieces, num_kept = self._push(tokens, depths, is_last=landed.is_done)
+    def add(self, new: Round) -> Chunk:
+        """Adds one more round to an answer that has not ended."""
+        tokens = new.tokens
+        depths = [i + 1 if i < (new.num_accepted or 0) else 0 for i in range(len(tokens))]
+        pieces, num_kept = self._push(tokens, depths, is_last=new.is_done)
         is_cut = num_kept < len(tokens)  # as at a stop token, nothing beyond counts
-        if landed.num_accepted is not None and landed.num_offered is not None:
-            most = num_kept if is_cut else len(tokens) + landed.num_offered
-            self._accepted.append(min(landed.num_accepted, most))
-            self._offered.append(min(landed.num_offered, most))
+        if new.num_accepted is not None and new.num_offered is not None:
+            most = num_kept if is_cut else len(tokens) + new.num_offered
+            self._accepted.append(min(new.num_accepted, most))
+            self._offered.append(min(new.num_offered, most))
         self._ids += tokens[:num_kept]
         self._text += "".join(piece.text for piece in pieces)
         is_stopped = self._stream is not None and self._stream.is_stopped
-        self.is_ended = is_stopped or landed.is_done
+        self.is_ended = is_stopped or new.is_done
         is_at_stop = is_stopped or tokens[-1] in self._stop_ids
         return Chunk(
             pieces,
             tokens[:num_kept],
             depths[:num_kept],
             answer=self._answer("stop" if is_at_stop else "length") if self.is_ended else None,
-            logprobs=landed.logprobs[:num_kept],
+            logprobs=new.logprobs[:num_kept],
         )
 
     def cancel(self) -> Chunk:

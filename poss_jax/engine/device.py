@@ -1,10 +1,8 @@
-"""Defaults and limits of the device: its dtype, draft trees per batch size, memory."""
+"""Defaults and limits of the device: its dtype, the sizes of its arrays, its memory."""
 
-import dataclasses
 import logging
 import math
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,13 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from poss_jax.checkpoint.record import ModelRecord
-from poss_jax.config.models import (
-    ACCELERATOR_TREE,
-    CPU_TREE,
-    LlamaConfig,
-    Quantisation,
-    TreeConfig,
-)
+from poss_jax.config.models import LlamaConfig, Quantisation
 from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Weights
 from poss_jax.model.parameters import flatten_item, item_shapes, place_weights
@@ -26,24 +18,15 @@ from poss_jax.model.quantise import weight_path
 from poss_jax.model.sharding import bytes_per_device, dividing_axes
 from poss_jax.model.target import compute_dtype
 
-Trees = Mapping[int, TreeConfig | None]
-"""Batch size -> tree for that many prompts and more; None decodes them without a draft."""
-
-_SLOW_DEPTH = 16
-"""Depth above which compiling is slow: every drafted position is compiled by itself.
-
-A tiny draft took 12, 14, 26, 55 and 64 s at depths 4, 8, 16, 32 and 64 on two busy CPU cores;
-`tests/test_compilation.py` measures it again."""
-
+_LOG = logging.getLogger(__package__)
 _LEAST_ROWS = 128
 
-CPU_CHUNK, ACCELERATOR_CHUNK = 64, 512
-"""Prompt tokens that the target reads per forward."""
+CPU_CHUNKS, ACCELERATOR_CHUNKS = (64, 16), (512, 64)
+"""Prompt tokens per forward of the target, and per smaller one that reads the end of a prompt.
 
-CPU_REST, ACCELERATOR_REST = 16, 64
-"""Prompt tokens of the smaller forward that reads the end of a single prompt."""
-
-_LOG = logging.getLogger(__package__)
+Many where reading the weights costs as much as using them; on CPU a short prompt would pay for rows
+that it does not have. The second number divides the first.
+"""
 
 
 def default_dtype() -> Any:
@@ -51,50 +34,9 @@ def default_dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
-def default_tree() -> TreeConfig:
-    """Default tree for this kind of device."""
-    return CPU_TREE if jax.default_backend() == "cpu" else ACCELERATOR_TREE
-
-
-def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
-    """Clamps a tree to what can be drafted; logs if it did, or if compiling will take long.
-
-    Raises:
-      UserError: more candidates than can be counted on the device.
-    """
-    fitted = dataclasses.replace(tree, top_k=min(tree.top_k, draft_vocab_size))
-    fitted = dataclasses.replace(fitted, total_tokens=fitted.num_nodes)
-    if fitted != tree:
-        _LOG.warning(
-            "tree %s (depth/top_k/total_tokens) asks for more than can be drafted; using %s",
-            tree.name,
-            fitted.name,
-        )
-    if fitted.num_candidates >= 2**31:
-        raise UserError(
-            f"tree of depth {tree.depth} and top_k {tree.top_k}: want fewer than 2**31 candidates, "
-            f"got {fitted.num_candidates:,}; lower top_k or depth"
-        )
-    if fitted.depth > _SLOW_DEPTH:
-        _LOG.warning(
-            "a tree of depth %d may take minutes to compile, once per shape, since every drafted "
-            "position is compiled by itself; lower depth to start sooner",
-            fitted.depth,
-        )
-    return fitted
-
-
-def prefill_chunk() -> int:
-    """Tokens of a prompt per forward: many where reading the weights costs as much as using them.
-
-    On CPU a short prompt would pay for rows that it does not have.
-    """
-    return CPU_CHUNK if jax.default_backend() == "cpu" else ACCELERATOR_CHUNK
-
-
-def prefill_rest() -> int:
-    """Tokens of the smaller forward that reads the end of a prompt; divides `prefill_chunk`."""
-    return CPU_REST if jax.default_backend() == "cpu" else ACCELERATOR_REST
+def prefill_chunks() -> tuple[int, int]:
+    """Returns the two sizes of a prompt's forwards on this kind of device."""
+    return CPU_CHUNKS if jax.default_backend() == "cpu" else ACCELERATOR_CHUNKS
 
 
 def with_rows(config: DecodeConfig, length: int, *, max_length: int) -> DecodeConfig:
@@ -116,10 +58,18 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def tree_for(trees: Trees, batch_size: int) -> TreeConfig | None:
-    """Tree of the largest listed batch size not above the given one; else of the smallest."""
-    below = [size for size in trees if size <= batch_size]
-    return trees[max(below) if below else min(trees)]
+def check_length(max_length: int | None, most: int) -> int:
+    """Returns the most tokens of prompt and answer together, and warns if the target has fewer."""
+    if max_length is not None and max_length < 2:
+        raise UserError(f"max_length: want 2 or more, a prompt and an answer, got {max_length}")
+    if max_length is not None and max_length > most:
+        _LOG.warning(
+            "max_length %d is more than the %d tokens that the target was made for; what comes "
+            "after them may be nonsense",
+            max_length,
+            most,
+        )
+    return most if max_length is None else max_length
 
 
 def device_memory() -> int | None:

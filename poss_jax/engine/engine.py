@@ -9,38 +9,34 @@ for chunk in engine.stream("def fibonacci(", max_new_tokens=64):
 Without a draft the same calls decode autoregressively, and give the same text.
 """
 
-import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
-from poss_jax.checkpoint.folder import load_draft, load_target, read_target
+from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import ModelRecord, with_vocabulary
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import DraftConfig, Drafting, MeshConfig, Quantisation, TreeConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
-from poss_jax.data.tokenizer import load_tokenizer
+from poss_jax.data.tokenizer import load_tokenizer, special_ids
 from poss_jax.decode.state import DecodeConfig, Output, Request, Weights
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, read_answer
 from poss_jax.engine.device import (
-    Trees,
+    check_length,
     check_memory,
-    check_weights,
     default_dtype,
-    prefill_chunk,
-    tree_for,
+    prefill_chunks,
     with_rows,
 )
+from poss_jax.engine.models import fuse, fuse_own, lend, load_fused, replace_target
 from poss_jax.engine.prompts import (
     PreparedPrompt,
     Prompt,
@@ -52,16 +48,11 @@ from poss_jax.engine.prompts import (
     sampling_per_prompt,
 )
 from poss_jax.engine.steps import decode_batch, run_live, run_step
-from poss_jax.engine.text import TextStream, check_stop, decode_behind, find_anchor
-from poss_jax.engine.trees import choose_trees, find_tuned
-from poss_jax.model.parameters import check_params, place_params, place_weights
-from poss_jax.model.quantise import Quantised, quantise_specialists
+from poss_jax.engine.text import check_stop
+from poss_jax.engine.trees import Trees, choose_trees, find_tuned, tree_for
+from poss_jax.model.parameters import place_weights
 from poss_jax.model.sharding import decoding_mesh
-from poss_jax.model.specialists import attach, fuse_draft
-from poss_jax.model.target import compute_dtype, fuse_target
 from poss_jax.shapes import Params
-
-_LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -72,6 +63,7 @@ class Engine:
 
     Attributes:
       record: record of the target, as it was loaded.
+      fingerprint: name of the target's weights: their digest, or drawn by `update_weights`.
       target_config: shape of the target.
       draft_config: shape of the draft; None decodes autoregressively.
       weights: parameters of both, on the device, fused for decoding.
@@ -101,24 +93,22 @@ class Engine:
           params: parameters of the target. The engine keeps some of these arrays: do not donate
             them to a function.
           tokenizer: the target's tokenizer; None accepts token ids only.
-          tree: as in `load`.
-          max_length: as in `load`.
-          drafting: as in `load`.
-          mesh: as in `load`.
+          tree, max_length, drafting, mesh: as in `load`.
         """
         self.record = record
-        self._fingerprint = record.fingerprint
+        self.fingerprint = record.fingerprint
         self.target_config = record.llama
         self.draft_config: DraftConfig | None = None
         self.mesh = decoding_mesh(mesh)
-        self.weights = Weights(self._fuse(params), {})
+        self.weights = Weights(fuse(params, self.target_config, self.mesh), {})
         self._own_draft: Params = {}  # the draft's own weights, and `vocabulary`
         self._given_trees = tree  # None: each draft has its own
         self.trees = choose_trees(tree)
         self.drafting: Drafting = drafting
         self.tokenizer = tokenizer
-        self.stop_ids = _stop_ids(self.target_config.eos_token_ids, tokenizer)
-        self.max_length = _check_length(max_length, self.target_config.max_position_embeddings)
+        eos = [] if tokenizer is None else special_ids(tokenizer, "eos")
+        self.stop_ids = sorted({*self.target_config.eos_token_ids, *eos})
+        self.max_length = check_length(max_length, self.target_config.max_position_embeddings)
 
     @classmethod
     def load(
@@ -164,9 +154,7 @@ class Engine:
             fit the devices, or the target's weights do not fit their memory.
         """
         mesh, dtype = decoding_mesh(mesh), dtype or default_dtype()
-        check_weights(read_target(target), dtype, quantise=quantise, mesh=mesh)
-        record, params = load_target(target, dtype, quantise=quantise, sharding=_sharding_on(mesh))
-        params = fuse_target(params, record.llama, partial(_place_on, mesh))
+        record, params = load_fused(target, dtype, quantise=quantise, mesh=mesh)
         tokenizer = load_tokenizer(as_path(target)) if record.tokenizer_sha256 is not None else None
         engine = cls(
             record,
@@ -200,7 +188,7 @@ class Engine:
             dtype or default_dtype(),
             target=self.record,
             allow_target_mismatch=allow_target_mismatch,
-            sharding=_sharding_on(self.mesh),
+            sharding=self.mesh and place_weights(self.mesh),
         )
         tuned = None if self._given_trees else find_tuned(draft, record, self.mesh)
         if vocabulary is None and tuned is not None:
@@ -222,13 +210,8 @@ class Engine:
         """
         other = copy(self)
         other.draft_config = record.draft
-        vocabulary = record.draft_vocabulary
-        ids = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
-        kind = self.record.quantised
-        own = quantise_specialists(params, kind) if kind else params
-        own = fuse_draft(own, record.draft) | {"vocabulary": ids}
-        other._own_draft = _place_on(self.mesh, own)
-        other.weights = other._lend(self.weights.target)
+        other._own_draft = fuse_own(params, record, self.record.quantised, self.mesh)
+        other.weights = lend(self.weights.target, other._own_draft, self.mesh)
         other.trees = choose_trees(self._given_trees or tuned, other.weights.draft)
         return other
 
@@ -240,11 +223,6 @@ class Engine:
         if drafting is not None:
             other.drafting = drafting
         return other
-
-    @property
-    def fingerprint(self) -> str:
-        """Name of the target's weights: their digest, or a drawn one after `update_weights`."""
-        return self._fingerprint
 
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters; nothing is compiled again.
@@ -261,33 +239,9 @@ class Engine:
           UserError: other names, shapes or dtypes, or the engine's target is quantised.
         """
         old = self.weights.target
-        leaves = jax.tree.leaves(old, is_leaf=lambda leaf: isinstance(leaf, Quantised))
-        if any(isinstance(leaf, Quantised) for leaf in leaves):
-            raise UserError(
-                "update_weights: want a target that is not quantised; load it without `quantise`"
-            )
-        check_params(self.target_config, params, compute_dtype(old))
-        if self.target_config.tie_embeddings:
-            params = params | {"head": params["embed"]}
-        # Compiled programs are bound to the arrays' placement.
-        fused = self._fuse(params, _copy_arrays_of(params))
-        self.weights = self._lend(jax.tree.map(_place_like, fused, old))
-        self._fingerprint = secrets.token_hex(8)  # hashing the weights would be slower
-
-    def _fuse(self, params: Params, own: Callable[[Params], Params] = lambda part: part) -> Params:
-        """Fuses a target for decoding and places it; leaves the caller's list alone."""
-        params = params | {"layers": list(params["layers"])}
-        fused = fuse_target(
-            params, self.target_config, lambda part: _place_on(self.mesh, own(part))
-        )
-        return jax.tree.map(_commit, fused)
-
-    def _lend(self, target: Params) -> Weights:
-        """Joins a target and this engine's draft, which uses its embedding and head."""
-        if not self._own_draft:
-            return Weights(target, {})
-        draft = attach(self._own_draft, target, self._own_draft["vocabulary"])
-        return Weights(target, _place_on(self.mesh, draft))
+        target = replace_target(old, params, self.target_config, self.mesh)
+        self.weights = lend(target, self._own_draft, self.mesh)
+        self.fingerprint = secrets.token_hex(8)  # hashing the weights would be slower
 
     # ----------------------------------------------------------------------------------------------
     # From prompts to answers
@@ -337,12 +291,6 @@ class Engine:
     ) -> Iterator[Chunk]:
         """Continues one prompt, round by round; gives the text of `generate`.
 
-        Args:
-          prompt: text, token ids or chat messages.
-          max_new_tokens: most new tokens.
-          sampling: how tokens are chosen; None is greedy.
-          stop: strings that end the text; they are not part of it.
-
         Yields:
           A chunk per round; the last one holds the whole answer.
 
@@ -354,32 +302,46 @@ class Engine:
         return self.decode_rounds(prepared, stop=stop)
 
     def prepare(
-        self, prompt: Prompt, max_new_tokens: int, sampling: SamplingConfig | None = None
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        sampling: SamplingConfig | None = None,
+        *,
+        shortens: bool = False,
+        max_length: int | None = None,
+        stop_ids: Sequence[int] | None = None,
+        num_continued: int = 0,
+        is_chat: bool | None = None,
     ) -> PreparedPrompt:
-        """Tokenises a prompt and checks it, its settings and its limit.
+        """Tokenises a prompt and checks it, its settings and its limit: nobody does so again.
 
         Args:
           prompt: text, token ids or chat messages.
           max_new_tokens: most new tokens.
           sampling: how tokens are chosen; None is greedy.
+          shortens: lower `max_new_tokens` to the room that the prompt leaves.
+          max_length: most tokens of prompt and answer together, at most the engine's; None: that.
+          stop_ids: tokens that end the answer; None: the engine's.
+          num_continued: tokens at the end of the prompt that already belong to the answer.
+          is_chat: the answer is decoded alone; None: if the prompt holds messages.
 
         Raises:
-          UserError: what `encode_prompt` refuses, a biased token outside the vocabulary, or
-            (`PromptTooLong`) prompt and answer longer than `max_length`.
+          UserError: what `encode_prompt` refuses, a biased token outside the vocabulary, nothing
+            but continued tokens, or (`PromptTooLong`) prompt and answer longer than `max_length`.
         """
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens: want at least 1, got {max_new_tokens}")
-        sampling = sampling or SamplingConfig()
+        sampling, most = sampling or SamplingConfig(), max_length or self.max_length
         ids = self.encode(prompt)
-        if len(ids) + max_new_tokens > self.max_length:
-            raise PromptTooLong(
-                f"prompt of {len(ids)} tokens and {max_new_tokens} new ones do not fit a length "
-                f"of {self.max_length}; shorten the prompt, lower max_new_tokens, or raise "
-                "max_length"
-            )
+        if shortens:
+            max_new_tokens = max(min(max_new_tokens, most - len(ids)), 1)
+        if len(ids) + max_new_tokens > most:
+            raise PromptTooLong(len(ids), max_new_tokens, most)
         check_bias(sampling, self.target_config.vocab_size)
-        is_chat = isinstance(prompt[0], dict)
-        return PreparedPrompt(ids, max_new_tokens, sampling, is_chat=is_chat)
+        if num_continued >= len(ids):
+            raise UserError("continued_tokens: want fewer than the prompt has")
+        is_chat = isinstance(prompt[0], dict) if is_chat is None else is_chat
+        return PreparedPrompt(ids, max_new_tokens, sampling, stop_ids, num_continued, is_chat)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Turns a prompt into token ids (see `encode_prompt`)."""
@@ -453,17 +415,20 @@ class Engine:
           length: most tokens of prompt and answer together.
           batch_size: number of sequences.
         """
-        tree = tree_for(self.trees, batch_size)
+        return self.config_with(tree_for(self.trees, batch_size), length, self.max_length)
+
+    def config_with(self, tree: TreeConfig | None, length: int, max_length: int) -> DecodeConfig:
+        """Static settings of decoding with a tree, or (None) without a draft; see `with_rows`."""
         config = DecodeConfig(
             self.target_config,
             self.draft_config if tree else None,
             tree or TreeConfig(),
             rows=0,
-            chunk=prefill_chunk(),
+            chunk=prefill_chunks()[0],
             drafting=self.drafting,
             mesh=self.mesh,
         )
-        return with_rows(config, length, max_length=self.max_length)
+        return with_rows(config, length, max_length=max_length)
 
     def request(
         self, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1
@@ -493,36 +458,10 @@ class Engine:
     def read(self, prompts: Sequence[PreparedPrompt], output: Output) -> list[Generation]:
         """Reads finished texts to the host."""
         host = jax.device_get(vars(output))
-        answers = [
-            read_answer(prompt.ids, host, row, self.stop_ids_of(prompt))
+        return [
+            read_answer(prompt, host, row, self.stop_ids_of(prompt), self.tokenizer)
             for row, prompt in enumerate(prompts)
         ]
-        if self.tokenizer is None:
-            return answers
-        return [
-            replace(answer, text=self._text(prompt, answer))
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-
-    def _text(self, prompt: PreparedPrompt, answer: Generation) -> str:
-        """Text of an answer, without its stop token."""
-        shown = answer.output_ids[: -1 if answer.stop_reason == "stop" else None]
-        return decode_behind(self.tokenizer, self.anchor(prompt), shown)
-
-    def anchor(self, prompt: PreparedPrompt) -> int | None:
-        """Last prompt token that the answer is decoded after; None: the answer stands alone."""
-        if prompt.is_chat or self.tokenizer is None:
-            return None
-        return find_anchor(self.tokenizer, prompt.ids[: len(prompt.ids) - prompt.num_continued])
-
-    def text_stream(self, prompt: PreparedPrompt, stop: Sequence[str] = ()) -> TextStream | None:
-        """Begins the text of an answer, after what it continues; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        stream = TextStream(self.tokenizer, stop, anchor=self.anchor(prompt))
-        for token in prompt.ids[len(prompt.ids) - prompt.num_continued :]:
-            stream.push(token, depth=0)
-        return stream
 
     def stop_ids_of(self, prompt: PreparedPrompt) -> Sequence[int]:
         """Tokens that end the answer to a prompt."""
@@ -530,63 +469,4 @@ class Engine:
 
     def live_answer(self, prompt: PreparedPrompt, stop: Sequence[str] = ()) -> LiveAnswer:
         """Begins an answer that grows round by round."""
-        return LiveAnswer(
-            prompt.ids,
-            stream=self.text_stream(prompt, stop),
-            stop_ids=self.stop_ids_of(prompt),
-        )
-
-
-def _sharding_on(mesh: Mesh | None) -> Callable[..., NamedSharding] | None:
-    return mesh and place_weights(mesh)
-
-
-def _place_on(mesh: Mesh | None, params: Params) -> Params:
-    return params if mesh is None else place_params(params, mesh)
-
-
-def _commit(leaf: Any) -> jax.Array:
-    """Commits an array to its device, so that equal calls share a compiled program."""
-    leaf = jnp.asarray(leaf)
-    return leaf if leaf.committed else jax.device_put(leaf, leaf.sharding)
-
-
-def _copy_arrays_of(params: Params) -> Callable[[Params], Params]:
-    """Returns a function that copies the arrays of a tree that also occur in `params`."""
-    given = {id(leaf) for leaf in jax.tree.leaves(params)}
-    copies: dict[int, jax.Array] = {}  # a tied head stays one array
-
-    def copy_given(leaf: Any) -> Any:
-        if id(leaf) not in given:
-            return leaf
-        if id(leaf) not in copies:
-            place = getattr(leaf, "sharding", None)
-            copies[id(leaf)] = jax.device_put(leaf, place, may_alias=False)
-        return copies[id(leaf)]
-
-    return partial(jax.tree.map, copy_given)
-
-
-def _place_like(leaf: jax.Array, old: jax.Array) -> jax.Array:
-    return jax.device_put(leaf, old.sharding)
-
-
-def _check_length(max_length: int | None, most: int) -> int:
-    """Returns the most tokens of prompt and answer together."""
-    if max_length is not None and max_length < 2:
-        raise UserError(f"max_length: want 2 or more, a prompt and an answer, got {max_length}")
-    if max_length is not None and max_length > most:
-        _LOG.warning(
-            "max_length %d is more than the %d tokens that the target was made for; what comes "
-            "after them may be nonsense",
-            max_length,
-            most,
-        )
-    return most if max_length is None else max_length
-
-
-def _stop_ids(eos_token_ids: Sequence[int], tokenizer: Any) -> list[int]:
-    known = set(eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        known.add(tokenizer.eos_token_id)
-    return sorted(known)
+        return LiveAnswer(prompt, self.stop_ids_of(prompt), self.tokenizer, stop)

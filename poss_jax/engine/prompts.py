@@ -1,6 +1,8 @@
-"""Prompts of every kind -> token ids that fit, with their settings; several of them -> arrays.
+"""Prompts of every kind -> token ids that fit, with their settings; several of them -> a batch.
 
-A prompt is tokenised and checked once: code that takes a `PreparedPrompt` trusts it.
+    str, ids or messages ─► Engine.prepare ─► PreparedPrompt ─► lay_out ─► HostRequest ─► Request
+
+`Engine.prepare` tokenises and checks a prompt, once: code that takes a `PreparedPrompt` trusts it.
 """
 
 import dataclasses
@@ -18,15 +20,11 @@ from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.data.marks import encode_rendered, hide_marks
 from poss_jax.data.rendering import RenderEnded, RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer
-from poss_jax.decode.sampling import Sampling
+from poss_jax.decode.sampling import OUTPUT_PENALTIES, SETTINGS, Sampling
 from poss_jax.decode.state import Request
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or chat messages ({"role", "content"}, and other fields the template reads)."""
-
-
-HostRequest = dict[str, Any]
-"""A batch as arrays of NumPy, by their names in `Request`."""
 
 
 class PreparedPrompt(NamedTuple):
@@ -50,9 +48,31 @@ class PreparedPrompt(NamedTuple):
     num_continued: int = 0
     is_chat: bool = False
 
+    def choice(self, index: int) -> "PreparedPrompt":
+        """The same prompt with the seed of another answer (see `prompt_seed`)."""
+        return self._replace(sampling=with_seed(self.sampling, index))
+
 
 class PromptTooLong(UserError):
-    """The prompt and its answer are longer than the engine's `max_length`."""
+    """A prompt and its answer are longer than `max_length`, or the prompt alone is."""
+
+    def __init__(self, num_tokens: int, max_new_tokens: int, max_length: int) -> None:
+        super().__init__(
+            f"prompt of {num_tokens} tokens and {max_new_tokens} new ones do not fit a length of "
+            f"{max_length}; shorten the prompt, lower max_new_tokens, or raise max_length"
+        )
+        self.leaves_no_room = num_tokens >= max_length
+
+
+class HostRequest(NamedTuple):
+    """A batch on the host: arrays of NumPy, with the names, shapes and types of `Request`."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    limits: np.ndarray
+    stop_ids: np.ndarray
+    sampling: dict[str, np.ndarray] | None  # fields of `Sampling`
+    output_starts: np.ndarray | None
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
@@ -162,24 +182,24 @@ def lay_out(
     settings = [prompt.sampling for prompt in prompts]
     has_all = num_biased is not None
     has_sampling = has_all or not all(one.is_plain for one in settings)
-    return {
-        "tokens": tokens,
-        "lengths": lengths,
-        "limits": np.asarray([prompt.max_new_tokens for prompt in prompts], np.int32),
-        "stop_ids": np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32),
-        "sampling": _sampling_columns(settings, num_biased) if has_sampling else None,
-        "output_starts": lengths - continued if has_all or continued.any() else None,
-    }
+    return HostRequest(
+        tokens=tokens,
+        lengths=lengths,
+        limits=np.asarray([prompt.max_new_tokens for prompt in prompts], np.int32),
+        stop_ids=np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32),
+        sampling=_lay_out_sampling(settings, num_biased) if has_sampling else None,
+        output_starts=lengths - continued if has_all or continued.any() else None,
+    )
 
 
-def make_request(arrays: HostRequest) -> Request:
+def make_request(host: HostRequest) -> Request:
     """Turns what `lay_out` gives into arrays of JAX."""
-    fields = jax.tree.map(jnp.asarray, arrays)
+    fields = jax.tree.map(jnp.asarray, host)._asdict()
     sampling = fields.pop("sampling")
     return Request(**fields, sampling=sampling and Sampling(**sampling))
 
 
-def _sampling_columns(
+def _lay_out_sampling(
     settings: Sequence[SamplingConfig], num_biased: int | None
 ) -> dict[str, np.ndarray]:
     """Lays settings into columns by their names in `Sampling`; their biases are checked already."""
@@ -191,19 +211,11 @@ def _sampling_columns(
     for row, one in enumerate(settings):
         ids[row, : len(one.logit_bias)] = list(one.logit_bias)
         bias[row, : len(one.logit_bias)] = list(one.logit_bias.values())
-    dtypes: dict[str, Any] = {
-        "seed": np.uint32,
-        "temperature": np.float32,
-        "top_k": np.int32,
-        "top_p": np.float32,
-        "min_p": np.float32,
-        "repetition_penalty": np.float32,
-    }
-    if num_biased is not None or any(one.has_output_penalty for one in settings):
-        dtypes |= {"frequency_penalty": np.float32, "presence_penalty": np.float32}
+    has_penalty = num_biased is not None or any(one.has_output_penalty for one in settings)
     columns = {
         name: np.asarray([getattr(one, name) for one in settings], dtype)
-        for name, dtype in dtypes.items()
+        for name, dtype in SETTINGS.items()
+        if has_penalty or name not in OUTPUT_PENALTIES
     }
     return columns | {"bias_ids": ids, "bias": bias}
 

@@ -24,11 +24,11 @@ from typing import Any
 import jax
 
 from poss_jax.config.reading import UserError, one_line
-from poss_jax.engine.answers import Chunk, Landed
+from poss_jax.engine.answers import Chunk, Round
 from poss_jax.engine.leader import Leader
-from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
-from poss_jax.engine.slots import Slots, check_room
-from poss_jax.engine.steps import Landing, Pace, count_rounds, read_landing
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.slots import Slots
+from poss_jax.engine.steps import Pace, Rounds, count_rounds, read_rounds
 from poss_jax.engine.streams import Stream
 from poss_jax.shapes import Params
 
@@ -76,6 +76,10 @@ class Scheduler:
 
     Attributes:
       stats: counts since it was made.
+      max_length: most tokens of prompt and answer together.
+      num_slots: most texts decoded at once.
+      is_closed: True once `close` was called; unfinished requests end as cancelled.
+      error: what ended the thread; None while it runs.
     """
 
     def __init__(self, slots: Slots, *, max_queue: int = 256) -> None:
@@ -86,19 +90,19 @@ class Scheduler:
           max_queue: most waiting requests; a group submitted to an empty queue may exceed it.
         """
         self.stats = Stats()
+        self.max_length, self.num_slots = slots.max_length, slots.sizes[-1]
         self._slots, self._max_queue = slots, max_queue
         self._steps: Any = self._slots if jax.process_count() == 1 else Leader(self._slots)
         self._waiting: deque[Stream] = deque()
         self._active: list[Stream | None] = [None] * self._slots.size
         self._reading: tuple[Stream, int] | None = None  # and the number of chunks read
-        self._landing: list[tuple[Landing, dict[int, Stream], float]] = []  # and the start time
+        self._under_way: list[tuple[Rounds, dict[int, Stream], float]] = []  # and the start time
         self._num_large = 0  # steps for which the batch was larger than needed
         self._pace = Pace()
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
-        self._is_draining = self._is_closed = False
-        self._error: BaseException | None = None
-        self._counts = False
+        self._is_draining = self.is_closed = self._counts = False
+        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="poss-scheduler", daemon=True)
         self._thread.start()
 
@@ -134,35 +138,24 @@ class Scheduler:
           timeout: seconds after which the answer ends where it is.
 
         Raises:
-          UserError: too many biases or stop ids, or (`PromptTooLong`) prompt and answer are longer
-            than `max_length`.
+          UserError: what `Slots.check` refuses.
           QueueFull: too many requests would wait.
           Closed: the scheduler is draining or closed, or its thread failed.
         """
         engine, deadline = self._slots.engine, time.monotonic() + timeout
         streams = []
         for prompt in prompts:
-            check_room(prompt.sampling, engine.stop_ids_of(prompt))
-            if len(prompt.ids) + prompt.max_new_tokens > self.max_length:
-                raise PromptTooLong(
-                    f"prompt of {len(prompt.ids)} tokens and {prompt.max_new_tokens} new ones do "
-                    f"not fit a length of {self.max_length}"
-                )
+            self._slots.check(prompt)
             answer = engine.live_answer(prompt, stop)
             streams.append(Stream(prompt, answer, has_logprobs=has_logprobs, deadline=deadline))
         with self._changed:
-            if self._is_draining or self._error is not None:
+            if self._is_draining or self.error is not None:
                 raise Closed("takes no more requests")
             if self._waiting and len(self._waiting) + len(streams) > self._max_queue:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting")
             self._waiting += streams
             self._changed.notify()
         return streams
-
-    @property
-    def max_length(self) -> int:
-        """Most tokens of prompt and answer together."""
-        return self._slots.max_length
 
     @property
     def num_waiting(self) -> int:
@@ -173,21 +166,6 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests being read or decoded."""
         return self._num_texts() + (self._reading is not None)
-
-    @property
-    def num_slots(self) -> int:
-        """Most texts decoded at once."""
-        return self._slots.sizes[-1]
-
-    @property
-    def is_closed(self) -> bool:
-        """True once `close` was called; unfinished requests end as cancelled."""
-        return self._is_closed
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that ended the thread; None while it runs."""
-        return self._error
 
     def warm_up(self) -> None:
         """Compiles all programs; afterwards requests of any kind compile nothing."""
@@ -228,13 +206,13 @@ class Scheduler:
         with self._changed:
             self._is_draining = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_idle() or self._error, timeout)
-            return self._is_idle() and self._error is None
+            self._changed.wait_for(lambda: self._is_idle() or self.error, timeout)
+            return self._is_idle() and self.error is None
 
     def close(self) -> None:
         """Cancels all requests and ends the thread."""
         with self._changed:
-            self._is_draining = self._is_closed = True
+            self._is_draining = self.is_closed = True
             for stream in [*self._waiting, *self._streams()]:
                 stream.cancel()
             self._changed.notify_all()
@@ -252,8 +230,8 @@ class Scheduler:
         while True:
             with suppress(TimeoutError):
                 return done.result(0.1)
-            if self._error is not None or not self._thread.is_alive():
-                raise Closed("the scheduler's thread has ended") from self._error
+            if self.error is not None or not self._thread.is_alive():
+                raise Closed("the scheduler's thread has ended") from self.error
 
     # ----------------------------------------------------------------------------------------------
     # On the scheduler's thread
@@ -265,7 +243,7 @@ class Scheduler:
         except BaseException as error:  # such as a tokenizer's panic
             _LOG.exception("decoding failed")
             with self._changed:
-                self._error = error
+                self.error = error
                 for stream in [*self._waiting, *self._streams()]:
                     stream.put(Closed("decoding failed"))
                 self._changed.notify_all()
@@ -278,11 +256,11 @@ class Scheduler:
         with self._changed:
             if self._is_idle():
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_closed or self._calls or not self._is_idle())
-            return not (self._is_closed and self._is_idle())
+            self._changed.wait_for(lambda: self.is_closed or self._calls or not self._is_idle())
+            return not (self.is_closed and self._is_idle())
 
     def _is_idle(self) -> bool:
-        return not (self._waiting or self._landing or any(True for _ in self._streams()))
+        return not (self._waiting or self._under_way or any(self._streams()))
 
     def _streams(self) -> Iterator[Stream]:
         """All requests being read or decoded."""
@@ -296,8 +274,9 @@ class Scheduler:
     def _turn(self) -> None:
         """Reads parts of prompts, starts a round, and delivers the round before."""
         self._drop_cancelled()
-        if self._calls and not any(True for _ in self._streams()):
-            self._land_all()
+        if self._calls and not any(self._streams()):
+            while self._under_way:
+                self._finish_step()
             function, done = self._calls.popleft()
             try:
                 done.set_result(function())
@@ -310,12 +289,8 @@ class Scheduler:
             self._admit()
         self._start_round()
         # The device runs one round while the host handles the one before.
-        while len(self._landing) > (1 if any(self._active) else 0):
-            self._land(*self._landing.pop(0))
-
-    def _land_all(self) -> None:
-        while self._landing:
-            self._land(*self._landing.pop(0))
+        while len(self._under_way) > (1 if any(self._active) else 0):
+            self._finish_step()
 
     def _drop_cancelled(self) -> None:
         """Ends requests that were cancelled or are overdue."""
@@ -385,8 +360,7 @@ class Scheduler:
             self._resize(smaller[-1])
 
     def _start_round(self) -> None:
-        texts = {slot: stream for slot, stream in enumerate(self._active) if stream is not None}
-        if not texts:
+        if not any(self._active):
             return
         self._shrink()
         texts = {slot: stream for slot, stream in enumerate(self._active) if stream is not None}
@@ -398,30 +372,30 @@ class Scheduler:
         num_rounds = 1 if is_awaited else self._pace.num_rounds
         if len(texts) < self._slots.size:  # keep steps short for the next request
             num_rounds = max(num_rounds // 4, 1)
-        landing = self._steps.run(program, tuple(texts), num_rounds)
-        self._expect(landing, texts)
+        self._expect(self._steps.run(program, tuple(texts), num_rounds), texts)
 
-    def _expect(self, landing: Landing, texts: dict[int, Stream]) -> None:
-        self._landing.append((landing, texts, time.monotonic()))
+    def _expect(self, rounds: Rounds, texts: dict[int, Stream]) -> None:
+        self._under_way.append((rounds, texts, time.monotonic()))
 
-    def _land(self, landing: Landing, texts: dict[int, Stream], begun: float) -> None:
-        """Delivers the rounds of a step."""
-        slots = read_landing(landing)
+    def _finish_step(self) -> None:
+        """Delivers the rounds of the step that began first."""
+        rounds, texts, begun = self._under_way.pop(0)
+        slots = read_rounds(rounds)
         num_rounds = count_rounds(slots)
         self.stats.rounds += num_rounds
-        self._pace.landed(num_rounds, begun)
+        self._pace.record(num_rounds, begun)
         for slot, stream in texts.items():
             if slots[slot] and not stream.answer.is_ended:
                 self._deliver(stream, slots[slot])
 
-    def _deliver(self, stream: Stream, rounds: Sequence[Landed]) -> None:
+    def _deliver(self, stream: Stream, rounds: Sequence[Round]) -> None:
         """Adds rounds to a text."""
         chunk = Chunk([], [], [])
-        for landed in rounds:
+        for one in rounds:
             if chunk.answer is None:
-                chunk += stream.answer.land(landed)
-                self.stats.drafts += bool(landed.num_offered)
-                self.stats.drafted += landed.num_offered or 0
+                chunk += stream.answer.add(one)
+                self.stats.drafts += bool(one.num_offered)
+                self.stats.drafted += one.num_offered or 0
         if not stream.has_logprobs:
             chunk = replace(chunk, logprobs=())
         self.stats.tokens += len(chunk.output_ids)
@@ -456,12 +430,12 @@ class Scheduler:
                 for num_chunks in (1, 0):  # the second time the prompt is not read again
                     self._steps.begin(prompt)
                     self._steps.extend(0, num_chunks)
-                    read_landing(self._steps.insert(0))
+                    read_rounds(self._steps.insert(0))
             programs = {one for n in range(1, size + 1) for one in self._slots.programs(n)}
             for program in sorted(programs, key=repr):
-                if self._is_closed:
+                if self.is_closed:
                     return
-                read_landing(self._steps.run(program, ()))
+                read_rounds(self._steps.run(program, ()))
                 self._drop_cancelled()
         self._active = [None] * self._slots.size
         if not self._counts:

@@ -14,44 +14,25 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
-from poss_jax.decode import speculate
-from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
-from poss_jax.engine.device import (
-    cache_bytes,
-    check_memory,
-    prefill_chunk,
-    prefill_rest,
-    tree_for,
-    with_rows,
-)
+from poss_jax.decode.state import Request
+from poss_jax.engine import steps
+from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunks
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import HostRequest, PreparedPrompt, lay_out, make_request
-from poss_jax.engine.steps import Landing, land_first, on_mesh, run_step
-from poss_jax.model import target as targets
-from poss_jax.shapes import Array, Bool, Int, Params
+from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, lay_out
+from poss_jax.engine.steps import Rounds
+from poss_jax.engine.trees import cover_trees, tree_for
+from poss_jax.model.target import Prefill
+from poss_jax.shapes import Params
 
 MOST_BIASED = 300
 """Tokens that a request may bias, as in the OpenAI API."""
 
 MOST_STOP_IDS = 16
-
-
-def check_room(sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
-    """Refuses more biases than `MOST_BIASED` or stop ids than `MOST_STOP_IDS`."""
-    for name, given, most in (
-        ("logit_bias", sampling.logit_bias, MOST_BIASED),
-        ("stop_ids", stop_ids, MOST_STOP_IDS),
-    ):
-        if len(given) > most:
-            raise UserError(f"{name}: want at most {most} tokens, got {len(given)}")
 
 
 class Program(NamedTuple):
@@ -111,7 +92,8 @@ class Slots:
         self.weights = engine.weights
         self.engine = engine
         self._trees = [tree_for(engine.trees, n) for n in range(1, self.sizes[-1] + 1)]
-        self._config = self._make_config()
+        config = engine.config_with(cover_trees(self._trees), self.max_length, self.max_length)
+        self._config = config._replace(num_logprobs=max_logprobs)
         # A batch is held twice while its size changes, plus the prompt being read.
         most = max(self.sizes[-1], *map(sum, pairwise((0, *self.sizes)))) + 1
         check_memory(engine.weights, self._config, batch_size=most)
@@ -122,41 +104,39 @@ class Slots:
                 f"need {needed / 2**30:.2f} GiB of keys and values, which may take "
                 f"{max_cache_bytes / 2**30:.2f}; lower batch_size or max_length, or raise cache_gib"
             )
-        self._prefill: tuple[PreparedPrompt, Request, targets.Prefill] | None = None
-        self._last_read: tuple[PreparedPrompt, targets.Prefill] | None = None
-        request = self._lay_out(PreparedPrompt([0], 1))
+        self._prefill: tuple[PreparedPrompt, Request, Prefill] | None = None
+        self._last_read: tuple[PreparedPrompt, Prefill] | None = None
+        request = self._put(PreparedPrompt([0], 1))
         slots = np.arange(self.sizes[0], dtype=np.int32)
-        self._request, self._state = _allocate(self.weights, self._config, request, slots)
+        self._request, self._state = steps.allocate(self.weights, self._config, request, slots)
         self.size = self.sizes[0]
 
-    def _make_config(self) -> DecodeConfig:
-        """Static settings with the largest tree, to size the caches."""
-        engine, trees = self.engine, [tree for tree in self._trees if tree is not None]
-        most = {
-            name: max(getattr(tree, name) for tree in trees or [TreeConfig()])
-            for name in ("depth", "top_k", "total_tokens")
-        }
-        config = DecodeConfig(
-            engine.target_config,
-            engine.draft_config if trees else None,
-            TreeConfig(**most),
-            rows=0,
-            chunk=prefill_chunk(),
-            drafting=engine.drafting,
-            mesh=engine.mesh,
-            num_logprobs=self.max_logprobs,
-        )
-        return with_rows(config, self.max_length, max_length=self.max_length)
+    def check(self, prompt: PreparedPrompt) -> None:
+        """Refuses a prompt that has no room in a slot.
 
-    def _lay_out(self, prompt: PreparedPrompt) -> HostRequest:
-        """Lays a request into arrays of the same shapes for all requests."""
-        return lay_out(
+        Raises:
+          UserError: too many biases or stop ids, or (`PromptTooLong`) prompt and answer are longer
+            than `max_length`, which may be less than the engine's.
+        """
+        for name, given, most in (
+            ("logit_bias", prompt.sampling.logit_bias, MOST_BIASED),
+            ("stop_ids", self.engine.stop_ids_of(prompt), MOST_STOP_IDS),
+        ):
+            if len(given) > most:
+                raise UserError(f"{name}: want at most {most} tokens, got {len(given)}")
+        if len(prompt.ids) + prompt.max_new_tokens > self.max_length:
+            raise PromptTooLong(len(prompt.ids), prompt.max_new_tokens, self.max_length)
+
+    def _put(self, prompt: PreparedPrompt) -> Request:
+        """Puts a request on the device, in arrays of the same shapes for all requests."""
+        host = lay_out(
             [prompt],
             [self.engine.stop_ids_of(prompt)],
             num_tokens=self._config.rows,
             num_stop_ids=MOST_STOP_IDS,
             num_biased=MOST_BIASED,
         )
+        return steps.put(self.weights, self._config, host)
 
     def num_chunks(self, prompt: PreparedPrompt) -> int:
         """Chunks to read with `extend`; 0 if this prompt was the last one read."""
@@ -192,20 +172,18 @@ class Slots:
     def begin(self, prompt: PreparedPrompt) -> None:
         """Begins to read a prompt."""
         self._prefill = None  # left by a cancelled text
-        # Passing host arrays to a compiled program is faster than `jax.device_put`.
-        request = self._lay_out(prompt)
+        request = self._put(prompt)
         if self._last_read is not None and self._was_read(prompt):
-            request = _begin_again(self.weights, self._config, request)
             self._prefill = prompt, request, self._last_read[1]
         else:
             self._last_read = None
-            self._prefill = prompt, *_begin(self.weights, self._config, request)
+            self._prefill = prompt, request, steps.begin(self.weights, self._config, request)
 
     def extend(self, first: int, last: int) -> None:
         """Reads the chunks of the prompt from `first` up to `last`."""
         assert self._prefill is not None, "want begin first"
         prompt, request, prefill = self._prefill
-        chunk, rest = self._config.chunk, prefill_rest()
+        chunk, rest = prefill_chunks()
         num_whole, num_left = divmod(len(prompt.ids), chunk)
         num_whole += num_left > rest
         parts = [(chunk, first, min(last, num_whole))]
@@ -214,28 +192,21 @@ class Slots:
             parts.append((rest, index, index + 1))
         for size, start, end in parts:
             if start < end:
-                config = self._config._replace(chunk=size)
-                bounds = np.asarray([[start, end]], np.int32)
-                prefill = _extend(self.weights, config, request, prefill, bounds)
+                config, bounds = self._config._replace(chunk=size), (np.int32(start), np.int32(end))
+                prefill = steps.extend(self.weights, config, request, prefill, bounds)
         self._prefill = prompt, request, prefill
 
-    def insert(self, slot: int) -> Landing:
+    def insert(self, slot: int) -> Rounds:
         """Chooses the first new token and gives the text a slot."""
         assert self._prefill is not None, "want begin first"
         prompt, one, prefill = self._prefill
         self._prefill, self._last_read = None, (prompt, prefill)
-        self._request, self._state, landing = _insert(
-            self.weights,
-            self._config,
-            self._request,
-            self._state,
-            one,
-            prefill,
-            np.asarray([slot], np.int32),
+        self._request, self._state, first = steps.insert(
+            self.weights, self._config, self._request, self._state, one, prefill, np.int32(slot)
         )
-        return landing
+        return first
 
-    def run(self, program: Program, texts: Sequence[int], num_rounds: int = 1) -> Landing:
+    def run(self, program: Program, texts: Sequence[int], num_rounds: int = 1) -> Rounds:
         """Runs some rounds (see `steps.run_step`); returns before they are done.
 
         Args:
@@ -250,10 +221,10 @@ class Slots:
         request = self._request
         if not program.is_sampled:
             request = request.replace(sampling=None)
-        self._state, landing = run_step(
+        self._state, rounds = steps.run_step(
             self.weights, config, request, self._state, texts=texts, num_rounds=num_rounds
         )
-        return landing
+        return rounds
 
     def resize(self, size: int, order: Sequence[int]) -> None:
         """Moves texts into a batch of another size.
@@ -265,7 +236,7 @@ class Slots:
         index = np.zeros(size, np.int32)
         index[: len(order)] = order
         is_kept = np.arange(size) < len(order)
-        self._request, self._state = _resize(
+        self._request, self._state = steps.resize(
             self.weights, self._config, self._request, self._state, index, is_kept
         )
         self.size = size
@@ -275,87 +246,3 @@ class Slots:
         self._last_read = None  # computed with the old parameters
         self.engine.update_weights(params)
         self.weights = self.engine.weights
-
-
-# --------------------------------------------------------------------------------------------------
-# The steps on the device
-
-
-def _make_empty(
-    weights: Weights, config: DecodeConfig, arrays: HostRequest, slots: Int[Array, " B"]
-) -> tuple[Request, DecodeState]:
-    """Makes empty slots with the shapes of a request and its first state."""
-
-    def room(leaf: Array) -> Array:
-        return jnp.zeros((len(slots), *leaf.shape[1:]), leaf.dtype)
-
-    request = make_request(arrays)
-    first = speculate.start(weights, config, request)
-    request, state = jax.tree.map(room, (request, first))
-    output = state.output.replace(is_done=jnp.ones(len(slots), bool))
-    return request, state.replace(output=output)
-
-
-def _begin_prefill(
-    weights: Weights, config: DecodeConfig, arrays: HostRequest
-) -> tuple[Request, targets.Prefill]:
-    request = make_request(arrays)
-    return request, speculate.begin_prefill(weights, config, request)
-
-
-def _make_request(weights: Weights, config: DecodeConfig, arrays: HostRequest) -> Request:
-    del weights, config
-    return make_request(arrays)
-
-
-def _run_chunks(
-    weights: Weights,
-    config: DecodeConfig,
-    request: Request,
-    prefill: targets.Prefill,
-    chunks: Int[Array, "1 2"],
-) -> targets.Prefill:
-    bounds = chunks[0, 0], chunks[0, 1]
-    return speculate.run_chunks(weights, config, request, prefill, bounds)
-
-
-def _insert_text(
-    weights: Weights,
-    config: DecodeConfig,
-    request: Request,
-    state: DecodeState,
-    one: Request,
-    prefill: targets.Prefill,
-    slot: Int[Array, " 1"],
-) -> tuple[Request, DecodeState, Landing]:
-    out = targets.end_prefill(weights.target, prefill, one.lengths)
-    first = speculate.first_state(weights, config, one, out)
-
-    def place(stored: Array, new: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(stored, new, slot[0], 0)
-
-    request, state = (jax.tree.map(place, *pair) for pair in ((request, one), (state, first)))
-    return request, state, land_first(first.output)
-
-
-def _move(
-    weights: Weights,
-    config: DecodeConfig,
-    request: Request,
-    state: DecodeState,
-    index: Int[Array, " B"],
-    is_kept: Bool[Array, " B"],
-) -> tuple[Request, DecodeState]:
-    del weights, config
-    request, state = jax.tree.map(lambda rows: jnp.take(rows, index, axis=0), (request, state))
-    output = state.output.replace(is_done=state.output.is_done | ~is_kept)
-    return request, state.replace(output=output)
-
-
-# Created arrays follow the placement of the arguments, so unused weights stay arguments.
-_allocate = jax.jit(on_mesh(_make_empty), static_argnums=1, keep_unused=True)
-_begin = jax.jit(on_mesh(_begin_prefill), static_argnums=1, keep_unused=True)
-_begin_again = jax.jit(on_mesh(_make_request), static_argnums=1, keep_unused=True)
-_extend = jax.jit(on_mesh(_run_chunks), static_argnums=1, donate_argnums=3)
-_insert = jax.jit(on_mesh(_insert_text), static_argnums=1, donate_argnums=(2, 3))
-_resize = jax.jit(on_mesh(_move), static_argnums=1)

@@ -1,9 +1,9 @@
-"""Steps: rounds run on the devices without the host, and how their tokens reach it.
+"""Steps: what runs on the devices without the host, and how new tokens reach it.
 
     decode_batch   all rounds in one step, for answers that nobody streams
     run_live       a few rounds per step: one is running while the host reads the one before
 
-The scheduler runs the same steps over its slots.
+Slots read prompts and run rounds in the steps that follow; the scheduler chooses which.
 """
 
 import time
@@ -20,9 +20,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Output, Request, Weights
-from poss_jax.engine.answers import Chunk, Landed, LiveAnswer, TokenLogprobs
+from poss_jax.engine.answers import Chunk, LiveAnswer, Round, TokenLogprobs
+from poss_jax.engine.prompts import HostRequest, make_request
 from poss_jax.model.cache import KVCache
 from poss_jax.model.sharding import highest_of_groups, partition_state
+from poss_jax.model.target import Prefill, end_prefill
 from poss_jax.shapes import Array, Bool, Int
 
 MOST_ROUNDS = 32
@@ -37,8 +39,8 @@ def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callab
     """Shards a decoding step along the axes of `DecodeConfig.mesh`, if there is one.
 
     Args:
-      function: (weights, config, request, *state) -> state; a `Request` or what one is made of. All
-        arrays but weights are [B ...].
+      function: (weights, config, request, *state) -> state; the request may be on the host. All
+        arrays but weights are [B ...] or numbers.
       is_state: shard the result as all states; False leaves it to the compiler, which then does
         not gather the scores of a tree.
     """
@@ -57,7 +59,7 @@ def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callab
         group = jax.shard_map(
             run_group,
             mesh=mesh,
-            in_specs=(whole, cut, *[cut] * len(state)),
+            in_specs=(whole, cut, *[cut if _has_rows(part) else whole for part in state]),
             out_specs=cut,
             axis_names={"data"},
             check_vma=False,
@@ -65,6 +67,10 @@ def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callab
         return group(weights, request, *state)
 
     return run
+
+
+def _has_rows(part: Any) -> bool:
+    return jax.tree.leaves(part)[0].ndim > 0
 
 
 def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
@@ -78,10 +84,77 @@ def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
 
 
 # --------------------------------------------------------------------------------------------------
-# On the devices
+# Slots: prompts come alone, chunk by chunk, and get a place in a running batch
 
 
-class Landing(struct.PyTreeNode):
+def _make_empty(
+    weights: Weights, config: DecodeConfig, request: Request, slots: Int[Array, " B"]
+) -> tuple[Request, DecodeState]:
+    """Makes empty slots with the shapes of a request and its first state."""
+
+    def room(leaf: Array) -> Array:
+        return jnp.zeros((len(slots), *leaf.shape[1:]), leaf.dtype)
+
+    first = speculate.start(weights, config, request)
+    request, state = jax.tree.map(room, (request, first))
+    output = state.output.replace(is_done=jnp.ones(len(slots), bool))
+    return request, state.replace(output=output)
+
+
+def _put(weights: Weights, config: DecodeConfig, host: HostRequest) -> Request:
+    del weights, config
+    return make_request(host)
+
+
+def _insert(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    one: Request,
+    prefill: Prefill,
+    slot: Int[Array, ""],
+) -> tuple[Request, DecodeState, "Rounds"]:
+    """Chooses the first token of a prompt that was read, and gives the text a slot."""
+    out = end_prefill(weights.target, prefill, one.lengths)
+    first = speculate.first_state(weights, config, one, out)
+
+    def place(stored: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(stored, new, slot, 0)
+
+    request, state = (jax.tree.map(place, *pair) for pair in ((request, one), (state, first)))
+    return request, state, _pack_first(first.output)
+
+
+def _move(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    state: DecodeState,
+    index: Int[Array, " B"],
+    is_kept: Bool[Array, " B"],
+) -> tuple[Request, DecodeState]:
+    """Moves texts into a batch of another size; slots that are not kept end."""
+    del weights, config
+    request, state = jax.tree.map(lambda rows: jnp.take(rows, index, axis=0), (request, state))
+    output = state.output.replace(is_done=state.output.is_done | ~is_kept)
+    return request, state.replace(output=output)
+
+
+# Created arrays follow the placement of the arguments, so unused weights stay arguments.
+allocate = jax.jit(on_mesh(_make_empty), static_argnums=1, keep_unused=True)
+put = jax.jit(on_mesh(_put), static_argnums=1, keep_unused=True)  # faster than jax.device_put
+begin = jax.jit(on_mesh(speculate.begin_prefill), static_argnums=1, keep_unused=True)
+extend = jax.jit(on_mesh(speculate.run_chunks), static_argnums=1, donate_argnums=3)
+insert = jax.jit(on_mesh(_insert), static_argnums=1, donate_argnums=(2, 3))
+resize = jax.jit(on_mesh(_move), static_argnums=1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Rounds
+
+
+class Rounds(struct.PyTreeNode):
     """The rounds of a step, on the device, packed: one transfer to the host is faster than six.
 
     Attributes:
@@ -97,12 +170,12 @@ class Landing(struct.PyTreeNode):
     num_rounds: int = struct.field(pytree_node=False)
 
 
-def land_first(output: Output) -> Landing:
-    """Reads the first token of every sequence."""
+def _pack_first(output: Output) -> Rounds:
+    """Packs the first token of every sequence."""
     rounds = output.num_accepted[:, :1], output.num_offered[:, :1]
     counts = output.num_tokens, output.num_rounds, output.is_done
     logprobs = jax.tree.map(lambda rows: rows[:, :1], output.logprobs)
-    return _land(counts, *rounds, output.tokens[:, :1], logprobs)
+    return _pack(counts, *rounds, output.tokens[:, :1], logprobs)
 
 
 def _run_step(
@@ -112,7 +185,7 @@ def _run_step(
     state: DecodeState,
     is_text: Bool[Array, " B"],
     num_rounds: Int[Array, " B"],
-) -> tuple[DecodeState, Landing]:
+) -> tuple[DecodeState, Rounds]:
     # A text ended that the host still counts as running: stop after one round to free its slot.
     is_news = highest_of_groups((state.output.is_done & is_text).any())
     most = jnp.where(is_news, 1, num_rounds[0])
@@ -138,11 +211,11 @@ def _run_step(
         return carry[0] + 1, speculate.run_round(weights, config, request, carry[1])
 
     _, state = lax.while_loop(goes_on, run_one, (jnp.array(0), state))
-    return state, _land_rounds(config, before, state.output)
+    return state, _pack_new(config, before, state.output)
 
 
-def _land_rounds(config: DecodeConfig, before: Output, after: Output) -> Landing:
-    """Reads what the rounds added between two outputs."""
+def _pack_new(config: DecodeConfig, before: Output, after: Output) -> Rounds:
+    """Packs what the rounds added between two outputs."""
 
     def new(rows: Array, start: Array, count: int) -> Array:
         columns = start[:, None] + jnp.arange(count)[None]
@@ -158,16 +231,16 @@ def _land_rounds(config: DecodeConfig, before: Output, after: Output) -> Landing
     counts = num_tokens, after.num_rounds - before.num_rounds, after.is_done
     rounds = of_rounds(after.num_accepted), of_rounds(after.num_offered)
     logprobs = jax.tree.map(of_tokens, after.logprobs) if config.num_logprobs else None
-    return _land(counts, *rounds, of_tokens(after.tokens), logprobs)
+    return _pack(counts, *rounds, of_tokens(after.tokens), logprobs)
 
 
-def _land(
+def _pack(
     counts: Sequence[Array], accepted: Array, offered: Array, tokens: Array, logprobs: Any
-) -> Landing:
-    """Packs the numbers of a `Landing` into one array."""
+) -> Rounds:
+    """Packs the numbers of a `Rounds` into one array."""
     columns = *(count[:, None] for count in counts), accepted, offered, tokens
     numbers = jnp.concatenate([column.astype(jnp.int32) for column in columns], axis=1)
-    return Landing(numbers, logprobs, num_rounds=accepted.shape[1])
+    return Rounds(numbers, logprobs, num_rounds=accepted.shape[1])
 
 
 # Several programs, not one: the caches of a running batch are the same arrays in all of them, and
@@ -186,7 +259,7 @@ def run_step(
     *,
     texts: Sequence[int] = (),
     num_rounds: int = 1,
-) -> tuple[DecodeState, Landing]:
+) -> tuple[DecodeState, Rounds]:
     """Runs some rounds, fewer if a text ends; returns before they are done.
 
     Args:
@@ -207,13 +280,11 @@ def run_step(
 # On the host
 
 
-def read_landing(landing: Landing) -> list[list[Landed]]:
+def read_rounds(rounds: Rounds) -> list[list[Round]]:
     """Brings a step to the host; a list of rounds per text."""
-    numbers, logprobs = jax.device_get(
-        (landing.numbers, landing.logprobs and vars(landing.logprobs))
-    )
-    most = landing.num_rounds
-    counts, accepted, offered, tokens = np.split(numbers, np.cumsum([3, most, most]), axis=1)
+    numbers, logprobs = jax.device_get((rounds.numbers, rounds.logprobs and vars(rounds.logprobs)))
+    cuts = np.cumsum([3, rounds.num_rounds, rounds.num_rounds])
+    counts, accepted, offered, tokens = np.split(numbers, cuts, axis=1)
     return [
         list(_read_text(*columns, logprobs, index))
         for index, columns in enumerate(
@@ -229,7 +300,7 @@ def _read_text(
     tokens: list[int],
     logprobs: dict[str, np.ndarray] | None,
     index: int,
-) -> Iterator[Landed]:
+) -> Iterator[Round]:
     """The rounds of a text; each has one token more than it accepted, unless it ends the text."""
     num_tokens, num_rounds, is_done = counts
     first = 0
@@ -237,7 +308,7 @@ def _read_text(
         is_last = turn + 1 >= num_rounds
         end = num_tokens if is_last else first + accepted[turn] + 1
         new, first = slice(first, end), end
-        yield Landed(
+        yield Round(
             tokens=tokens[new],
             num_accepted=accepted[turn] if num_rounds else None,
             num_offered=offered[turn] if num_rounds else None,
@@ -251,8 +322,8 @@ def _read_logprobs(host: dict[str, np.ndarray], index: int, new: slice) -> list[
     return [TokenLogprobs(*values) for values in zip(*columns, strict=True)]
 
 
-def count_rounds(texts: Sequence[Sequence[Landed]]) -> int:
-    """Rounds of a step, given what `read_landing` returns."""
+def count_rounds(texts: Sequence[Sequence[Round]]) -> int:
+    """Rounds of a step, given what `read_rounds` returns."""
     return max(sum(one.num_accepted is not None for one in rounds) for rounds in texts)
 
 
@@ -267,8 +338,8 @@ class Pace:
         self.num_rounds = 1
         self._last = 0.0
 
-    def landed(self, num_rounds: int, begun: float) -> None:
-        """Records rounds that have landed, and when they were started."""
+    def record(self, num_rounds: int, begun: float) -> None:
+        """Records rounds that have reached the host, and when they were started."""
         now = time.monotonic()
         if num_rounds:  # the device started them after the rounds before
             seconds = (now - max(begun, self._last)) / num_rounds
@@ -299,20 +370,20 @@ def run_live(
     state = start(weights, config, request)
     roots, is_done = jax.device_get((state.root, state.output.is_done))
     for index, answer in enumerate(answers):
-        first = Landed([int(roots[index])], None, None, is_done=bool(is_done[index]))
-        yield index, answer.land(first)
+        first = Round([int(roots[index])], None, None, is_done=bool(is_done[index]))
+        yield index, answer.add(first)
     pace, under_way = Pace(), None
     while not all(answer.is_ended for answer in answers):
         texts = [index for index, answer in enumerate(answers) if not answer.is_ended]
         # On several hosts every process must run the same number of rounds.
         num_rounds = pace.num_rounds if jax.process_count() == 1 else 1
-        state, landing = run_step(
+        state, rounds = run_step(
             weights, config, request, state, texts=texts, num_rounds=num_rounds
         )
-        before, under_way = under_way, (landing, time.monotonic())
+        before, under_way = under_way, (rounds, time.monotonic())
         if before is None:
             continue
-        landed = read_landing(before[0])
-        pace.landed(count_rounds(landed), begun=before[1])
-        for index, (answer, rounds) in enumerate(zip(answers, landed, strict=False)):
-            yield from ((index, answer.land(one)) for one in rounds if not answer.is_ended)
+        new = read_rounds(before[0])
+        pace.record(count_rounds(new), begun=before[1])
+        for index, (answer, rounds) in enumerate(zip(answers, new, strict=False)):
+            yield from ((index, answer.add(one)) for one in rounds if not answer.is_ended)

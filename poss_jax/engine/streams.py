@@ -9,6 +9,9 @@ from contextlib import suppress
 from poss_jax.engine.answers import Chunk, LiveAnswer
 from poss_jax.engine.prompts import PreparedPrompt
 
+Chunks = AsyncIterator[tuple[int, Chunk] | None]
+"""Index of an answer and its next chunk; None: nothing new for a while."""
+
 
 class Stream:
     """The answer to one request, chunk by chunk, to be read once; the last chunk holds all of it.
@@ -72,7 +75,7 @@ class Stream:
 
 async def merge(
     streams: Sequence[Stream], *, patience: float | None = None, interval: float = 0.0
-) -> AsyncIterator[tuple[int, Chunk] | None]:
+) -> Chunks:
     """Yields chunks of several answers with their indices; None after a quiet interval.
 
     Args:

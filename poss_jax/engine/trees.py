@@ -1,15 +1,20 @@
 """Draft trees by batch size: which apply, and their files, written by hand or tuned with a draft.
 
-tuned: {device: cpu, draft: 3f0c...}      only in tuned files
-1: {depth: 4, top_k: 2, total_tokens: 8}
-16: null
+`choose_trees` decides once, when an engine gets its draft: trees that were given, else tuned ones,
+else the device's default, clamped to the draft. `tree_for` looks one up.
+
+A file of trees:
+
+    tuned: {device: cpu, draft: 3f0c...}      only in tuned files
+    1: {depth: 4, top_k: 2, total_tokens: 8}
+    16: null
 """
 
 import json
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +22,23 @@ from jax.sharding import Mesh
 
 from poss_jax.checkpoint.record import ModelRecord
 from poss_jax.checkpoint.whole import write_output
-from poss_jax.config.models import TreeConfig
+from poss_jax.config.models import ACCELERATOR_TREE, CPU_TREE, TreeConfig
 from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, build_config, read_yaml, shorten
-from poss_jax.engine.device import Trees, default_tree, fit_tree
 from poss_jax.shapes import Params
 
 _LOG = logging.getLogger(__package__)
 _TUNED = "tuned"
+
+Trees = Mapping[int, TreeConfig | None]
+"""Batch size -> tree for that many prompts and more; None decodes them without a draft."""
+
+_SLOW_DEPTH = 16
+"""Depth above which compiling is slow: every drafted position is compiled by itself.
+
+A tiny draft took 12, 14, 26, 55 and 64 s at depths 4, 8, 16, 32 and 64 on two busy CPU cores;
+`tests/test_compilation.py` measures it again."""
 
 
 class Tuned(NamedTuple):
@@ -38,6 +51,11 @@ class Tuned(NamedTuple):
 
     trees: Trees
     draft_vocabulary: AnyPath | None
+
+
+def default_tree() -> TreeConfig:
+    """Default tree for this kind of device."""
+    return CPU_TREE if jax.default_backend() == "cpu" else ACCELERATOR_TREE
 
 
 def choose_trees(wanted: TreeConfig | Trees | None, draft: Params | None = None) -> Trees:
@@ -53,6 +71,47 @@ def choose_trees(wanted: TreeConfig | Trees | None, draft: Params | None = None)
         return trees
     num_tokens = draft["head"]["weight"].shape[0]
     return {size: tree and fit_tree(tree, num_tokens) for size, tree in trees.items()}
+
+
+def fit_tree(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
+    """Clamps a tree to what can be drafted; logs if it did, or if compiling will take long.
+
+    Raises:
+      UserError: more candidates than can be counted on the device.
+    """
+    fitted = replace(tree, top_k=min(tree.top_k, draft_vocab_size))
+    fitted = replace(fitted, total_tokens=fitted.num_nodes)
+    if fitted != tree:
+        _LOG.warning(
+            "tree %s (depth/top_k/total_tokens) asks for more than can be drafted; using %s",
+            tree.name,
+            fitted.name,
+        )
+    if fitted.num_candidates >= 2**31:
+        raise UserError(
+            f"tree of depth {tree.depth} and top_k {tree.top_k}: want fewer than 2**31 candidates, "
+            f"got {fitted.num_candidates:,}; lower top_k or depth"
+        )
+    if fitted.depth > _SLOW_DEPTH:
+        _LOG.warning(
+            "a tree of depth %d may take minutes to compile, once per shape, since every drafted "
+            "position is compiled by itself; lower depth to start sooner",
+            fitted.depth,
+        )
+    return fitted
+
+
+def tree_for(trees: Trees, batch_size: int) -> TreeConfig | None:
+    """Tree of the largest listed batch size not above the given one; else of the smallest."""
+    below = [size for size in trees if size <= batch_size]
+    return trees[max(below) if below else min(trees)]
+
+
+def cover_trees(trees: Sequence[TreeConfig | None]) -> TreeConfig | None:
+    """The smallest tree whose arrays have room for each of these; None if none drafts."""
+    drafted = [asdict(tree) for tree in trees if tree is not None]
+    most = {name: max(one[name] for one in drafted) for name in drafted[0]} if drafted else None
+    return most and TreeConfig(**most)
 
 
 def read_trees(path: AnyPath) -> Trees:

@@ -406,7 +406,7 @@ def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig | 
 
 
 def _device_tree() -> TreeConfig:
-    from poss_jax.engine.device import default_tree  # imports JAX, which asks for devices
+    from poss_jax.engine.trees import default_tree  # imports JAX, which asks for devices
 
     return default_tree()
 

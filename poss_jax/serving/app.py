@@ -10,7 +10,7 @@ same application runs under Ray Serve (examples/ray_serve) or any other ASGI ser
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -28,29 +28,29 @@ from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.paths import as_path
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
-from poss_jax.engine.slots import Slots, check_room
-from poss_jax.engine.streams import Stream, merge
+from poss_jax.engine.slots import Slots
+from poss_jax.engine.streams import Chunks, Stream, merge
 from poss_jax.program.options import load_engine
-from poss_jax.serving.bodies import add_schemas, parse_body, receive_body, schema_of
-from poss_jax.serving.guard import PATIENCE, Guard
-from poss_jax.serving.metrics import Metrics
-from poss_jax.serving.replies import DONE, Reply, event
-from poss_jax.serving.requests import (
+from poss_jax.serving.bodies import (
     ApiError,
     ChatRequest,
     CommonRequest,
     CompletionRequest,
-    Job,
     TokenizeRequest,
-    read_chat,
-    read_completion,
-    read_text,
+    add_schemas,
+    parse_body,
+    receive_body,
+    schema_of,
 )
+from poss_jax.serving.guard import PATIENCE, Guard
+from poss_jax.serving.metrics import Metrics
+from poss_jax.serving.replies import Reply, write_body, write_events
+from poss_jax.serving.requests import Job, read_chat, read_completion, read_text
 from poss_jax.version import __version__
 
 _LOG = logging.getLogger(__package__)
-_KEEP_ALIVE = b": waiting\n\n"
 _KEEP_ALIVE_SECONDS = 10.0
 _POLL_SECONDS = 0.25
 _LARGE_BYTES = 2**16
@@ -80,15 +80,16 @@ def make_slots(engine: Engine, config: ServeConfig) -> Slots:
         strings that no answer can hold.
     """
     max_length = min(config.max_length or 8192, engine.max_length)
-    check_room(config.sampling, engine.stop_ids)
     engine.check_stop(config.stop, max_length)
-    return Slots(
+    slots = Slots(
         engine,
         sizes=config.slots or batch_sizes(config.batch_size),
         max_length=max_length,
         max_logprobs=config.max_logprobs,
         max_cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
     )
+    slots.check(PreparedPrompt([0], 1, config.sampling))
+    return slots
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -214,15 +215,13 @@ class Service:
         chunks = merge(streams, patience=_KEEP_ALIVE_SECONDS, interval=interval)
         chunks = self._timed(chunks, arrived)
         if body.stream:
-            return _Events(_write_events(reply, chunks), streams)
+            return _Events(write_events(reply, chunks), streams)
         try:
-            return await _until_disconnected(request, _whole(reply, chunks))
+            return await _until_disconnected(request, write_body(reply, chunks))
         finally:
             _cancel(streams)
 
-    async def _timed(
-        self, chunks: AsyncIterator[tuple[int, Chunk] | None], arrived: float
-    ) -> AsyncIterator[tuple[int, Chunk] | None]:
+    async def _timed(self, chunks: Chunks, arrived: float) -> Chunks:
         """Passes chunks on, measures their times, and refuses an answer cut by the shutdown."""
         first: dict[int, float] = {}
         try:
@@ -416,13 +415,6 @@ def _cancel(streams: Sequence[Stream]) -> None:
         stream.cancel()
 
 
-async def _whole(reply: Reply, chunks: AsyncIterator[tuple[int, Chunk] | None]) -> Response:
-    async for item in chunks:
-        if item is not None:
-            reply.take(*item)
-    return JSONResponse(reply.body())
-
-
 class _Events(StreamingResponse):
     """A reply in events; frees the slots of a client that leaves, even before the first event."""
 
@@ -438,34 +430,15 @@ class _Events(StreamingResponse):
             _cancel(self._streams)
 
 
-async def _write_events(
-    reply: Reply, chunks: AsyncIterator[tuple[int, Chunk] | None]
-) -> AsyncIterator[bytes]:
-    """Server-sent events of a reply."""
-    try:
-        for first in reply.first_events():
-            yield event(first)
-        async for item in chunks:
-            if item is None:
-                yield _KEEP_ALIVE
-            elif (data := reply.take(*item)) is not None:
-                yield event(data)
-        if (last := reply.last_event()) is not None:
-            yield event(last)
-        yield DONE
-    except ApiError as error:
-        yield event(error.body())
-
-
-async def _until_disconnected(request: Request, answer: Any) -> Response:
-    """Waits for an answer; gives up when the client leaves."""
-    task = asyncio.create_task(answer)
+async def _until_disconnected(request: Request, body: Coroutine[Any, Any, Any]) -> Response:
+    """Waits for a body; gives up when the client leaves."""
+    task = asyncio.create_task(body)
     try:
         while not task.done():
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(task), _POLL_SECONDS)
             if not task.done() and await request.is_disconnected():
                 return Response(status_code=499)
-        return task.result()
+        return JSONResponse(task.result())
     finally:
         task.cancel()

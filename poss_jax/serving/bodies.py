@@ -1,22 +1,181 @@
-"""Bodies of requests: bytes -> what pydantic makes of them, with limits on time and memory."""
+"""Bodies of OpenAI requests: bytes -> what pydantic makes of them, with limits on time and memory.
+
+Fields that only we have are marked; most have vLLM's names. Unknown fields are ignored, since
+clients send many.
+"""
 
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect, Request
 
-from poss_jax.serving.requests import KINDS, ApiError, explain
+from poss_jax.config.numbers import Bias, OutputPenalty, Penalty, Probability, Temperature, TopP
+from poss_jax.engine.slots import MOST_BIASED
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
+MOST_CHOICES = 128
+_MOST_MESSAGES = 4_000
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MOST_CONTAINERS = 10_000
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _JSON = re.compile(r"application/(.+\+)?json")
 _NO_OBJECT = "body: want a JSON object, with Content-Type: application/json"
 _SCHEMAS = "#/components/schemas/"
+
+# A list of a million bad items is one mistake, not a million reports.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+NumTokens = Annotated[int, Field(ge=1, lt=2**31)]  # messages repeat it, so it may not be long
+
+_KINDS = {
+    "prompt": f"want text, token ids, or a list of up to {MOST_CHOICES} of either",
+    "stop": "want text or a list of texts",
+}
+
+
+def _few(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MOST_BIASED:
+        raise ValueError(f"want at most {MOST_BIASED}")
+    if isinstance(biases, dict) and not all(map(_TOKEN_ID.fullmatch, biases)):
+        raise ValueError("want token ids as keys, without spaces or leading zeros")
+    return biases
+
+
+ApiBias = Annotated[Bias, Field(ge=-100, le=100)]
+Biases = Annotated[dict[str, ApiBias], BeforeValidator(_few)]
+
+
+class ApiError(Exception):
+    """An error reported to the client.
+
+    Attributes:
+      status: HTTP status.
+      message: one line.
+      param: field of the request that is wrong.
+      code: name of the error, for programs.
+      retry_after: seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.code, self.retry_after = code, retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The error as the API writes it."""
+        kinds = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else kinds[400])
+        about = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": about}
+
+
+class StreamOptions(BaseModel):
+    """Extras of a stream besides the text.
+
+    Attributes:
+      include_usage: a last event with the usage.
+      include_speculation: the depth at which each piece of text was drafted (ours).
+    """
+
+    include_usage: bool | None = None
+    include_speculation: bool | None = None
+
+
+class CommonRequest(BaseModel):
+    """Fields that completions and chats share; null stands for the default.
+
+    Sampling settings have the names and bounds of `SamplingConfig`, or narrower ones of the API.
+    """
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | Texts | None = None
+    seed: int | None = None
+    temperature: Annotated[Temperature, Field(le=2)] | None = None
+    top_p: TopP | None = None
+    frequency_penalty: OutputPenalty | None = None
+    presence_penalty: OutputPenalty | None = None
+    logit_bias: Biases | None = None
+    max_tokens: NumTokens | None = None
+    user: str | None = None
+    # Ours, with vLLM's names.
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Penalty | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Ids | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionRequest(CommonRequest):
+    """Body of /v1/completions.
+
+    `continued_tokens` (ours): this many tokens at the end of the prompt belong to an answer that is
+    continued; the penalties of the output count them, and stop strings may begin in them.
+    `continued_chat` (ours): the prompt is a chat's, whose answers are decoded alone.
+    """
+
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, max_length=MOST_CHOICES)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    continued_tokens: Annotated[int, Field(ge=0)] | None = None
+    continued_chat: bool | None = None
+
+
+class ContentPart(BaseModel):
+    """Part of a message; text alone is served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """One message of a chat; all its fields reach the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+
+
+class ChatRequest(CommonRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
+    ]
+    max_completion_tokens: NumTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    tool_choice: Any = None  # has no effect without `tools`, which are refused
+    modalities: Texts | None = None
+
+
+class TokenizeRequest(BaseModel):
+    """Body of /tokenize."""
+
+    prompt: str
 
 
 async def receive_body(request: Request) -> bytes:
@@ -68,10 +227,15 @@ def _refusal(first: Any) -> ApiError:
         return ApiError(400, _NO_OBJECT)
     field, *rest = map(str, first["loc"])
     where, message = ".".join([field, *rest]), explain(first)
-    if rest and field in KINDS:
-        where, message = field, KINDS[field]
+    if rest and field in _KINDS:
+        where, message = field, _KINDS[field]
     shown = where if where.isascii() and len(where) <= 100 else field
     return ApiError(400, f"{shown}: {message}", param=field)
+
+
+def explain(error: Any) -> str:
+    """Pydantic's message about a field."""
+    return error["msg"].removeprefix("Value error, ")
 
 
 def schema_of(kind: type[BaseModel]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from poss_jax.config.reading import UserError
-from poss_jax.serving.requests import ApiError
+from poss_jax.serving.bodies import ApiError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

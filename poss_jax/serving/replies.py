@@ -5,23 +5,21 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs
+from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs, answer_anchor
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.streams import Chunks
 from poss_jax.engine.text import TextStream, decode_behind, find_anchor, token_bytes
+from poss_jax.serving.bodies import ApiError
 from poss_jax.serving.requests import Job
 
 DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": waiting\n\n"
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _PART = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")
-
-
-def event(data: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
 class Reply:
@@ -200,6 +198,38 @@ class Reply:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
+async def write_body(
+    reply: Reply, chunks: AsyncIterator[tuple[int, Chunk] | None]
+) -> dict[str, Any]:
+    """The whole reply, once all its choices have ended."""
+    async for item in chunks:
+        if item is not None:
+            reply.take(*item)
+    return reply.body()
+
+
+async def write_events(reply: Reply, chunks: Chunks) -> AsyncIterator[bytes]:
+    """Server-sent events of a reply."""
+    try:
+        for first in reply.first_events():
+            yield event(first)
+        async for item in chunks:
+            if item is None:
+                yield _KEEP_ALIVE
+            elif (data := reply.take(*item)) is not None:
+                yield event(data)
+        if (last := reply.last_event()) is not None:
+            yield event(last)
+        yield DONE
+    except ApiError as error:
+        yield event(error.body())
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
 def format_token(name: str, logprob: float) -> dict[str, Any]:
     """Converts a token's completions name to the form of chats."""
     if found := _PART.fullmatch(name):
@@ -223,7 +253,7 @@ class _Places:
 
     def __init__(self, engine: Engine, prompt: PreparedPrompt, before: str) -> None:
         tokenizer = engine.tokenizer
-        self._text = tokenizer and TextStream(tokenizer, anchor=engine.anchor(prompt))
+        self._text = tokenizer and TextStream(tokenizer, anchor=answer_anchor(prompt, tokenizer))
         self._end = len(before)
 
     def take(self, token: int) -> int:

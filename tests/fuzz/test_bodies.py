@@ -15,17 +15,14 @@ from test_messages import Tokenising
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.engine.prompts import lay_out
 from poss_jax.engine.slots import MOST_BIASED, MOST_STOP_IDS
-from poss_jax.serving.bodies import parse_body
-from poss_jax.serving.requests import (
+from poss_jax.serving.bodies import (
     ApiError,
     ChatRequest,
     CompletionRequest,
-    Job,
     TokenizeRequest,
-    read_chat,
-    read_completion,
-    read_text,
+    parse_body,
 )
+from poss_jax.serving.requests import Job, read_chat, read_completion, read_text
 
 ENGINE = Tokenising(make_tokenizer("byte level"))
 CONFIG = ServeConfig(target="none")
@@ -144,7 +141,7 @@ def check_job(job: Job) -> None:
         assert 0 <= prompt.num_continued < len(prompt.ids)
     stop_ids = [ENGINE.stop_ids_of(prompt) for prompt in job.prompts]
     size = {"num_tokens": ENGINE.max_length, "num_stop_ids": MOST_STOP_IDS}
-    arrays = lay_out(job.prompts, stop_ids, num_biased=MOST_BIASED, **size)
+    arrays = lay_out(job.prompts, stop_ids, num_biased=MOST_BIASED, **size)._asdict()
     assert arrays["stop_ids"].shape[1] == MOST_STOP_IDS
     sampling = arrays.pop("sampling")
     for array in (*arrays.values(), *sampling.values()):
