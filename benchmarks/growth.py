@@ -29,7 +29,7 @@ from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import at_least
+from poss_jax.program.arguments import at_least
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 

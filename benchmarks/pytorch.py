@@ -42,7 +42,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.engine.engine import Engine
-from poss_jax.program.options import at_least
+from poss_jax.program.arguments import at_least
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from poss_jax.config.models import TreeConfig
+from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.reading import (
     Key,
     UserError,
@@ -340,6 +341,18 @@ def _check_depth(tree: TreeConfig | None) -> None:
             f"needs a node and the root is one, got {tree.total_tokens}; raise --tree-total-tokens "
             "or lower --tree-depth"
         )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Makes the type of an option that is a whole number with a lower bound."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= INT32_MAX:
+            got = shorten(text)
+            raise argparse.ArgumentTypeError(f"want a number, at least {least}, got {got}")
+        return int(text)
+
+    return parse
 
 
 def read_pairs(flag: str, texts: Sequence[str], wanted: str) -> dict[str, str]:

@@ -1,12 +1,17 @@
 """Writes results, for people on a terminal and as JSON elsewhere, and says what takes a while."""
 
 import json
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, TypeVar
+
+from poss_jax.config.paths import local_path
+from poss_jax.config.reading import UserError
 
 T = TypeVar("T")
 
@@ -97,3 +102,22 @@ def announce(steps: Iterator[T], text: str) -> Iterator[T]:
     with waiting(text):
         first = list(islice(steps, 1))
     yield from chain(first, steps)
+
+
+def check_writable(path: Path, *, is_folder: bool = False) -> None:
+    """Raises UserError if no output can be made at a path, before any work is spent on it."""
+    local_path(path, "output")
+    if path.exists() and path.is_dir() != is_folder:
+        is_what = "a file" if is_folder else "a folder"
+        raise UserError(f"output {path} is {is_what}; choose another place")
+    places = [path.absolute()] * is_folder + [*path.absolute().parents]
+    place = next(place for place in places if place.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise UserError(f"output {path}: {place} is not a writable folder; choose another place")
+
+
+def check_new_file(path: Path) -> None:
+    """Raises UserError if an output file exists already, or cannot be made."""
+    if path.exists():
+        raise UserError(f"output {path} exists; name another file or remove it")
+    check_writable(path)
