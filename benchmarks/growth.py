@@ -22,8 +22,8 @@ from benchmarks.options import add_numbers, make_parser, read_shape
 from benchmarks.random_pair import interleaved, random_engines, timed_rounds
 from infer.bench.costs import Device, cost_card, describe_workload, floors
 from infer.bench.phases import mark_done, start
+from infer.bench.rates import find_roofline
 from infer.bench.report import show_report
-from infer.roofline import find_roofline
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError

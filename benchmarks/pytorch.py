@@ -34,8 +34,8 @@ import numpy as np
 from benchmarks.options import add_numbers, add_trees, make_parser, read_shape
 from benchmarks.random_pair import interleaved, random_engines, time_rounds
 from infer.bench.phases import measure_card
+from infer.bench.rates import measure_roofline
 from infer.bench.report import format_card, show_report
-from infer.roofline import measure_roofline
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError

@@ -15,22 +15,22 @@ from typing import Any
 import pytest
 from programs import Runs, copy_model, generate, refusal, write_config, write_lines
 
-from infer import roofline as roofline_program
-from infer.bench import __main__ as program
-from infer.bench import compare
+from infer.bench import compare, rates
 from infer.bench import page as page_module
+from infer.bench import run as program
 from infer.bench.__main__ import main
 from infer.bench.answer_files import write_answer_files
 from infer.bench.brief import describe, format_brief
 from infer.bench.costs import Device
 from infer.bench.journal import Answer, Cell, Journal, Key, Turn, make_turn
-from infer.bench.measure import Decoder, Timed, load_decoders, need_equal_texts, play
+from infer.bench.measure import Decoder, Timed, load_decoders, play
 from infer.bench.page import write_page
 from infer.bench.phases import phases_to_round
 from infer.bench.questions import first_prompts, read_hub, read_questions, read_sets
+from infer.bench.rates import Roofline
 from infer.bench.report import check_output, format_card, format_report
+from infer.bench.settings import need_equal_texts
 from infer.bench.summary import Grid, make_grid, show_example, summarise, summarise_group
-from infer.roofline import Roofline
 from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.config.decoding import BenchConfig, MethodConfig, SamplingConfig
 from poss_jax.config.models import CPU_TREE, TreeConfig
@@ -595,7 +595,7 @@ def test_roofline_is_measured_anew_and_shown(
     flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roofline = Roofline(Device("abacus", 1e3, 1e3, 1e3), {"square": 1e3})
-    monkeypatch.setattr(roofline_program, "measure_roofline", lambda: roofline)
+    monkeypatch.setattr(rates, "measure_roofline", lambda: roofline)
     main([*flags, *TREE, "--roofline"])
     table, _, last = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     report = json.loads(last)

@@ -10,7 +10,6 @@ from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty, write_file
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import config_to_dict
-
 from poss_jax.program.output import check_writable, print_summary, wants_json
 from poss_jax.program.tables import format_rows
 

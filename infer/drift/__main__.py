@@ -12,17 +12,10 @@ last line everything as one JSON object; --output keeps report.json, report.md a
 
 import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
 
-from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.config.decoding import DriftConfig
-from poss_jax.config.paths import local_path
 from poss_jax.program.arguments import read_arguments
 from poss_jax.program.running import run_program
-
-from ..bench.report import check_output, show_report
-from .report import format_brief, format_report, plot_report
-from .study import study
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,18 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, args = read_arguments(
         DriftConfig, arguments, prog="infer.drift", doc=__doc__, add_actions=_add_actions
     )
-    folder = None if config.output is None else local_path(config.output, "output")
-    if folder is not None:
-        check_output(folder, overwrite=args.overwrite)
-    with nullcontext() if folder is None else sole_writer(folder):
-        report = study(config)
-        show_report(
-            report,
-            format_report(report),
-            folder,
-            brief=format_brief(report),
-            plot=lambda folder: plot_report(report, folder / "drift.svg"),
-        )
+    from .study import show_study  # with JAX, which --help does not wait for
+
+    show_study(config, overwrite=args.overwrite)
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
