@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -47,11 +48,27 @@ def test_it_starts_without_the_packages_of_its_programs(words: list[str]) -> Non
         assert len(lines) <= 24 and max(map(len, lines)) <= 80
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
-def test_help_of_what_users_start_first_imports_no_jax(command: str) -> None:
-    printed, modules = start(command, "--help")
-    assert printed.startswith("usage: ") and f"{command} [options]" in printed.splitlines()[0]
-    assert not {"jax", "numpy", "transformers"} & modules
+ASKED = """
+import sys
+from poss_jax.__main__ import find_program
+from poss_jax.program.commands import COMMANDS
+
+for command in COMMANDS.values():
+    for word, ending in (("--help", SystemExit), ("--nonsense", Exception)):
+        try:
+            find_program(command.module).main([*command.words, word])
+        except ending as error:
+            print(type(error).__name__, error)
+print("imported", *sys.modules)
+"""
+
+
+def test_help_and_wrong_options_import_no_jax() -> None:
+    result = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, cwd=ROOT)
+    printed, _, modules = result.stdout.rpartition("imported ")
+    assert printed.count("usage: ") == printed.count("SystemExit 0") == len(COMMANDS), result.stderr
+    assert len(re.findall("^UserError ", printed, re.M)) == len(COMMANDS)
+    assert not {"jax", "numpy", "transformers"} & set(modules.split())
 
 
 def test_without_arguments_generate_shows_how_to_start() -> None:
