@@ -5,7 +5,7 @@ fetches. Answers appear as they are written, accepted drafts tinted; a line belo
 came. Ctrl-C stops an answer, Ctrl-D leaves.
 
     python -m infer.chat
-    python -m infer.chat --target models/llama3-8b --draft models/poss3 --temperature 0.7
+    python -m infer.chat --target DIR --draft DIR --temperature 0.7
     printf 'Why is the sky blue?\n/compare\n' | python -m infer.chat
 """
 

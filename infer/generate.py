@@ -4,9 +4,9 @@ Takes model folders (see `python -m poss_jax.convert`), without --target the mod
 fetches. Prints the texts, or writes one JSON line per answer to --output; the last line printed is
 a summary, as JSON if not on a terminal. An interrupted run keeps its finished answers.
 
-    python -m infer.generate --question "How do I poach an egg?" --stream --show-drafts
-    python -m infer.generate --target DIR --draft DIR --prompt "Once" --temperature 0.8 --stream
-    python -m infer.generate --target DIR --prompts questions.jsonl --output answers.jsonl
+    python -m infer.generate --question "How do I poach an egg?" --stream
+    python -m infer.generate --target DIR --draft DIR --prompt Once
+    python -m infer.generate --target DIR --prompts FILE --output FILE
     python -m infer.generate --target DIR --draft DIR --precompile 512 --precompile 4096
 
 A line of --prompts holds one of `prompt` (text), `prompt_ids`, `messages` (chat), or `turns` (user

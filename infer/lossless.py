@@ -1,4 +1,4 @@
-"""Checks losslessness: compares speculative and autoregressive outputs of the same seeds.
+"""Checks that texts with a draft equal those without, seed by seed.
 
 Covers every draft, several trees and batch sizes, greedy and sampled. Prints a table and, as the
 last line, everything as one JSON object; the exit code is 1 if a difference is more than rounding.

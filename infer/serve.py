@@ -9,9 +9,9 @@ With several processes (start them as in docs/training.md, "Several hosts"), the
 over all their devices, and the first process listens.
 
     python -m infer.serve
-    python -m infer.serve --target models/llama --draft models/poss3 --host 0.0.0.0 --batch-size 32
-    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
-        -d '{"prompt": "def read_lines(path):", "max_tokens": 64, "temperature": 0}'
+    python -m infer.serve --target DIR --draft DIR --batch-size 32
+    curl http://127.0.0.1:8000/v1/completions \
+        -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
 """
 
 import logging

@@ -1,6 +1,5 @@
 """Command lines: keys of a config as options, sampling settings, trees."""
 
-import argparse
 import os
 import sys
 from dataclasses import replace
@@ -159,13 +158,13 @@ def test_short_help_has_what_is_required(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_options_of_another_option_are_shown_with_it(capsys: pytest.CaptureFixture[str]) -> None:
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--tune", action="store_true", help="Tune.")
-        parser.add_argument("--sizes", help="With --tune: sizes.")
-
+    actions = {
+        "--tune": {"action": "store_true", "help": "Tune."},
+        "--sizes": {"help": "With --tune: sizes."},
+    }
     for words, is_shown in ((["--help"], False), (["--tune", "--help"], True)):
         with pytest.raises(SystemExit):
-            read_arguments(GenerateConfig, words, prog="test", doc="x", add_actions=add)
+            read_arguments(GenerateConfig, words, prog="test", doc="x", actions=actions)
         assert ("--sizes" in capsys.readouterr().out) == is_shown
 
 

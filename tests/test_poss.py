@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -53,7 +54,8 @@ import sys
 from poss_jax.__main__ import find_program
 from poss_jax.program.commands import COMMANDS
 
-for command in COMMANDS.values():
+for name, command in COMMANDS.items():
+    sys.argv = ["python -m poss_jax " + name]
     for word, ending in (("--help", SystemExit), ("--nonsense", Exception)):
         try:
             find_program(command.module).main([*command.words, word])
@@ -63,12 +65,22 @@ print("imported", *sys.modules)
 """
 
 
-def test_help_and_wrong_options_import_no_jax() -> None:
-    result = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, cwd=ROOT)
+def test_help_fits_a_screen_and_like_wrong_options_imports_no_jax() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", ASKED],
+        env=os.environ | {"COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     printed, _, modules = result.stdout.rpartition("imported ")
-    assert printed.count("usage: ") == printed.count("SystemExit 0") == len(COMMANDS), result.stderr
-    assert len(re.findall("^UserError ", printed, re.M)) == len(COMMANDS)
     assert not {"jax", "numpy", "transformers"} & set(modules.split())
+    shown = re.split("^SystemExit 0\n(?:UserError .*\n)", printed, flags=re.M)
+    assert len(shown) == len(COMMANDS) + 1 and not shown.pop(), result.stderr
+    for name, text in zip(COMMANDS, shown, strict=True):
+        lines = text.splitlines()
+        assert lines[0].startswith("usage: python -m poss_jax") and not lines[1], name
+        assert len(lines) <= 50 and max(map(len, lines)) <= 80, text
 
 
 def test_without_arguments_generate_shows_how_to_start() -> None:

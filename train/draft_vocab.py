@@ -6,11 +6,10 @@ the coverage of several sizes, and writes the most frequent tokens as a JSON fil
 lowest ids. `apply` writes a copy of a draft with such a vocabulary. The last line printed is one
 JSON object.
 
-    python -m train.draft_vocab count --config configs/llama3-8b-instruct/poss3.yaml \
-        data.source=sharegpt.json --size 32000 --output vocabulary.json
-    python -m train.draft_vocab count --config configs/demo/poss3.yaml --coverage 0.98
-    python -m train.draft_vocab apply --draft models/poss3 --vocabulary vocabulary.json \
-        --output models/poss3-32000
+    python -m train.draft_vocab count --config configs/demo/poss3.yaml \
+        --size 32000 --output vocabulary.json
+    python -m train.draft_vocab apply --draft models/poss3 \
+        --vocabulary vocabulary.json --output models/poss3-32000
 """
 
 import argparse
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
       UserError: wrong arguments, or data or a draft that cannot be used.
     """
-    parser = _parser(__doc__)
+    parser = _parser(__doc__, "COMMAND ...")
     parser.add_argument(
         "command", choices=list(_PARSERS), metavar="COMMAND",
         help="count or apply; continue with COMMAND --help.",
@@ -52,7 +51,7 @@ def cli() -> None:
 
 def _count_parser() -> argparse.ArgumentParser:
     text = "Count the tokens that a draft's run trains on, and choose the most frequent."
-    parser = _parser(text, "count")
+    parser = _parser(text, "count --config FILE [options] [section.key=value ...]")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="Set a key of the config."
     )
@@ -93,7 +92,7 @@ def _parse_share(text: str) -> float:
 
 def _apply_parser() -> argparse.ArgumentParser:
     text = "Write a copy of a draft that proposes the tokens of a vocabulary only."
-    parser = _parser(text, "apply")
+    parser = _parser(text, "apply --draft DIR --vocabulary FILE --output DIR")
     for flag, metavar, text in (
         ("--draft", "DIR", "Model folder of a draft that uses the target's head."),
         ("--vocabulary", "FILE", "JSON file that `count` wrote."),
@@ -103,14 +102,13 @@ def _apply_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parser(description: str | None, command: str = "") -> Parser:
+def _parser(description: str | None, usage: str) -> Parser:
     parser = Parser(
         module="train.draft_vocab",
         description=describe(description, shows_all=False),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"%(prog)s {usage}",
     )
-    if command:
-        parser.prog += f" {command}"
+    if not usage.startswith("COMMAND"):
         add_json(parser)
     return parser
 

@@ -1,13 +1,13 @@
-"""Trains a target language model, or the specialists of a draft model.
+r"""Trains a target language model, or the specialists of a draft model.
 
 Needs a YAML config (see `configs/`); prints progress on stderr and one JSON line at the end, and
 leaves a folder that holds metrics, checkpoints and the trained model. Run again to resume.
 
     python -m train.main --config configs/demo/target.yaml
-    python -m train.main --config configs/demo/poss3.yaml optimizer.learning_rate=1e-4 --dry-run
+    python -m train.main --config configs/demo/poss3.yaml --dry-run \
+        optimizer.learning_rate=1e-4
 """
 
-import argparse
 import logging
 from collections.abc import Sequence
 
@@ -18,11 +18,27 @@ from poss_jax.program.output import print_summary
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
+_ACTIONS = {
+    "--dry-run": {
+        "action": "store_true",
+        "help": "Show what would be trained, and write nothing.",
+    },
+    "--compile-for": {
+        "metavar": "DEVICES",
+        "help": "With --dry-run: compile the step and show its memory, for this machine (here) or "
+        "a TPU slice such as v5p:2x2x1 (needs libtpu, but no TPU).",
+    },
+    "--overwrite": {
+        "action": "store_true",
+        "help": "Start from the beginning if the output folder holds a run.",
+    },
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, trains (or describes), prints a summary."""
     config, args = read_arguments(
-        TrainConfig, arguments, prog="train.main", doc=__doc__, add_actions=_add_actions
+        TrainConfig, arguments, prog="train.main", doc=__doc__, actions=_ACTIONS
     )
     if args.compile_for and not args.dry_run:
         raise UserError("--compile-for describes a run; add --dry-run")
@@ -37,23 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = train(config, overwrite=args.overwrite)
     if is_first_process():
         print_summary(results)
-
-
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dry-run", action="store_true", help="Show what would be trained, and write nothing."
-    )
-    parser.add_argument(
-        "--compile-for",
-        metavar="DEVICES",
-        help="With --dry-run: compile the step and show its memory, for this machine (here) or a "
-        "TPU slice such as v5p:2x2x1 (needs libtpu, but no TPU).",
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="Start from the beginning if the output folder holds a run.",
-    )
 
 
 def cli() -> None:

@@ -1,13 +1,12 @@
-"""Compares training runs: a plot, and a table of their validation.
+r"""Compares training runs: a plot, and a table of their validation.
 
 Needs folders of runs, finished or not; writes an image (matplotlib: pip install 'poss-jax[plots]'),
 prints the table as Markdown and one JSON line at the end.
 
-    python -m train.plot runs/demo/eagle runs/demo/hass runs/demo/poss3 --output drift.png
+    python -m train.plot runs/demo/eagle runs/demo/poss3 --output drift.png
     python -m train.plot runs/demo/poss3 --table
 """
 
-import argparse
 import importlib.util
 import json
 from dataclasses import dataclass, replace
@@ -189,13 +188,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(
         module="train.plot",
         description=describe(__doc__, shows_all=False),
-        formatter_class=argparse.RawTextHelpFormatter,
+        usage="%(prog)s RUN [RUN ...] [options]",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="Folder of a training run.")
     parser.add_argument(
-        "--output", metavar="FILE", help="image to write (default: training.png in the first run)"
+        "--output", metavar="FILE", help="Image to write. (default: training.png in the first run)"
     )
-    parser.add_argument("--table", action="store_true", help="print the table, draw nothing")
+    parser.add_argument("--table", action="store_true", help="Print the table, draw nothing.")
     add_json(parser)
     args = parser.parse_args(arguments)
     if not args.table and importlib.util.find_spec("matplotlib") is None:

@@ -6,20 +6,17 @@ questions; writes chats that `data.source` reads, and next to them the questions
 resume. A server with OpenAI's chat interface can replace the loaded target; its key is read from
 OPENAI_API_KEY.
 
-    python -m train.regenerate --target models/llama --draft models/poss3 --source sharegpt.json \
-        --output sharegpt_llama.jsonl --batch-size 16
-    python -m train.regenerate --target models/llama --source questions.jsonl \
-        --output answers.jsonl --temperature 0.7 --template llama3
-    python -m train.regenerate --server http://localhost:8000/v1 --source questions.jsonl \
-        --output answers.jsonl --concurrency 64
+    python -m train.regenerate --target DIR --draft DIR --temperature 0.7 \
+        --source sharegpt.json --output answers.jsonl --batch-size 16
+    python -m train.regenerate --server http://localhost:8000/v1 \
+        --source questions.jsonl --output answers.jsonl --concurrency 64
 
 Without a data set, a chat model writes the questions, too:
 
-    python -m train.regenerate --target models/llama --self-prompt 20000 --output chats.jsonl \
-        --batch-size 16 'temperatures=[0, 0.7, 1]'
+    python -m train.regenerate --target DIR --self-prompt 20000 \
+        --output chats.jsonl --batch-size 16 'temperatures=[0, 0.7, 1]'
 """
 
-import argparse
 from collections.abc import Sequence
 
 from poss_jax.config.training import RegenerateConfig
@@ -30,6 +27,14 @@ from poss_jax.program.running import run_program
 _DATA_OPTIONS = ("source", "subset", "split", "template", "system_prompt", "max_documents")
 
 
+_ACTIONS = {
+    "--overwrite": {
+        "action": "store_true",
+        "help": "Start from the beginning if the output exists.",
+    }
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, answers, prints a summary."""
     config, args = read_arguments(
@@ -38,17 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="train.regenerate",
         doc=__doc__,
         also=[f"data.{name}" for name in _DATA_OPTIONS],
-        add_actions=_add_actions,
+        actions=_ACTIONS,
     )
     from .regeneration import regenerate  # with JAX, which --help does not wait for
 
     print_summary(regenerate(config, overwrite=args.overwrite))
-
-
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--overwrite", action="store_true", help="Start from the beginning if the output exists."
-    )
 
 
 def cli() -> None:

@@ -1,15 +1,15 @@
-"""Compiles the decoding programs for a TPU slice or GPU that this machine need not have.
+r"""Compiles decoding for a TPU slice or GPU that this machine need not have.
 
 Needs no weights and no accelerator, only shapes. TPUs need libtpu (pip install libtpu; one process
 at a time), GPUs the wheels of jax[cuda13]. Prints for every program its compile time, its memory,
 the bytes it moves against the bytes it must, the time that the TPU compiler expects, and the
 largest copies, re-layouts, upcasts and collectives with the lines they come from.
 
-    python -m infer.aot --config configs/aot/llama3-8b.yaml --topology v6e:1x1
-    python -m infer.aot --config configs/aot/llama3-8b.yaml --gpu h100 programs=[step,round]
+    python -m infer.aot --config configs/aot/llama3-8b.yaml \
+        --topology v6e:1x1 programs=[step,round]
+    python -m infer.aot --config configs/aot/llama3-8b.yaml --gpu h100
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,24 +19,24 @@ from poss_jax.program.running import run_program
 
 from .config import AheadConfig
 
+_ACTIONS = {
+    "--topology": {"metavar": "SLICE", "help": "TPU slice, such as v6e:1x1."},
+    "--gpu": {"metavar": "NAME", "help": "h100 or h200; one device."},
+    "--json": {"metavar": "FILE", "type": Path, "help": "File for the report."},
+    "--dump": {"metavar": "FOLDER", "type": Path, "help": "Folder for optimised HLO."},
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, compiles, prints, writes."""
     config, args = read_arguments(
-        AheadConfig, arguments, prog="infer.aot", doc=__doc__, add_actions=_add_actions
+        AheadConfig, arguments, prog="infer.aot", doc=__doc__, actions=_ACTIONS
     )
     if (args.topology is None) == (args.gpu is None):
         raise UserError("want either --topology SLICE or --gpu NAME; see --help")
     from .run import run  # with JAX, which --help does not wait for
 
     run(config, args)
-
-
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--topology", metavar="SLICE", help="TPU slice, such as v6e:1x1.")
-    parser.add_argument("--gpu", metavar="NAME", help="h100 or h200; one device.")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="File for the report.")
-    parser.add_argument("--dump", metavar="FOLDER", type=Path, help="Folder for optimised HLO.")
 
 
 def cli() -> None:

@@ -1,4 +1,4 @@
-"""Compares drafts with autoregressive decoding in this engine, over the same questions.
+r"""Compares drafts with decoding without a draft, over the same questions.
 
 Takes a target and drafts (model folders), without --target the model that `make chat` fetches.
 Answers every question of every set, at every temperature and with every seed, autoregressively and
@@ -8,13 +8,13 @@ everything as one JSON object. --output keeps every answer as it comes, so that 
 resumes after an interruption, and the report (report.html, .md, .json).
 
     python -m infer.bench --config configs/demo/bench.yaml
-    python -m infer.bench --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl
+    python -m infer.bench --target T --draft EAGLE-2=E --draft PosS-3=P \
+        --prompts questions.jsonl --output runs/bench
     python -m infer.bench --config configs/demo/bench.yaml --phases
 
 With --check-lossless, --roofline or --autotune it is infer.lossless, infer.roofline or infer.tune.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +32,11 @@ _ALIASES = {
 }
 
 
+_ACTIONS = {
+    "--overwrite": {"action": "store_true", "help": "Start from scratch where a report is already."}
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -40,17 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             program([word for word in arguments if word != flag])
             return
     config, args = read_arguments(
-        BenchConfig, arguments, prog="infer.bench", doc=__doc__, add_actions=_add_actions
+        BenchConfig, arguments, prog="infer.bench", doc=__doc__, actions=_ACTIONS
     )
     from .run import run  # with JAX, which --help does not wait for
 
     run(config, from_scratch=args.overwrite)
-
-
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--overwrite", action="store_true", help="Start from scratch where a report is already."
-    )
 
 
 def cli() -> None:

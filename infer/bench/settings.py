@@ -2,12 +2,13 @@
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.reading import UserError
-from poss_jax.program.arguments import read_arguments
+from poss_jax.program.arguments import Actions, read_arguments
 
 _LOG = logging.getLogger(__name__)
 
@@ -17,15 +18,13 @@ def read_settings(
     *,
     prog: str,
     doc: str | None,
-    add_actions: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    actions: Actions = MappingProxyType({}),
 ) -> tuple[BenchConfig, argparse.Namespace]:
     """Reads the command line of a program that examines a benchmark's models.
 
     Such a program takes the first of several temperatures and seeds.
     """
-    config, args = read_arguments(
-        BenchConfig, arguments, prog=prog, doc=doc, add_actions=add_actions
-    )
+    config, args = read_arguments(BenchConfig, arguments, prog=prog, doc=doc, actions=actions)
     if args.output is not None:
         _LOG.warning("%s prints its report; nothing is written to --output", prog)
     sampling = replace(

@@ -1,4 +1,4 @@
-"""Finds the fastest tree of every draft and batch size, and keeps them where programs look.
+"""Finds the fastest tree of every draft and batch size, and keeps it for later.
 
 Predicts the speed of hundreds of trees and measures the best (see `search`). Prints a table and, as
 the last line, everything as one JSON object. The trees are kept in the draft's folder, where every
@@ -7,9 +7,9 @@ program that decodes with it on this kind of device finds them.
     python -m infer.tune --target T --draft PosS-3=P --batch-sizes 1,4,16
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import at_least
@@ -18,11 +18,39 @@ from poss_jax.program.running import run_program
 from ..bench.settings import need_equal_texts, read_settings
 
 
+def _batch_sizes(text: str) -> list[int]:
+    """Reads batch sizes separated by commas."""
+    return sorted({at_least(1)(size) for size in text.split(",")})
+
+
+_ACTIONS: dict[str, dict[str, Any]] = {
+    "--batch-sizes": {
+        "type": _batch_sizes,
+        "default": [1],
+        "metavar": "N,N",
+        "help": "Numbers of prompts decoded together, such as 1,4,16. (default: 1)",
+    },
+    "--try-vocabulary": {
+        "action": "append",
+        "default": [],
+        "metavar": "FILE",
+        "help": "Also try this draft vocabulary; see python -m train.draft_vocab. The option may "
+        "be repeated.",
+    },
+    "--trees-file": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "Write the trees here, not to the draft's folder; other programs take it as "
+        "--trees. If a draft vocabulary won, pass FILE with the ending .vocabulary.json as "
+        "--draft-vocabulary.",
+    },
+    "--overwrite": {"action": "store_true", "help": "Replace --trees-file."},
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
-    config, args = read_settings(
-        arguments, prog="infer.tune", doc=__doc__, add_actions=_add_actions
-    )
+    config, args = read_settings(arguments, prog="infer.tune", doc=__doc__, actions=_ACTIONS)
     need_equal_texts(config)
     if len(config.temperatures) > 1:
         raise UserError(
@@ -33,38 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     places = places_of_trees(config, args.trees_file, overwrite=args.overwrite)
     autotune(config, args.batch_sizes, args.try_vocabulary, places)
-
-
-def _batch_sizes(text: str) -> list[int]:
-    """Reads batch sizes separated by commas."""
-    return sorted({at_least(1)(size) for size in text.split(",")})
-
-
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--batch-sizes",
-        type=_batch_sizes,
-        default=[1],
-        metavar="N,N",
-        help="Numbers of prompts decoded together, such as 1,4,16. (default: 1)",
-    )
-    parser.add_argument(
-        "--try-vocabulary",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="Draft vocabulary to try, too, see python -m train.draft_vocab. The option may be "
-        "repeated.",
-    )
-    parser.add_argument(
-        "--trees-file",
-        type=Path,
-        metavar="FILE",
-        help="Write the trees here, not to the draft's folder; other programs take it as --trees. "
-        "If a draft vocabulary won, pass FILE with the ending .vocabulary.json as "
-        "--draft-vocabulary.",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="Replace --trees-file.")
 
 
 def cli() -> None:

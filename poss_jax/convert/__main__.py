@@ -1,22 +1,22 @@
-r"""Converts checkpoints of other programs into model folders and back, and says what one holds.
+r"""Converts checkpoints of other programs into model folders, and back.
 
 Needs a folder or Hub id with safetensors (or .bin, with the `torch` extra), or a GGUF file. Prints
 what had to be assumed, a table (source key -> our path, shape and type), and as its last line one
 JSON object.
 
     python -m poss_jax.convert inspect HINT-lab/PosS3-Llama3-8B-Instruct
-    python -m poss_jax.convert target --source meta-llama/Meta-Llama-3-8B-Instruct \
-        --output models/llama3-8b
-    python -m poss_jax.convert target --source DIR_OR_HUB_ID --output DIR --quantise int8
-    python -m poss_jax.convert target --source FILE.gguf --output DIR --dtype bfloat16
-    python -m poss_jax.convert draft --source HINT-lab/PosS3-Llama3-8B-Instruct \
-        --target models/llama3-8b --output models/poss3
-    python -m poss_jax.convert export --model models/poss3 --target models/llama3-8b \
-        --output exported/poss3
+    python -m poss_jax.convert target --output models/llama3-8b \
+        --source meta-llama/Meta-Llama-3-8B-Instruct
+    python -m poss_jax.convert draft --output models/poss3 \
+        --source HINT-lab/PosS3-Llama3-8B-Instruct --target models/llama3-8b
+    python -m poss_jax.convert export --model models/poss3 \
+        --target models/llama3-8b --output exported/poss3
+    python -m poss_jax.convert target --source FILE.gguf --output DIR
 """
 
 import argparse
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -333,12 +333,28 @@ _COMMANDS = {
 }
 
 
+def _usage(command: Command) -> str:
+    """The arguments that must be given."""
+    parts = ((flag, _OPTIONS[flag]["metavar"]) for flag in command.required.split())
+    return " ".join(f"{flag} {value}".removeprefix("source ") for flag, value in parts)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(module="poss_jax.convert", description=describe(__doc__, shows_all=False))
-    parsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    parser = Parser(
+        module="poss_jax.convert",
+        description=describe(__doc__, shows_all=False),
+        usage="%(prog)s COMMAND ...",
+    )
+    parsers = parser.add_subparsers(
+        required=True, metavar="COMMAND", dest="command", prog=parser.prog
+    )
     for name, command in _COMMANDS.items():
-        about = f"{command.help} {command.more}"
-        one = parsers.add_parser(name, help=command.help, description=about)
+        one = parsers.add_parser(
+            name,
+            help=command.help,
+            description=textwrap.fill(f"{command.help} {command.more}", 79),
+            usage=f"%(prog)s {_usage(command)} [options]",
+        )
         for flag in f"{command.required} {command.optional}".split():
             options = _OPTIONS[flag] | command.changes.get(flag, {})
             if flag.startswith("--"):

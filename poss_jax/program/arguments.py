@@ -10,10 +10,10 @@ import logging
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from poss_jax.config.models import TreeConfig
@@ -28,44 +28,36 @@ from poss_jax.config.reading import (
     shorten,
 )
 from poss_jax.program.output import add_json
-from poss_jax.program.running import Parser
+from poss_jax.program.running import Parser, add_version
 
 _LOG = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT")
+Actions = Mapping[str, Mapping[str, Any]]
 
 _INDENT = 6 * " "
 _MOST_EXAMPLES, _LONGEST_TEXT = 3, 100  # of the short help
-_NAMES = {
-    **{"drafts": "draft", "datasets": "dataset", "keeps_unfinished": "keep-unfinished"},
-    **{"allowed_hosts": "allowed-host"},
-}
+_NAMES = {"drafts": "draft", "datasets": "dataset", "allowed_hosts": "allowed_host"}
+_NAMES |= {"keeps_unfinished": "keep_unfinished"}
 _METAVARS = {
-    **dict.fromkeys(["target", "draft", "init_target", "init_draft"], "DIR"),
-    **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
-    **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE"},
-    **dict.fromkeys(["stop", "question", "prompt", "data.system_prompt"], "TEXT"),
-    **{"server": "URL", "output": "PATH", "data.source": "DATA"},
-    **{"chat_template_kwargs": "NAME=VALUE", "allowed_hosts": "NAME", "system": "TEXT"},
+    "DIR": "target draft init_target init_draft",
+    "FILE": "prompts trees draft_vocabulary",
+    "TEXT": "stop question prompt data.system_prompt system",
+    "NAME": "allowed_hosts",
+    "NAME=DIR": "drafts",
+    "NAME=VALUE": "chat_template_kwargs",
+    "ID=VALUE": "sampling.logit_bias",
+    "URL": "server",
+    "PATH": "output",
+    "DATA": "data.source",
 }
 _SHOWN = {
-    "models": ["target", "draft", "drafts", "init_draft", "server"],
-    "input and output": [
-        *[
-            "question",
-            "prompt",
-            "prompts",
-            "datasets",
-            "num_prompts",
-            "data.source",
-            "self_prompt",
-            "system",
-        ],
-        *["max_new_tokens", "stream", "show_drafts", "output"],
-    ],
-    "sampling": ["sampling.temperature", "sampling.top_p", "sampling.seed", "temperatures"],
-    "speed": ["batch_size", "context", "quantise", "max_length", "concurrency"],
-    "run": ["stage", "num_epochs", "host", "port", "depth", "spans", "repeats"],
+    "models": "target draft drafts init_draft server",
+    "input and output": "question prompt prompts datasets num_prompts data.source self_prompt "
+    "system max_new_tokens stream show_drafts output",
+    "run": "stage num_epochs host port depth spans repeats",
+    "sampling": "sampling.temperature sampling.top_p sampling.seed temperatures",
+    "speed": "batch_size context quantise max_length concurrency",
 }
 """Keys whose options `--help` shows, by heading and in this order; `--help-all` has the others."""
 
@@ -107,7 +99,7 @@ def read_arguments(
     prog: str,
     doc: str | None,
     also: Sequence[str] = (),
-    add_actions: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    actions: Actions = MappingProxyType({}),
 ) -> tuple[ConfigT, argparse.Namespace]:
     """Reads a program's command line.
 
@@ -117,7 +109,7 @@ def read_arguments(
       prog: name of the program's module.
       doc: description, for --help.
       also: see `list_options`.
-      add_actions: adds options that are not settings, such as --overwrite.
+      actions: options that are not settings, such as --overwrite, as argparse takes them.
 
     Returns:
       The settings, and what the actions were given.
@@ -127,7 +119,7 @@ def read_arguments(
     """
     words = sys.argv[1:] if arguments is None else arguments
     options = list_options(kind, also)
-    parser = make_parser(kind, options, add_actions, prog=prog, doc=doc, words=words)
+    parser = make_parser(kind, options, actions, prog=prog, doc=doc, words=words)
     args = parser.parse_intermixed_args(words)
     values = read_values(args.config, args.overrides)
     given_as = name_overrides(args.overrides)
@@ -161,18 +153,18 @@ def read_arguments(
 def make_parser(
     kind: Any,
     options: Sequence[Option],
-    add_actions: Callable[[argparse.ArgumentParser], None],
+    actions: Actions,
     *,
     prog: str,
     doc: str | None,
     words: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
-    """Makes the parser of a program.
+    """Makes the parser of a program; its help begins with what most people need.
 
     Args:
       kind: the dataclass of its settings.
       options: its options.
-      add_actions: see `read_arguments`.
+      actions: see `read_arguments`.
       prog: name of the program's module.
       doc: description.
       words: the command line; where it has --help-all, help lists every option and key.
@@ -182,17 +174,19 @@ def make_parser(
         module=prog,
         usage="%(prog)s [options] [section.key=value ...]",
         description=describe(doc, shows_all=shows_all),
-        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=27),
         epilog=_list_other_keys(kind, options) if shows_all else _name_sections(kind, options),
+        add_help=False,
     )
-    parser.add_argument("--help-all", action="help", help="Show all options and keys.")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
     text = "Set a key of the config." if shows_all else argparse.SUPPRESS
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
+    _add_options(parser, kind, options, actions, shows_all=shows_all)
+    group = parser.add_argument_group("help and config")
+    group.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
     if "output" in list_keys(kind):
-        add_json(parser)
-    add_actions(parser)
-    _add_options(parser, kind, options, shows_all=shows_all)
+        add_json(group)
+    group.add_argument("-h", "--help", action="help", help="Show the main options.")
+    group.add_argument("--help-all", action="help", help="Show all options and keys.")
+    add_version(group)
     if not shows_all:
         for action in parser._actions:
             action.help = _shorten_help(action.help or "", words)
@@ -237,16 +231,23 @@ def _name_sections(kind: Any, options: Sequence[Option]) -> str:
 
 
 def _add_options(
-    parser: argparse.ArgumentParser, kind: Any, options: Sequence[Option], *, shows_all: bool
+    parser: argparse.ArgumentParser,
+    kind: Any,
+    options: Sequence[Option],
+    actions: Actions,
+    *,
+    shows_all: bool,
 ) -> None:
     """Adds options under their headings; in short those under none are not listed."""
     tree, left = _own_tree(kind), {option.key: option for option in options}
     for title, keys in _SHOWN.items():
         group = parser.add_argument_group(title)
+        for flag, settings in actions.items() if title == "run" else ():
+            group.add_argument(flag, **settings)
         if title == "speed" and _has_tree(kind):
             text = _TREE_HELP if _has_trees(kind) else _TREE_HELP.replace(", none", "")
             group.add_argument("--tree", metavar="D/K/N", help=text)
-        for option in [left.pop(key) for key in keys if key in left]:
+        for option in [left.pop(key) for key in keys.split() if key in left]:
             _add(group, option, tree)
     required = parser.add_argument_group("required") if not shows_all else None
     more = parser.add_argument_group("more")
@@ -281,8 +282,14 @@ def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action
 
 def _help_of(about: Key) -> str:
     """The help of a key, with its default as a config says it."""
-    default = list(about.default) if isinstance(about.default, tuple) else about.default
-    return about.help + ("" if default in (None, []) else f" (default: {default})")
+    match about.default:
+        case None | ():
+            return about.help
+        case tuple() as values:
+            return f"{about.help} (default: {[*values]})"
+        case float() as number:
+            return f"{about.help} (default: {number:g})"
+    return f"{about.help} (default: {about.default})"
 
 
 def _shorten_help(text: str, words: Sequence[str]) -> str:
@@ -301,8 +308,8 @@ def _shorten_help(text: str, words: Sequence[str]) -> str:
 
 
 _TREE_HELP = (
-    "Draft tree: depth/top_k/nodes such as 6/10/60, chain:N, none or auto; a chain has N tokens, "
-    "one after the other, and auto is the tuned tree, else the device's."
+    "Draft tree, such as 6/10/60, chain:N, none or auto; the numbers are depth, top_k and nodes, a "
+    "chain has N tokens one after the other, and auto is the tuned tree, else the device's."
 )
 _CHAIN, _SIZES = re.compile(r"chain:(\d{1,9})"), re.compile(r"(\d{1,9})/(\d{1,9})/(\d{1,9})")
 
@@ -395,13 +402,11 @@ def _kind(option: Option) -> type:
 
 
 def _metavar(option: Option) -> str:
-    found = _METAVARS.get(option.key)
-    if found is None:
-        text = str(option.about.annotation)
-        choices = re.findall(r"'([^']+)'", text) if "Literal" in text else []
-        is_name = option.about.annotation is str or "str" in text
-        found = "|".join(choices) or ("NAME" if is_name else "X" if "float" in text else "N")
-    return found
+    text = str(option.about.annotation)
+    choices = re.findall(r"'([^']+)'", text) if "Literal" in text else []
+    by_type = "NAME" if "str" in text else "X" if "float" in text else "N"
+    named = (name for name, keys in _METAVARS.items() if option.key in keys.split())
+    return next(named, "|".join(choices) or by_type)
 
 
 def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig | None) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -18,8 +17,8 @@ T = TypeVar("T")
 _LONGEST_FIELD = 100
 
 
-def add_json(parser: ArgumentParser) -> None:
-    """Adds `--json`, which `wants_json` looks for."""
+def add_json(parser: Any) -> None:
+    """Adds `--json`, which `wants_json` looks for, to a parser or a group."""
     parser.add_argument(
         "--json",
         action="store_true",
