@@ -13,14 +13,15 @@ from collections.abc import Sequence
 
 from poss_jax.config.decoding import ChatConfig
 from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, and talks until the user leaves."""
     config, _ = read_arguments(ChatConfig, arguments, prog="infer.chat", doc=__doc__)
-    from .conversation import talk  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from .conversation import talk
     talk(config)
 
 

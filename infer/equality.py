@@ -29,7 +29,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.steps import on_mesh
 from poss_jax.program.output import print_summary
-from poss_jax.program.tables import format_rows
+from poss_jax.program.tables import show_rows
 
 from .bench.measure import Decoder, load_decoders
 from .bench.questions import first_prompts, read_questions
@@ -290,14 +290,14 @@ def _scores(
 
 
 def format_check(report: dict[str, Any]) -> str:
-    """The report as a Markdown table, and a line for every difference."""
+    """The report as a table, and a line for every difference."""
     lines = [
         f"{report['answers']} answers of at most {report['max_new_tokens']} tokens, temperatures "
         f"{', '.join(map(str, report['temperatures']))}, with and without filters; reference: "
         "autoregressive decoding, alone",
         "",
     ]
-    lines += format_rows(
+    lines += show_rows(
         ["decoded", "equal", "excused", "failures", "rounding"],
         [
             (

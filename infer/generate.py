@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
 
@@ -27,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, decodes, prints; without arguments shows how to start."""
     words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     config, _ = read_arguments(GenerateConfig, words, prog="infer.generate", doc=__doc__)
-    from .answering import answer_prompts  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from .answering import answer_prompts
     answer_prompts(config)
 
 

@@ -8,6 +8,7 @@ last line, everything as one JSON object; the exit code is 1 if a difference is 
 
 from collections.abc import Sequence
 
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
 from .bench.settings import need_equal_texts, read_settings
@@ -17,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, compares, prints; exit code 1 if there are failures."""
     config, _ = read_settings(arguments, prog="infer.lossless", doc=__doc__)
     need_equal_texts(config)
-    from .equality import check  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from .equality import check
     check(config)
 
 

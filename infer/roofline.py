@@ -9,8 +9,9 @@ line is everything as one JSON object. The rates of the device are kept for othe
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from poss_jax.program.output import print_summary
+from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.running import run_program
+from poss_jax.program.tables import show_rows
 
 from .bench.settings import read_settings
 
@@ -18,19 +19,19 @@ from .bench.settings import read_settings
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures the device and every method on the first prompt, prints."""
     config, _ = read_settings(arguments, prog="infer.roofline", doc=__doc__)
-    # With JAX, which --help does not wait for.
-    from .bench.measure import load_decoders
-    from .bench.phases import measure_card
-    from .bench.questions import first_prompts, read_questions
-    from .bench.rates import measure_roofline
-    from .bench.report import format_card, with_provenance
-
-    roofline = measure_roofline()
+    with waiting("importing JAX ..."):
+        from .bench.measure import load_decoders
+        from .bench.phases import measure_card
+        from .bench.questions import first_prompts, read_questions
+        from .bench.rates import measure_roofline
+        from .bench.report import format_card, with_provenance
+    with waiting("measuring the device ..."):
+        roofline = measure_roofline()
     decoders = load_decoders(config)
     prompt = first_prompts(read_questions(config, decoders[0].engine))[0]
     methods = {one.name: measure_card(one.engine, prompt, roofline.device) for one in decoders}
     report = {"prompt_tokens": len(prompt.ids), "roofline": asdict(roofline), "methods": methods}
-    print(format_card(report))
+    print(format_card(report, show_rows))
     print_summary(with_provenance(report, config), "")
 
 

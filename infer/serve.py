@@ -25,6 +25,7 @@ from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import waiting
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
@@ -35,13 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments and serves until a signal comes."""
     start_processes()  # before options ask for the device's default tree
     config, _ = read_arguments(ServeConfig, arguments, prog="infer.serve", doc=__doc__)
-    # With JAX, which --help does not wait for.
-    import jax
+    with waiting("importing JAX ..."):
+        import jax
 
-    from poss_jax.engine.leader import follow
-    from poss_jax.program.options import load_engine
-    from poss_jax.program.output import waiting
-
+        from poss_jax.engine.leader import follow
+        from poss_jax.program.options import load_engine
     try:
         from poss_jax.serving.app import create_app, make_slots
         from poss_jax.serving.guard import read_api_key

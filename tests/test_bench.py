@@ -290,12 +290,19 @@ def test_report_is_printed_as_tables() -> None:
 
 2 questions; 1 of them loop (distinct 4-grams below 0.5)
 
-| method | acceptance length | pooled | tokens/s | speed-up | pos 1 | pos 2 | pos 3 | pos 4 | \
-first token ms | p90 | ms per token | p90 | equal |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
-| plain | 1.00 | 1.00 | 3 | 1.00 |  |  |  |  | 750.0 | 750.0 | 375.00 | 375.00 | 2 of 2 |
-| draft | 2.83 | 2.80 | 11 | 3.33 | 80 % | 67 % | 100 % | 50 % | 125.0 | 300.0 | 62.50 | 150.00 | \
-1 of 2 |
+| method | acceptance length | pooled | tokens/s | speed-up | equal |
+|---|---|---|---|---|---|
+| plain | 1.00 | 1.00 | 3 | 1.00 | 2 of 2 |
+| draft | 2.83 | 2.80 | 11 | 3.33 | 1 of 2 |
+
+<details><summary>positions and times</summary>
+
+| method | accepted at positions 1, 2, ... | first token ms | p90 | ms per token | p90 |
+|---|---|---|---|---|---|
+| plain |  | 750.0 | 750.0 | 375.00 | 375.00 |
+| draft | 80%, 67%, 100%, 50% | 125.0 | 300.0 | 62.50 | 150.00 |
+
+</details>
 
 without those whose answers loop
 
@@ -305,10 +312,11 @@ without those whose answers loop
     assert text.startswith(expected)
     report["groups"][0]["looping_questions"] = [0, 1]
     assert "without those" not in format_report(report)
-    assert "| draft | 2.67 | 2.67 | 16 | 4.00 | 100 % | 50 % | 100 % | 0 % |" in text
+    assert "| draft | 2.67 | 2.67 | 16 | 4.00 | 1 of 1 |" in text
+    assert max(line.count(" | ") for line in text.splitlines()) < 8
     for table in (
-        "| plain | no draft | 1,234 | 0.00 | 1,024 | 64 | 1.0 | 1.50 | 0.0125 |",
-        "| draft | 4/2/9 | 1,234 | 0.00 | 1,024 | 64 | 2.2 | 1.50 | 0.0125 |",
+        "| plain | no draft | 1,234 | 0.00 | 1,024 + 64 | 1.0 | 1.50 | 0.0125 |",
+        "| draft | 4/2/9 | 1,234 | 0.00 | 1,024 + 64 | 2.2 | 1.50 | 0.0125 |",
         "| draft | 1.50 | 2.00 | 0.00 | 0.50 | 5.00 | 0.80 |",
         "autoregressive loop 3.00 ms per token, plain decode step 2.50 ms: ratio 1.20; floor 1.50 "
         "ms: 50% of the loop",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from poss_jax.config.paths import as_path
 from poss_jax.program.arguments import at_least, describe
-from poss_jax.program.output import add_json, print_summary
+from poss_jax.program.output import add_json, print_summary, waiting
 from poss_jax.program.running import Parser, run_program
 
 
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     args = _PARSERS[given.command]().parse_intermixed_args(given.arguments)
-    from .vocabulary import apply, count  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from .vocabulary import apply, count
     print_summary(count(args) if given.command == "count" else apply(args))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
 from poss_jax.program.arguments import read_arguments
-from poss_jax.program.output import print_summary
+from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
@@ -43,10 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.compile_for and not args.dry_run:
         raise UserError("--compile-for describes a run; add --dry-run")
     start_processes()
-    # With JAX, which --help does not wait for.
-    from .devices import is_first_process
-    from .training import describe, train
-
+    with waiting("importing JAX ..."):
+        from .devices import is_first_process
+        from .training import describe, train
     if args.dry_run:
         results = describe(config, args.compile_for)
     else:

@@ -19,7 +19,7 @@ from poss_jax.config.yaml_text import parse_yaml
 from poss_jax.program.arguments import describe
 from poss_jax.program.output import add_json, print_summary
 from poss_jax.program.running import Parser, run_program
-from poss_jax.program.tables import format_rows
+from poss_jax.program.tables import show_rows
 
 _BY_DEPTH = {
     "validation_loss": "loss",
@@ -103,7 +103,7 @@ def _no_metrics(folder: str) -> UserError:
 
 
 def format_table(runs: list[RunMetrics]) -> str:
-    """Formats the best validation of every run as Markdown, drafts by depth."""
+    """Formats the best validation of every run as a table, drafts by depth."""
     table, by_depth = [], []
     for run in runs:
         length = run.best.get("simulated_acceptance_length")
@@ -113,9 +113,9 @@ def format_table(runs: list[RunMetrics]) -> str:
         for depth, specialist in enumerate(run.specialists):
             cells = ["" if values is None else f"{values[depth]:.3f}" for values in known]
             by_depth.append([run.name, depth, specialist, *cells])
-    lines = format_rows(["run", "step", "validation loss", "simulated acceptance length"], table)
+    lines = show_rows(["run", "step", "validation loss", "simulated acceptance length"], table)
     if by_depth:
-        lines += ["", *format_rows(["run", "depth", "specialist", *_BY_DEPTH.values()], by_depth)]
+        lines += ["", *show_rows(["run", "depth", "specialist", *_BY_DEPTH.values()], by_depth)]
     return "\n".join(lines)
 
 

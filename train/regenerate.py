@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from poss_jax.config.training import RegenerateConfig
 from poss_jax.program.arguments import read_arguments
-from poss_jax.program.output import print_summary
+from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.running import run_program
 
 _DATA_OPTIONS = ("source", "subset", "split", "template", "system_prompt", "max_documents")
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         also=[f"data.{name}" for name in _DATA_OPTIONS],
         actions=_ACTIONS,
     )
-    from .regeneration import regenerate  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from .regeneration import regenerate
     print_summary(regenerate(config, overwrite=args.overwrite))
 
 

@@ -23,7 +23,7 @@ from poss_jax.data.rows import Rows
 from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.program.output import check_new_file
-from poss_jax.program.tables import format_rows
+from poss_jax.program.tables import show_rows
 
 _SMALLEST_SHOWN = 16
 _PARTS = ("training", "held out")
@@ -186,7 +186,7 @@ def _format_counts(
     for shown in sorted(sizes):
         tokens = choose_tokens(trained, shown)
         table.append([shown, *(f"{coverage_of(part, tokens):.2%}" for part in counts)])
-    lines += format_rows(["size", *(f"coverage, {part}" for part in _PARTS)], table)
+    lines += show_rows(["size", *(f"coverage, {part}" for part in _PARTS)], table)
     if size is not None and size > num_seen:
         lines += ["", f"{size - num_seen:,} of the {size:,} tokens never occur: the lowest ids"]
     return lines

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
 from .config import AheadConfig
@@ -34,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if (args.topology is None) == (args.gpu is None):
         raise UserError("want either --topology SLICE or --gpu NAME; see --help")
-    from .run import run  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from .run import run
     run(config, args)
 
 

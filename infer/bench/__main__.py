@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
 from .. import lossless, roofline
@@ -47,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, args = read_arguments(
         BenchConfig, arguments, prog="infer.bench", doc=__doc__, actions=_ACTIONS
     )
-    from .run import run  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from .run import run
     run(config, from_scratch=args.overwrite)
 
 

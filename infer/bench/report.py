@@ -11,7 +11,7 @@ from poss_jax.checkpoint.whole import refuse_non_empty, write_file
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import config_to_dict
 from poss_jax.program.output import check_writable, print_summary, wants_json
-from poss_jax.program.tables import format_rows
+from poss_jax.program.tables import fold, format_rows
 
 from .phases import PARTS
 from .statistics import FEWEST, format_estimate
@@ -69,26 +69,39 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
 
 def _group_table(group: dict[str, Any], part: str, *, sampled: set[str]) -> list[str]:
     rows = {name: entry[part] for name, entry in group["methods"].items() if part in entry}
-    depth = max((len(row["positionwise_acceptance"]["value"]) for row in rows.values()), default=0)
-    head = ["method", "acceptance length", "pooled", "tokens/s", "speed-up"]
-    head += [f"pos {i + 1}" for i in range(depth)]
-    head += ["first token ms", "p90", "ms per token", "p90", "equal"]
-    table = []
-    for name, row in rows.items():
-        positions = row["positionwise_acceptance"]["value"]
-        cells = [
+    head = ["method", "acceptance length", "pooled", "tokens/s", "speed-up", "equal"]
+    table = [
+        [
             name,
             format_estimate(row["acceptance_length"]),
             format_estimate(row["pooled_acceptance_length"] | {"low": None}),
             f"{row['tokens_per_second']['value']:.0f}",
             format_estimate(row["speed_up"]),
-            *(f"{100 * share:.0f} %" for share in positions),
-            *[""] * (depth - len(positions)),
-            *(f"{row['first_token_milliseconds'][key]:.1f}" for key in ("p50", "p90")),
-            *(f"{row['token_milliseconds'][key]:.2f}" for key in ("p50", "p90")),
             "" if name in sampled else f"{row['equal_outputs']} of {row['answers']}",
         ]
-        table.append(cells)
+        for name, row in rows.items()
+    ]
+    return [*format_rows(head, table), "", *fold("positions and times", _times_table(rows))]
+
+
+def _times_table(rows: dict[str, Any]) -> list[str]:
+    head = [
+        "method",
+        "accepted at positions 1, 2, ...",
+        "first token ms",
+        "p90",
+        "ms per token",
+        "p90",
+    ]
+    table = [
+        [
+            name,
+            ", ".join(f"{share:.0%}" for share in row["positionwise_acceptance"]["value"]),
+            *(f"{row['first_token_milliseconds'][key]:.1f}" for key in ("p50", "p90")),
+            *(f"{row['token_milliseconds'][key]:.2f}" for key in ("p50", "p90")),
+        ]
+        for name, row in rows.items()
+    ]
     return format_rows(head, table)
 
 
@@ -112,13 +125,13 @@ def _memory_table(report: dict[str, Any]) -> list[str]:
         memory = entry["memory"]
         cells = [name, entry["tree"] or "no draft"]
         cells += [f"{memory['draft_parameters']:,}", f"{memory['draft_bytes'] / 1e6:.2f}"]
-        cells += [f"{memory[f'{of}_cache_bytes_per_token']:,}" for of in ("target", "draft")]
+        sizes = (f"{memory[f'{of}_cache_bytes_per_token']:,}" for of in ("target", "draft"))
         first = entry["first_token_seconds"]
-        cells += [f"{entry['compile_seconds']:.1f}", f"{first['cold']:.2f}", f"{first['warm']:.4f}"]
+        cells += [" + ".join(sizes), f"{entry['compile_seconds']:.1f}"]
+        cells += [f"{first['cold']:.2f}", f"{first['warm']:.4f}"]
         table.append(cells)
     head = ["method", "tree: depth/top_k/nodes", "parameters of the draft", "MB"]
-    head += ["cache, bytes per token: target", "draft"]
-    head += ["compile s", "first token, cold s", "warm s"]
+    head += ["cache bytes per token: target + draft", "compile s", "first token, cold s", "warm s"]
     return ["## Trees, memory and compilation", "", *format_rows(head, table)]
 
 
@@ -144,8 +157,8 @@ def _phase_table(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def format_card(report: dict[str, Any]) -> str:
-    """Bytes, FLOPs, floors and measured times of all phases, as a Markdown table."""
+def format_card(report: dict[str, Any], lay_out: Callable[..., list[str]] = format_rows) -> str:
+    """Bytes, FLOPs, floors and measured times of all phases, as a table."""
     device, table = report["roofline"]["device"], []
     for method, entry in report["methods"].items():
         for phase, cost in entry["costs"].items():
@@ -160,7 +173,7 @@ def format_card(report: dict[str, Any]) -> str:
             f"{device['name']}: {device['bytes_per_second'] / 1e9:.1f} GB/s, "
             f"{device['flops_per_second'] / 1e9:.0f} GFLOP/s",
             "",
-            *format_rows(head, table),
+            *lay_out(head, table),
         ]
     )
 

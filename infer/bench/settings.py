@@ -9,6 +9,7 @@ from types import MappingProxyType
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import Actions, read_arguments
+from poss_jax.program.output import waiting
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,10 +33,8 @@ def read_settings(
         temperature=(*config.temperatures, config.sampling.temperature)[0],
         seed=(*config.seeds, config.sampling.seed)[0],
     )
-    from poss_jax.program.options import (
-        with_default_models,
-    )  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from poss_jax.program.options import with_default_models
     return with_default_models(replace(config, sampling=sampling)), args
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from poss_jax.config.decoding import DriftConfig
 from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
 _ACTIONS = {
@@ -27,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, args = read_arguments(
         DriftConfig, arguments, prog="infer.drift", doc=__doc__, actions=_ACTIONS
     )
-    from .study import show_study  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from .study import show_study
     show_study(config, overwrite=args.overwrite)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import at_least
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
 from ..bench.settings import need_equal_texts, read_settings
@@ -57,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"want one temperature, got {list(config.temperatures)}; give temperatures=[1], or the "
             "one that texts will be drawn with"
         )
-    from .run import autotune, places_of_trees  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from .run import autotune, places_of_trees
     places = places_of_trees(config, args.trees_file, overwrite=args.overwrite)
     autotune(config, args.batch_sizes, args.try_vocabulary, places)
 

@@ -17,7 +17,7 @@ from poss_jax.engine.device import default_tree
 from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
 from poss_jax.program.output import check_writable, print_summary
-from poss_jax.program.tables import format_rows
+from poss_jax.program.tables import show_rows
 
 from ..bench.measure import load_decoders
 from ..bench.questions import first_prompts, read_questions
@@ -120,7 +120,7 @@ def _write_tuned(
 
 
 def _format_tuning(report: dict[str, Any]) -> str:
-    """The report as a Markdown table, the best tree of every batch size in bold."""
+    """The report as a table, the best tree of every batch size in bold."""
     head = ["draft", "batch size", "tree", "predicted tokens/s", "tokens/s", "ratio to no draft"]
     head += ["predicted acceptance length", "acceptance length"]
     table = []
@@ -135,4 +135,4 @@ def _format_tuning(report: dict[str, Any]) -> str:
                 cells += [f"{speed:.0f}" if expected else "", f"{row['tokens_per_second']:.0f}"]
                 cells += [f"{row['ratio']:.2f}", f"{length:.2f}" if expected else ""]
                 table.append([*cells, f"{row['acceptance_length']:.2f}"])
-    return "\n".join(format_rows(head, table))
+    return "\n".join(show_rows(head, table))

@@ -29,7 +29,7 @@ from poss_jax.checkpoint.whole import refuse_irreplaceable
 from poss_jax.config.models import Quantisation
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.program.arguments import describe
-from poss_jax.program.output import add_json, print_summary
+from poss_jax.program.output import add_json, print_summary, waiting, wants_json
 from poss_jax.program.running import Parser, run_program
 
 _NUMBER = re.compile(r"(?<=[./])\d+(?=[./])|^\d+(?=[./])")
@@ -62,12 +62,12 @@ def cli() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Commands; they import what needs JAX, which --help does not wait for
+# Commands
 
 
 def _inspect(**options: Any) -> None:
-    from poss_jax.convert.inspection import inspect
-
+    with waiting("importing JAX ..."):
+        from poss_jax.convert.inspection import inspect
     found = inspect(**options)
     lines = [f"{name:24}{text}" for name, text in found.facts]
     lines += ["", *_format_rows(found.rows), ""] if found.rows else []
@@ -81,8 +81,8 @@ def _inspect(**options: Any) -> None:
 
 
 def _export(output: AnyPath, *, as_bin: bool, **options: Any) -> None:
-    from poss_jax.convert.export import plan_export, write_export
-
+    with waiting("importing JAX ..."):
+        from poss_jax.convert.export import plan_export, write_export
     export = plan_export(**options)
     print("\n".join(_format_rows(export.rows)))
     arrays = tqdm(export.arrays(), total=len(export.rows), unit="tensor", disable=None)
@@ -93,10 +93,10 @@ def _export(output: AnyPath, *, as_bin: bool, **options: Any) -> None:
 
 def _convert(command: str, output: AnyPath, **options: Any) -> None:
     """Writes a model folder: a target, a draft, or a draft with more specialists."""
-    from poss_jax.checkpoint.folder import write_model
-    from poss_jax.convert.plan import plan_draft, plan_specialists, plan_target
-    from poss_jax.model.parameters import count_parameters
-
+    with waiting("importing JAX ..."):
+        from poss_jax.checkpoint.folder import write_model
+        from poss_jax.convert.plan import plan_draft, plan_specialists, plan_target
+        from poss_jax.model.parameters import count_parameters
     plans = {"target": plan_target, "draft": plan_draft, "init-specialists": plan_specialists}
     conversion = plans[command](**options)
     for line in conversion.assumed:
@@ -132,17 +132,22 @@ def _advance(progress: tqdm, item: tuple[str, Any]) -> tuple[str, Any]:
 def _format_rows(rows: Sequence[Any]) -> list[str]:
     """Lays rows of `poss_jax.convert.reading` out in columns: key -> path, shape, type.
 
-    Consecutive layers whose rows differ only in the layer's number share a line: `{0..31}`.
+    Consecutive layers whose rows differ only in the layer's number share a line: `{0..31}`. On a
+    terminal every path has its own line.
     """
     folded = _fold_rows(rows)
     key_width = max((len(row.key) for row in folded), default=0)
     path_width = max((len(row.path) for row in folded), default=0)
-    return [
-        f"{row.key:{key_width}}  "
-        + (f"->  {row.path:{path_width}}  " if path_width else "")  # a refused source has no paths
-        + f"{'x'.join(map(str, row.shape)) or 'scalar'}  {row.dtype}"
-        for row in folded
-    ]
+    lines = []
+    for row in folded:
+        weight = f"{'x'.join(map(str, row.shape)) or 'scalar'}  {row.dtype}"
+        if not path_width:  # a refused source
+            lines.append(f"{row.key:{key_width}}  {weight}")
+        elif wants_json():
+            lines.append(f"{row.key:{key_width}}  ->  {row.path:{path_width}}  {weight}")
+        else:
+            lines += [f"{row.key:{key_width}}  {weight}", f"  -> {row.path}"]
+    return lines
 
 
 def _fold_rows(rows: Iterable[Any]) -> list[Any]:

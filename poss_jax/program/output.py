@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -67,18 +67,6 @@ def _show(value: Any) -> str:
         case dict() if all(isinstance(one, int) for one in value.values()):
             return ", ".join(f"{name.replace('_', ' ')} {one:,}" for name, one in value.items())
     return ""
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lays cells out in columns, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 @contextmanager
