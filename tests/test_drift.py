@@ -255,10 +255,8 @@ def test_table_of_a_family_without_features() -> None:
     [
         ("--target {target}", "want at least one draft; give --draft NAME=DIR"),
         ("--draft A={eagle}", "want --target DIR"),
-        ("--target {target} --draft A={eagle} --depth 0", "--depth: Input should be greater"),
         ("--target {target} --draft A={eagle} --depth 8 --max-new-tokens 8", "more than depth, 8"),
         ("--target {target} --draft A={eagle} --spans 9", "want at most one per position, 8"),
-        ("--target {target} --draft A={eagle} --depht 2", "did you mean --depth?"),
         ("--target {target} --draft A={target}", "want a draft, got a target"),
         ("--target {target} --draft A={eagle} --prompts nowhere.jsonl", "want a readable file"),
         ("--target {target} --draft autoregressive={eagle}", "is the baseline's name"),

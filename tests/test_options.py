@@ -339,10 +339,11 @@ def test_trees_that_are_refused(tmp_path: Path, text: str, error: str) -> None:
     ("option", "error"),
     [
         ("--tree-depth=1001", "--tree-depth: Input should be less than or equal to 1000, got"),
+        ("--tree-top-k=0", "--tree-top-k: Input should be greater than 0, got '0'"),
         ("--tree-top-k=2147483648", "--tree-top-k: Input should be less than 2147483648"),
-        ("--tree-total-tokens=" + "9" * 5000, "--tree-total-tokens: Unable to parse input string"),
+        ("--tree-total-tokens=1", "--tree-total-tokens: Input should be greater than 1"),
+        (f"--tree-total-tokens={'9' * 5000}", "--tree-total-tokens: Unable to parse input string"),
     ],
-    ids=["depth", "top_k", "total_tokens"],
 )
 def test_trees_out_of_bounds(option: str, error: str) -> None:
     assert error in refusal(tree, option)

@@ -1,14 +1,18 @@
 """The report of a benchmark: tables to read, and the files of a report folder."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty, write_file
 from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.paths import local_path
 from poss_jax.config.reading import config_to_dict
 from poss_jax.program.output import check_writable, print_summary, wants_json
 from poss_jax.program.tables import fold, format_rows
@@ -193,31 +197,27 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
     check_writable(folder, is_folder=True)
 
 
-def write_report(
-    report: dict[str, Any],
-    table: str,
-    folder: Path,
-    *,
-    plot: Callable[[Path], None] | None = None,
-) -> None:
-    """Writes report.json and report.md.
+@contextmanager
+def open_output(output: str | None, *, overwrite: bool) -> Iterator[Path | None]:
+    """Yields the folder for a report, which no other process writes meanwhile; None: there is none.
 
-    Args:
-      report: numbers.
-      table: the same as Markdown.
-      folder: folder of the files.
-      plot: draws pictures in that folder; called where matplotlib is installed.
+    Raises:
+      UserError: no report can be written there, or another process writes one.
     """
+    if output is None:
+        yield None
+        return
+    folder = local_path(output, "output")
+    check_output(folder, overwrite=overwrite)
+    with sole_writer(folder):
+        yield folder
+
+
+def write_report(report: dict[str, Any], table: str, folder: Path) -> None:
+    """Writes report.json and report.md, which is the same as Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "report.json", json.dumps(report, indent=2) + "\n")
     write_file(folder / "report.md", table + "\n")
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    if plot is not None:
-        plot(folder)
 
 
 def show_report(
@@ -226,6 +226,7 @@ def show_report(
     folder: Path | None,
     *,
     brief: str | None = None,
+    write: Callable[[Path], None] | None = None,
     plot: Callable[[Path], None] | None = None,
 ) -> None:
     """Prints the table, or for people its brief form, and for programs a line of JSON.
@@ -235,10 +236,18 @@ def show_report(
       table: the same as Markdown.
       folder: folder to write both to; None writes nothing.
       brief: text for a terminal; None: the table.
-      plot: see `write_report`.
+      write: writes more files to the folder.
+      plot: draws pictures in the folder; called where matplotlib is installed.
     """
     print(table if brief is None or wants_json() else brief)
     if folder is not None:
-        write_report(report, table, folder, plot=plot)
+        write_report(report, table, folder)
+        if write is not None:
+            write(folder)
+        if plot is not None and find_spec("matplotlib"):
+            import matplotlib
+
+            matplotlib.use("Agg")
+            plot(folder)
         print(f"report: {folder}")
     print_summary(report, "")

@@ -1,7 +1,6 @@
 """Follows drafts along the target's own answers, teacher-forced and in earnest."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
 from typing import Any
@@ -12,11 +11,9 @@ import numpy as np
 from tqdm import tqdm
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
-from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import ModelRecord, provenance
 from poss_jax.config.decoding import DriftConfig
 from poss_jax.config.models import DraftConfig
-from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.data.conversations import Tokens
@@ -33,7 +30,7 @@ from poss_jax.shapes import Params
 
 from ..bench.measure import Decoder, load_decoders, play
 from ..bench.questions import read_questions
-from ..bench.report import check_output, show_report
+from ..bench.report import open_output, show_report
 from ..bench.statistics import compare, estimate, estimate_mean, share
 from ..bench.summary import LOOPING_BELOW
 from .report import format_brief, format_report, plot_report
@@ -59,19 +56,8 @@ class Followed:
 
 
 def show_study(config: DriftConfig, *, overwrite: bool) -> None:
-    """Measures all drafts, prints, and writes the report.
-
-    Args:
-      config: settings of the analysis.
-      overwrite: replace a report that is there already.
-
-    Raises:
-      UserError: bad input.
-    """
-    folder = None if config.output is None else local_path(config.output, "output")
-    if folder is not None:
-        check_output(folder, overwrite=overwrite)
-    with nullcontext() if folder is None else sole_writer(folder):
+    """Measures all drafts, prints, and writes the report; `overwrite` replaces an earlier one."""
+    with open_output(config.output, overwrite=overwrite) as folder:
         report = study(config)
         show_report(
             report,

@@ -119,7 +119,7 @@ def read_arguments(
     """
     words = sys.argv[1:] if arguments is None else arguments
     options = list_options(kind, also)
-    parser = make_parser(kind, options, actions, prog=prog, doc=doc, words=words)
+    parser = _make_parser(kind, options, actions, prog=prog, doc=doc, words=words)
     args = parser.parse_intermixed_args(words)
     values = read_values(args.config, args.overrides)
     given_as = name_overrides(args.overrides)
@@ -150,25 +150,16 @@ def read_arguments(
 # Help: what most people need on one screen, or all
 
 
-def make_parser(
+def _make_parser(
     kind: Any,
     options: Sequence[Option],
     actions: Actions,
     *,
     prog: str,
     doc: str | None,
-    words: Sequence[str] = (),
+    words: Sequence[str],
 ) -> argparse.ArgumentParser:
-    """Makes the parser of a program; its help begins with what most people need.
-
-    Args:
-      kind: the dataclass of its settings.
-      options: its options.
-      actions: see `read_arguments`.
-      prog: name of the program's module.
-      doc: description.
-      words: the command line; where it has --help-all, help lists every option and key.
-    """
+    """Makes the parser of a program; its help begins with what most people need."""
     shows_all = "--help-all" in words
     parser = Parser(
         module=prog,
