@@ -10,6 +10,7 @@ came. Ctrl-C stops an answer, Ctrl-D leaves.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from poss_jax.config.decoding import ChatConfig
 from poss_jax.program.arguments import read_arguments
@@ -25,10 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     talk(config)
 
 
-def cli() -> None:
-    """Entry point of `poss-chat`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

@@ -7,6 +7,7 @@ last line, everything as one JSON object; the exit code is 1 if a difference is 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
@@ -23,10 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check(config)
 
 
-def cli() -> None:
-    """Entry point of `poss-lossless`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

@@ -8,6 +8,7 @@ line is everything as one JSON object. The rates of the device are kept for othe
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 
 from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.running import run_program
@@ -35,10 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_summary(with_provenance(report, config), "")
 
 
-def cli() -> None:
-    """Entry point of `poss-roofline`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import MeshConfig
@@ -80,10 +81,7 @@ def _on_all_devices(config: ServeConfig) -> ServeConfig:
     return replace(config, mesh=mesh)
 
 
-def cli() -> None:
-    """Entry point of `poss-serve`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

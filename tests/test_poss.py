@@ -1,6 +1,5 @@
 """The command `poss`: it starts at once, knows every program, and names them as they were typed."""
 
-import ast
 import importlib
 import os
 import re
@@ -105,8 +104,7 @@ def test_every_command_has_a_program_and_a_line(name: str) -> None:
     command = COMMANDS[name]
     path = ROOT / command.module.replace(".", "/")
     path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
-    functions = [node for node in ast.parse(path.read_text()).body if hasattr(node, "name")]
-    assert "cli" in {node.name for node in functions}  # type: ignore[attr-defined]
+    assert re.search(r"^(def cli\(\)|cli = )", path.read_text(), re.M)
     assert command.about[0].isupper() and command.about.endswith(".")
 
 

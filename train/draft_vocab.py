@@ -14,6 +14,7 @@ JSON object.
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from poss_jax.config.paths import as_path
@@ -42,11 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with waiting("importing JAX ..."):
         from .vocabulary import apply, count
     print_summary(count(args) if given.command == "count" else apply(args))
-
-
-def cli() -> None:
-    """Entry point of `poss-draft-vocab`."""
-    run_program(main)
 
 
 def _count_parser() -> argparse.ArgumentParser:
@@ -115,6 +111,8 @@ def _parser(description: str | None, usage: str) -> Parser:
 
 _PARSERS = {"count": _count_parser, "apply": _apply_parser}
 
+
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

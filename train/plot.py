@@ -10,6 +10,7 @@ prints the table as Markdown and one JSON line at the end.
 import importlib.util
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
     print_summary({"runs": len(runs), "plot": output and str(output)})
 
 
-def cli() -> None:
-    """Entry point of `poss-plot`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

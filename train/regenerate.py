@@ -18,6 +18,7 @@ Without a data set, a chat model writes the questions, too:
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from poss_jax.config.training import RegenerateConfig
 from poss_jax.program.arguments import read_arguments
@@ -50,10 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_summary(regenerate(config, overwrite=args.overwrite))
 
 
-def cli() -> None:
-    """Entry point of `poss-regenerate`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

@@ -11,6 +11,7 @@ largest copies, re-layouts, upcasts and collectives with the lines they come fro
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from poss_jax.config.reading import UserError
@@ -40,10 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run(config, args)
 
 
-def cli() -> None:
-    """Entry point of `poss-aot`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

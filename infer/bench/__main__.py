@@ -17,6 +17,7 @@ With --check-lossless, --roofline or --autotune it is infer.lossless, infer.roof
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from poss_jax.config.decoding import BenchConfig
 from poss_jax.program.arguments import read_arguments
@@ -53,10 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run(config, from_scratch=args.overwrite)
 
 
-def cli() -> None:
-    """Entry point of `poss-bench`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

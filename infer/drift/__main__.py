@@ -12,6 +12,7 @@ last line everything as one JSON object; --output keeps report.json, report.md a
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from poss_jax.config.decoding import DriftConfig
 from poss_jax.program.arguments import read_arguments
@@ -33,10 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show_study(config, overwrite=args.overwrite)
 
 
-def cli() -> None:
-    """Entry point of `poss-drift`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

@@ -8,6 +8,7 @@ program that decodes with it on this kind of device finds them.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     autotune(config, args.batch_sizes, args.try_vocabulary, places)
 
 
-def cli() -> None:
-    """Entry point of `poss-tune`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

@@ -56,11 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _convert(command, **options)
 
 
-def cli() -> None:
-    """Entry point of `poss-convert`."""
-    run_program(main)
-
-
 # --------------------------------------------------------------------------------------------------
 # Commands
 
@@ -368,6 +363,8 @@ def _parser() -> argparse.ArgumentParser:
         add_json(one)
     return parser
 
+
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

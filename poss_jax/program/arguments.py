@@ -165,7 +165,7 @@ def _make_parser(
         module=prog,
         usage="%(prog)s [options] [section.key=value ...]",
         description=describe(doc, shows_all=shows_all),
-        epilog=_list_other_keys(kind, options) if shows_all else _name_sections(kind, options),
+        epilog=_describe_other_keys(kind, options, shows_all=shows_all),
         add_help=False,
     )
     text = "Set a key of the config." if shows_all else argparse.SUPPRESS
@@ -201,24 +201,23 @@ def _has_configs(example: str) -> bool:
     return all(Path(path).is_file() for path in re.findall(r"configs/\S+", example))
 
 
-def _list_other_keys(kind: Any, options: Sequence[Option]) -> str | None:
-    """Describes the keys that have no option."""
+def _describe_other_keys(kind: Any, options: Sequence[Option], *, shows_all: bool) -> str | None:
+    """Describes the keys that have no option; in short names their sections, and --help-all."""
     with_option = {option.key for option in options}
-    lines = [
-        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(about), 72), _INDENT)}"
+    others = {
+        key: about
         for key, about in list_keys(kind).items()
         if not about.is_section and key not in with_option
+    }
+    if not shows_all:
+        sections = ", ".join(dict.fromkeys(key.split(".")[0] for key in others))
+        more = f", and the keys of {sections}" if sections else ""
+        return textwrap.fill(f"--help-all shows all options{more}.", 79)
+    lines = [
+        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(about), 72), _INDENT)}"
+        for key, about in others.items()
     ]
     return "\n".join(["further keys:", *lines]) if lines else None
-
-
-def _name_sections(kind: Any, options: Sequence[Option]) -> str:
-    """Says where the rest of the help is, and which sections of keys there are."""
-    with_option = {option.key for option in options}
-    keys = [key for key, about in list_keys(kind).items() if not about.is_section]
-    sections = dict.fromkeys(key.split(".")[0] for key in keys if key not in with_option)
-    more = f", and the keys of {', '.join(sections)}" if sections else ""
-    return textwrap.fill(f"--help-all shows all options{more}.", 79)
 
 
 def _add_options(
@@ -240,12 +239,11 @@ def _add_options(
             group.add_argument("--tree", metavar="D/K/N", help=text)
         for option in [left.pop(key) for key in keys.split() if key in left]:
             _add(group, option, tree)
-    required = parser.add_argument_group("required") if not shows_all else None
-    more = parser.add_argument_group("more")
+    group = parser.add_argument_group("more" if shows_all else "required")
     for option in left.values():
-        is_hidden = not (shows_all or option.about.is_required)
-        action = _add(more if required is None or is_hidden else required, option, tree)
-        action.help = argparse.SUPPRESS if is_hidden else action.help
+        action = _add(group, option, tree)
+        if not (shows_all or option.about.is_required):
+            action.help = argparse.SUPPRESS
 
 
 def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action:
