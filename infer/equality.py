@@ -130,13 +130,13 @@ def _compare(
     """One row of the report; the first answer, and all that differ, are replayed."""
     outputs = [(a.output_ids, b.output_ids) for a, b in zip(expected, answers, strict=True)]
     different = [index for index, (a, b) in enumerate(outputs) if a != b]
-    roundings, failures, excused = [], _find_overlong(setting, answers), []
+    roundings, failures, excused = [], find_overlong(setting, answers), []
     for index in sorted({0, *different}):
         first = index - index % setting.batch_size
         batch = jobs[first : first + setting.batch_size]
         at = _first_difference(*outputs[index])
-        alone = _replay(baseline, [jobs[index]], 0, at, batch_size=1)
-        together = _replay(setting.engine, batch, index - first, at, batch_size=setting.batch_size)
+        alone = replay(baseline, [jobs[index]], 0, at, batch_size=1)
+        together = replay(setting.engine, batch, index - first, at, batch_size=setting.batch_size)
         rounding, temperature = _rounding(alone, together), jobs[index].sampling.temperature
         roundings.append(rounding * (temperature or 1))
         if index in different:
@@ -156,7 +156,7 @@ def _compare(
     }
 
 
-def _find_overlong(setting: Setting, answers: Sequence[Generation]) -> list[dict[str, Any]]:
+def find_overlong(setting: Setting, answers: Sequence[Generation]) -> list[dict[str, Any]]:
     """Answers with a round that accepted more tokens than its tree is deep."""
     longest = [max(answer.accepted_per_round, default=0) for answer in answers]
     return [
@@ -226,7 +226,7 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)) - 1)
 
 
-def _replay(
+def replay(
     engine: Engine, batch: Sequence[PreparedPrompt], row: int, last: int, *, batch_size: int
 ) -> list[Scores]:
     """Decodes a batch once more, from the host, and keeps the scores of tokens 0 to `last`.

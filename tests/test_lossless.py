@@ -63,7 +63,7 @@ def test_more_accepted_than_the_tree_is_deep_is_a_failure():
         Generation([1], [2] * 9, None, accepted, accepted, "length")
         for accepted in ([3, 2], [4, 1])
     ]
-    (found,) = equality._find_overlong(setting, answers)
+    (found,) = equality.find_overlong(setting, answers)
     assert (found["answer"], found["accepted"], found["is_excused"]) == (1, 4, False)
 
 
@@ -103,7 +103,7 @@ def test_a_replay_ends_with_its_text():
         llama, random_target(llama), tree=TreeConfig(depth=1, top_k=3, total_tokens=4)
     )
     prompt = engine.prepare([1, 2, 3], 3)
-    assert len(equality._replay(engine, [prompt], 0, 9, batch_size=2)) == 3
+    assert len(equality.replay(engine, [prompt], 0, 9, batch_size=2)) == 3
 
 
 @pytest.mark.slow

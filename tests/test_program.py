@@ -2,7 +2,6 @@
 
 import errno
 import fnmatch
-import importlib
 import json
 import os
 import pwd
@@ -204,15 +203,6 @@ def test_json_may_be_asked_for(
     monkeypatch.setattr(sys, "argv", ["poss-train", "--json"])
     print_summary(RESULT, "some text")
     assert json.loads(capsys.readouterr().out) == RESULT
-
-
-@pytest.mark.parametrize(
-    "program", ["infer.generate", "infer.drift.__main__", "train.main", "train.plot"]
-)
-def test_programs_with_a_result_take_json(program: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        importlib.import_module(program).main(["--help"])
-    assert "  --json " in capsys.readouterr().out
 
 
 def test_long_work_is_announced_on_a_terminal(

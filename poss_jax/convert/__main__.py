@@ -30,7 +30,7 @@ from poss_jax.config.models import Quantisation
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.program.arguments import describe
 from poss_jax.program.output import add_json, print_summary, waiting, wants_json
-from poss_jax.program.running import Parser, run_program
+from poss_jax.program.running import Parser, add_version, run_program
 
 _NUMBER = re.compile(r"(?<=[./])\d+(?=[./])|^\d+(?=[./])")
 
@@ -361,6 +361,7 @@ def _parser() -> argparse.ArgumentParser:
                 options |= {"required": flag in command.required.split()}
             one.add_argument(flag, **options)
         add_json(one)
+        add_version(one)
     return parser
 
 
