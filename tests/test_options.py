@@ -18,6 +18,7 @@ from poss_jax.config.training import RegenerateConfig, TrainConfig
 from poss_jax.engine import device
 from poss_jax.engine.trees import read_trees
 from poss_jax.program.arguments import list_options, read_arguments
+from poss_jax.program.options import load_engine
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 KINDS = [
@@ -404,6 +405,16 @@ def test_one_word_trees_that_are_refused(words: str, error: str) -> None:
     arguments = [words] if "{" in words else words.split()
     message = refusal(tree, *arguments)
     assert error in message and len(message) < 300
+
+
+def test_trees_of_methods_and_of_files_are_not_too_deep(tmp_path: Path) -> None:
+    deep, error = "{depth: 5, total_tokens: 5}", DEEP.format(5, 5)
+    method = [f"methods={{a: {{draft: d, tree: {deep}}}}}"]
+    with pytest.raises(UserError, match=error):
+        read_arguments(BenchConfig, method, prog="test", doc=None)
+    (tmp_path / "trees").write_text(f"4: {deep}")
+    with pytest.raises(UserError, match=error):
+        load_engine(read(["--trees", str(tmp_path / "trees")]))
 
 
 def test_a_file_of_trees_stands_alone() -> None:

@@ -24,14 +24,7 @@ from poss_jax.program.running import Parser, run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command.
-
-    Args:
-      arguments: the command line without the program's name; None: the process's.
-
-    Raises:
-      UserError: wrong arguments, or data or a draft that cannot be used.
-    """
+    """Parses arguments, counts or writes, prints a summary."""
     parser = _parser(__doc__, "COMMAND ...")
     parser.add_argument(
         "command", choices=list(_PARSERS), metavar="COMMAND",

@@ -57,18 +57,7 @@ class Answerer(NamedTuple):
 
 
 def regenerate(config: RegenerateConfig, *, overwrite: bool) -> dict[str, Any]:
-    """Answers the questions that the output lacks.
-
-    Args:
-      config: the target, the questions and how they are answered.
-      overwrite: begin anew if the output exists.
-
-    Returns:
-      The summary, JSON-compatible.
-
-    Raises:
-      UserError: bad input.
-    """
+    """Answers the questions that the output lacks, or with `overwrite` all; returns the summary."""
     output = local_path(config.output, "output")
     check_writable(output)
     _check_apart(config.data.source, output)

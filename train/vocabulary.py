@@ -30,14 +30,7 @@ _PARTS = ("training", "held out")
 
 
 def count(args: argparse.Namespace) -> dict[str, Any]:
-    """Counts, prints the coverage of several sizes, and writes the vocabulary that is wanted.
-
-    Returns:
-      The summary, JSON-compatible.
-
-    Raises:
-      UserError: bad input.
-    """
+    """Counts, prints coverages, and writes the vocabulary that is wanted; returns the summary."""
     if args.output is not None:
         if args.size is None and args.coverage is None:
             raise UserError("--output wants a draft vocabulary; add --size or --coverage")
@@ -57,14 +50,7 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def apply(args: argparse.Namespace) -> dict[str, Any]:
-    """Writes a copy of a draft that proposes the tokens of a vocabulary only.
-
-    Returns:
-      The summary, JSON-compatible.
-
-    Raises:
-      UserError: bad input.
-    """
+    """Writes a copy of a draft with a vocabulary; returns the summary."""
     refuse_irreplaceable(args.output)
     record = read_record(args.draft)
     if record.family != "draft":

@@ -22,11 +22,7 @@ from .report import format_report, measure
 
 
 def run(config: AheadConfig, args: argparse.Namespace) -> None:
-    """Compiles for the device that the command line names.
-
-    Raises:
-      UserError: no such device, or a place that cannot be written to.
-    """
+    """Compiles for the device that the command line names, prints, and writes the report."""
     name: str = args.gpu or args.topology
     if args.gpu is None:
         _check_topology(name)
@@ -37,7 +33,7 @@ def run(config: AheadConfig, args: argparse.Namespace) -> None:
         args.dump.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are part of the report
     devices = gpu(name) if args.gpu else tpu_slice(name)
-    report = with_provenance(compile_all(config, devices, name, dump=args.dump), config)
+    report = with_provenance(_compile_all(config, devices, name, args.dump), config)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -50,20 +46,10 @@ def _check_topology(name: str) -> None:
         raise UserError(f"topology {name}: want one of {', '.join(known)}, as in v6e:1x1")
 
 
-def compile_all(
-    config: AheadConfig, devices: Sequence[Any], name: str, *, dump: Path | None = None
+def _compile_all(
+    config: AheadConfig, devices: Sequence[Any], name: str, dump: Path | None
 ) -> dict[str, Any]:
-    """Compiles the wanted programs and prints what they cost.
-
-    Args:
-      config: models, request and programs.
-      devices: what to compile for.
-      name: name of the slice or GPU.
-      dump: folder for the programs' HLO; None writes none.
-
-    Returns:
-      The report, JSON-compatible.
-    """
+    """Compiles the wanted programs, prints what they cost, and returns the report."""
     planned = plan(config, make_mesh(config.mesh, devices))
     device = DEVICES[name.partition(":")[0]]
     programs = {}

@@ -67,11 +67,11 @@ def plot_report(report: dict[str, Any], path: Path) -> None:
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
         for name, draft in report["drafts"].items():
             numbers = draft["by_depth"]
-            colour = _draw(left, numbers["conditional_acceptance"], label=name)
+            colour = draw_interval(left, numbers["conditional_acceptance"], label=name)
             decoded = numbers["decoded_conditional_acceptance"]
-            _draw(left, decoded, color=colour, linestyle="--", marker="")
+            draw_interval(left, decoded, color=colour, linestyle="--", marker="")
             if "feature_cosine" in numbers:
-                _draw(right, numbers["feature_cosine"], label=name, color=colour)
+                draw_interval(right, numbers["feature_cosine"], label=name, color=colour)
         left.set(ylabel="accepted, given all before (dashed: decoded)")
         right.set(ylabel="cosine with the target's feature")
         for axes in (left, right):
@@ -82,8 +82,8 @@ def plot_report(report: dict[str, Any], path: Path) -> None:
         pyplot.close(figure)
 
 
-def _draw(axes: Any, number: dict[str, Any], **style: Any) -> str:
-    """Draws a line with its interval; returns its colour."""
+def draw_interval(axes: Any, number: dict[str, Any], **style: Any) -> str:
+    """Draws a number by position, with its interval where one is known; returns its colour."""
     value, low, high = (np.array(number[key], float) for key in ("value", "low", "high"))
     position = np.arange(1, len(value) + 1)
     (line,) = axes.plot(position, value, **({"marker": "o"} | style))

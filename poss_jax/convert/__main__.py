@@ -36,14 +36,7 @@ _NUMBER = re.compile(r"(?<=[./])\d+(?=[./])|^\d+(?=[./])")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command.
-
-    Args:
-      arguments: the command line without the program's name; None takes the process's own.
-
-    Raises:
-      UserError: wrong arguments, or anything in the source that cannot be converted.
-    """
+    """Parses arguments, and runs one command."""
     options = vars(_parser().parse_args(arguments))
     command, _ = options.pop("command"), options.pop("json")  # see `wants_json`
     if "output" in options:  # before anything large is read

@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -141,7 +141,8 @@ def read_arguments(
         origin=args.config or "options",
         given_as=given_as | {option.key: option.flag for option in given},
     )
-    _check_depth(getattr(config, "tree", None))
+    ways = getattr(config, "methods", {}).values()
+    check_depths([getattr(config, "tree", None), *(way.tree for way in ways)])
     _warn_of_idle(config, given)
     return config, args
 
@@ -329,14 +330,15 @@ def _set_tree(values: dict[str, Any], text: str, kind: Any) -> None:
         )
 
 
-def _check_depth(tree: TreeConfig | None) -> None:
+def check_depths(trees: Iterable[TreeConfig | None]) -> None:
     """Refuses a tree that compiles levels for which it has no nodes."""
-    if tree is not None and tree.depth >= tree.total_tokens:
-        raise UserError(
-            f"tree {tree.name}: want total_tokens above depth, {tree.depth}, since every level "
-            f"needs a node and the root is one, got {tree.total_tokens}; raise --tree-total-tokens "
-            "or lower --tree-depth"
-        )
+    for tree in trees:
+        if tree is not None and tree.depth >= tree.total_tokens:
+            raise UserError(
+                f"tree {tree.name}: want total_tokens above depth, {tree.depth}, since every level "
+                f"needs a node and the root is one, got {tree.total_tokens}; raise total_tokens or "
+                "lower depth"
+            )
 
 
 def at_least(least: int) -> Callable[[str], int]:

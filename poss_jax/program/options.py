@@ -7,6 +7,7 @@ from poss_jax.config.decoding import SMOLLM2, AnswerConfig, BenchConfig
 from poss_jax.config.paths import as_path
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.trees import read_trees
+from poss_jax.program.arguments import check_depths
 
 
 def load_engine(config: AnswerConfig) -> Engine:
@@ -18,10 +19,12 @@ def load_engine(config: AnswerConfig) -> Engine:
     target, draft = config.target, config.draft
     if target == SMOLLM2:
         target, draft = default_target(), draft or next(iter(default_drafts().values()), None)
+    trees = {} if config.trees is None else read_trees(as_path(config.trees))
+    check_depths(trees.values())
     return Engine.load(
         target,
         draft,
-        tree=config.tree if config.trees is None else read_trees(as_path(config.trees)),
+        tree=trees or config.tree,
         max_length=config.max_length,
         drafting=config.drafting,
         allow_target_mismatch=config.allow_target_mismatch,

@@ -36,7 +36,10 @@ def align(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> list[str]:
     if max(map(len, lines)) <= _TERMINAL:
         return lines
     widths = [max(map(len, cells)) for _, *cells in columns]
-    heads = [_wrap(column[0], width) for column, width in zip(columns, widths, strict=True)]
+    heads = [
+        textwrap.wrap(name, width, break_long_words=False)
+        for (name, *_), width in zip(columns, widths, strict=True)
+    ]
     most = max(map(len, heads))
     return _join_columns(
         [
@@ -44,10 +47,6 @@ def align(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> list[str]:
             for head, (_, *cells) in zip(heads, columns, strict=True)
         ]
     )
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_long_words=False)
 
 
 def _join_columns(columns: Sequence[Sequence[str]]) -> list[str]:
