@@ -94,7 +94,6 @@ def describe(config: TrainConfig, compile_for: str | None = None) -> dict[str, A
     """Reads all that a run would read except weights; trains and writes nothing.
 
     Args:
-      config: the run.
       compile_for: also compile the step for this machine (`here`) or a TPU slice; None: do not.
 
     Returns:

@@ -66,9 +66,6 @@ def apply(args: argparse.Namespace) -> dict[str, Any]:
 def count_tokens(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
     """Counts the tokens that a draft's run trains on.
 
-    Args:
-      config: the run.
-
     Returns:
       How often each token occurs in the training rows and in the held-out rows, [V] int64 each.
 
@@ -85,15 +82,7 @@ def count_tokens(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
-    """Counts how often each token occurs as a trained token.
-
-    Args:
-      rows: rows of a run.
-      vocab_size: number of tokens of the target.
-
-    Returns:
-      [V] int64.
-    """
+    """Counts how often each token occurs as a trained token, [V] int64."""
     return np.bincount(rows.tokens[rows.loss_mask], minlength=vocab_size)
 
 
@@ -104,7 +93,6 @@ def choose_tokens(counts: np.ndarray, size: int) -> np.ndarray:
 
     Args:
       counts: [V] from `count_trained`.
-      size: number of tokens to choose.
 
     Returns:
       [size] int32, ascending ids.
@@ -137,7 +125,6 @@ def make_vocabulary(config: TrainConfig, counts: np.ndarray, size: int) -> Draft
     Args:
       config: the run whose tokens were counted.
       counts: [V] how often each token occurs in its training rows.
-      size: number of tokens to choose.
 
     Raises:
       UserError: what `choose_tokens` refuses.

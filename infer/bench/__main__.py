@@ -27,11 +27,7 @@ from poss_jax.program.running import run_program
 from .. import lossless, roofline
 from ..tune.__main__ import main as tune
 
-_ALIASES = {
-    "--check-lossless": lossless.main,
-    "--roofline": roofline.main,
-    "--autotune": tune,
-}
+_ALIASES = {"--check-lossless": lossless.main, "--roofline": roofline.main, "--autotune": tune}
 
 
 _ACTIONS = {

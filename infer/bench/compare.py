@@ -33,7 +33,6 @@ def bench(
     """Runs the comparison, or the part that the folder `config.output` still lacks.
 
     Args:
-      config: what is compared.
       from_scratch: drop the answers that the folder holds.
 
     Returns:

@@ -142,7 +142,6 @@ def play(
     """Answers every turn of questions, and times each.
 
     Args:
-      engine: the engine that decodes.
       dialogues: the questions; they are not changed.
       batch_size: number of questions that are answered together; the seconds of a batch are shared
         out equally among its answers.
@@ -230,8 +229,6 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt, device: Device) -> dic
 
     Args:
       engine: an engine without a draft.
-      prompt: the prompt to continue.
-      device: rates of this device.
 
     Returns:
       Median milliseconds per token of `plain` and `loop`, and of their ratio `loop_to_plain`; the

@@ -232,7 +232,6 @@ def show_report(
     """Prints the table, or for people its brief form, and for programs a line of JSON.
 
     Args:
-      report: numbers.
       table: the same as Markdown.
       folder: folder to write both to; None writes nothing.
       brief: text for a terminal; None: the table.

@@ -133,11 +133,6 @@ def _table_by_depth(draft: dict[str, Any], columns: dict[str, str]) -> list[str]
     table = []
     for depth, specialist in enumerate(draft["specialists"]):
         numbers = (draft["by_depth"][key] for key in known)
-        cells = [format_estimate(_at(number, depth)) for number in numbers]
-        table.append([depth + 1, specialist + 1, *cells])
+        here = ({key: values[depth] for key, values in number.items()} for number in numbers)
+        table.append([depth + 1, specialist + 1, *map(format_estimate, here)])
     return format_rows(["position", "specialist", *known.values()], table)
-
-
-def _at(number: dict[str, Any], depth: int) -> dict[str, Any]:
-    """Takes one depth out of numbers by depth."""
-    return {key: values[depth] for key, values in number.items()}

@@ -153,11 +153,7 @@ def follow(
     """Lets a draft predict along texts, teacher-forced: the validation of training, text by text.
 
     Args:
-      config: settings of the analysis.
-      name: name of the draft.
-      target_record: record of the target.
       target: its parameters, layers stacked.
-      rows: texts.
     """
     record, draft = load_draft(
         config.drafts[name],
@@ -235,7 +231,6 @@ def count_rounds(answers: Answers, num_depths: int) -> tuple[np.ndarray, np.ndar
 
     Args:
       answers: answers that were decoded with chains.
-      num_depths: number of depths.
 
     Returns:
       Two [questions R] arrays. A round that the end of an answer cuts short does not reach the

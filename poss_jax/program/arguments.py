@@ -80,7 +80,6 @@ def list_options(kind: Any, also: Sequence[str] = ()) -> list[Option]:
     """Lists the options of a config dataclass: its keys, the keys of `sampling` and `tree`, `also`.
 
     Args:
-      kind: the dataclass.
       also: keys of other sections that get an option.
     """
     options = []
@@ -104,10 +103,8 @@ def read_arguments(
     """Reads a program's command line.
 
     Args:
-      kind: the dataclass of its settings.
       arguments: words of the command line; None: the process's.
       prog: name of the program's module.
-      doc: description, for --help.
       also: see `list_options`.
       actions: options that are not settings, such as --overwrite, as argparse takes them.
 
@@ -272,14 +269,9 @@ def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action
 
 def _help_of(about: Key) -> str:
     """The help of a key, with its default as a config says it."""
-    match about.default:
-        case None | ():
-            return about.help
-        case tuple() as values:
-            return f"{about.help} (default: {[*values]})"
-        case float() as number:
-            return f"{about.help} (default: {number:g})"
-    return f"{about.help} (default: {about.default})"
+    default = [*about.default] if isinstance(about.default, tuple) else about.default
+    shown = f"{default:g}" if isinstance(default, float) else default
+    return about.help + ("" if default in (None, []) else f" (default: {shown})")
 
 
 def _shorten_help(text: str, words: Sequence[str]) -> str:

@@ -35,7 +35,6 @@ def print_summary(value: dict[str, Any], text: str | None = None) -> None:
     """Writes the last line of a program: for people a text, else one JSON object.
 
     Args:
-      value: the result.
       text: the same for people; "": they have seen it, None: `format_fields`.
     """
     shown = json.dumps(value) if wants_json() else format_fields(value) if text is None else text
