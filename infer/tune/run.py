@@ -16,7 +16,7 @@ from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.engine.device import default_tree
 from poss_jax.engine.trees import tuned_file, vocabulary_file, write_tuned
 from poss_jax.model.sharding import decoding_mesh
-from poss_jax.program.output import check_writable, print_summary
+from poss_jax.program.output import check_writable, print_summary, wants_json
 from poss_jax.program.tables import show_rows
 
 from ..bench.measure import load_decoders
@@ -130,8 +130,8 @@ def _format_tuning(report: dict[str, Any]) -> str:
             for tree, row in entry["methods"].items():
                 expected = row["predicted"]
                 speed, length = ("", "") if expected is None else expected.values()
-                bold = "**" if row is fastest else ""
-                cells = [name, size, f"{bold}{tree}{bold}"]
+                mark = ("**" if wants_json() else "*") if row is fastest else ""
+                cells = [name, size, f"{mark}{tree}{mark}"]
                 cells += [f"{speed:.0f}" if expected else "", f"{row['tokens_per_second']:.0f}"]
                 cells += [f"{row['ratio']:.2f}", f"{length:.2f}" if expected else ""]
                 table.append([*cells, f"{row['acceptance_length']:.2f}"])
