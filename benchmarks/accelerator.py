@@ -26,8 +26,8 @@ from benchmarks.options import add_numbers, add_trees, make_parser, read_shape
 from benchmarks.pytorch import TorchLoop, need_torch, torch_shape
 from infer.bench.costs import Device, cost_card, describe_workload, floors
 from infer.bench.phases import measure_card, start
+from infer.bench.rates import measure_roofline
 from infer.bench.report import format_card, show_report, write_report
-from infer.roofline import measure_roofline
 from poss_jax.checkpoint.record import TargetIdentity, new_record, provenance
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig
 from poss_jax.config.training import ObjectiveConfig, OptimizerConfig, StepConfig

@@ -26,7 +26,7 @@ from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.config.reading import load_config
 from poss_jax.model.parameters import count_parameters
-from poss_jax.program.options import at_least
+from poss_jax.program.arguments import at_least
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 

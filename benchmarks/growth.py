@@ -22,14 +22,14 @@ from benchmarks.options import add_numbers, make_parser, read_shape
 from benchmarks.random_pair import interleaved, random_engines, timed_rounds
 from infer.bench.costs import Device, cost_card, describe_workload, floors
 from infer.bench.phases import mark_done, start
+from infer.bench.rates import find_roofline
 from infer.bench.report import show_report
-from infer.roofline import find_roofline
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import at_least
+from poss_jax.program.arguments import at_least
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 

@@ -8,7 +8,7 @@ from typing import Any
 from infer.bench.report import check_output
 from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config
-from poss_jax.program.options import at_least
+from poss_jax.program.arguments import at_least
 from poss_jax.program.running import Parser
 
 TREE = "DEPTH/TOP_K/TOTAL"

@@ -34,15 +34,15 @@ import numpy as np
 from benchmarks.options import add_numbers, add_trees, make_parser, read_shape
 from benchmarks.random_pair import interleaved, random_engines, time_rounds
 from infer.bench.phases import measure_card
+from infer.bench.rates import measure_roofline
 from infer.bench.report import format_card, show_report
-from infer.roofline import measure_roofline
 from poss_jax.checkpoint.record import provenance
 from poss_jax.config.models import LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.engine.engine import Engine
-from poss_jax.program.options import at_least
+from poss_jax.program.arguments import at_least
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 

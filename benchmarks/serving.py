@@ -58,7 +58,7 @@ from poss_jax.engine.steps import read_rounds
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import split_items
 from poss_jax.model.target import init_target
-from poss_jax.program.options import at_least
+from poss_jax.program.arguments import at_least
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 

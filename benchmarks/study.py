@@ -48,7 +48,7 @@ from poss_jax.config.numbers import Seed
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.model.parameters import split_items
-from poss_jax.program.options import at_least
+from poss_jax.program.arguments import at_least
 from poss_jax.program.running import Parser, run_program
 from poss_jax.program.tables import format_rows
 from train.claims import changed_settings, claim_folder, saved_config

@@ -23,7 +23,7 @@ from infer.drift.study import Answers, decode
 from poss_jax.config.decoding import DriftConfig
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
-from poss_jax.program.options import at_least
+from poss_jax.program.arguments import at_least
 from poss_jax.program.running import run_program
 from poss_jax.program.tables import format_rows
 from train import main as training

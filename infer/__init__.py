@@ -1,12 +1,12 @@
 """Programs that use weights.
 
-generate.py  answers prompts
-chat.py      a conversation
+generate.py  answers prompts; answering.py does it
+chat.py      a conversation; conversation.py holds it
 serve.py     the server
 bench/       compares drafts; the programs below measure with it
 drift/       measures drafts by depth
 tune/        finds the fastest draft trees
-lossless.py  checks that speculative and plain texts are equal
-roofline.py  rates of this device, and the floor of every phase
+lossless.py  checks that speculative and plain texts are equal; equality.py compares them
+roofline.py  compares every phase with its floor
 aot/         compiles for other devices
 """

@@ -27,8 +27,8 @@ from poss_jax.engine.dialogue import (
 )
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.program.options import check_new_file, load_engine
-from poss_jax.program.output import announce, print_summary, waiting
+from poss_jax.program.options import load_engine
+from poss_jax.program.output import announce, check_new_file, print_summary, waiting
 
 from .screen import Screen
 

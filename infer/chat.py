@@ -5,29 +5,28 @@ fetches. Answers appear as they are written, accepted drafts tinted; a line belo
 came. Ctrl-C stops an answer, Ctrl-D leaves.
 
     python -m infer.chat
-    python -m infer.chat --target models/llama3-8b --draft models/poss3 --temperature 0.7
+    python -m infer.chat --target DIR --draft DIR --temperature 0.7
     printf 'Why is the sky blue?\n/compare\n' | python -m infer.chat
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from poss_jax.config.decoding import ChatConfig
 from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, and talks until the user leaves."""
     config, _ = read_arguments(ChatConfig, arguments, prog="infer.chat", doc=__doc__)
-    from .conversation import talk  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from .conversation import talk
     talk(config)
 
 
-def cli() -> None:
-    """Entry point of `poss-chat`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

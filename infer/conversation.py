@@ -223,8 +223,6 @@ def compare(drafted: Answered, plain: Answered, *, has_own_texts: bool = False) 
     """Says how two answers to one prompt compare.
 
     Args:
-      drafted: the answer with a draft.
-      plain: the answer without one.
       has_own_texts: their texts may differ, since the drafts were sampled.
     """
     is_cut = drafted.is_stopped or plain.is_stopped

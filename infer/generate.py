@@ -4,9 +4,9 @@ Takes model folders (see `python -m poss_jax.convert`), without --target the mod
 fetches. Prints the texts, or writes one JSON line per answer to --output; the last line printed is
 a summary, as JSON if not on a terminal. An interrupted run keeps its finished answers.
 
-    python -m infer.generate --question "How do I poach an egg?" --stream --show-drafts
-    python -m infer.generate --target DIR --draft DIR --prompt "Once" --temperature 0.8 --stream
-    python -m infer.generate --target DIR --prompts questions.jsonl --output answers.jsonl
+    python -m infer.generate --question "How do I poach an egg?" --stream
+    python -m infer.generate --target DIR --draft DIR --prompt Once
+    python -m infer.generate --target DIR --prompts FILE --output FILE
     python -m infer.generate --target DIR --draft DIR --precompile 512 --precompile 4096
 
 A line of --prompts holds one of `prompt` (text), `prompt_ids`, `messages` (chat), or `turns` (user
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from poss_jax.config.decoding import GenerateConfig
 from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
 
@@ -27,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, decodes, prints; without arguments shows how to start."""
     words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     config, _ = read_arguments(GenerateConfig, words, prog="infer.generate", doc=__doc__)
-    from .answering import answer_prompts  # with JAX, which --help does not wait for
-
+    with waiting("importing JAX ..."):
+        from .answering import answer_prompts
     answer_prompts(config)
 
 

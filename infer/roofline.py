@@ -1,171 +1,42 @@
-"""Measures this device once and keeps the rates: read bandwidth, and matrix products by rows.
+"""Measures this device again, and compares every decoding phase with its floor.
 
-As a program it measures them again. For a target and its drafts it prints bytes, FLOPs, least and
-measured time of every decoding phase; the last line is everything as one JSON object.
+For a target and its drafts it prints bytes, FLOPs, least and measured time of every phase; the last
+line is everything as one JSON object. The rates of the device are kept for other programs.
 
     python -m infer.roofline --config configs/demo/bench.yaml
 """
 
-import dataclasses
-import json
-import os
-import platform
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-
-from poss_jax.config.paths import is_uri
-from poss_jax.engine.device import default_dtype, device_memory
-from poss_jax.program.output import print_summary
+from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.running import run_program
-from poss_jax.shapes import Array
+from poss_jax.program.tables import show_rows
 
-from .bench.costs import Device
-from .bench.measure import load_decoders, read_settings
-from .bench.phases import measure_card
-from .bench.questions import first_prompts, read_questions
-from .bench.report import format_card, with_provenance
-
-ROWS = (1, 8, 16, 64, 512)
-_SECONDS = 0.3  # spent on every program
-_WIDTHS = {"cpu": (8192, 2048)}
-"""Widths of a weight larger than all caches, and of a square product that keeps all units busy."""
-_OTHER_WIDTHS = (32768, 8192)
-
-
-@dataclasses.dataclass(frozen=True)
-class Roofline:
-    """Measured rates of a device.
-
-    Attributes:
-      device: the best rates, which floors are computed with.
-      flops_by_rows: FLOPs per second of a product with a large weight, by its number of rows;
-        `square`: a product of two square matrices.
-    """
-
-    device: Device
-    flops_by_rows: dict[str, float]
-
-
-def find_roofline() -> Roofline:
-    """Returns the kept rates of this device; measures them if there are none."""
-    kept = read_kept().get(device_name())
-    with suppress(TypeError, KeyError):  # of another version
-        if kept is not None:
-            return Roofline(Device(**kept["device"]), kept["flops_by_rows"])
-    return measure_roofline()
-
-
-def measure_roofline() -> Roofline:
-    """Measures this device, and keeps the rates in the compilation cache's folder."""
-    wide, square = _WIDTHS.get(jax.default_backend(), _OTHER_WIDTHS)
-    weight = jnp.ones((wide, wide), default_dtype())
-    read = [weight.nbytes / _best_seconds(jax.jit(jnp.sum), weight)]
-    rates = {}
-    for num_rows in ROWS:
-        rows = jnp.ones((num_rows, wide), weight.dtype)
-        seconds = min(_best_seconds(product, rows, weight) for product in (_plain, _transposed))
-        read.append(weight.nbytes / seconds)
-        rates[str(num_rows)] = 2 * num_rows * wide**2 / seconds
-    corner = weight[:square, :square]
-    rates["square"] = 2 * square**3 / _best_seconds(_plain, corner, corner)
-    device = Device(
-        name=device_name(),
-        bytes_per_second=max(read),
-        flops_per_second=max(rates.values()),
-        memory_bytes=device_memory() or 0,
-    )
-    roofline = Roofline(device, rates)
-    keep(roofline)
-    return roofline
-
-
-@jax.jit
-def _plain(rows: Array, weight: Array) -> Array:
-    return rows @ weight.T
-
-
-@jax.jit
-def _transposed(rows: Array, weight: Array) -> Array:
-    """The same product in the form that CPU libraries run fastest for a few rows."""
-    if len(rows) == 1:
-        return weight @ rows[0]
-    return lax.optimization_barrier(weight @ rows.T)
-
-
-def _best_seconds(program: Callable[..., Any], *arrays: Array) -> float:
-    """Seconds of the fastest of several calls."""
-    run = partial(program, *arrays)
-    jax.block_until_ready(run())
-    began, best = time.perf_counter(), float("inf")
-    while time.perf_counter() - began < _SECONDS:
-        started = time.perf_counter()
-        jax.block_until_ready(run())
-        best = min(best, time.perf_counter() - started)
-    return best
-
-
-def device_name() -> str:
-    """Name of the device; for CPUs, which share one name, the machine's."""
-    kind = jax.devices()[0].device_kind
-    if jax.default_backend() != "cpu":
-        return kind
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{kind} of {platform.node()}, {cores} cores"
-
-
-def _file() -> Path | None:
-    """File of all devices' rates, in the compilation cache's folder; None: none is kept."""
-    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    return None if folder is None or is_uri(folder) else Path(folder) / "roofline.json"
-
-
-def read_kept() -> dict[str, Any]:
-    """Reads the kept rates of all devices, by name; empty if they cannot be read."""
-    file = _file()
-    with suppress(OSError, ValueError):
-        kept = json.loads(file.read_text()) if file else {}
-        return kept if isinstance(kept, dict) else {}
-    return {}
-
-
-def keep(roofline: Roofline) -> None:
-    """Keeps the rates of a device, if there is a folder for them."""
-    file = _file()
-    if file is None:
-        return
-    kept = read_kept() | {roofline.device.name: dataclasses.asdict(roofline)}
-    with suppress(OSError):  # a folder that may not be written to
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(kept, indent=2) + "\n")
-        temporary.replace(file)
+from .bench.settings import read_settings
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures the device, and prints the cost card of every method on the first prompt."""
+    """Parses arguments, measures the device and every method on the first prompt, prints."""
     config, _ = read_settings(arguments, prog="infer.roofline", doc=__doc__)
-    roofline = measure_roofline()
+    with waiting("importing JAX ..."):
+        from .bench.measure import load_decoders
+        from .bench.phases import measure_card
+        from .bench.questions import first_prompts, read_questions
+        from .bench.rates import measure_roofline
+        from .bench.report import format_card, with_provenance
+    with waiting("measuring the device ..."):
+        roofline = measure_roofline()
     decoders = load_decoders(config)
     prompt = first_prompts(read_questions(config, decoders[0].engine))[0]
     methods = {one.name: measure_card(one.engine, prompt, roofline.device) for one in decoders}
-    rates = dataclasses.asdict(roofline)
-    report = {"prompt_tokens": len(prompt.ids), "roofline": rates, "methods": methods}
-    print(format_card(report))
+    report = {"prompt_tokens": len(prompt.ids), "roofline": asdict(roofline), "methods": methods}
+    print(format_card(report, show_rows))
     print_summary(with_provenance(report, config), "")
 
 
-def cli() -> None:
-    """Entry point of `poss-roofline`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

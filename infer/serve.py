@@ -9,9 +9,9 @@ With several processes (start them as in docs/training.md, "Several hosts"), the
 over all their devices, and the first process listens.
 
     python -m infer.serve
-    python -m infer.serve --target models/llama --draft models/poss3 --host 0.0.0.0 --batch-size 32
-    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
-        -d '{"prompt": "def read_lines(path):", "max_tokens": 64, "temperature": 0}'
+    python -m infer.serve --target DIR --draft DIR --batch-size 32
+    curl http://127.0.0.1:8000/v1/completions \
+        -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
 """
 
 import logging
@@ -20,11 +20,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import waiting
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
@@ -35,13 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments and serves until a signal comes."""
     start_processes()  # before options ask for the device's default tree
     config, _ = read_arguments(ServeConfig, arguments, prog="infer.serve", doc=__doc__)
-    # With JAX, which --help does not wait for.
-    import jax
+    with waiting("importing JAX ..."):
+        import jax
 
-    from poss_jax.engine.leader import follow
-    from poss_jax.program.options import load_engine
-    from poss_jax.program.output import waiting
-
+        from poss_jax.engine.leader import follow
+        from poss_jax.program.options import load_engine
     try:
         from poss_jax.serving.app import create_app, make_slots
         from poss_jax.serving.guard import read_api_key
@@ -81,10 +81,7 @@ def _on_all_devices(config: ServeConfig) -> ServeConfig:
     return replace(config, mesh=mesh)
 
 
-def cli() -> None:
-    """Entry point of `poss-serve`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

@@ -59,12 +59,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
 @pytest.fixture(scope="session", autouse=True)
 def device_rates() -> None:
     """Keeps made-up rates of this device, which take long to measure in unoptimised programs."""
-    from infer import roofline  # not before pytest has hooked the type checks into poss_jax
+    from infer.bench import rates  # not before pytest has hooked the type checks into poss_jax
 
-    name = roofline.device_name()
-    if name not in roofline.read_kept():
-        rates = roofline.Device(name, 1e10, 1e11, memory_bytes=0)
-        roofline.keep(roofline.Roofline(rates, {"square": 1e11}))
+    name = rates.device_name()
+    if name not in rates.read_kept():
+        device = rates.Device(name, 1e10, 1e11, memory_bytes=0)
+        rates.keep(rates.Roofline(device, {"square": 1e11}))
 
 
 @pytest.fixture(scope="module", autouse=True)

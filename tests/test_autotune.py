@@ -13,7 +13,7 @@ from models import one_layout
 from programs import Runs, copy_model, generate, refusal, write_lines
 
 from infer.bench.__main__ import main
-from infer.tune import __main__ as tuning
+from infer.tune import run as tuning
 from infer.tune import search
 from infer.tune.search import (
     Costs,

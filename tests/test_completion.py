@@ -39,7 +39,7 @@ def completed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("gen", ["generate"]),
         ("generate --tree-d", ["--tree-depth"]),
         ("bench --overw", ["--overwrite"]),
-        ("inspect --ver", ["--verify"]),
+        ("inspect --veri", ["--verify"]),
         ("convert exp", ["export"]),
         ("convert export --mod", ["--model"]),
         ("draft-vocab co", ["count"]),

@@ -34,14 +34,9 @@ from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.engine.engine import Engine
 from poss_jax.model.specialists import attach
-from train.draft_vocab import (
-    choose_tokens,
-    count_trained,
-    coverage_of,
-    main,
-    size_for_coverage,
-)
+from train.draft_vocab import main
 from train.stages import open_stage
+from train.vocabulary import choose_tokens, count_trained, coverage_of, size_for_coverage
 
 LLAMA = tiny_llama()
 TREE = TreeConfig(depth=4, top_k=3, total_tokens=12)

@@ -245,7 +245,8 @@ def test_table_of_a_family_without_features() -> None:
     report = {"prompts": 1, "max_new_tokens": 4, "depth": 2, "looping_prompts": [], "pairs": []}
     table = format_report(report | {"drafts": {"EAGLE-3": draft}}).splitlines()
     assert "| EAGLE-3 | 1.50 [1.25, 1.75] | 1.50 [1.25, 1.75] |  | [1, 1] |" in table
-    assert table[-5:-2] == ["|---|---|---|", "| 1 | 1 | 0.50 |", "| 2 | 2 |  |"]
+    at = table.index("| 1 | 1 | 0.50 |")
+    assert table[at - 1] == "|---|---|---|" and table[at + 1] == "| 2 | 2 |  |"
     assert table[-1].startswith("(no cosine")
 
 
@@ -254,10 +255,8 @@ def test_table_of_a_family_without_features() -> None:
     [
         ("--target {target}", "want at least one draft; give --draft NAME=DIR"),
         ("--draft A={eagle}", "want --target DIR"),
-        ("--target {target} --draft A={eagle} --depth 0", "--depth: Input should be greater"),
         ("--target {target} --draft A={eagle} --depth 8 --max-new-tokens 8", "more than depth, 8"),
         ("--target {target} --draft A={eagle} --spans 9", "want at most one per position, 8"),
-        ("--target {target} --draft A={eagle} --depht 2", "did you mean --depth?"),
         ("--target {target} --draft A={target}", "want a draft, got a target"),
         ("--target {target} --draft A={eagle} --prompts nowhere.jsonl", "want a readable file"),
         ("--target {target} --draft autoregressive={eagle}", "is the baseline's name"),

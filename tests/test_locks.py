@@ -20,10 +20,10 @@ from test_run_folder import config_for, saved_run
 
 from poss_jax.checkpoint.locks import hold_folder, hold_lock, sole_writer
 from poss_jax.config.reading import UserError
-from train import main as train_main
+from train import training
 from train.claims import hold_together
-from train.main import train
 from train.regenerate import main as regenerate_main
+from train.training import train
 
 HOLDER = """
 import sys
@@ -115,9 +115,9 @@ def test_a_run_holds_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         is_held = True
         raise UserError("that is all")
 
-    monkeypatch.setattr(train_main, "open_stage", lambda *_: stage)
-    monkeypatch.setattr(train_main, "check_memory", lambda _: None)
-    monkeypatch.setattr(train_main, "RunFolder", run)
+    monkeypatch.setattr(training, "open_stage", lambda *_: stage)
+    monkeypatch.setattr(training, "check_memory", lambda _: None)
+    monkeypatch.setattr(training, "RunFolder", run)
     with pytest.raises(UserError, match="that is all"):
         train(config)
     assert is_held

@@ -1,6 +1,5 @@
 """Command lines: keys of a config as options, sampling settings, trees."""
 
-import argparse
 import os
 import sys
 from dataclasses import replace
@@ -19,6 +18,7 @@ from poss_jax.config.training import RegenerateConfig, TrainConfig
 from poss_jax.engine import trees
 from poss_jax.engine.trees import read_trees
 from poss_jax.program.arguments import list_options, read_arguments
+from poss_jax.program.options import load_engine
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 KINDS = [
@@ -159,13 +159,13 @@ def test_short_help_has_what_is_required(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_options_of_another_option_are_shown_with_it(capsys: pytest.CaptureFixture[str]) -> None:
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--tune", action="store_true", help="Tune.")
-        parser.add_argument("--sizes", help="With --tune: sizes.")
-
+    actions = {
+        "--tune": {"action": "store_true", "help": "Tune."},
+        "--sizes": {"help": "With --tune: sizes."},
+    }
     for words, is_shown in ((["--help"], False), (["--tune", "--help"], True)):
         with pytest.raises(SystemExit):
-            read_arguments(GenerateConfig, words, prog="test", doc="x", add_actions=add)
+            read_arguments(GenerateConfig, words, prog="test", doc="x", actions=actions)
         assert ("--sizes" in capsys.readouterr().out) == is_shown
 
 
@@ -340,10 +340,11 @@ def test_trees_that_are_refused(tmp_path: Path, text: str, error: str) -> None:
     ("option", "error"),
     [
         ("--tree-depth=1001", "--tree-depth: Input should be less than or equal to 1000, got"),
+        ("--tree-top-k=0", "--tree-top-k: Input should be greater than 0, got '0'"),
         ("--tree-top-k=2147483648", "--tree-top-k: Input should be less than 2147483648"),
-        ("--tree-total-tokens=" + "9" * 5000, "--tree-total-tokens: Unable to parse input string"),
+        ("--tree-total-tokens=1", "--tree-total-tokens: Input should be greater than 1"),
+        (f"--tree-total-tokens={'9' * 5000}", "--tree-total-tokens: Unable to parse input string"),
     ],
-    ids=["depth", "top_k", "total_tokens"],
 )
 def test_trees_out_of_bounds(option: str, error: str) -> None:
     assert error in refusal(tree, option)
@@ -404,6 +405,16 @@ def test_one_word_trees_that_are_refused(words: str, error: str) -> None:
     arguments = [words] if "{" in words else words.split()
     message = refusal(tree, *arguments)
     assert error in message and len(message) < 300
+
+
+def test_trees_of_methods_and_of_files_are_not_too_deep(tmp_path: Path) -> None:
+    deep, error = "{depth: 5, total_tokens: 5}", DEEP.format(5, 5)
+    method = [f"methods={{a: {{draft: d, tree: {deep}}}}}"]
+    with pytest.raises(UserError, match=error):
+        read_arguments(BenchConfig, method, prog="test", doc=None)
+    (tmp_path / "trees").write_text(f"4: {deep}")
+    with pytest.raises(UserError, match=error):
+        load_engine(read(["--trees", str(tmp_path / "trees")]))
 
 
 def test_a_file_of_trees_stands_alone() -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import fnmatch
-import importlib
 import json
 import os
 import pwd
@@ -153,25 +152,6 @@ def test_as_a_command_bad_input_is_one_line_and_code_2() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (2, "", NOWHERE)
 
 
-@pytest.mark.parametrize(
-    ("program", "lines"),
-    [
-        ("infer.generate", ['-m infer.generate --question "How do I poach an egg?" --stream ']),
-        ("infer.bench.__main__", ["    python -m infer.bench --config configs/demo/bench.yaml"]),
-        ("infer.serve", ["--max-queue", "POSS_API_KEY"]),
-        ("train.main", ["    python -m train.main --config configs/demo/"]),
-    ],
-)
-def test_help_shows_the_examples(
-    program: str, lines: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        importlib.import_module(program).main(["--help-all"])
-    assert caught.value.code == 0
-    printed = capsys.readouterr().out
-    assert all(line in printed for line in lines)
-
-
 # --------------------------------------------------------------------------------------------------
 # Output
 
@@ -223,15 +203,6 @@ def test_json_may_be_asked_for(
     monkeypatch.setattr(sys, "argv", ["poss-train", "--json"])
     print_summary(RESULT, "some text")
     assert json.loads(capsys.readouterr().out) == RESULT
-
-
-@pytest.mark.parametrize(
-    "program", ["infer.generate", "infer.drift.__main__", "train.main", "train.plot"]
-)
-def test_programs_with_a_result_take_json(program: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        importlib.import_module(program).main(["--help"])
-    assert "  --json " in capsys.readouterr().out
 
 
 def test_long_work_is_announced_on_a_terminal(

@@ -15,7 +15,7 @@ from poss_jax.data.records import Broken
 from poss_jax.data.sources import load_documents
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
-from train import regenerate
+from train import regeneration
 from train.answers import AnswerFiles, AnswerSettings, Question, answer_window, list_questions
 from train.regenerate import main
 
@@ -366,7 +366,7 @@ def test_a_template_and_a_system_prompt(
         asked.extend(engine.tokenizer.decode(engine.encode(one.messages)) for one in questions)
         return []
 
-    monkeypatch.setattr(regenerate, "answer_window", remember)
+    monkeypatch.setattr(regeneration, "answer_window", remember)
     source = write_lines(tmp_path / "one.jsonl", {"prompt": "Hi"})
     options = ["--source", source, "--template", "llama2", "--system-prompt", "Be kind."]
     run(runs, tmp_path, *options)

@@ -344,8 +344,6 @@ def test_an_interrupted_run_goes_on(
         ("--max-length 99", "--max-length: applies only to a local target"),
         ("--quantise int8", "--quantise: applies only to a local target"),
         ("--template llama3", "--template: the server has its own"),
-        ("--concurrency 0", "--concurrency: Input should be greater than 0"),
-        ("--concurrency 9999", "--concurrency: Input should be less than or equal to 1024"),
         ("--server localhost:8000", "server: want such as http://localhost:8000/v1, got 'localho"),
         ("--server file:///v1", "server: want such as http://"),
         ("--server http://a:b/v1", "Port could not be cast"),

@@ -277,7 +277,6 @@ def test_questions_of_a_source_are_mixed_in(runs: Runs, tmp_path: Path, tokenize
             "--self-prompt 3 --source-share 0.5",
             "--source-share: want it above 0 with a data.source",
         ),
-        ("--self-prompt 0", "--self-prompt: Input should be greater than 0"),
         ("", "or self_prompt, to let the target write questions"),
     ],
 )

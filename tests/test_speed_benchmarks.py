@@ -9,7 +9,7 @@ import pytest
 from benchmarks import accelerator, break_even, growth, pytorch
 from benchmarks.options import read_tree
 from infer.bench.costs import DEVICES, Device
-from infer.roofline import Roofline
+from infer.bench.rates import Roofline
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import UserError
 

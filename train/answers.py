@@ -78,7 +78,6 @@ def list_questions(config: DataConfig, tokenizer: Any) -> list[Question]:
     """Reads the questions of all records of a data set.
 
     Args:
-      config: the data set.
       tokenizer: its special tokens may not be spelled out; None allows all text.
 
     Raises:
@@ -168,8 +167,6 @@ def answer_line(question: Question, dialogue: Dialogue, max_length: int = 0) -> 
     """Makes the line of the output, or of the failures, once a conversation is over.
 
     Args:
-      question: what was asked.
-      dialogue: its conversation.
       max_length: most tokens of prompt and answer, if an engine refused longer ones.
     """
     ended = dialogue.ended
@@ -210,7 +207,6 @@ class AnswerFiles:
         """Opens the files of an interrupted run, or makes new ones once there are lines.
 
         Args:
-          output: file of chats.
           made_from: all that decides the chats; existing files must agree.
           window: questions answered together.
           overwrite: start from the beginning; old files stay until there are lines.

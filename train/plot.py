@@ -1,16 +1,16 @@
-"""Compares training runs: a plot, and a table of their validation.
+r"""Compares training runs: a plot, and a table of their validation.
 
 Needs folders of runs, finished or not; writes an image (matplotlib: pip install 'poss-jax[plots]'),
 prints the table as Markdown and one JSON line at the end.
 
-    python -m train.plot runs/demo/eagle runs/demo/hass runs/demo/poss3 --output drift.png
+    python -m train.plot runs/demo/eagle runs/demo/poss3 --output drift.png
     python -m train.plot runs/demo/poss3 --table
 """
 
-import argparse
 import importlib.util
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from poss_jax.config.yaml_text import parse_yaml
 from poss_jax.program.arguments import describe
 from poss_jax.program.output import add_json, print_summary
 from poss_jax.program.running import Parser, run_program
-from poss_jax.program.tables import format_rows
+from poss_jax.program.tables import show_rows
 
 _BY_DEPTH = {
     "validation_loss": "loss",
@@ -104,7 +104,7 @@ def _no_metrics(folder: str) -> UserError:
 
 
 def format_table(runs: list[RunMetrics]) -> str:
-    """Formats the best validation of every run as Markdown, drafts by depth."""
+    """Formats the best validation of every run as a table, drafts by depth."""
     table, by_depth = [], []
     for run in runs:
         length = run.best.get("simulated_acceptance_length")
@@ -114,9 +114,9 @@ def format_table(runs: list[RunMetrics]) -> str:
         for depth, specialist in enumerate(run.specialists):
             cells = ["" if values is None else f"{values[depth]:.3f}" for values in known]
             by_depth.append([run.name, depth, specialist, *cells])
-    lines = format_rows(["run", "step", "validation loss", "simulated acceptance length"], table)
+    lines = show_rows(["run", "step", "validation loss", "simulated acceptance length"], table)
     if by_depth:
-        lines += ["", *format_rows(["run", "depth", "specialist", *_BY_DEPTH.values()], by_depth)]
+        lines += ["", *show_rows(["run", "depth", "specialist", *_BY_DEPTH.values()], by_depth)]
     return "\n".join(lines)
 
 
@@ -189,13 +189,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(
         module="train.plot",
         description=describe(__doc__, shows_all=False),
-        formatter_class=argparse.RawTextHelpFormatter,
+        usage="%(prog)s RUN [RUN ...] [options]",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="Folder of a training run.")
     parser.add_argument(
-        "--output", metavar="FILE", help="image to write (default: training.png in the first run)"
+        "--output", metavar="FILE", help="Image to write. (default: training.png in the first run)"
     )
-    parser.add_argument("--table", action="store_true", help="print the table, draw nothing")
+    parser.add_argument("--table", action="store_true", help="Print the table, draw nothing.")
     add_json(parser)
     args = parser.parse_args(arguments)
     if not args.table and importlib.util.find_spec("matplotlib") is None:
@@ -219,10 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
     print_summary({"runs": len(runs), "plot": output and str(output)})
 
 
-def cli() -> None:
-    """Entry point of `poss-plot`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

@@ -6,59 +6,34 @@ questions; writes chats that `data.source` reads, and next to them the questions
 resume. A server with OpenAI's chat interface can replace the loaded target; its key is read from
 OPENAI_API_KEY.
 
-    python -m train.regenerate --target models/llama --draft models/poss3 --source sharegpt.json \
-        --output sharegpt_llama.jsonl --batch-size 16
-    python -m train.regenerate --target models/llama --source questions.jsonl \
-        --output answers.jsonl --temperature 0.7 --template llama3
-    python -m train.regenerate --server http://localhost:8000/v1 --source questions.jsonl \
-        --output answers.jsonl --concurrency 64
+    python -m train.regenerate --target DIR --draft DIR --temperature 0.7 \
+        --source sharegpt.json --output answers.jsonl --batch-size 16
+    python -m train.regenerate --server http://localhost:8000/v1 \
+        --source questions.jsonl --output answers.jsonl --concurrency 64
 
 Without a data set, a chat model writes the questions, too:
 
-    python -m train.regenerate --target models/llama --self-prompt 20000 --output chats.jsonl \
-        --batch-size 16 'temperatures=[0, 0.7, 1]'
+    python -m train.regenerate --target DIR --self-prompt 20000 \
+        --output chats.jsonl --batch-size 16 'temperatures=[0, 0.7, 1]'
 """
 
-import argparse
-import os
-import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
 
-from tqdm import tqdm
-
-from poss_jax.checkpoint.locks import sole_writer
-from poss_jax.checkpoint.record import read_record
-from poss_jax.config.paths import as_path, is_uri, local_path
-from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.config.training import DataConfig, RegenerateConfig
-from poss_jax.data.files import matching_files
-from poss_jax.data.templates import ChatTemplate
-from poss_jax.data.tokenizer import load_tokenizer
-from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import check_bias
+from poss_jax.config.training import RegenerateConfig
 from poss_jax.program.arguments import read_arguments
-from poss_jax.program.options import check_writable, load_engine
 from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.running import run_program
 
-from .answers import (
-    AnswerFiles,
-    AnswerSettings,
-    Lines,
-    Question,
-    answer_files,
-    answer_window,
-    hash_questions,
-)
-from .self_prompt import TurnWriter, plan_questions, read_asked, talk_window
-from .server import Server, answer_questions, hold_refusals
-
-_BATCHES_PER_WINDOW = 4
 _DATA_OPTIONS = ("source", "subset", "split", "template", "system_prompt", "max_documents")
+
+
+_ACTIONS = {
+    "--overwrite": {
+        "action": "store_true",
+        "help": "Start from the beginning if the output exists.",
+    }
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,189 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="train.regenerate",
         doc=__doc__,
         also=[f"data.{name}" for name in _DATA_OPTIONS],
-        add_actions=_add_actions,
+        actions=_ACTIONS,
     )
-    output = local_path(config.output, "output")
-    check_writable(output)
-    _check_apart(config.data.source, output)
-    with sole_writer(output):
-        print_summary(_regenerate(config, output, overwrite=args.overwrite))
+    with waiting("importing JAX ..."):
+        from .regeneration import regenerate
+    print_summary(regenerate(config, overwrite=args.overwrite))
 
 
-class Answerer(NamedTuple):
-    """A target that answers: loaded here, or behind a server.
-
-    Attributes:
-      made_from: all that decides the answers except questions and settings.
-      tokenizer: its tokenizer; None if a server has it.
-      settings: settings of all answers.
-      window: number of questions answered together.
-      answer: answers questions; yields lines of the output, some at a time.
-    """
-
-    made_from: dict[str, Any]
-    tokenizer: Any
-    settings: AnswerSettings
-    window: int
-    answer: Callable[[Sequence[Question]], Lines]
-
-
-def _regenerate(config: RegenerateConfig, output: Path, *, overwrite: bool) -> dict[str, Any]:
-    """Answers the remaining questions; returns the summary."""
-    answerer = (
-        _load_target(config) if config.server is None else _find_server(config, config.server)
-    )
-    questions = plan_questions(config, answerer.tokenizer)
-    made_from = {
-        **answerer.made_from,
-        "data": config_to_dict(config.data),
-        "questions": len(questions),
-        "questions_sha256": hash_questions(questions),
-        **_describe(answerer.settings),
-        **_describe_self_prompt(config),
-    }
-    files = AnswerFiles(output, made_from, answerer.window, overwrite=overwrite)
-    started, before = time.monotonic(), files.num_done
-    lines_to_come = answerer.answer(questions[before:])
-    if config.server is not None and not files.num_done:
-        lines_to_come = hold_refusals(lines_to_come)
-    if config.self_prompt is not None:
-        lines_to_come = read_asked(files.output, before).drop_repeated(lines_to_come)
-    with (
-        tqdm(total=len(questions), initial=before, desc="answer", unit="chat") as progress,
-        closing(lines_to_come) as answers,
-    ):
-        for lines in answers:
-            files.add(lines)
-            progress.update(len(lines))
-    answered = files.counts.pop("answered", 0)
-    return {
-        "output": str(files.output),
-        "failed": str(files.failed),
-        "questions": len(questions),
-        "answered": answered,
-        "not_answered": files.counts,
-        "answered_before": before,
-        "seconds_with_compilation": round(time.monotonic() - started, 3),
-    }
-
-
-def _load_target(config: RegenerateConfig) -> Answerer:
-    """Loads the target that answers, in windows of several batches."""
-    settings = _settings(config, config.batch_size)
-    with waiting("loading the models ..."):
-        engine = load_engine(config)
-    check_bias(settings.sampling, engine.target_config.vocab_size)
-    _set_template(engine, config.data)
-    engine.check_stop(settings.stop, settings.max_new_tokens)
-    window, writer = _BATCHES_PER_WINDOW * config.batch_size, _find_writer(config, engine.tokenizer)
-
-    def answer(questions: Sequence[Question]) -> Lines:
-        for first in range(0, len(questions), window):
-            chosen = questions[first : first + window]
-            if writer is None:
-                yield answer_window(engine, chosen, settings)
-            else:
-                yield talk_window(engine, chosen, settings, writer)
-
-    made_from = {
-        "target": asdict(engine.record.target),
-        **({"quantised": engine.record.quantised} if engine.record.quantised else {}),
-        "max_length": engine.max_length,
-        "weights": engine.record.fingerprint,
-        "chat_template": engine.tokenizer.chat_template,
-        **(_describe_drafts(config, engine) if config.drafting == "sampled" else {}),
-    }
-    return Answerer(made_from, engine.tokenizer, settings, window, answer)
-
-
-def _describe_drafts(config: RegenerateConfig, engine: Engine) -> dict[str, Any]:
-    """Describes the drafts, which decide the answers if drafts are sampled."""
-    return {
-        "drafting": config.drafting,
-        "draft": config.draft and read_record(config.draft).fingerprint,
-        "draft_vocabulary": config.draft_vocabulary,
-        "trees": {str(size): tree and asdict(tree) for size, tree in engine.trees.items()},
-    }
-
-
-def _find_server(config: RegenerateConfig, url: str) -> Answerer:
-    """Finds the server that answers; its address may change between runs."""
-    tokenizer = load_tokenizer(as_path(config.target)) if config.target is not None else None
-    writer = _find_writer(config, tokenizer)
-    server = Server(url, config.model, config.chat_template_kwargs)
-    settings = _settings(config, 1)
-
-    def answer(questions: Sequence[Question]) -> Lines:
-        return answer_questions(server, questions, settings, config.concurrency, writer)
-
-    made_from = {"model": server.model, "chat_template_kwargs": config.chat_template_kwargs}
-    return Answerer(made_from, tokenizer, settings, 1, answer)
-
-
-def _find_writer(config: RegenerateConfig, tokenizer: Any) -> TurnWriter | None:
-    return None if config.self_prompt is None else TurnWriter(config, tokenizer)
-
-
-def _describe(settings: AnswerSettings) -> dict[str, Any]:
-    """Describes the settings of answers; files older than `temperatures` stay valid."""
-    described = asdict(settings)
-    return described if settings.temperatures else described | {"temperatures": None}
-
-
-def _describe_self_prompt(config: RegenerateConfig) -> dict[str, Any]:
-    """Describes all that decides the turns the target writes."""
-    if config.self_prompt is None:
-        return {}
-    return {name: value for name, value in vars(config).items() if name.startswith("self_prompt_")}
-
-
-def _settings(config: RegenerateConfig, batch_size: int) -> AnswerSettings:
-    return AnswerSettings(
-        sampling=config.sampling,
-        max_new_tokens=config.max_new_tokens,
-        batch_size=batch_size,
-        stop=config.stop,
-        keeps_unfinished=config.keeps_unfinished,
-        temperatures=config.temperatures,
-    )
-
-
-def _check_apart(source: str, output: Path) -> None:
-    """Raises UserError if a file to write is also one to read."""
-    for path in answer_files(output):
-        if not is_uri(source) and path.absolute().match(os.path.abspath(as_path(source))):
-            raise UserError(
-                f"source {source!r} would read {path}, which is written; name another output"
-            )
-    for path in filter(Path.exists, answer_files(output)):
-        for read in matching_files(source):
-            if isinstance(read, Path) and path.samefile(read):
-                raise UserError(
-                    f"source {source!r} reads {read}, which is written as {path}; name another "
-                    "output"
-                )
-
-
-def _set_template(engine: Engine, source: DataConfig) -> None:
-    """Gives the engine the template that training will use for the answers."""
-    if engine.tokenizer is None:
-        raise UserError("this target has no tokenizer to ask with; copy its files there")
-    template = ChatTemplate(engine.tokenizer, source.template)
-    if template.text is not None:
-        engine.tokenizer.chat_template = template.text
-
-
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--overwrite", action="store_true", help="Start from the beginning if the output exists."
-    )
-
-
-def cli() -> None:
-    """Entry point of `poss-regenerate`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

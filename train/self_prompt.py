@@ -102,10 +102,6 @@ class Opening:
 def find_opening(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Opening:
     """Finds what the tokenizer's template writes before and after a user's next turn.
 
-    Args:
-      tokenizer: tokenizer of the target.
-      messages: the conversation so far.
-
     Raises:
       UserError: the template does not write turns as they are, or refuses these messages.
     """

@@ -83,7 +83,6 @@ class Server:
 
         Args:
           url: its address, such as http://localhost:8000/v1.
-          model: name of the model.
           chat_template_kwargs: values for its chat template.
 
         Raises:
@@ -232,9 +231,6 @@ def answer_questions(
     """Answers questions with a server, many at a time.
 
     Args:
-      server: the server.
-      questions: what to ask.
-      settings: settings of all answers.
       concurrency: number of questions in flight.
       writer: lets the server write its share of the user turns; None: it writes none.
 
@@ -276,12 +272,6 @@ def answer_questions(
 
 def hold_refusals(answers: Lines) -> Lines:
     """Holds the first lines back until the server has accepted one question.
-
-    Args:
-      answers: lines from `answer_questions`.
-
-    Yields:
-      The same lines.
 
     Raises:
       UserError: the server refuses all of the first questions.

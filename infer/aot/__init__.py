@@ -1,5 +1,6 @@
 """Compiles decoding for devices that this machine does not have.
 
+run.py       compiles and prints
 config.py    models, request and programs to compile
 gpus.py      descriptions of GPUs for XLA's compiler
 programs.py  the programs, from shapes alone

@@ -1,105 +1,47 @@
-"""Compiles the decoding programs for a TPU slice or GPU that this machine need not have.
+r"""Compiles decoding for a TPU slice or GPU that this machine need not have.
 
 Needs no weights and no accelerator, only shapes. TPUs need libtpu (pip install libtpu; one process
 at a time), GPUs the wheels of jax[cuda13]. Prints for every program its compile time, its memory,
 the bytes it moves against the bytes it must, the time that the TPU compiler expects, and the
 largest copies, re-layouts, upcasts and collectives with the lines they come from.
 
-    python -m infer.aot --config configs/aot/llama3-8b.yaml --topology v6e:1x1
-    python -m infer.aot --config configs/aot/llama3-8b.yaml --gpu h100 programs=[step,round]
+    python -m infer.aot --config configs/aot/llama3-8b.yaml \
+        --topology v6e:1x1 programs=[step,round]
+    python -m infer.aot --config configs/aot/llama3-8b.yaml --gpu h100
 """
 
-import argparse
-import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
-
-import jax
 
 from poss_jax.config.reading import UserError
-from poss_jax.model.sharding import make_mesh
-from poss_jax.program.ahead import tpu_slice
 from poss_jax.program.arguments import read_arguments
-from poss_jax.program.options import check_writable
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
-from ..bench.costs import DEVICES
-from ..bench.report import with_provenance
-from .config import AheadConfig, Program
-from .gpus import gpu
-from .programs import compile_program, plan
-from .report import format_report, measure
+from .config import AheadConfig
 
-
-def compile_all(
-    config: AheadConfig, devices: Sequence[Any], name: str, *, dump: Path | None = None
-) -> dict[str, Any]:
-    """Compiles the wanted programs and prints what they cost.
-
-    Args:
-      config: models, request and programs.
-      devices: what to compile for.
-      name: name of the slice or GPU.
-      dump: folder for the programs' HLO; None writes none.
-
-    Returns:
-      The report, JSON-compatible.
-    """
-    planned = plan(config, make_mesh(config.mesh, devices))
-    device = DEVICES[name.partition(":")[0]]
-    programs = {}
-    own = ("prefill", "step") if planned.decode.draft is None else get_args(Program)
-    for wanted in config.programs or own:
-        compiled = compile_program(wanted, planned)
-        if dump is not None:
-            (dump / f"{wanted}.txt").write_text(compiled.text)
-        programs[wanted] = measure(wanted, compiled, planned, device)
-        print(format_report(wanted, programs[wanted]), flush=True)
-    return {"device": name, "programs": programs}
+_ACTIONS = {
+    "--topology": {"metavar": "SLICE", "help": "TPU slice, such as v6e:1x1."},
+    "--gpu": {"metavar": "NAME", "help": "h100 or h200; one device."},
+    "--json": {"metavar": "FILE", "type": Path, "help": "File for the report."},
+    "--dump": {"metavar": "FOLDER", "type": Path, "help": "Folder for optimised HLO."},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, compiles, prints, writes."""
     config, args = read_arguments(
-        AheadConfig, arguments, prog="infer.aot", doc=__doc__, add_actions=_add_actions
+        AheadConfig, arguments, prog="infer.aot", doc=__doc__, actions=_ACTIONS
     )
     if (args.topology is None) == (args.gpu is None):
         raise UserError("want either --topology SLICE or --gpu NAME; see --help")
-    name: str = args.gpu or args.topology
-    if args.gpu is None:
-        _check_topology(name)
-    if args.json is not None:
-        check_writable(args.json)
-    if args.dump is not None:
-        check_writable(args.dump, is_folder=True)
-        args.dump.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_enable_compilation_cache", False)  # compile times are part of the report
-    devices = gpu(name) if args.gpu else tpu_slice(name)
-    report = with_provenance(compile_all(config, devices, name, dump=args.dump), config)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"report: {args.json}")
+    with waiting("importing JAX ..."):
+        from .run import run
+    run(config, args)
 
 
-def _check_topology(name: str) -> None:
-    known = [device for device in DEVICES if device.startswith("v")]
-    if name.partition(":")[0] not in known:
-        raise UserError(f"topology {name}: want one of {', '.join(known)}, as in v6e:1x1")
-
-
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--topology", metavar="SLICE", help="TPU slice, such as v6e:1x1.")
-    parser.add_argument("--gpu", metavar="NAME", help="h100 or h200; one device.")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="File for the report.")
-    parser.add_argument("--dump", metavar="FOLDER", type=Path, help="Folder for optimised HLO.")
-
-
-def cli() -> None:
-    """Entry point of `poss-aot`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

@@ -76,7 +76,6 @@ def vector_products(program: Program, weights: Collection[tuple[int, ...]]) -> l
     rows on the matrix unit.
 
     Args:
-      program: the program.
       weights: shapes of the weights on a device.
     """
     known = {_sides_of(shape) for shape in weights}
@@ -94,7 +93,6 @@ def copies_of(program: Program, shapes: Collection[tuple[int, ...]]) -> list[Pla
     """Lists kernels that rewrite a whole weight or cache, alone or joined with other rows.
 
     Args:
-      program: the program.
       shapes: dimensions of weights and caches, on a device.
     """
     known = {_sides_of(shape) for shape in shapes}

@@ -144,7 +144,6 @@ class Program:
         """Reads the text that `compiled.as_text()` returns.
 
         Args:
-          text: the text.
           trips: how often a loop of unknown length runs.
         """
         self._trips = trips

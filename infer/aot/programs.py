@@ -138,7 +138,6 @@ def compile_program(name: str, plan: Plan) -> Compiled:
 
     Args:
       name: one of `AheadConfig.programs`.
-      plan: what it is made for.
     """
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
     jitted = {"prefill": start, "rounds": run_rounds}.get(name, run_round)

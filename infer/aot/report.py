@@ -16,17 +16,7 @@ _MB = 1e6
 
 
 def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[str, Any]:
-    """Reads everything that is reported of one program.
-
-    Args:
-      name: name of the program.
-      compiled: the program.
-      plan: what it was made for.
-      device: each of the devices.
-
-    Returns:
-      JSON-compatible numbers.
-    """
+    """Reads everything that is reported of one program, JSON-compatible."""
     program = hlo.Program(compiled.text, trips=plan.num_blocks)
     loop = find_main_loop(program) if name == "rounds" else None
     cost = compiled.program.cost_analysis() or {}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from poss_jax.program.output import align
+from poss_jax.program.tables import align
 
 
 def format_brief(report: dict[str, Any]) -> str:
@@ -67,7 +67,7 @@ def _format_group(group: dict[str, Any], compared: set[str]) -> list[str]:
         speed = f"{row['tokens_per_second']['value']:.1f}"
         rows.append([name, _number(row["acceptance_length"]), speed, _ranged(row), equal])
     about = f"{group['set']}, temperature {group['temperature']:g}, {group['questions']} questions"
-    return [about, *align([head, *rows])]
+    return [about, *align(head, rows)]
 
 
 def _number(estimate: dict[str, Any]) -> str:

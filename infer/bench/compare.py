@@ -18,11 +18,11 @@ from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import PreparedPrompt
 
 from ..drift.study import study
-from ..roofline import device_name, find_roofline
 from .journal import Answer, Cell, Journal, Key, make_turn
 from .measure import AUTOREGRESSIVE, Decoder, count_memory, load_decoders, measure_steps, play
 from .phases import measure_card
 from .questions import Question, first_prompts, make_dialogues, read_sets
+from .rates import device_name, find_roofline
 from .report import with_provenance
 from .summary import make_grid, show_example, summarise_group
 
@@ -33,7 +33,6 @@ def bench(
     """Runs the comparison, or the part that the folder `config.output` still lacks.
 
     Args:
-      config: what is compared.
       from_scratch: drop the answers that the folder holds.
 
     Returns:

@@ -110,9 +110,6 @@ def describe_workload(
     """Describes a way of decoding, with the bytes per weight that its arrays really have.
 
     Args:
-      weights: parameters of target and draft.
-      config: static settings of decoding.
-      batch: number of sequences.
       context: committed tokens of each.
     """
     target = config.target

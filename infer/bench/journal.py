@@ -13,13 +13,8 @@ from poss_jax.engine.answers import Generation
 
 SETTINGS, ANSWERS, METHODS = "bench.json", "answers.jsonl", "methods.json"
 
-_BY_NAME = {
-    "sets",
-    "methods",
-    "weights",
-    "trees",
-    "draft_vocabularies",
-}  # settings of each set or method
+# Settings of each set or method.
+_BY_NAME = {"sets", "methods", "weights", "trees", "draft_vocabularies"}
 
 
 class Cell(NamedTuple):

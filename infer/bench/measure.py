@@ -1,6 +1,5 @@
 """Times whole prompts, the first token, and a bare decode step."""
 
-import argparse
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +25,6 @@ from poss_jax.model import target
 from poss_jax.model.ranking import choose
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.model.target import compute_dtype
-from poss_jax.program.arguments import read_arguments
-from poss_jax.program.options import with_default_models
 from poss_jax.program.output import waiting
 
 from .costs import Device, decode, describe_workload, num_parts
@@ -78,43 +75,6 @@ class Decoder:
         self.compile_seconds = time.monotonic() - started
         warm = [time_first_token(self.engine, first) for _ in range(_FIRST_TOKEN_CALLS)]
         self.first_token_seconds = {"cold": cold, "warm": float(np.median(warm))}
-
-
-def read_settings(
-    arguments: Sequence[str] | None,
-    *,
-    prog: str,
-    doc: str | None,
-    add_actions: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
-) -> tuple[BenchConfig, argparse.Namespace]:
-    """Reads the command line of a program that examines a benchmark's models.
-
-    Such a program takes the first of several temperatures and seeds.
-    """
-    config, args = read_arguments(
-        BenchConfig, arguments, prog=prog, doc=doc, add_actions=add_actions
-    )
-    if args.output is not None:
-        _LOG.warning("%s prints its report; nothing is written to --output", prog)
-    sampling = replace(
-        config.sampling,
-        temperature=(*config.temperatures, config.sampling.temperature)[0],
-        seed=(*config.seeds, config.sampling.seed)[0],
-    )
-    return with_default_models(replace(config, sampling=sampling)), args
-
-
-def need_equal_texts(config: BenchConfig) -> None:
-    """Refuses settings without drafts, or with methods, which may change texts."""
-    if not config.drafts:
-        raise UserError("want at least one draft; give --draft NAME=DIR")
-    if config.drafting == "sampled":
-        raise UserError(
-            "want texts that no draft changes; drafting=sampled keeps the target's distribution "
-            "only; choose coupled or argmax"
-        )
-    if config.methods:
-        raise UserError("want drafts alone, got methods, which may change texts; leave them out")
 
 
 @waiting("loading the models ...")
@@ -182,7 +142,6 @@ def play(
     """Answers every turn of questions, and times each.
 
     Args:
-      engine: the engine that decodes.
       dialogues: the questions; they are not changed.
       batch_size: number of questions that are answered together; the seconds of a batch are shared
         out equally among its answers.
@@ -270,8 +229,6 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt, device: Device) -> dic
 
     Args:
       engine: an engine without a draft.
-      prompt: the prompt to continue.
-      device: rates of this device.
 
     Returns:
       Median milliseconds per token of `plain` and `loop`, and of their ratio `loop_to_plain`; the

@@ -11,6 +11,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
+from ..drift.report import draw_interval
 from .brief import add_up, describe
 from .phases import PARTS
 
@@ -115,7 +116,7 @@ def _describe_axes(axes: Any) -> str:
 
 def _positions(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
     for name, rows in drafts.items():
-        _plot(axes, name, rows["positionwise_acceptance"], colours[name])
+        draw_interval(axes, rows["positionwise_acceptance"], label=name, color=colours[name])
     axes.set(xlabel="draft position", ylabel="accepted, given all before", ylim=(0, 1))
     _finish(axes)
 
@@ -134,7 +135,8 @@ def _rounds(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
 def _drift(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
     for name, draft in drafts.items():
         if "feature_cosine" in draft["by_depth"]:
-            _plot(axes, name, draft["by_depth"]["feature_cosine"], colours[name])
+            number = draft["by_depth"]["feature_cosine"]
+            draw_interval(axes, number, label=name, color=colours[name])
     axes.set(xlabel="draft position", ylabel="cosine with the target's feature")
     _finish(axes)
 
@@ -160,14 +162,6 @@ def _phases(axes: Any, report: dict[str, Any]) -> None:
     axes.set(xlabel="milliseconds per round")
     axes.legend(fontsize="small")
     axes.grid(axis="x", alpha=0.3)
-
-
-def _plot(axes: Any, name: str, number: dict[str, Any], colour: str) -> None:
-    """Plots a number by position, with its intervals where they are known."""
-    value, low, high = (np.array(number[key], float) for key in ("value", "low", "high"))
-    places = range(1, len(value) + 1)
-    axes.plot(places, value, marker="o", label=name, color=colour)
-    axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _finish(axes: Any) -> None:

@@ -121,10 +121,7 @@ def measure_card(
     """Times the phases and adds their floors, for the tables of a report.
 
     Args:
-      engine: what is measured.
       prompt: the prompt on whose state it is measured.
-      device: rates of this device.
-      num_calls: calls of every phase.
 
     Returns:
       Milliseconds per phase, their sum relative to the whole round, and the cost of each phase:

@@ -1,18 +1,21 @@
 """The report of a benchmark: tables to read, and the files of a report folder."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import provenance
 from poss_jax.checkpoint.whole import refuse_non_empty, write_file
 from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.paths import local_path
 from poss_jax.config.reading import config_to_dict
-from poss_jax.program.options import check_writable
-from poss_jax.program.output import print_summary, wants_json
-from poss_jax.program.tables import format_rows
+from poss_jax.program.output import check_writable, print_summary, wants_json
+from poss_jax.program.tables import fold, format_rows
 
 from .phases import PARTS
 from .statistics import FEWEST, format_estimate
@@ -70,26 +73,39 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
 
 def _group_table(group: dict[str, Any], part: str, *, sampled: set[str]) -> list[str]:
     rows = {name: entry[part] for name, entry in group["methods"].items() if part in entry}
-    depth = max((len(row["positionwise_acceptance"]["value"]) for row in rows.values()), default=0)
-    head = ["method", "acceptance length", "pooled", "tokens/s", "speed-up"]
-    head += [f"pos {i + 1}" for i in range(depth)]
-    head += ["first token ms", "p90", "ms per token", "p90", "equal"]
-    table = []
-    for name, row in rows.items():
-        positions = row["positionwise_acceptance"]["value"]
-        cells = [
+    head = ["method", "acceptance length", "pooled", "tokens/s", "speed-up", "equal"]
+    table = [
+        [
             name,
             format_estimate(row["acceptance_length"]),
             format_estimate(row["pooled_acceptance_length"] | {"low": None}),
             f"{row['tokens_per_second']['value']:.0f}",
             format_estimate(row["speed_up"]),
-            *(f"{100 * share:.0f} %" for share in positions),
-            *[""] * (depth - len(positions)),
-            *(f"{row['first_token_milliseconds'][key]:.1f}" for key in ("p50", "p90")),
-            *(f"{row['token_milliseconds'][key]:.2f}" for key in ("p50", "p90")),
             "" if name in sampled else f"{row['equal_outputs']} of {row['answers']}",
         ]
-        table.append(cells)
+        for name, row in rows.items()
+    ]
+    return [*format_rows(head, table), "", *fold("positions and times", _times_table(rows))]
+
+
+def _times_table(rows: dict[str, Any]) -> list[str]:
+    head = [
+        "method",
+        "accepted at positions 1, 2, ...",
+        "first token ms",
+        "p90",
+        "ms per token",
+        "p90",
+    ]
+    table = [
+        [
+            name,
+            ", ".join(f"{share:.0%}" for share in row["positionwise_acceptance"]["value"]),
+            *(f"{row['first_token_milliseconds'][key]:.1f}" for key in ("p50", "p90")),
+            *(f"{row['token_milliseconds'][key]:.2f}" for key in ("p50", "p90")),
+        ]
+        for name, row in rows.items()
+    ]
     return format_rows(head, table)
 
 
@@ -113,13 +129,13 @@ def _memory_table(report: dict[str, Any]) -> list[str]:
         memory = entry["memory"]
         cells = [name, entry["tree"] or "no draft"]
         cells += [f"{memory['draft_parameters']:,}", f"{memory['draft_bytes'] / 1e6:.2f}"]
-        cells += [f"{memory[f'{of}_cache_bytes_per_token']:,}" for of in ("target", "draft")]
+        sizes = (f"{memory[f'{of}_cache_bytes_per_token']:,}" for of in ("target", "draft"))
         first = entry["first_token_seconds"]
-        cells += [f"{entry['compile_seconds']:.1f}", f"{first['cold']:.2f}", f"{first['warm']:.4f}"]
+        cells += [" + ".join(sizes), f"{entry['compile_seconds']:.1f}"]
+        cells += [f"{first['cold']:.2f}", f"{first['warm']:.4f}"]
         table.append(cells)
     head = ["method", "tree: depth/top_k/nodes", "parameters of the draft", "MB"]
-    head += ["cache, bytes per token: target", "draft"]
-    head += ["compile s", "first token, cold s", "warm s"]
+    head += ["cache bytes per token: target + draft", "compile s", "first token, cold s", "warm s"]
     return ["## Trees, memory and compilation", "", *format_rows(head, table)]
 
 
@@ -145,8 +161,8 @@ def _phase_table(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def format_card(report: dict[str, Any]) -> str:
-    """Bytes, FLOPs, floors and measured times of all phases, as a Markdown table."""
+def format_card(report: dict[str, Any], lay_out: Callable[..., list[str]] = format_rows) -> str:
+    """Bytes, FLOPs, floors and measured times of all phases, as a table."""
     device, table = report["roofline"]["device"], []
     for method, entry in report["methods"].items():
         for phase, cost in entry["costs"].items():
@@ -161,7 +177,7 @@ def format_card(report: dict[str, Any]) -> str:
             f"{device['name']}: {device['bytes_per_second'] / 1e9:.1f} GB/s, "
             f"{device['flops_per_second'] / 1e9:.0f} GFLOP/s",
             "",
-            *format_rows(head, table),
+            *lay_out(head, table),
         ]
     )
 
@@ -181,31 +197,27 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
     check_writable(folder, is_folder=True)
 
 
-def write_report(
-    report: dict[str, Any],
-    table: str,
-    folder: Path,
-    *,
-    plot: Callable[[Path], None] | None = None,
-) -> None:
-    """Writes report.json and report.md.
+@contextmanager
+def open_output(output: str | None, *, overwrite: bool) -> Iterator[Path | None]:
+    """Yields the folder for a report, which no other process writes meanwhile; None: there is none.
 
-    Args:
-      report: numbers.
-      table: the same as Markdown.
-      folder: folder of the files.
-      plot: draws pictures in that folder; called where matplotlib is installed.
+    Raises:
+      UserError: no report can be written there, or another process writes one.
     """
+    if output is None:
+        yield None
+        return
+    folder = local_path(output, "output")
+    check_output(folder, overwrite=overwrite)
+    with sole_writer(folder):
+        yield folder
+
+
+def write_report(report: dict[str, Any], table: str, folder: Path) -> None:
+    """Writes report.json and report.md, which is the same as Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "report.json", json.dumps(report, indent=2) + "\n")
     write_file(folder / "report.md", table + "\n")
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    if plot is not None:
-        plot(folder)
 
 
 def show_report(
@@ -214,19 +226,27 @@ def show_report(
     folder: Path | None,
     *,
     brief: str | None = None,
+    write: Callable[[Path], None] | None = None,
     plot: Callable[[Path], None] | None = None,
 ) -> None:
     """Prints the table, or for people its brief form, and for programs a line of JSON.
 
     Args:
-      report: numbers.
       table: the same as Markdown.
       folder: folder to write both to; None writes nothing.
       brief: text for a terminal; None: the table.
-      plot: see `write_report`.
+      write: writes more files to the folder.
+      plot: draws pictures in the folder; called where matplotlib is installed.
     """
     print(table if brief is None or wants_json() else brief)
     if folder is not None:
-        write_report(report, table, folder, plot=plot)
+        write_report(report, table, folder)
+        if write is not None:
+            write(folder)
+        if plot is not None and find_spec("matplotlib"):
+            import matplotlib
+
+            matplotlib.use("Agg")
+            plot(folder)
         print(f"report: {folder}")
     print_summary(report, "")

@@ -1,4 +1,4 @@
-"""Measures drafts by depth: how far their features drift, and what is accepted where.
+r"""Measures drafts by depth: how features drift, and what is accepted where.
 
 Needs a target and drafts (model folders). The target answers every prompt greedily. Each draft then
 drafts a chain from every position of these answers, teacher-forced as in training's validation, and
@@ -6,54 +6,35 @@ also decodes the prompts with chains. Prints tables with 95 % intervals over pro
 last line everything as one JSON object; --output keeps report.json, report.md and a plot.
 
     python -m infer.drift --config configs/demo/drift.yaml
-    python -m infer.drift --target T --draft EAGLE-2=E --draft PosS-3=P --prompts questions.jsonl
-    python -m infer.drift --target T --draft EAGLE-2=E --spans 3 --output runs/drift
+    python -m infer.drift --target T --draft EAGLE-2=E --draft PosS-3=P \
+        --prompts questions.jsonl --output runs/drift
+    python -m infer.drift --target T --draft EAGLE-2=E --spans 3
 """
 
-import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 
-from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.config.decoding import DriftConfig
-from poss_jax.config.paths import local_path
 from poss_jax.program.arguments import read_arguments
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
 
-from ..bench.report import check_output, show_report
-from .report import format_brief, format_report, plot_report
-from .study import study
+_ACTIONS = {
+    "--overwrite": {"action": "store_true", "help": "Replace a report that is there already."}
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments, measures, prints, writes."""
     config, args = read_arguments(
-        DriftConfig, arguments, prog="infer.drift", doc=__doc__, add_actions=_add_actions
+        DriftConfig, arguments, prog="infer.drift", doc=__doc__, actions=_ACTIONS
     )
-    folder = None if config.output is None else local_path(config.output, "output")
-    if folder is not None:
-        check_output(folder, overwrite=args.overwrite)
-    with nullcontext() if folder is None else sole_writer(folder):
-        report = study(config)
-        show_report(
-            report,
-            format_report(report),
-            folder,
-            brief=format_brief(report),
-            plot=lambda folder: plot_report(report, folder / "drift.svg"),
-        )
+    with waiting("importing JAX ..."):
+        from .study import show_study
+    show_study(config, overwrite=args.overwrite)
 
 
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--overwrite", action="store_true", help="Replace a report that is there already."
-    )
-
-
-def cli() -> None:
-    """Entry point of `poss-drift`."""
-    run_program(main)
-
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

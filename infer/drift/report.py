@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax.program.output import align
-from poss_jax.program.tables import format_rows
+from poss_jax.program.tables import align, fold, format_rows
 
 from ..bench.statistics import format_estimate
 
@@ -18,9 +17,8 @@ _COLUMNS = {
     "conditional_acceptance": "accepted",
     "decoded_conditional_acceptance": "decoded",
     "gap": "gap",
-    "cumulative_acceptance": "accepted so far",
-    "decoded_cumulative_acceptance": "decoded so far",
 }
+_SO_FAR = {"cumulative_acceptance": "accepted", "decoded_cumulative_acceptance": "decoded"}
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -42,7 +40,7 @@ def format_report(report: dict[str, Any]) -> str:
 def format_brief(report: dict[str, Any]) -> str:
     """The main numbers within 80 columns: tokens per pass, and what is accepted by position."""
     positions = range(1, min(report["depth"], _MOST_POSITIONS) + 1)
-    rows = [["", "tokens per pass", *(f"at {position}" for position in positions)]]
+    head, rows = ["", "tokens per pass", *(f"at {position}" for position in positions)], []
     for name, draft in report["drafts"].items():
         accepted = draft["by_depth"]["decoded_conditional_acceptance"]["value"]
         cells = ["" if np.isnan(share) else f"{share:.0%}" for share in np.array(accepted, float)]
@@ -52,7 +50,7 @@ def format_brief(report: dict[str, Any]) -> str:
         f"{report['prompts']} prompts, greedy chains of depth {report['depth']}; share of drafted "
         "tokens accepted at",
         "each position, where all before were:",
-        *align(rows),
+        *align(head, rows),
     ]
     for pair in report["pairs"]:
         first, second = pair["drafts"]
@@ -69,11 +67,11 @@ def plot_report(report: dict[str, Any], path: Path) -> None:
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
         for name, draft in report["drafts"].items():
             numbers = draft["by_depth"]
-            colour = _draw(left, numbers["conditional_acceptance"], label=name)
+            colour = draw_interval(left, numbers["conditional_acceptance"], label=name)
             decoded = numbers["decoded_conditional_acceptance"]
-            _draw(left, decoded, color=colour, linestyle="--", marker="")
+            draw_interval(left, decoded, color=colour, linestyle="--", marker="")
             if "feature_cosine" in numbers:
-                _draw(right, numbers["feature_cosine"], label=name, color=colour)
+                draw_interval(right, numbers["feature_cosine"], label=name, color=colour)
         left.set(ylabel="accepted, given all before (dashed: decoded)")
         right.set(ylabel="cosine with the target's feature")
         for axes in (left, right):
@@ -84,8 +82,8 @@ def plot_report(report: dict[str, Any], path: Path) -> None:
         pyplot.close(figure)
 
 
-def _draw(axes: Any, number: dict[str, Any], **style: Any) -> str:
-    """Draws a line with its interval; returns its colour."""
+def draw_interval(axes: Any, number: dict[str, Any], **style: Any) -> str:
+    """Draws a number by position, with its interval where one is known; returns its colour."""
     value, low, high = (np.array(number[key], float) for key in ("value", "low", "high"))
     position = np.arange(1, len(value) + 1)
     (line,) = axes.plot(position, value, **({"marker": "o"} | style))
@@ -120,14 +118,9 @@ def _pairs(pairs: list[dict[str, Any]]) -> list[str]:
 
 
 def _by_depth(draft: dict[str, Any]) -> list[str]:
-    columns = {key: name for key, name in _COLUMNS.items() if key in draft["by_depth"]}
-    table = []
-    for depth, specialist in enumerate(draft["specialists"]):
-        numbers = (draft["by_depth"][key] for key in columns)
-        cells = [format_estimate(_at(number, depth)) for number in numbers]
-        table.append([depth + 1, specialist + 1, *cells])
-    lines = format_rows(["position", "specialist", *columns.values()], table)
-    if "feature_cosine" not in columns:
+    lines = [*_table_by_depth(draft, _COLUMNS), ""]
+    lines += fold("accepted so far", _table_by_depth(draft, _SO_FAR))
+    if "feature_cosine" not in draft["by_depth"]:
         lines += [
             "",
             "(no cosine: it predicts its own state, not the target's feature)",
@@ -135,6 +128,11 @@ def _by_depth(draft: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _at(number: dict[str, Any], depth: int) -> dict[str, Any]:
-    """Takes one depth out of numbers by depth."""
-    return {key: values[depth] for key, values in number.items()}
+def _table_by_depth(draft: dict[str, Any], columns: dict[str, str]) -> list[str]:
+    known = {key: name for key, name in columns.items() if key in draft["by_depth"]}
+    table = []
+    for depth, specialist in enumerate(draft["specialists"]):
+        numbers = (draft["by_depth"][key] for key in known)
+        here = ({key: values[depth] for key, values in number.items()} for number in numbers)
+        table.append([depth + 1, specialist + 1, *map(format_estimate, here)])
+    return format_rows(["position", "specialist", *known.values()], table)

@@ -30,8 +30,10 @@ from poss_jax.shapes import Params
 
 from ..bench.measure import Decoder, load_decoders, play
 from ..bench.questions import read_questions
+from ..bench.report import open_output, show_report
 from ..bench.statistics import compare, estimate, estimate_mean, share
 from ..bench.summary import LOOPING_BELOW
+from .report import format_brief, format_report, plot_report
 from .spans import advise_spans
 
 Answers = list[list[Generation]]
@@ -51,6 +53,19 @@ class Followed:
     config: DraftConfig
     sums: DraftSums
     tokens: np.ndarray
+
+
+def show_study(config: DriftConfig, *, overwrite: bool) -> None:
+    """Measures all drafts, prints, and writes the report; `overwrite` replaces an earlier one."""
+    with open_output(config.output, overwrite=overwrite) as folder:
+        report = study(config)
+        show_report(
+            report,
+            format_report(report),
+            folder,
+            brief=format_brief(report),
+            plot=lambda folder: plot_report(report, folder / "drift.svg"),
+        )
 
 
 def study(config: DriftConfig) -> dict[str, Any]:
@@ -138,11 +153,7 @@ def follow(
     """Lets a draft predict along texts, teacher-forced: the validation of training, text by text.
 
     Args:
-      config: settings of the analysis.
-      name: name of the draft.
-      target_record: record of the target.
       target: its parameters, layers stacked.
-      rows: texts.
     """
     record, draft = load_draft(
         config.drafts[name],
@@ -220,7 +231,6 @@ def count_rounds(answers: Answers, num_depths: int) -> tuple[np.ndarray, np.ndar
 
     Args:
       answers: answers that were decoded with chains.
-      num_depths: number of depths.
 
     Returns:
       Two [questions R] arrays. A round that the end of an answer cuts short does not reach the

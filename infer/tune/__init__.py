@@ -1,1 +1,5 @@
-"""Finds the fastest draft trees: `search.py` predicts and measures them."""
+"""Finds the fastest draft trees.
+
+run.py     tunes every draft, prints and keeps the trees
+search.py  predicts and measures them
+"""

@@ -1,4 +1,4 @@
-"""Finds the fastest tree of every draft and batch size, and keeps them where programs look.
+"""Finds the fastest tree of every draft and batch size, and keeps it for later.
 
 Predicts the speed of hundreds of trees and measures the best (see `search`). Prints a table and, as
 the last line, everything as one JSON object. The trees are kept in the draft's folder, where every
@@ -7,159 +7,17 @@ program that decodes with it on this kind of device finds them.
     python -m infer.tune --target T --draft PosS-3=P --batch-sizes 1,4,16
 """
 
-import argparse
-import math
-import os
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from poss_jax.checkpoint.record import read_record
-from poss_jax.checkpoint.whole import write_output
-from poss_jax.config.decoding import BenchConfig
-from poss_jax.config.models import TreeConfig
-from poss_jax.config.paths import AnyPath, as_path, read_text
-from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.engine.trees import default_tree, tuned_file, vocabulary_file, write_tuned
-from poss_jax.model.sharding import decoding_mesh
-from poss_jax.program.options import at_least, check_writable
-from poss_jax.program.output import print_summary
+from poss_jax.config.reading import UserError
+from poss_jax.program.arguments import at_least
+from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
-from poss_jax.program.tables import format_rows
 
-from ..bench.measure import load_decoders, need_equal_texts, read_settings
-from ..bench.questions import first_prompts, read_questions
-from ..bench.report import with_provenance
-from .search import tree_name, tune
-
-
-def autotune(
-    config: BenchConfig,
-    batch_sizes: Sequence[int],
-    vocabularies: Sequence[str],
-    places: dict[str, AnyPath],
-) -> None:
-    """Prints predictions and measurements, and writes the fastest trees of every draft."""
-    # With an explicit tree the engine does not look for trees that were tuned before.
-    baseline, *decoders = load_decoders(replace(config, tree=config.tree or default_tree()))
-    allowed = {"allow_target_mismatch": config.allow_target_mismatch}
-    tried = {
-        one.name: {config.draft_vocabulary: one.engine}
-        | {
-            file: baseline.engine.load_draft(config.drafts[one.name], vocabulary=file, **allowed)
-            for file in vocabularies
-        }
-        for one in decoders
-    }
-    prompts = first_prompts(read_questions(config, baseline.engine))
-    if max(batch_sizes) > len(prompts):
-        raise UserError(
-            f"--batch-sizes: want at most the number of prompts, {len(prompts)}, got "
-            f"{max(batch_sizes)}; raise num_prompts"
-        )
-    report: dict[str, Any] = {"drafts": {}, "files": {}}
-    for name, engines in tried.items():
-        tuned = {
-            file: tune(engine, prompts, batch_sizes, repeats=config.repeats)
-            for file, engine in engines.items()
-        }
-        best = max(tuned, key=lambda file: _gain(tuned[file]))
-        _write_tuned(places[name], config.drafts[name], tuned[best], best, config)
-        for file, entry in tuned.items():
-            label = name if file == config.draft_vocabulary else f"{name}, {file}"
-            report["drafts"][label] = entry
-        report["files"][name] = str(places[name])
-    print(_format_tuning(report))
-    print(*(f"trees of {name}: {path}" for name, path in report["files"].items()), sep="\n")
-    print_summary(with_provenance(report, config), "")
-
-
-def _gain(tuned: dict[int, dict[str, Any]]) -> float:
-    """Speed of the best trees relative to no draft, averaged over batch sizes."""
-    ratios = [max(row["ratio"] for row in one["methods"].values()) for one in tuned.values()]
-    return math.prod(ratios) ** (1 / len(ratios))
-
-
-def places_of_trees(
-    config: BenchConfig, file: Path | None, *, overwrite: bool
-) -> dict[str, AnyPath]:
-    """Files that tuned trees are written to, by draft; refused before any work is spent."""
-    if file is not None and len(config.drafts) > 1:
-        raise UserError("--trees-file: want one draft, got several; tune them one by one")
-    for made in () if file is None or overwrite else (file, vocabulary_file(file)):
-        if made.exists():
-            raise UserError(f"--trees-file: {made} exists; name another file or give --overwrite")
-    if file is not None:
-        check_writable(file)
-        return dict.fromkeys(config.drafts, file)
-    for folder in config.drafts.values():
-        if as_path(folder).is_dir() and not os.access(as_path(folder), os.W_OK):
-            raise UserError(f"draft {folder} may not be written to; give --trees-file FILE")
-    mesh = decoding_mesh(config.mesh)
-    return {name: tuned_file(folder, mesh) for name, folder in config.drafts.items()}
-
-
-def _write_tuned(
-    path: AnyPath,
-    draft: str,
-    tuned: dict[int, dict[str, Any]],
-    vocabulary: str | None,
-    config: BenchConfig,
-) -> None:
-    record = read_record(draft)
-    about = {
-        "target": record.target.name,
-        "sampling": config_to_dict(config.sampling),
-        "draft_vocabulary": vocabulary,
-        "quantise": config.quantise,
-        "prompts": config.prompts,
-    }
-    trees = {size: entry["best"] and TreeConfig(**entry["best"]) for size, entry in tuned.items()}
-    comments = {
-        size: "{tokens_per_second:.0f} tokens/s, {ratio:.2f} x no draft".format(
-            **entry["methods"][tree_name(trees[size])]
-        )
-        for size, entry in tuned.items()
-    }
-    if vocabulary is not None:
-        write_output(vocabulary_file(path), read_text(as_path(vocabulary)), name="vocabulary")
-    mesh = decoding_mesh(config.mesh)
-    write_tuned(path, trees, record, about=about, comments=comments, mesh=mesh)
-
-
-def _format_tuning(report: dict[str, Any]) -> str:
-    """The report as a Markdown table, the best tree of every batch size in bold."""
-    head = ["draft", "batch size", "tree", "predicted tokens/s", "tokens/s", "ratio to no draft"]
-    head += ["predicted acceptance length", "acceptance length"]
-    table = []
-    for name, sizes in report["drafts"].items():
-        for size, entry in sizes.items():
-            fastest = max(entry["methods"].values(), key=lambda row: row["ratio"])
-            for tree, row in entry["methods"].items():
-                expected = row["predicted"]
-                speed, length = ("", "") if expected is None else expected.values()
-                bold = "**" if row is fastest else ""
-                cells = [name, size, f"{bold}{tree}{bold}"]
-                cells += [f"{speed:.0f}" if expected else "", f"{row['tokens_per_second']:.0f}"]
-                cells += [f"{row['ratio']:.2f}", f"{length:.2f}" if expected else ""]
-                table.append([*cells, f"{row['acceptance_length']:.2f}"])
-    return "\n".join(format_rows(head, table))
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses arguments, measures, prints, writes."""
-    config, args = read_settings(
-        arguments, prog="infer.tune", doc=__doc__, add_actions=_add_actions
-    )
-    need_equal_texts(config)
-    if len(config.temperatures) > 1:
-        raise UserError(
-            f"want one temperature, got {list(config.temperatures)}; give temperatures=[1], or the "
-            "one that texts will be drawn with"
-        )
-    places = places_of_trees(config, args.trees_file, overwrite=args.overwrite)
-    autotune(config, args.batch_sizes, args.try_vocabulary, places)
+from ..bench.settings import need_equal_texts, read_settings
 
 
 def _batch_sizes(text: str) -> list[int]:
@@ -167,37 +25,47 @@ def _batch_sizes(text: str) -> list[int]:
     return sorted({at_least(1)(size) for size in text.split(",")})
 
 
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--batch-sizes",
-        type=_batch_sizes,
-        default=[1],
-        metavar="N,N",
-        help="Numbers of prompts decoded together, such as 1,4,16. (default: 1)",
-    )
-    parser.add_argument(
-        "--try-vocabulary",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="Draft vocabulary to try, too, see python -m train.draft_vocab. The option may be "
-        "repeated.",
-    )
-    parser.add_argument(
-        "--trees-file",
-        type=Path,
-        metavar="FILE",
-        help="Write the trees here, not to the draft's folder; other programs take it as --trees. "
-        "If a draft vocabulary won, pass FILE with the ending .vocabulary.json as "
+_ACTIONS: dict[str, dict[str, Any]] = {
+    "--batch-sizes": {
+        "type": _batch_sizes,
+        "default": [1],
+        "metavar": "N,N",
+        "help": "Numbers of prompts decoded together, such as 1,4,16. (default: 1)",
+    },
+    "--try-vocabulary": {
+        "action": "append",
+        "default": [],
+        "metavar": "FILE",
+        "help": "Also try this draft vocabulary; see python -m train.draft_vocab. The option may "
+        "be repeated.",
+    },
+    "--trees-file": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "Write the trees here, not to the draft's folder; other programs take it as "
+        "--trees. If a draft vocabulary won, pass FILE with the ending .vocabulary.json as "
         "--draft-vocabulary.",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="Replace --trees-file.")
+    },
+    "--overwrite": {"action": "store_true", "help": "Replace --trees-file."},
+}
 
 
-def cli() -> None:
-    """Entry point of `poss-tune`."""
-    run_program(main)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, measures, prints, writes."""
+    config, args = read_settings(arguments, prog="infer.tune", doc=__doc__, actions=_ACTIONS)
+    need_equal_texts(config)
+    if len(config.temperatures) > 1:
+        raise UserError(
+            f"want one temperature, got {list(config.temperatures)}; give temperatures=[1], or the "
+            "one that texts will be drawn with"
+        )
+    with waiting("importing JAX ..."):
+        from .run import autotune, places_of_trees
+    places = places_of_trees(config, args.trees_file, overwrite=args.overwrite)
+    autotune(config, args.batch_sizes, args.try_vocabulary, places)
 
+
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

@@ -173,7 +173,6 @@ def record(
 
     Args:
       engine: a target with a draft.
-      prompts: prompts to answer.
       tree: depth and top_k of the candidates; all candidates count.
       progress: bar that is advanced by one per answer.
     """
@@ -247,7 +246,6 @@ def count_accepted(ranks: Ranks, length: int, tree: TreeConfig) -> list[int]:
     Args:
       ranks: ranks from a recording with the tree's top_k, at least as deep.
       length: tokens of the answer, the first of which comes with the prompt.
-      tree: size of the tree.
     """
     is_kept = ranks[:, tree.depth - 1, : tree.depth] < tree.num_nodes
     after = is_kept.cumprod(axis=1).sum(axis=1)

@@ -35,8 +35,7 @@ class SamplingConfig:
     Frequency and presence penalties work as in the OpenAI API.
 
     Attributes:
-      temperature: Divide the scores by this number, 0 is greedy; then top_k, top_p and min_p change
-        nothing.
+      temperature: Divide scores by this, 0 is greedy; then top_k, top_p and min_p change nothing.
       top_k: Sample from the top_k most likely tokens; 0 allows all.
       top_p: Sample from the most likely tokens that together have this probability; 1 allows all.
       min_p: Sample from tokens at least this likely, relative to the most likely one; 0 allows all.
@@ -78,8 +77,8 @@ class ServedSampling(SamplingConfig):
     """Sampling settings of a server's requests, if a request does not set them.
 
     Attributes:
-      temperature: Divide the scores by this number, 0 is greedy; then top_k, top_p and min_p change
-        nothing. The default is the OpenAI API's.
+      temperature: Divide scores by this, 0 is greedy; then top_k, top_p and min_p change nothing.
+        The default is the OpenAI API's.
       seed: Every request has its own; only 0 is allowed.
     """
 
@@ -108,8 +107,8 @@ class DecodingConfig:
       allow_target_mismatch: Use a draft made for other weights of the same shape.
       draft_vocabulary: JSON file of the tokens that drafts may propose (docs/generate.md, "Draft
         vocabularies"); for drafts that share the target's head.
-      quantise: Round the target's matrices to 8 bits as they are loaded (docs/generate.md,
-        "Quantised targets"); null keeps the stored type.
+      quantise: Round the target's matrices to 8 bits on loading (docs/generate.md, "Quantised
+        targets"); null keeps the stored type.
       mesh: Grid of devices (docs/generate.md, "Several devices"); null takes one.
     """
 
@@ -130,7 +129,6 @@ class AnswerConfig(DecodingConfig):
 
     Attributes:
       draft: Model folder of a draft made for the target; without one, decoding is autoregressive.
-      batch_size: Number of prompts decoded together.
       max_length: Most tokens of prompt and answer together; null takes the target's own limit.
       trees: YAML file of draft trees by batch size (docs/generate.md, "Trees by batch size"), or
         none: decode without the draft.
@@ -138,7 +136,6 @@ class AnswerConfig(DecodingConfig):
     """
 
     draft: str | None = None
-    batch_size: Count = 1
     max_length: Count | None = None
     trees: str | None = None
     stop: tuple[str, ...] = ()
@@ -160,8 +157,9 @@ class GenerateConfig(AnswerConfig):
       question: Question to a chat model, asked with its chat template.
       prompt: Text to continue as it is.
       prompts: JSONL file of prompts; each line has one of prompt, prompt_ids, messages or turns.
+      batch_size: Number of prompts decoded together.
       stream: Print text as it is decoded, one answer at a time.
-      show_drafts: With stream: mark the text that the draft proposed, in green, or in brackets
+      show_drafts: With stream: mark the text that the draft proposed; in green, or in brackets
         without colours.
       output: JSONL file to write the answers to; it must not exist yet.
       precompile: Lengths (most tokens of prompt and answer together) to compile for in advance;
@@ -172,6 +170,7 @@ class GenerateConfig(AnswerConfig):
     question: str | None = None
     prompt: str | None = None
     prompts: str | None = None
+    batch_size: Count = 1
     stream: bool = False
     show_drafts: bool = False
     output: str | None = None
@@ -201,11 +200,6 @@ class ChatConfig(AnswerConfig):
     target: str = SMOLLM2
     system: str | None = None
     plain: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.batch_size > 1:
-            raise ValueError("a conversation has one answer at a time; leave out batch_size")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -275,10 +269,10 @@ class ComparisonConfig:
     """Drafts to compare, and the prompts to compare them on.
 
     Attributes:
-      drafts: Drafts to compare: a name for the table, and a model folder.
-      prompts: JSONL file of prompts or questions, `stdlib` (modules of Python's standard library
-        that training on `stdlib` holds out), or `packages:NAME,NAME` (all modules of these
-        installed packages); null takes stdlib if no datasets are given.
+      drafts: Model folder of a draft, and its name in tables.
+      prompts: JSONL file of prompts or questions; or `stdlib`, the modules of Python's standard
+        library that training on `stdlib` holds out; or `packages:NAME,NAME`, all modules of these
+        installed packages. null takes stdlib if no datasets are given.
       datasets: More sets of questions: folders of data_dir that hold a question.jsonl, any value
         of `prompts`, mt_bench, gsm8k, humaneval, alpaca or another id on the Hub.
       data_dir: Folder of sets of questions.
@@ -339,7 +333,7 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
         is used.
       batch_size: Number of questions answered together. A batch's seconds are shared equally
         among its answers; phases are timed with one prompt.
-      repeats: Number of timed passes over all prompts, interleaved with the other drafts.
+      repeats: Number of timed passes over all prompts; drafts take turns.
       phases: Also time the phases of a round and compare each with its floor; each is compiled
         by itself, which takes minutes with a large target (docs/bench.md).
       drift: Also measure the drafts by depth, on the first set (docs/experiments.md).

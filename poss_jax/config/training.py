@@ -421,7 +421,8 @@ class RegenerateConfig(AnswerConfig):
       server: Address of a chat server with OpenAI's interface that answers instead, such as
         http://localhost:8000/v1; the environment variable OPENAI_API_KEY holds its key.
       model: Name of the server's model; null takes the first it lists.
-      concurrency: Number of questions sent to the server at a time.
+      concurrency: Questions sent to the server at a time.
+      batch_size: Number of questions that the target answers together.
       chat_template_kwargs: Values for the server's chat template, such as
         enable_thinking=false.
       data: The questions; its keys about rows and training have no effect.
@@ -430,7 +431,7 @@ class RegenerateConfig(AnswerConfig):
         them.
       temperatures: Temperatures of the answers, one per chat, repeated; empty takes
         sampling.temperature.
-      self_prompt: Number of chats whose user turns the target writes, unusable ones included.
+      self_prompt: Number of chats whose user turns the target writes; unusable ones count.
       source_share: Share of these chats that use the questions of data.source instead.
       self_prompt_turns: Most user turns of a chat that the target writes.
       self_prompt_tokens: Most tokens of such a turn; a longer one is dropped.

@@ -1,73 +1,62 @@
-r"""Converts checkpoints of other programs into model folders and back, and says what one holds.
+r"""Converts checkpoints of other programs into model folders, and back.
 
 Needs a folder or Hub id with safetensors (or .bin, with the `torch` extra), or a GGUF file. Prints
 what had to be assumed, a table (source key -> our path, shape and type), and as its last line one
 JSON object.
 
     python -m poss_jax.convert inspect HINT-lab/PosS3-Llama3-8B-Instruct
-    python -m poss_jax.convert target --source meta-llama/Meta-Llama-3-8B-Instruct \
-        --output models/llama3-8b
-    python -m poss_jax.convert target --source DIR_OR_HUB_ID --output DIR --quantise int8
-    python -m poss_jax.convert target --source FILE.gguf --output DIR --dtype bfloat16
-    python -m poss_jax.convert draft --source HINT-lab/PosS3-Llama3-8B-Instruct \
-        --target models/llama3-8b --output models/poss3
-    python -m poss_jax.convert export --model models/poss3 --target models/llama3-8b \
-        --output exported/poss3
+    python -m poss_jax.convert target --output models/llama3-8b \
+        --source meta-llama/Meta-Llama-3-8B-Instruct
+    python -m poss_jax.convert draft --output models/poss3 \
+        --source HINT-lab/PosS3-Llama3-8B-Instruct --target models/llama3-8b
+    python -m poss_jax.convert export --model models/poss3 \
+        --target models/llama3-8b --output exported/poss3
+    python -m poss_jax.convert target --source FILE.gguf --output DIR
 """
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from tqdm import tqdm
 
-from poss_jax.checkpoint.folder import write_model
 from poss_jax.checkpoint.whole import refuse_irreplaceable
+from poss_jax.config.models import Quantisation
 from poss_jax.config.paths import AnyPath, as_path
-from poss_jax.convert.export import FORMS, plan_export, write_export
-from poss_jax.convert.inspection import inspect
-from poss_jax.convert.plan import Conversion, plan_draft, plan_specialists, plan_target
-from poss_jax.convert.reading import Row
-from poss_jax.model.parameters import count_parameters
-from poss_jax.model.quantise import KINDS
-from poss_jax.program.output import add_json, print_summary
-from poss_jax.program.running import Parser, run_program
-from poss_jax.shapes import Params
+from poss_jax.program.arguments import describe
+from poss_jax.program.output import add_json, print_summary, waiting, wants_json
+from poss_jax.program.running import Parser, add_version, run_program
 
 _NUMBER = re.compile(r"(?<=[./])\d+(?=[./])|^\d+(?=[./])")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command.
-
-    Args:
-      arguments: the command line without the program's name; None takes the process's own.
-
-    Raises:
-      UserError: wrong arguments, or anything in the source that cannot be converted.
-    """
+    """Parses arguments, and runs one command."""
     options = vars(_parser().parse_args(arguments))
+    command, _ = options.pop("command"), options.pop("json")  # see `wants_json`
     if "output" in options:  # before anything large is read
         refuse_irreplaceable(options["output"])
-    options.pop("json")  # see `wants_json`
-    options.pop("run")(**options)
-
-
-def cli() -> None:
-    """Entry point of `poss-convert`."""
-    run_program(main)
+    if command == "inspect":
+        _inspect(**options)
+    elif command == "export":
+        _export(**options)
+    else:
+        _convert(command, **options)
 
 
 # --------------------------------------------------------------------------------------------------
 # Commands
 
 
-def _inspect(source: str, **options: Any) -> None:
-    found = inspect(source, **options)
+def _inspect(**options: Any) -> None:
+    with waiting("importing JAX ..."):
+        from poss_jax.convert.inspection import inspect
+    found = inspect(**options)
     lines = [f"{name:24}{text}" for name, text in found.facts]
     lines += ["", *_format_rows(found.rows), ""] if found.rows else []
     lines += [f"assumed: {line}" for line in found.assumed]
@@ -79,20 +68,10 @@ def _inspect(source: str, **options: Any) -> None:
         raise SystemExit(1)
 
 
-def _target(source: str, output: AnyPath, **options: Any) -> None:
-    _write(output, plan_target(source, **options))
-
-
-def _draft(source: str, target: AnyPath, output: AnyPath, **options: Any) -> None:
-    _write(output, plan_draft(source, target, **options))
-
-
-def _specialists(draft: AnyPath, output: AnyPath, **options: Any) -> None:
-    _write(output, plan_specialists(draft, **options))
-
-
-def _export(model: AnyPath, output: AnyPath, *, as_bin: bool, **options: Any) -> None:
-    export = plan_export(model, **options)
+def _export(output: AnyPath, *, as_bin: bool, **options: Any) -> None:
+    with waiting("importing JAX ..."):
+        from poss_jax.convert.export import plan_export, write_export
+    export = plan_export(**options)
     print("\n".join(_format_rows(export.rows)))
     arrays = tqdm(export.arrays(), total=len(export.rows), unit="tensor", disable=None)
     write_export(output, export, iter(arrays), as_bin=as_bin)
@@ -100,7 +79,14 @@ def _export(model: AnyPath, output: AnyPath, *, as_bin: bool, **options: Any) ->
     print_summary(summary, f"wrote {output}: {len(export.rows)} tensors, {export.dtype}")
 
 
-def _write(output: AnyPath, conversion: Conversion) -> None:
+def _convert(command: str, output: AnyPath, **options: Any) -> None:
+    """Writes a model folder: a target, a draft, or a draft with more specialists."""
+    with waiting("importing JAX ..."):
+        from poss_jax.checkpoint.folder import write_model
+        from poss_jax.convert.plan import plan_draft, plan_specialists, plan_target
+        from poss_jax.model.parameters import count_parameters
+    plans = {"target": plan_target, "draft": plan_draft, "init-specialists": plan_specialists}
+    conversion = plans[command](**options)
     for line in conversion.assumed:
         print(f"assumed: {line}")
     print("\n".join(_format_rows(conversion.rows)))
@@ -122,7 +108,7 @@ def _write(output: AnyPath, conversion: Conversion) -> None:
     print_summary(summary, f"wrote {output}: {name}, {count:,} parameters, {conversion.dtype}")
 
 
-def _advance(progress: tqdm, item: tuple[str, Params]) -> tuple[str, Params]:
+def _advance(progress: tqdm, item: tuple[str, Any]) -> tuple[str, Any]:
     progress.update()
     return item
 
@@ -131,35 +117,40 @@ def _advance(progress: tqdm, item: tuple[str, Params]) -> tuple[str, Params]:
 # The table of what goes where, short enough to read: alike layers share a line
 
 
-def _format_rows(rows: Sequence[Row]) -> list[str]:
-    """Lays rows out in columns: key -> path, shape, type.
+def _format_rows(rows: Sequence[Any]) -> list[str]:
+    """Lays rows of `poss_jax.convert.reading` out in columns: key -> path, shape, type.
 
-    Consecutive layers whose rows differ only in the layer's number share a line: `{0..31}`.
+    Consecutive layers whose rows differ only in the layer's number share a line: `{0..31}`. On a
+    terminal every path has its own line.
     """
     folded = _fold_rows(rows)
     key_width = max((len(row.key) for row in folded), default=0)
     path_width = max((len(row.path) for row in folded), default=0)
-    return [
-        f"{row.key:{key_width}}  "
-        + (f"->  {row.path:{path_width}}  " if path_width else "")  # a refused source has no paths
-        + f"{'x'.join(map(str, row.shape)) or 'scalar'}  {row.dtype}"
-        for row in folded
-    ]
+    lines = []
+    for row in folded:
+        weight = f"{'x'.join(map(str, row.shape)) or 'scalar'}  {row.dtype}"
+        if not path_width:  # a refused source
+            lines.append(f"{row.key:{key_width}}  {weight}")
+        elif wants_json():
+            lines.append(f"{row.key:{key_width}}  ->  {row.path:{path_width}}  {weight}")
+        else:
+            lines += [f"{row.key:{key_width}}  {weight}", f"  -> {row.path}"]
+    return lines
 
 
-def _fold_rows(rows: Iterable[Row]) -> list[Row]:
+def _fold_rows(rows: Iterable[Any]) -> list[Any]:
     """Joins rows that differ only in their layer's number, ordered by the first of each group."""
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple[Any, int], list[int]] = {}
     for row in rows:
         key, key_index = _split(row.key)
         path, path_index = _split(row.path) if key_index >= 0 else (row.path, -1)
-        shift = path_index - key_index if path_index >= 0 <= key_index else None
-        # A row without a layer number is not joined with others.
-        numbers = groups.setdefault((key, path, shift, row.shape, row.dtype), [])
-        numbers.append(key_index)
+        shift = path_index - key_index if path_index >= 0 <= key_index else 0
+        groups.setdefault((row._replace(key=key, path=path), shift), []).append(key_index)
     return [
-        Row(_join(key, first, last), _join(path, first + (shift or 0), last + (shift or 0)), *rest)
-        for (key, path, shift, *rest), numbers in groups.items()
+        row._replace(
+            key=_join(row.key, first, last), path=_join(row.path, first + shift, last + shift)
+        )
+        for (row, shift), numbers in groups.items()
         for first, last in _runs(sorted(numbers))
     ]
 
@@ -245,7 +236,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--format": {
         "dest": "form",
-        "choices": FORMS,
+        "metavar": "NAME",
         "help": "Layout to write: hf for a target; for EAGLE-2, HASS and PosS eagle (one layer) or "
         "poss; for EAGLE-3 eagle3, specforge, sglang or speculators (one layer), poss or "
         "poss-midlayers (PosS on EAGLE-3). The default is hf for a target, eagle or eagle3 for a "
@@ -272,84 +263,63 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "Convert the weights to this type. By default they keep the type they have.",
     },
     "--quantise": {
-        "choices": KINDS,
+        "choices": get_args(Quantisation),
         "help": "Keep the matrices of attention and MLP and the head in 8 bits (int8, or fp8 as "
         "float8_e4m3fn), with a scale per output. Drafts made for the source fit the target.",
     },
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        module="poss_jax.convert",
-        description=(
-            "Convert checkpoints into poss_jax model folders. Every key of the source is "
-            "checked; anything unknown, missing or of another shape stops the conversion, and "
-            "nothing is written."
-        ),
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+class Command(NamedTuple):
+    """A command, and its options in `_OPTIONS`.
 
-    def add(
-        run: Callable[..., None],
-        name: str,
-        text: str,
-        more: str,
-        *,
-        required: str,
-        optional: str,
-        changes: Mapping[str, dict[str, Any]] = MappingProxyType({}),
-    ) -> None:
-        command = commands.add_parser(name, help=text, description=f"{text} {more}")
-        command.set_defaults(run=run)
-        add_json(command)
-        for flag in f"{required} {optional}".split():
-            options = _OPTIONS[flag] | changes.get(flag, {})
-            if flag.startswith("--"):
-                options |= {"required": flag in required.split()}
-            command.add_argument(flag, **options)
+    Attributes:
+      help: what it does.
+      more: what else its own help says.
+      required: options that must be given.
+      optional: the others.
+      changes: what is different in an option of this command.
+    """
 
-    add(
-        _inspect,
-        "inspect",
+    help: str
+    more: str
+    required: str
+    optional: str
+    changes: Mapping[str, dict[str, Any]] = MappingProxyType({})
+
+
+_COMMANDS = {
+    "inspect": Command(
         "Say what a checkpoint or a model folder holds, without converting it.",
         "It shows the family, shapes, types, rope and vocabulary, what converting it would assume "
         "or need, and why it would be refused. Of safetensors on the Hub only the headers are "
         "fetched; .bin files have none and are downloaded.",
         required="source",
         optional="--revision --verify",
-    )
-    add(
-        _target,
-        "target",
+    ),
+    "target": Command(
         "Convert a Llama-family target in Hugging Face's layout.",
         "Its config.json, tokenizer files and weights are read (safetensors, or .bin with the "
         "`torch` extra; a single file or shards), or a GGUF file, whose weights are dequantised.",
         required="--source --output",
         optional="--revision --dtype --quantise",
         changes={"--source": {"metavar": "SOURCE", "help": _TARGET_SOURCE}},
-    )
-    add(
-        _draft,
-        "draft",
+    ),
+    "draft": Command(
         "Convert an EAGLE, EAGLE-2, EAGLE-3, HASS or PosS draft.",
         "Such a draft has fc and one decoder layer per specialist. The embedding and the head are "
         "the target's and are not stored; only EAGLE-3 drafts have their own head.",
         required="--source --target --output",
         optional="--revision --dtype --positions-per-specialist --trained-depth",
-    )
-    add(
-        _specialists,
-        "init-specialists",
+    ),
+    "init-specialists": Command(
         "Make a start for PosS from a trained draft.",
         "The new draft has more specialists: every missing one is a copy of the last one the draft "
         "has. Train it to tell them apart.",
         required="--draft --output --positions-per-specialist",
         optional="--trained-depth",
-    )
-    add(
-        _export,
-        "export",
+    ),
+    "export": Command(
         "Write a model folder as a PyTorch checkpoint.",
         "A target is written as `transformers` reads it, a draft in the layout of the original "
         "code or of another program. A draft gets a model card that describes its target, so it "
@@ -357,9 +327,43 @@ def _parser() -> argparse.ArgumentParser:
         required="--model --output",
         optional="--format --target --specialist --verifier --bin --dtype",
         changes={"--dtype": {"choices": ("keep", "float32", "bfloat16", "float16")}},
+    ),
+}
+
+
+def _usage(command: Command) -> str:
+    """The arguments that must be given."""
+    parts = ((flag, _OPTIONS[flag]["metavar"]) for flag in command.required.split())
+    return " ".join(f"{flag} {value}".removeprefix("source ") for flag, value in parts)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        module="poss_jax.convert",
+        description=describe(__doc__, shows_all=False),
+        usage="%(prog)s COMMAND ...",
     )
+    parsers = parser.add_subparsers(
+        required=True, metavar="COMMAND", dest="command", prog=parser.prog
+    )
+    for name, command in _COMMANDS.items():
+        one = parsers.add_parser(
+            name,
+            help=command.help,
+            description=textwrap.fill(f"{command.help} {command.more}", 79),
+            usage=f"%(prog)s {_usage(command)} [options]",
+        )
+        for flag in f"{command.required} {command.optional}".split():
+            options = _OPTIONS[flag] | command.changes.get(flag, {})
+            if flag.startswith("--"):
+                options |= {"required": flag in command.required.split()}
+            one.add_argument(flag, **options)
+        add_json(one)
+        add_version(one)
     return parser
 
+
+cli = partial(run_program, main)
 
 if __name__ == "__main__":
     cli()

@@ -10,13 +10,14 @@ import logging
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from poss_jax.config.models import TreeConfig
+from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.reading import (
     Key,
     UserError,
@@ -27,44 +28,36 @@ from poss_jax.config.reading import (
     shorten,
 )
 from poss_jax.program.output import add_json
-from poss_jax.program.running import Parser
+from poss_jax.program.running import Parser, add_version
 
 _LOG = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT")
+Actions = Mapping[str, Mapping[str, Any]]
 
 _INDENT = 6 * " "
 _MOST_EXAMPLES, _LONGEST_TEXT = 3, 100  # of the short help
-_NAMES = {
-    **{"drafts": "draft", "datasets": "dataset", "keeps_unfinished": "keep-unfinished"},
-    **{"allowed_hosts": "allowed-host"},
-}
+_NAMES = {"drafts": "draft", "datasets": "dataset", "allowed_hosts": "allowed_host"}
+_NAMES |= {"keeps_unfinished": "keep_unfinished"}
 _METAVARS = {
-    **dict.fromkeys(["target", "draft", "init_target", "init_draft"], "DIR"),
-    **dict.fromkeys(["prompts", "trees", "draft_vocabulary"], "FILE"),
-    **{"drafts": "NAME=DIR", "sampling.logit_bias": "ID=VALUE"},
-    **dict.fromkeys(["stop", "question", "prompt", "data.system_prompt"], "TEXT"),
-    **{"server": "URL", "output": "PATH", "data.source": "DATA"},
-    **{"chat_template_kwargs": "NAME=VALUE", "allowed_hosts": "NAME", "system": "TEXT"},
+    "DIR": "target draft init_target init_draft",
+    "FILE": "prompts trees draft_vocabulary",
+    "TEXT": "stop question prompt data.system_prompt system",
+    "NAME": "allowed_hosts",
+    "NAME=DIR": "drafts",
+    "NAME=VALUE": "chat_template_kwargs",
+    "ID=VALUE": "sampling.logit_bias",
+    "URL": "server",
+    "PATH": "output",
+    "DATA": "data.source",
 }
 _SHOWN = {
-    "models": ["target", "draft", "drafts", "init_draft", "server"],
-    "input and output": [
-        *[
-            "question",
-            "prompt",
-            "prompts",
-            "datasets",
-            "num_prompts",
-            "data.source",
-            "self_prompt",
-            "system",
-        ],
-        *["max_new_tokens", "stream", "show_drafts", "output"],
-    ],
-    "sampling": ["sampling.temperature", "sampling.top_p", "sampling.seed", "temperatures"],
-    "speed": ["batch_size", "context", "quantise", "max_length", "concurrency"],
-    "run": ["stage", "num_epochs", "host", "port", "depth", "spans", "repeats"],
+    "models": "target draft drafts init_draft server",
+    "input and output": "question prompt prompts datasets num_prompts data.source self_prompt "
+    "system max_new_tokens stream show_drafts output",
+    "run": "stage num_epochs host port depth spans repeats",
+    "sampling": "sampling.temperature sampling.top_p sampling.seed temperatures",
+    "speed": "batch_size context quantise max_length concurrency",
 }
 """Keys whose options `--help` shows, by heading and in this order; `--help-all` has the others."""
 
@@ -87,7 +80,6 @@ def list_options(kind: Any, also: Sequence[str] = ()) -> list[Option]:
     """Lists the options of a config dataclass: its keys, the keys of `sampling` and `tree`, `also`.
 
     Args:
-      kind: the dataclass.
       also: keys of other sections that get an option.
     """
     options = []
@@ -106,17 +98,15 @@ def read_arguments(
     prog: str,
     doc: str | None,
     also: Sequence[str] = (),
-    add_actions: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    actions: Actions = MappingProxyType({}),
 ) -> tuple[ConfigT, argparse.Namespace]:
     """Reads a program's command line.
 
     Args:
-      kind: the dataclass of its settings.
       arguments: words of the command line; None: the process's.
       prog: name of the program's module.
-      doc: description, for --help.
       also: see `list_options`.
-      add_actions: adds options that are not settings, such as --overwrite.
+      actions: options that are not settings, such as --overwrite, as argparse takes them.
 
     Returns:
       The settings, and what the actions were given.
@@ -126,7 +116,7 @@ def read_arguments(
     """
     words = sys.argv[1:] if arguments is None else arguments
     options = list_options(kind, also)
-    parser = make_parser(kind, options, add_actions, prog=prog, doc=doc, words=words)
+    parser = _make_parser(kind, options, actions, prog=prog, doc=doc, words=words)
     args = parser.parse_intermixed_args(words)
     values = read_values(args.config, args.overrides)
     given_as = name_overrides(args.overrides)
@@ -148,7 +138,8 @@ def read_arguments(
         origin=args.config or "options",
         given_as=given_as | {option.key: option.flag for option in given},
     )
-    _check_depth(getattr(config, "tree", None))
+    ways = getattr(config, "methods", {}).values()
+    check_depths([getattr(config, "tree", None), *(way.tree for way in ways)])
     _warn_of_idle(config, given)
     return config, args
 
@@ -157,41 +148,34 @@ def read_arguments(
 # Help: what most people need on one screen, or all
 
 
-def make_parser(
+def _make_parser(
     kind: Any,
     options: Sequence[Option],
-    add_actions: Callable[[argparse.ArgumentParser], None],
+    actions: Actions,
     *,
     prog: str,
     doc: str | None,
-    words: Sequence[str] = (),
+    words: Sequence[str],
 ) -> argparse.ArgumentParser:
-    """Makes the parser of a program.
-
-    Args:
-      kind: the dataclass of its settings.
-      options: its options.
-      add_actions: see `read_arguments`.
-      prog: name of the program's module.
-      doc: description.
-      words: the command line; where it has --help-all, help lists every option and key.
-    """
+    """Makes the parser of a program; its help begins with what most people need."""
     shows_all = "--help-all" in words
     parser = Parser(
         module=prog,
         usage="%(prog)s [options] [section.key=value ...]",
         description=describe(doc, shows_all=shows_all),
-        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=27),
-        epilog=_list_other_keys(kind, options) if shows_all else _name_sections(kind, options),
+        epilog=_describe_other_keys(kind, options, shows_all=shows_all),
+        add_help=False,
     )
-    parser.add_argument("--help-all", action="help", help="Show all options and keys.")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
     text = "Set a key of the config." if shows_all else argparse.SUPPRESS
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
+    _add_options(parser, kind, options, actions, shows_all=shows_all)
+    group = parser.add_argument_group("help and config")
+    group.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
     if "output" in list_keys(kind):
-        add_json(parser)
-    add_actions(parser)
-    _add_options(parser, kind, options, shows_all=shows_all)
+        add_json(group)
+    group.add_argument("-h", "--help", action="help", help="Show the main options.")
+    group.add_argument("--help-all", action="help", help="Show all options and keys.")
+    add_version(group)
     if not shows_all:
         for action in parser._actions:
             action.help = _shorten_help(action.help or "", words)
@@ -215,44 +199,49 @@ def _has_configs(example: str) -> bool:
     return all(Path(path).is_file() for path in re.findall(r"configs/\S+", example))
 
 
-def _list_other_keys(kind: Any, options: Sequence[Option]) -> str | None:
-    """Describes the keys that have no option."""
+def _describe_other_keys(kind: Any, options: Sequence[Option], *, shows_all: bool) -> str | None:
+    """Describes the keys that have no option; in short names their sections, and --help-all."""
     with_option = {option.key for option in options}
-    lines = [
-        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(about), 72), _INDENT)}"
+    others = {
+        key: about
         for key, about in list_keys(kind).items()
         if not about.is_section and key not in with_option
+    }
+    if not shows_all:
+        sections = ", ".join(dict.fromkeys(key.split(".")[0] for key in others))
+        more = f", and the keys of {sections}" if sections else ""
+        return textwrap.fill(f"--help-all shows all options{more}.", 79)
+    lines = [
+        f"  {key}\n{textwrap.indent(textwrap.fill(_help_of(about), 72), _INDENT)}"
+        for key, about in others.items()
     ]
     return "\n".join(["further keys:", *lines]) if lines else None
 
 
-def _name_sections(kind: Any, options: Sequence[Option]) -> str:
-    """Says where the rest of the help is, and which sections of keys there are."""
-    with_option = {option.key for option in options}
-    keys = [key for key, about in list_keys(kind).items() if not about.is_section]
-    sections = dict.fromkeys(key.split(".")[0] for key in keys if key not in with_option)
-    more = f", and the keys of {', '.join(sections)}" if sections else ""
-    return textwrap.fill(f"--help-all shows all options{more}.", 79)
-
-
 def _add_options(
-    parser: argparse.ArgumentParser, kind: Any, options: Sequence[Option], *, shows_all: bool
+    parser: argparse.ArgumentParser,
+    kind: Any,
+    options: Sequence[Option],
+    actions: Actions,
+    *,
+    shows_all: bool,
 ) -> None:
     """Adds options under their headings; in short those under none are not listed."""
     tree, left = _own_tree(kind), {option.key: option for option in options}
     for title, keys in _SHOWN.items():
         group = parser.add_argument_group(title)
+        for flag, settings in actions.items() if title == "run" else ():
+            group.add_argument(flag, **settings)
         if title == "speed" and _has_tree(kind):
             text = _TREE_HELP if _has_trees(kind) else _TREE_HELP.replace(", none", "")
             group.add_argument("--tree", metavar="D/K/N", help=text)
-        for option in [left.pop(key) for key in keys if key in left]:
+        for option in [left.pop(key) for key in keys.split() if key in left]:
             _add(group, option, tree)
-    required = parser.add_argument_group("required") if not shows_all else None
-    more = parser.add_argument_group("more")
+    group = parser.add_argument_group("more" if shows_all else "required")
     for option in left.values():
-        is_hidden = not (shows_all or option.about.is_required)
-        action = _add(more if required is None or is_hidden else required, option, tree)
-        action.help = argparse.SUPPRESS if is_hidden else action.help
+        action = _add(group, option, tree)
+        if not (shows_all or option.about.is_required):
+            action.help = argparse.SUPPRESS
 
 
 def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action:
@@ -280,8 +269,9 @@ def _add(group: Any, option: Option, tree: TreeConfig | None) -> argparse.Action
 
 def _help_of(about: Key) -> str:
     """The help of a key, with its default as a config says it."""
-    default = list(about.default) if isinstance(about.default, tuple) else about.default
-    return about.help + ("" if default in (None, []) else f" (default: {default})")
+    default = [*about.default] if isinstance(about.default, tuple) else about.default
+    shown = f"{default:g}" if isinstance(default, float) else default
+    return about.help + ("" if default in (None, []) else f" (default: {shown})")
 
 
 def _shorten_help(text: str, words: Sequence[str]) -> str:
@@ -300,8 +290,8 @@ def _shorten_help(text: str, words: Sequence[str]) -> str:
 
 
 _TREE_HELP = (
-    "Draft tree: depth/top_k/nodes such as 6/10/60, chain:N, none or auto; a chain has N tokens, "
-    "one after the other, and auto is the tuned tree, else the device's."
+    "Draft tree, such as 6/10/60, chain:N, none or auto; the numbers are depth, top_k and nodes, a "
+    "chain has N tokens one after the other, and auto is the tuned tree, else the device's."
 )
 _CHAIN, _SIZES = re.compile(r"chain:(\d{1,9})"), re.compile(r"(\d{1,9})/(\d{1,9})/(\d{1,9})")
 
@@ -332,14 +322,27 @@ def _set_tree(values: dict[str, Any], text: str, kind: Any) -> None:
         )
 
 
-def _check_depth(tree: TreeConfig | None) -> None:
+def check_depths(trees: Iterable[TreeConfig | None]) -> None:
     """Refuses a tree that compiles levels for which it has no nodes."""
-    if tree is not None and tree.depth >= tree.total_tokens:
-        raise UserError(
-            f"tree {tree.name}: want total_tokens above depth, {tree.depth}, since every level "
-            f"needs a node and the root is one, got {tree.total_tokens}; raise --tree-total-tokens "
-            "or lower --tree-depth"
-        )
+    for tree in trees:
+        if tree is not None and tree.depth >= tree.total_tokens:
+            raise UserError(
+                f"tree {tree.name}: want total_tokens above depth, {tree.depth}, since every level "
+                f"needs a node and the root is one, got {tree.total_tokens}; raise total_tokens or "
+                "lower depth"
+            )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Makes the type of an option that is a whole number with a lower bound."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= INT32_MAX:
+            got = shorten(text)
+            raise argparse.ArgumentTypeError(f"want a number, at least {least}, got {got}")
+        return int(text)
+
+    return parse
 
 
 def read_pairs(flag: str, texts: Sequence[str], wanted: str) -> dict[str, str]:
@@ -382,13 +385,11 @@ def _kind(option: Option) -> type:
 
 
 def _metavar(option: Option) -> str:
-    found = _METAVARS.get(option.key)
-    if found is None:
-        text = str(option.about.annotation)
-        choices = re.findall(r"'([^']+)'", text) if "Literal" in text else []
-        is_name = option.about.annotation is str or "str" in text
-        found = "|".join(choices) or ("NAME" if is_name else "X" if "float" in text else "N")
-    return found
+    text = str(option.about.annotation)
+    choices = re.findall(r"'([^']+)'", text) if "Literal" in text else []
+    by_type = "NAME" if "str" in text else "X" if "float" in text else "N"
+    named = (name for name, keys in _METAVARS.items() if option.key in keys.split())
+    return next(named, "|".join(choices) or by_type)
 
 
 def _set(values: dict[str, Any], option: Option, value: Any, tree: TreeConfig | None) -> None:

@@ -1,20 +1,24 @@
 """Writes results, for people on a terminal and as JSON elsewhere, and says what takes a while."""
 
 import json
+import os
 import sys
-from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, TypeVar
+
+from poss_jax.config.paths import local_path
+from poss_jax.config.reading import UserError
 
 T = TypeVar("T")
 
 _LONGEST_FIELD = 100
 
 
-def add_json(parser: ArgumentParser) -> None:
-    """Adds `--json`, which `wants_json` looks for."""
+def add_json(parser: Any) -> None:
+    """Adds `--json`, which `wants_json` looks for, to a parser or a group."""
     parser.add_argument(
         "--json",
         action="store_true",
@@ -31,7 +35,6 @@ def print_summary(value: dict[str, Any], text: str | None = None) -> None:
     """Writes the last line of a program: for people a text, else one JSON object.
 
     Args:
-      value: the result.
       text: the same for people; "": they have seen it, None: `format_fields`.
     """
     shown = json.dumps(value) if wants_json() else format_fields(value) if text is None else text
@@ -65,18 +68,6 @@ def _show(value: Any) -> str:
     return ""
 
 
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lays cells out in columns, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
     """Shows a text on a terminal for as long as the block, or a decorated function, takes."""
@@ -97,3 +88,22 @@ def announce(steps: Iterator[T], text: str) -> Iterator[T]:
     with waiting(text):
         first = list(islice(steps, 1))
     yield from chain(first, steps)
+
+
+def check_writable(path: Path, *, is_folder: bool = False) -> None:
+    """Raises UserError if no output can be made at a path, before any work is spent on it."""
+    local_path(path, "output")
+    if path.exists() and path.is_dir() != is_folder:
+        is_what = "a file" if is_folder else "a folder"
+        raise UserError(f"output {path} is {is_what}; choose another place")
+    places = [path.absolute()] * is_folder + [*path.absolute().parents]
+    place = next(place for place in places if place.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise UserError(f"output {path}: {place} is not a writable folder; choose another place")
+
+
+def check_new_file(path: Path) -> None:
+    """Raises UserError if an output file exists already, or cannot be made."""
+    if path.exists():
+        raise UserError(f"output {path} exists; name another file or remove it")
+    check_writable(path)

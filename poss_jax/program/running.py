@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -62,12 +63,10 @@ class Parser(argparse.ArgumentParser):
         if module is not None:
             settings["prog"] = started_as(module)
             settings["description"] = name_programs(settings.get("description") or "")
-        super().__init__(**settings)
-        if module is not None:
-            shown = f"poss_jax {__version__}"
-            self.add_argument(
-                "--version", action="version", version=shown, help="Show the version."
-            )
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27)
+        super().__init__(**{"formatter_class": formatter} | settings)
+        if module is not None and self.add_help:
+            add_version(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses arguments that are not UTF-8: prompts, configs and reports cannot hold them."""
@@ -87,6 +86,12 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.0)
             raise UserError(f"unknown option {cut(unknown[0])}; did you mean {near[0]}?")
         raise UserError(f"{' '.join(message.splitlines())}; see --help")
+
+
+def add_version(parser: Any) -> None:
+    """Adds `--version` to a parser or a group."""
+    shown = f"poss_jax {__version__}"
+    parser.add_argument("--version", action="version", version=shown, help="Show the version.")
 
 
 def run_program(main: Callable[[], None]) -> None:

@@ -1,0 +1,51 @@
+"""Settings of the programs that examine the models of a benchmark: tune, lossless, roofline."""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.reading import UserError
+from poss_jax.program.arguments import Actions, read_arguments
+from poss_jax.program.output import waiting
+
+_LOG = logging.getLogger(__name__)
+
+
+def read_settings(
+    arguments: Sequence[str] | None,
+    *,
+    prog: str,
+    doc: str | None,
+    actions: Actions = MappingProxyType({}),
+) -> tuple[BenchConfig, argparse.Namespace]:
+    """Reads the command line of a program that examines a benchmark's models.
+
+    Such a program takes the first of several temperatures and seeds.
+    """
+    config, args = read_arguments(BenchConfig, arguments, prog=prog, doc=doc, actions=actions)
+    if args.output is not None:
+        _LOG.warning("%s prints its report; nothing is written to --output", prog)
+    sampling = replace(
+        config.sampling,
+        temperature=(*config.temperatures, config.sampling.temperature)[0],
+        seed=(*config.seeds, config.sampling.seed)[0],
+    )
+    with waiting("importing JAX ..."):
+        from poss_jax.program.options import with_default_models
+    return with_default_models(replace(config, sampling=sampling)), args
+
+
+def need_equal_texts(config: BenchConfig) -> None:
+    """Refuses settings without drafts, or with methods, which may change texts."""
+    if not config.drafts:
+        raise UserError("want at least one draft; give --draft NAME=DIR")
+    if config.drafting == "sampled":
+        raise UserError(
+            "want texts that no draft changes; drafting=sampled keeps the target's distribution "
+            "only; choose coupled or argmax"
+        )
+    if config.methods:
+        raise UserError("want drafts alone, got methods, which may change texts; leave them out")

@@ -1,0 +1,325 @@
+"""Compares texts with drafts and without, token for token; rounding may excuse a difference.
+
+A difference fails the check unless rounding explains it: the two best scores, or a token and a
+filter's boundary, lay closer together than the scores of the two forward passes. A round that
+accepts more tokens than its tree is deep also fails it.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from poss_jax.config.decoding import BenchConfig, SamplingConfig
+from poss_jax.config.models import Drafting, TreeConfig
+from poss_jax.decode import speculate
+from poss_jax.decode.sampling import Text, draw_noise, process_logits, shift_logits
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.verify import accept
+from poss_jax.engine.answers import Generation
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.steps import on_mesh
+from poss_jax.engine.trees import default_tree, tree_for
+from poss_jax.program.output import print_summary
+from poss_jax.program.tables import show_rows
+
+from .bench.measure import Decoder, load_decoders
+from .bench.questions import first_prompts, read_questions
+from .bench.report import with_provenance
+
+TEMPERATURES = (0.0, 1e-6, 0.01, 0.02, 0.1, 0.3, 0.7, 1.0, 2.0)  # low: certain tokens, ties
+FILTERS = ({}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1})
+SHAPES = ((2, 8, 32), (6, 1, 7), (6, 1, 5), (4, 2, 8), (3, 2, 6))  # wide, a chain, cut short
+BATCH_SIZES = (1, 4)
+MAX_ROUNDING = 1e-4  # of float32 logits; beyond it, the two forwards do not compute the same
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode speculatively."""
+
+    draft: str
+    engine: Engine
+    tree: TreeConfig
+    batch_size: int
+
+    @property
+    def name(self) -> str:
+        tree = f"{self.tree.depth}/{self.tree.top_k}/{self.tree.num_nodes}"
+        drafting = "" if self.engine.drafting == "coupled" else f", {self.engine.drafting} drafts"
+        return f"{self.draft}, tree {tree}, batch {self.batch_size}{drafting}"
+
+
+def check_lossless(
+    decoders: Sequence[Decoder], prompts: Sequence[PreparedPrompt]
+) -> dict[str, Any]:
+    """Compares every draft, several trees and batch sizes with autoregressive decoding.
+
+    Args:
+      decoders: ways to decode, the autoregressive one first.
+      prompts: prepared prompts; their settings are replaced.
+
+    Returns:
+      A JSON-compatible report; `failures` is empty if decoding is lossless.
+    """
+    jobs = list(draw_jobs(prompts))
+    settings = [setting for decoder in decoders[1:] for setting in list_settings(decoder)]
+    total = len(jobs) * (1 + len(settings))
+    with tqdm(total=total, desc="check lossless", unit="answer") as progress:
+        expected = _decode(decoders[0].engine, jobs, 1, progress)
+        rows = []
+        for setting in settings:
+            answers = _decode(setting.engine, jobs, setting.batch_size, progress)
+            rows.append(_compare(setting, decoders[0].engine, jobs, expected, answers))
+    return {
+        "answers": len(jobs),
+        "max_new_tokens": prompts[0].max_new_tokens,
+        "temperatures": TEMPERATURES,
+        "filters": FILTERS,
+        "largest_rounding": max(row["rounding"] for row in rows),
+        "failures": [difference for row in rows for difference in row["failures"]],
+        "excused": [difference for row in rows for difference in row["excused"]],
+        "settings": rows,
+    }
+
+
+def draw_jobs(prompts: Sequence[PreparedPrompt]) -> Iterator[PreparedPrompt]:
+    """Every prompt at every temperature, with and without filters, each with its own seed."""
+    for index, (prompt, temperature, filters) in enumerate(product(prompts, TEMPERATURES, FILTERS)):
+        sampling = SamplingConfig(temperature=temperature, seed=index, **filters)
+        yield prompt._replace(sampling=sampling)
+
+
+def list_settings(decoder: Decoder) -> Iterator[Setting]:
+    """The draft's own tree with coupled and argmax drafts, and `SHAPES`, alone and in batches."""
+    own = tree_for(decoder.engine.trees, 1) or default_tree()
+    trees: set[tuple[TreeConfig, Drafting]] = {(own, "coupled"), (own, "argmax")}
+    for depth, top_k, total_tokens in SHAPES:
+        trees.add((TreeConfig(depth=depth, top_k=top_k, total_tokens=total_tokens), "coupled"))
+    for (tree, drafting), size in product(sorted(trees, key=str), BATCH_SIZES):
+        engine = decoder.engine.with_tree(tree, drafting=drafting)
+        yield Setting(decoder.name, engine, tree, size)
+
+
+def _decode(
+    engine: Engine, jobs: Sequence[PreparedPrompt], batch_size: int, progress: tqdm
+) -> list[Generation]:
+    answers: list[Generation] = []
+    for first in range(0, len(jobs), batch_size):
+        batch = jobs[first : first + batch_size]
+        answers += engine.decode(batch, batch_size=batch_size)
+        progress.update(len(batch))
+    return answers
+
+
+def _compare(
+    setting: Setting,
+    baseline: Engine,
+    jobs: Sequence[PreparedPrompt],
+    expected: Sequence[Generation],
+    answers: Sequence[Generation],
+) -> dict[str, Any]:
+    """One row of the report; the first answer, and all that differ, are replayed."""
+    outputs = [(a.output_ids, b.output_ids) for a, b in zip(expected, answers, strict=True)]
+    different = [index for index, (a, b) in enumerate(outputs) if a != b]
+    roundings, failures, excused = [], find_overlong(setting, answers), []
+    for index in sorted({0, *different}):
+        first = index - index % setting.batch_size
+        batch = jobs[first : first + setting.batch_size]
+        at = _first_difference(*outputs[index])
+        alone = replay(baseline, [jobs[index]], 0, at, batch_size=1)
+        together = replay(setting.engine, batch, index - first, at, batch_size=setting.batch_size)
+        rounding, temperature = _rounding(alone, together), jobs[index].sampling.temperature
+        roundings.append(rounding * (temperature or 1))
+        if index in different:
+            tokens = outputs[index][0][at], outputs[index][1][at]
+            found = {"setting": setting.name, "answer": index, "token": at}
+            if min(len(alone), len(together)) > at:
+                found |= examine(alone[at], together[at], tokens, rounding, temperature or 1)
+            else:
+                found |= {"tokens": tokens, "replay_ended_early": True, "is_excused": False}
+            (excused if found["is_excused"] else failures).append(found)
+    return {
+        "setting": setting.name,
+        "equal": len(jobs) - len(different),
+        "rounding": max(roundings),
+        "failures": failures,
+        "excused": excused,
+    }
+
+
+def find_overlong(setting: Setting, answers: Sequence[Generation]) -> list[dict[str, Any]]:
+    """Answers with a round that accepted more tokens than its tree is deep."""
+    longest = [max(answer.accepted_per_round, default=0) for answer in answers]
+    return [
+        {"setting": setting.name, "answer": index, "accepted": accepted, "is_excused": False}
+        for index, accepted in enumerate(longest)
+        if accepted > setting.tree.max_accepted
+    ]
+
+
+class Scores(NamedTuple):
+    """Scores that chose a token: it is the argmax of `filtered + noise`.
+
+    Attributes:
+      plain: scores before top-k, top-p and min-p.
+      filtered: scores after them.
+      noise: noise of the position.
+    """
+
+    plain: Any  # [V]
+    filtered: Any  # [V]
+    noise: Any  # [V]
+
+
+def examine(
+    expected: Scores,
+    got: Scores,
+    tokens: tuple[int, int],
+    rounding: float,
+    temperature: float = 1.0,
+) -> dict[str, Any]:
+    """Examines whether rounding explains that two forwards chose different tokens.
+
+    Args:
+      expected: scores of the autoregressive forward.
+      got: scores of the speculative forward.
+      tokens: the tokens that they chose.
+      rounding: the largest difference that was measured between their scores.
+      temperature: temperature that the logits were divided by.
+    """
+    chosen = tuple(int((one.filtered + one.noise).argmax()) for one in (expected, got))
+    best = np.sort(expected.filtered + expected.noise)[-2:]
+    at_boundary = np.isfinite(expected.filtered) != np.isfinite(got.filtered)
+    gap = float(best[1] - best[0])
+    explained = chosen == tokens and np.array_equal(expected.noise, got.noise)
+    return {
+        "tokens": tokens,
+        "gap": gap,
+        "tokens_at_a_filters_boundary": np.flatnonzero(at_boundary).tolist(),
+        "rounding": rounding,
+        "is_excused": bool(
+            explained
+            and rounding * temperature <= MAX_ROUNDING
+            and (at_boundary.any() or gap <= rounding)
+        ),
+    }
+
+
+def _rounding(ones: Sequence[Scores], others: Sequence[Scores]) -> float:
+    """Largest change of the difference of two scores between two forwards, where both went on."""
+    shifts = [one.plain - other.plain for one, other in zip(ones, others, strict=False)]
+    return float(max(shift.max() - shift.min() for shift in shifts))
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Index of the first token that differs; of the last one if none does."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)) - 1)
+
+
+def replay(
+    engine: Engine, batch: Sequence[PreparedPrompt], row: int, last: int, *, batch_size: int
+) -> list[Scores]:
+    """Decodes a batch once more, from the host, and keeps the scores of tokens 0 to `last`.
+
+    Other programs than these decoded the text first, so here it may end before `last`.
+    """
+    config, request = engine.request(batch, batch_size=batch_size)
+    state, seen = _start(engine.weights, config, request)
+    scores = [Scores(*(np.array(part[row, 0]) for part in seen))]
+    while len(scores) <= last and not bool(state.output.is_done[row]):
+        before = int(state.output.num_tokens[row])
+        state, seen = _run_round(engine.weights, config, request, state)
+        landed = int(state.output.num_tokens[row]) - before
+        scores += [Scores(*(np.array(part[row, i]) for part in seen)) for i in range(landed)]
+    return scores[: last + 1]
+
+
+@partial(jax.jit, static_argnums=1)
+@on_mesh
+def _start(weights: Weights, config: DecodeConfig, request: Request) -> tuple[DecodeState, Scores]:
+    logits = speculate.prefill(weights, config, request).logits[:, None]
+    text = speculate.prompt_text(request)
+    depths = jnp.zeros(logits.shape[:2], jnp.int32)
+    scores = _scores(request, text, logits, request.lengths, depths)
+    return speculate.start(weights, config, request), scores
+
+
+@partial(jax.jit, static_argnums=1)
+@on_mesh
+def _run_round(
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+) -> tuple[DecodeState, Scores]:
+    """A round that also gives the scores along the accepted path."""
+    noise = speculate.round_noise(config, request, state)
+    tree = speculate.draft_tree(weights, config, request, state, noise)
+    out = speculate.verify_tree(weights, config, state, tree)
+    chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
+    acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
+    text = speculate.text_before(request, state.output, tree)
+    first = state.target_cache.length + 1
+    scores = _scores(request, text, out.logits, first, tree.depths)
+    path = acceptance.path[:, :, None]
+    scores = Scores(*(jnp.take_along_axis(part, path, axis=1) for part in scores))
+    return speculate.commit(weights, config, request, state, out, acceptance), scores
+
+
+def _scores(
+    request: Request, text: Text, logits: jax.Array, first: jax.Array, depths: jax.Array
+) -> Scores:
+    """Computes the scores of the tokens after some nodes once more."""
+    wide, sampling = logits.astype(jnp.float32), request.sampling
+    if sampling is None:
+        return Scores(wide, wide, jnp.zeros_like(wide))
+    V = wide.shape[-1]
+    noise = draw_noise(sampling, first, num_positions=depths.shape[1], vocab_size=V)
+    return Scores(
+        shift_logits(wide, sampling, text, vocab_size=V),
+        process_logits(wide, sampling, text),
+        jnp.take_along_axis(noise, depths[:, :, None], axis=1),
+    )
+
+
+def format_check(report: dict[str, Any]) -> str:
+    """The report as a table, and a line for every difference."""
+    lines = [
+        f"{report['answers']} answers of at most {report['max_new_tokens']} tokens, temperatures "
+        f"{', '.join(map(str, report['temperatures']))}, with and without filters; reference: "
+        "autoregressive decoding, alone",
+        "",
+    ]
+    lines += show_rows(
+        ["decoded", "equal", "excused", "failures", "rounding"],
+        [
+            (
+                row["setting"],
+                row["equal"],
+                len(row["excused"]),
+                len(row["failures"]),
+                f"{row['rounding']:.1e}",
+            )
+            for row in report["settings"]
+        ],
+    )
+    for kind in ("excused", "failures"):
+        lines += [f"{kind}: {json.dumps(difference)}" for difference in report[kind]]
+    return "\n".join(lines)
+
+
+def check(config: BenchConfig) -> None:
+    """Compares, prints, and exits with code 1 if a difference is more than rounding."""
+    decoders = load_decoders(config)
+    report = check_lossless(decoders, first_prompts(read_questions(config, decoders[0].engine)))
+    print(format_check(report))
+    print_summary(with_provenance(report, config), "")
+    if report["failures"]:
+        raise SystemExit(1)

@@ -1,0 +1,165 @@
+"""Counts the tokens that a draft trains on, and makes draft vocabularies of the most frequent."""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from poss_jax.checkpoint.draft_vocabulary import (
+    SMALLEST,
+    DraftVocabulary,
+    read_draft_vocabulary,
+    write_draft_vocabulary,
+)
+from poss_jax.checkpoint.folder import load_item, read_target, write_model
+from poss_jax.checkpoint.record import provenance, read_record, with_vocabulary
+from poss_jax.checkpoint.whole import refuse_irreplaceable
+from poss_jax.config.paths import as_path
+from poss_jax.config.reading import UserError, config_to_dict, load_config
+from poss_jax.config.training import TrainConfig
+from poss_jax.data.prepared import make_prepared
+from poss_jax.data.rows import Rows
+from poss_jax.data.sources import load_documents
+from poss_jax.data.tokenizer import load_tokenizer
+from poss_jax.program.output import check_new_file
+from poss_jax.program.tables import show_rows
+
+_SMALLEST_SHOWN = 16
+_PARTS = ("training", "held out")
+
+
+def count(args: argparse.Namespace) -> dict[str, Any]:
+    """Counts, prints coverages, and writes the vocabulary that is wanted; returns the summary."""
+    if args.output is not None:
+        if args.size is None and args.coverage is None:
+            raise UserError("--output wants a draft vocabulary; add --size or --coverage")
+        check_new_file(args.output)
+    config = load_config(TrainConfig, args.config, args.overrides)
+    counts = count_tokens(config)
+    size = args.size if args.coverage is None else size_for_coverage(counts[0], args.coverage)
+    summary: dict[str, Any] = {"vocab_size": len(counts[0]), "output": None}
+    if size is not None:
+        vocabulary = make_vocabulary(config, counts[0], size)
+        summary |= {"size": size, "coverage": vocabulary.coverage}
+        if args.output is not None:
+            write_draft_vocabulary(args.output, vocabulary)
+            summary["output"] = str(args.output)
+    print("\n".join(_format_counts(config, counts, size)))
+    return summary
+
+
+def apply(args: argparse.Namespace) -> dict[str, Any]:
+    """Writes a copy of a draft with a vocabulary; returns the summary."""
+    refuse_irreplaceable(args.output)
+    record = read_record(args.draft)
+    if record.family != "draft":
+        raise UserError(f"{args.draft}: want a draft, got a target; give the folder of a draft")
+    tokens = read_draft_vocabulary(args.vocabulary, record.draft.layer.vocab_size)
+    limited = with_vocabulary(record, tokens.tolist(), origin=str(args.draft))
+    items = ((name, load_item(args.draft, record, name)) for name in record.items)
+    new = replace(limited, provenance=provenance())
+    write_model(args.output, new, items, tokenizer_from=args.draft)
+    return {"output": str(args.output), "size": len(tokens)}
+
+
+def count_tokens(config: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Counts the tokens that a draft's run trains on.
+
+    Returns:
+      How often each token occurs in the training rows and in the held-out rows, [V] int64 each.
+
+    Raises:
+      UserError: the run trains no draft, or training refuses its data.
+    """
+    if config.stage != "draft" or config.target is None:
+        raise UserError("want the config of a draft (stage: draft), got one of a target")
+    llama = read_target(config.target).llama
+    vocab_size, stop_ids = llama.vocab_size, llama.eos_token_ids
+    tokenizer = load_tokenizer(as_path(config.target))
+    rows = make_prepared(load_documents(config.data), config.data, tokenizer, vocab_size, stop_ids)
+    return count_trained(rows.train, vocab_size), count_trained(rows.validation, vocab_size)
+
+
+def count_trained(rows: Rows, vocab_size: int) -> np.ndarray:
+    """Counts how often each token occurs as a trained token, [V] int64."""
+    return np.bincount(rows.tokens[rows.loss_mask], minlength=vocab_size)
+
+
+def choose_tokens(counts: np.ndarray, size: int) -> np.ndarray:
+    """Chooses the most frequent tokens (EAGLE-3's rule); ties go to the lowest ids.
+
+    So tokens that never occur fill the vocabulary from the lowest id.
+
+    Args:
+      counts: [V] from `count_trained`.
+
+    Returns:
+      [size] int32, ascending ids.
+
+    Raises:
+      UserError: the size is below 2 or above the number of tokens.
+    """
+    if not SMALLEST <= size <= len(counts):
+        raise UserError(
+            f"draft vocabulary: want a size of {SMALLEST} to {len(counts)}, the number of tokens "
+            f"of the target, got {size}"
+        )
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+def size_for_coverage(counts: np.ndarray, coverage: float) -> int:
+    """Finds the smallest size whose tokens cover a share of the counted ones."""
+    shares = np.cumsum(np.sort(counts)[::-1]) / counts.sum()
+    return max(SMALLEST, int(np.argmax(shares >= coverage)) + 1)
+
+
+def coverage_of(counts: np.ndarray, tokens: np.ndarray) -> float:
+    """Share of the counted tokens that are in a vocabulary."""
+    return float(counts[tokens].sum() / counts.sum())
+
+
+def make_vocabulary(config: TrainConfig, counts: np.ndarray, size: int) -> DraftVocabulary:
+    """Makes the vocabulary of the most frequent tokens.
+
+    Args:
+      config: the run whose tokens were counted.
+      counts: [V] how often each token occurs in its training rows.
+
+    Raises:
+      UserError: what `choose_tokens` refuses.
+    """
+    tokens = choose_tokens(counts, size)
+    return DraftVocabulary(
+        vocab_size=len(counts),
+        tokens=tuple(tokens.tolist()),
+        coverage=coverage_of(counts, tokens),
+        source={
+            "target": config.target,
+            "data": config_to_dict(config.data),
+            "trained_tokens": int(counts.sum()),
+        },
+    )
+
+
+def _format_counts(
+    config: TrainConfig, counts: tuple[np.ndarray, np.ndarray], size: int | None
+) -> list[str]:
+    """Describes the counts and tabulates the coverage of several sizes."""
+    trained = counts[0]
+    vocab_size, num_seen = len(trained), int((trained > 0).sum())
+    sizes = {1 << power for power in range(vocab_size.bit_length())}
+    sizes = {one for one in sizes if one >= _SMALLEST_SHOWN} | {vocab_size, size or vocab_size}
+    lines = [
+        f"{config.data.source}: {trained.sum():,} tokens are trained on, {num_seen:,} of "
+        f"{vocab_size:,} different ones occur",
+        "",
+    ]
+    table = []
+    for shown in sorted(sizes):
+        tokens = choose_tokens(trained, shown)
+        table.append([shown, *(f"{coverage_of(part, tokens):.2%}" for part in counts)])
+    lines += show_rows(["size", *(f"coverage, {part}" for part in _PARTS)], table)
+    if size is not None and size > num_seen:
+        lines += ["", f"{size - num_seen:,} of the {size:,} tokens never occur: the lowest ids"]
+    return lines
