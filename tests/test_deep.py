@@ -28,6 +28,7 @@ from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.learn.recursion import DraftInputs
+from poss_jax.model.quantise import Quantised, quantise_target
 from poss_jax.model.specialists import attach, deepen
 from train import loop
 from train.main import main
@@ -185,6 +186,20 @@ def test_every_layer_is_trained_and_the_texts_stay(
 
 class Crash(Exception):
     """Stands for a killed process."""
+
+
+def test_a_deep_draft_of_8_bits_writes_the_same_texts() -> None:
+    target = quantise_target(random_target(LLAMA), "int8")
+    tree = TreeConfig(depth=3, top_k=2, total_tokens=6)
+    deep = make_engine(LLAMA, target, DEEP, tree=tree)
+    for layer in deep.weights.draft["further"]:
+        assert isinstance(layer["attention"]["o"]["weight"], Quantised)
+    calls: dict[str, Any] = {"max_new_tokens": 20, "batch_size": 2}
+    alone, drafted = (
+        [one.token_ids for one in engine.generate(PROMPTS, **calls)]
+        for engine in (make_engine(LLAMA, target), deep)
+    )
+    assert alone == drafted
 
 
 def test_a_crashed_run_ends_like_an_uninterrupted_one(
