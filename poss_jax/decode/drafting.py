@@ -99,6 +99,9 @@ def commit_pairs(
         q = layer.queries(layer.normed(x), positions, cache.frequencies)
         stored = cache.k[stream], cache.v[stream]
         x = layer.finish(x, attend_cached(q, stored, cache.length, rows[stream], causal))
+        # Adds 0. Without this dependency XLA copies the caches: see `speculate.commit`.
+        is_positive = (x[:, 0, 0] > 0).astype(jnp.int32)
+        cache = cache.replace(length=cache.length + jnp.minimum(is_positive, 0))
         layer, stream = following, len(rows)
         rows.append(_keys_values(layer, cache, x, positions))
     k, v = map(list, zip(*rows, strict=True))
