@@ -226,7 +226,11 @@ def test_a_crashed_run_ends_like_an_uninterrupted_one(
         np.testing.assert_array_equal(got, want)
 
 
-def test_more_specialists_after_a_deep_one(runs: Runs, trained: Path, tmp_path: Path) -> None:
+def test_more_specialists_after_a_deep_one(
+    runs: Runs, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(["inspect", str(trained / "model")])
+    assert "draft of 2 specialists, the first of 3 layers," in capsys.readouterr().out
     arguments = ["--positions-per-specialist", "1,2,1", "--output", str(tmp_path / "more")]
     convert(["init-specialists", "--draft", str(trained / "model"), *arguments])
     record, draft = load_draft(tmp_path / "more", target=read_record(runs.model("target")))
