@@ -38,7 +38,9 @@ SPANS = {
     "PosS-2": (2, 2, 2),
     "PosS-1": (1,) * 6,
     "PosS-1, kv shared": (1,) * 6,
+    "PosS-1, first of 3 layers": (1,) * 6,
 }
+LAYERS = {"PosS-1, first of 3 layers": (3,)}
 WIDE = {f"one layer wide as {name}": name for name in ("PosS-3", "PosS-1")}
 DRAFTS = (*SPANS, *WIDE)
 DRAFTS_ON = ("h100", "v6e")
@@ -74,6 +76,7 @@ def drafts_for(target: LlamaConfig) -> dict[str, DraftConfig]:
         name: DraftConfig(
             layer=layer,
             positions_per_specialist=spans,
+            layers_per_specialist=LAYERS.get(name, (1,)),
             trained_depth=6,
             kv="shared" if "shared" in name else "per_specialist",
         )

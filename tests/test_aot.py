@@ -49,6 +49,7 @@ TPU = pytest.param(
 )
 SLICE = pytest.param("v5e:2x4", marks=TPU.marks)
 PROGRAMS = ("step", "round", "rounds")
+DEEP = SpecialistsConfig(positions_per_specialist=(1, 2), layers_per_specialist=(3,), depth=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,6 +106,15 @@ def test_a_round_copies_no_weight_and_no_cache(device, name, batch_size):
     program, plan = compiled(device, name, batch_size), planned(device, batch_size=batch_size)
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
     whole = [*weight_shapes(plan), *cache_shapes(plan, decode)]
+    assert not lines(program, findings.copies_of(program, whole))
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("device", ["cpu", TPU])
+def test_a_deep_first_specialist_copies_none_either(device, batch_size):
+    plan = planned(device, batch_size=batch_size, specialists=DEEP)
+    program = hlo.Program(compile_program("round", plan).text, trips=plan.num_blocks)
+    whole = [*weight_shapes(plan), *cache_shapes(plan, plan.decode)]
     assert not lines(program, findings.copies_of(program, whole))
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import (
+    IDENTITY,
     make_engine,
     predict_depths,
     random_draft,
@@ -22,12 +23,14 @@ from programs import DRAFT, POSS2, Runs, config_file, generate, metrics, refusal
 from test_recursion import draft_chains
 
 from poss_jax.checkpoint.folder import load_draft
-from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.convert.__main__ import main as convert
+from poss_jax.engine.engine import Engine
 from poss_jax.learn.recursion import DraftInputs
+from poss_jax.model.quantise import Quantised, quantise_target
 from poss_jax.model.specialists import attach, deepen
 from train import loop
 from train.main import main
@@ -187,6 +190,21 @@ class Crash(Exception):
     """Stands for a killed process."""
 
 
+def test_a_deep_draft_of_8_bits_writes_the_same_texts() -> None:
+    target = quantise_target(random_target(LLAMA), "int8")
+    record = new_record(LLAMA, IDENTITY, tokenizer_from=None, quantised="int8")
+    alone = Engine(record, target, tree=TreeConfig(depth=3, top_k=2, total_tokens=6))
+    draft = new_record(DEEP, IDENTITY, tokenizer_from=None)
+    deep = alone.with_draft(draft, random_draft(DEEP))
+    for layer in deep.weights.draft["further"]:
+        assert isinstance(layer["attention"]["o"]["weight"], Quantised)
+    texts, drafted = (
+        [one.output_ids for one in engine.generate(PROMPTS, max_new_tokens=20, batch_size=2)]
+        for engine in (alone, deep)
+    )
+    assert texts == drafted
+
+
 def test_a_crashed_run_ends_like_an_uninterrupted_one(
     runs: Runs, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +226,11 @@ def test_a_crashed_run_ends_like_an_uninterrupted_one(
         np.testing.assert_array_equal(got, want)
 
 
-def test_more_specialists_after_a_deep_one(runs: Runs, trained: Path, tmp_path: Path) -> None:
+def test_more_specialists_after_a_deep_one(
+    runs: Runs, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(["inspect", str(trained / "model")])
+    assert "draft of 2 specialists, the first of 3 layers," in capsys.readouterr().out
     arguments = ["--positions-per-specialist", "1,2,1", "--output", str(tmp_path / "more")]
     convert(["init-specialists", "--draft", str(trained / "model"), *arguments])
     record, draft = load_draft(tmp_path / "more", target=read_record(runs.model("target")))

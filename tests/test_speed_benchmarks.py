@@ -39,10 +39,10 @@ def test_recorded_spans() -> None:
 
 def test_every_specialist_has_its_price_unless_keys_and_values_are_shared() -> None:
     rows = break_even.measure(TreeConfig(), context=2048)
-    assert len(rows) == 3 * 2 * 7 * 7
+    assert len(rows) == 3 * 2 * 7 * 8
     by_draft = {row["draft"]: row for row in rows if (row["target"], row["batch"]) == ("8B", 1)}
     prices = [row["break_even_percent"] for row in by_draft.values()]
-    assert prices[0] == prices[4] == 0 < prices[1] < prices[2] < prices[3] < 1
+    assert prices[0] == prices[4] == 0 < prices[1] < prices[2] < prices[3] < 1 < prices[5]
     streams = [row["cache_bytes_per_token"] / 4096 for row in by_draft.values()]
     assert streams == [
         1,
@@ -50,6 +50,7 @@ def test_every_specialist_has_its_price_unless_keys_and_values_are_shared() -> N
         3,
         6,
         1,
+        8,
         1,
         1,
     ]  # 8 heads x 128 numbers x 2 bytes, of keys and of values

@@ -18,7 +18,6 @@ the stream that reads them:
 """
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -94,14 +93,17 @@ def commit_pairs(
         _keys_values(_specialist(params, config, index), cache, x, positions)
         for index in range(num_streams)
     ]
-    streams = [0, *range(num_streams, len(cache.k) - 1)]
     causal = jnp.tril(jnp.ones((len(x), x.shape[1], x.shape[1]), bool))
-    layers = pairwise(_first_layers(params, config))
-    for stream, (layer, following) in zip(streams[: config.num_further], layers, strict=True):
+    layer, stream = _specialist(params, config, 0), 0
+    for following in _further_layers(params, config):
         q = layer.queries(layer.normed(x), positions, cache.frequencies)
         stored = cache.k[stream], cache.v[stream]
         x = layer.finish(x, attend_cached(q, stored, cache.length, rows[stream], causal))
-        rows.append(_keys_values(following, cache, x, positions))
+        # Adds 0. Without this dependency XLA copies the caches: see `speculate.commit`.
+        is_positive = (x[:, 0, 0] > 0).astype(jnp.int32)
+        cache = cache.replace(length=cache.length + jnp.minimum(is_positive, 0))
+        layer, stream = following, len(rows)
+        rows.append(_keys_values(layer, cache, x, positions))
     k, v = map(list, zip(*rows, strict=True))
     return commit_rows(cache, KeysValues(k, v), num_pairs), x
 
@@ -247,12 +249,7 @@ def _run_level(
     depth: int,
 ) -> Array:
     """Features of one level's rows; all of them share a position."""
-    layer, stream = (
-        _specialist(params, config, config.specialist_at(depth)),
-        config.stream_at(depth),
-    )
-    if depth == 0:
-        layer, stream = _first_layers(params, config)[-1], -1 if config.num_further else stream
+    layer, stream = _layer_at(params, config, depth)
     positions = jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])
     q = layer.queries(layer.normed(x), positions, cache.frequencies)
     k, v = cache.k[stream], cache.v[stream]
@@ -271,8 +268,13 @@ def _specialist(params: Params, config: DraftConfig, index: int) -> DecoderLayer
     return family_of(config).layer(config).bind({"params": params["specialists"][index]})
 
 
-def _first_layers(params: Params, config: DraftConfig) -> list[DecoderLayer]:
-    """All layers of the first specialist."""
-    further = params["further"] if config.num_further else []
-    layers = [further_layer(config).bind({"params": layer}) for layer in further]
-    return [_specialist(params, config, 0), *layers]
+def _further_layers(params: Params, config: DraftConfig) -> list[DecoderLayer]:
+    """Layers of the first specialist after its first one."""
+    return [further_layer(config).bind({"params": one}) for one in params.get("further", [])]
+
+
+def _layer_at(params: Params, config: DraftConfig, depth: int) -> tuple[DecoderLayer, int]:
+    """The last layer of the specialist at a depth, and its stream."""
+    if depth == 0 and config.num_further:
+        return _further_layers(params, config)[-1], -1
+    return _specialist(params, config, config.specialist_at(depth)), config.stream_at(depth)

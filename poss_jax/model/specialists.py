@@ -92,9 +92,11 @@ def deepen(draft: Params, config: DraftConfig, key: Array) -> Params:
       key: random key.
     """
     have = draft.get("further", [])
+    if len(have) == config.num_further:
+        return draft
     keys = jax.random.split(jax.random.fold_in(key, 1), config.num_further)[len(have) :]
     new = [silence(init_layer(further_layer(config), one)) for one in keys]
-    return draft | {"further": have + new} if new else draft
+    return draft | {"further": have + new}
 
 
 def silence(specialist: Params) -> Params:
