@@ -293,7 +293,8 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
         given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's value for all
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
     try:
-        return SamplingConfig(**asdict(defaults) | given | {"seed": seed})
+        values: dict[str, Any] = asdict(defaults) | given | {"seed": seed}
+        return SamplingConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]
         param = str(first["loc"][0]) if first["loc"] else None
