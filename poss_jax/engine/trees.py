@@ -110,8 +110,9 @@ def tree_for(trees: Trees, batch_size: int) -> TreeConfig | None:
 def cover_trees(trees: Sequence[TreeConfig | None]) -> TreeConfig | None:
     """The smallest tree whose arrays have room for each of these; None if none drafts."""
     drafted = [asdict(tree) for tree in trees if tree is not None]
-    most = {name: max(one[name] for one in drafted) for name in drafted[0]} if drafted else None
-    return most and TreeConfig(**most)
+    if not drafted:
+        return None
+    return TreeConfig(**{name: max(one[name] for one in drafted) for name in drafted[0]})
 
 
 def read_trees(path: AnyPath) -> Trees:

@@ -5,7 +5,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -287,13 +287,14 @@ def _read_stop_ids(engine: Engine, body: CommonRequest) -> list[int]:
 
 
 def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingConfig:
-    names = SamplingConfig.__dataclass_fields__
+    names = [field.name for field in fields(SamplingConfig)]
     given = {name: value for name in names if (value := getattr(body, name)) not in (None, {})}
     if body.top_k is not None:
         given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's value for all
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
     try:
-        return SamplingConfig(**asdict(defaults) | given | {"seed": seed})
+        values: dict[str, Any] = asdict(defaults) | given | {"seed": seed}
+        return SamplingConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]
         param = str(first["loc"][0]) if first["loc"] else None
