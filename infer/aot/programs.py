@@ -134,11 +134,7 @@ def plan(config: AheadConfig, mesh: Mesh) -> Plan:
 
 
 def compile_program(name: str, plan: Plan) -> Compiled:
-    """Compiles one program.
-
-    Args:
-      name: one of `AheadConfig.programs`.
-    """
+    """Compiles one of `AheadConfig.programs`."""
     decode = plan.decode._replace(draft=None) if name == "step" else plan.decode
     jitted = {"prefill": start, "rounds": run_rounds}.get(name, run_round)
     others = () if name == "prefill" else (_state(plan, decode),)

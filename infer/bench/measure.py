@@ -225,10 +225,8 @@ def measure_steps(engine: Engine, prompt: PreparedPrompt, device: Device) -> dic
     """Times the autoregressive loop against plain decode steps, interleaved, without the prompt.
 
     The plain program takes a step and the argmax, and knows nothing of trees, rounds or stop
-    tokens; if the loop is much slower, the baseline of every speed-up is too.
-
-    Args:
-      engine: an engine without a draft.
+    tokens; if the loop is much slower, the baseline of every speed-up is too. The engine has no
+    draft.
 
     Returns:
       Median milliseconds per token of `plain` and `loop`, and of their ratio `loop_to_plain`; the

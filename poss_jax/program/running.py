@@ -32,7 +32,6 @@ BRACKETS = (
     "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}",
 )
 
-
 BAD_INPUT = 2
 UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
 INTERRUPTED = 128 + signal.SIGINT
@@ -64,7 +63,8 @@ class Parser(argparse.ArgumentParser):
             settings["prog"] = started_as(module)
             settings["description"] = name_programs(settings.get("description") or "")
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27)
-        super().__init__(**{"formatter_class": formatter} | settings)
+        settings.setdefault("formatter_class", formatter)
+        super().__init__(**settings)
         if module is not None and self.add_help:
             add_version(self)
 
