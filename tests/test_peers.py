@@ -152,7 +152,7 @@ def count_ours(folder: Path, case: str, golden: Golden, drafted: int) -> tuple[A
 
     vLLM counts the last round whole, so ours runs on and the rounds that begin too late are left.
     """
-    draft = folder / f"again-{case}"
+    draft = folder / f"again-{case}-{drafted}"
     run("draft", source=folder / case, target=golden.target_folder, output=draft)
     tree = TreeConfig(depth=drafted, top_k=1, total_tokens=drafted + 1)
     engine = Engine.load(golden.target_folder, draft, tree=tree, dtype=jnp.float32)
