@@ -533,8 +533,12 @@ def plot(report: dict[str, Any], folder: Path) -> None:
             pyplot.close(figure)
 
 
+Panels = dict[str, list[tuple[str, list[tuple[float, float]]]]]
+"""Title -> (variant, points of its curve)."""
+
+
 def _draw_positions(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
-    panels = {
+    panels: Panels = {
         f"held out\n{BUDGETS[budget]}": [
             (variant, list(enumerate(one["positionwise_acceptance"], 1)))
             for variant, one in variants.items()
@@ -552,7 +556,7 @@ def _draw_positions(pyplot: Any, report: dict[str, Any], styles: dict[str, Any])
 
 
 def _draw_drift(pyplot: Any, report: dict[str, Any], styles: dict[str, Any]) -> Any:
-    panels = {
+    panels: Panels = {
         BUDGETS[budget]: [
             (name, list(enumerate(one["feature_cosine"], 1)))
             for name, one in variants.items()
@@ -574,7 +578,7 @@ def _draw_convergence(pyplot: Any, report: dict[str, Any], styles: dict[str, Any
 
 def _draw_panels(
     pyplot: Any,
-    panels: dict[str, list[tuple[str, list[tuple[float, float]]]]],
+    panels: Panels,
     styles: dict[str, Any],
     x: str,
     y: str,
