@@ -3,6 +3,7 @@
 For a target and its drafts it prints bytes, FLOPs, least and measured time of every phase; the last
 line is everything as one JSON object. The rates of the device are kept for other programs.
 
+    python -m infer.roofline --target DIR --draft PosS-3=DIR
     python -m infer.roofline --config configs/demo/bench.yaml
 """
 

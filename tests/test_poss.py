@@ -65,13 +65,16 @@ print("imported", *sys.modules)
 """
 
 
-def test_help_fits_a_screen_and_what_needs_no_work_imports_no_jax() -> None:
+@pytest.mark.parametrize("is_checkout", [True, False])
+def test_help_fits_a_screen_and_what_needs_no_work_imports_no_jax(
+    is_checkout: bool, tmp_path: Path
+) -> None:
     result = subprocess.run(
         [sys.executable, "-c", ASKED],
-        env=os.environ | {"COLUMNS": "80"},
+        env=os.environ | {"COLUMNS": "80", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        cwd=ROOT,
+        cwd=ROOT if is_checkout else tmp_path,
     )
     printed, _, modules = result.stdout.rpartition("imported ")
     assert not {"jax", "numpy", "transformers"} & set(modules.split())
@@ -82,6 +85,7 @@ def test_help_fits_a_screen_and_what_needs_no_work_imports_no_jax() -> None:
         lines = text.splitlines()
         assert lines[0].startswith("usage: python -m poss_jax") and not lines[1], name
         assert len(lines) <= 50 and max(map(len, lines)) <= 80, text
+        assert f"\n    python -m poss_jax {name}" in text or name == "inspect", name
         assert "--json" in text or name in ("chat", "serve", "convert", "draft-vocab"), name
 
 

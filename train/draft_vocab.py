@@ -6,8 +6,8 @@ the coverage of several sizes, and writes the most frequent tokens as a JSON fil
 lowest ids. `apply` writes a copy of a draft with such a vocabulary. The last line printed is one
 JSON object.
 
-    python -m train.draft_vocab count --config configs/demo/poss3.yaml \
-        --size 32000 --output vocabulary.json
+    python -m train.draft_vocab count --config run.yaml --size 32000 \
+        --output vocabulary.json
     python -m train.draft_vocab apply --draft models/poss3 \
         --vocabulary vocabulary.json --output models/poss3-32000
 """

@@ -8,6 +8,7 @@ largest copies, re-layouts, upcasts and collectives with the lines they come fro
     python -m infer.aot --config configs/aot/llama3-8b.yaml \
         --topology v6e:1x1 programs=[step,round]
     python -m infer.aot --config configs/aot/llama3-8b.yaml --gpu h100
+    python -m infer.aot --target DIR --draft DIR --gpu h200
 """
 
 from collections.abc import Sequence
