@@ -5,11 +5,13 @@
 FOLDER/jobs.json holds jobs by name. A job has `draft`, the folder of a draft to load; or `make`,
 keywords of `Eagle3SpeculatorConfig` for a draft to draw at random, which is saved in FOLDER/NAME.
 `layer` are keywords of its layer, `verifier` is the folder of the target. FOLDER/NAME.npz holds
-`features` and `tokens`; FOLDER/NAME.logits.npy gets the logits [steps, rows, tokens].
+`features` and `tokens`; FOLDER/NAME.logits.npy gets the logits [steps, rows, tokens]. The last line
+of the output is the version.
 """
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,7 @@ def main() -> None:
         model = load(Path(job["draft"])) if "draft" in job else make(folder / name, job)
         with np.load(folder / f"{name}.npz") as arrays:
             np.save(folder / f"{name}.logits.npy", run(model, dict(arrays)))
+    print(version("speculators"))
 
 
 if __name__ == "__main__":
