@@ -38,7 +38,7 @@ help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: smollm2  ## watch SmolLM2 answer with drafts, then measure them in a report
-	@printf '%s\n/compare\n' 'What are the benefits of regular exercise?' | $(PY) -m infer.chat
+	@printf '%s\n/compare\n' 'What are the benefits of regular exercise?' | $(PY) -m infer.chat --max-new-tokens 128
 	@$(PY) -m infer.bench --config configs/smollm2/demo.yaml --overwrite
 	@echo "Open runs/smollm2/demo/report.html"
 
