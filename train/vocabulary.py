@@ -120,11 +120,7 @@ def coverage_of(counts: np.ndarray, tokens: np.ndarray) -> float:
 
 
 def make_vocabulary(config: TrainConfig, counts: np.ndarray, size: int) -> DraftVocabulary:
-    """Makes the vocabulary of the most frequent tokens.
-
-    Args:
-      config: the run whose tokens were counted.
-      counts: [V] how often each token occurs in its training rows.
+    """Makes the vocabulary of the most frequent tokens of a run's training rows.
 
     Raises:
       UserError: what `choose_tokens` refuses.

@@ -21,10 +21,7 @@ def read_settings(
     doc: str | None,
     actions: Actions = MappingProxyType({}),
 ) -> tuple[BenchConfig, argparse.Namespace]:
-    """Reads the command line of a program that examines a benchmark's models.
-
-    Such a program takes the first of several temperatures and seeds.
-    """
+    """Reads a command line, with the first of several temperatures and seeds."""
     config, args = read_arguments(BenchConfig, arguments, prog=prog, doc=doc, actions=actions)
     if args.output is not None:
         _LOG.warning("%s prints its report; nothing is written to --output", prog)
