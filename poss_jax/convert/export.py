@@ -27,9 +27,6 @@ from poss_jax.convert.source import HUB_ID
 from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
 from poss_jax.version import __version__
 
-FORMS = ("hf", *dict.fromkeys(layout.name for layout in LAYOUTS))
-"""Names of the layouts; hf is for targets."""
-
 ExportDType = Literal["keep", "float32", "bfloat16", "float16"]
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -98,7 +95,7 @@ def plan_export(
 
     Args:
       model: model folder.
-      form: one of `FORMS`; by default hf for a target, and for a draft the first layout of its
+      form: name of one of `LAYOUTS`, or hf; by default hf for a target, and for a draft the first layout of its
         family that holds as many specialists.
       target: model folder of a draft's target.
       specialist: number of the one specialist to write.
