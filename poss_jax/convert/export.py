@@ -95,8 +95,8 @@ def plan_export(
 
     Args:
       model: model folder.
-      form: name of one of `LAYOUTS`, or hf; by default hf for a target, and for a draft the first layout of its
-        family that holds as many specialists.
+      form: name of one of `LAYOUTS`, or hf; by default hf for a target, and for a draft the first
+        layout of its family that holds as many specialists.
       target: model folder of a draft's target.
       specialist: number of the one specialist to write.
       verifier: see `Outgoing`, for a layout that names the target's checkpoint.
