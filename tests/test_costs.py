@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from models import make_engine, random_draft, random_target, tiny_llama
 
-from infer import roofline
-from infer.bench import costs, phases
+from infer.bench import costs, phases, rates
 from infer.bench.costs import DEVICES, Cost, Device, Workload, cost_card
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode.state import DecodeConfig, Weights
@@ -270,19 +269,19 @@ def test_rates_are_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
         sizes.append(arrays[-1].nbytes)
         return 0.5 if len(arrays) == 1 else 1.0
 
-    monkeypatch.setattr(roofline, "_best_seconds", seconds)
-    monkeypatch.setattr(roofline, "_WIDTHS", {"cpu": (64, 16)})
+    monkeypatch.setattr(rates, "_best_seconds", seconds)
+    monkeypatch.setattr(rates, "_WIDTHS", {"cpu": (64, 16)})
     file = tmp_path / "new" / "roofline.json"
-    monkeypatch.setattr(roofline, "_file", lambda: file)
-    found = roofline.find_roofline()
+    monkeypatch.setattr(rates, "_file", lambda: file)
+    found = rates.find_roofline()
     assert found.device.bytes_per_second == 4 * 64 * 64 / 0.5
     assert found.flops_by_rows["16"] == 2 * 16 * 64 * 64
     assert found.device.flops_per_second == max(found.flops_by_rows.values())
     count = len(sizes)
-    assert roofline.find_roofline() == found and len(sizes) == count
-    assert roofline.measure_roofline() == found and len(sizes) == 2 * count
+    assert rates.find_roofline() == found and len(sizes) == count
+    assert rates.measure_roofline() == found and len(sizes) == 2 * count
     for broken in ("{", "[]", json.dumps({found.device.name: {}})):
         file.write_text(broken)
-        assert roofline.find_roofline() == found
-    monkeypatch.setattr(roofline, "_file", lambda: None)
-    assert roofline.find_roofline() == found
+        assert rates.find_roofline() == found
+    monkeypatch.setattr(rates, "_file", lambda: None)
+    assert rates.find_roofline() == found

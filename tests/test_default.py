@@ -54,7 +54,7 @@ def converted(environment: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         convert(command[3:])
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr("poss_jax.convert.__main__.plan_target", plan)
+    monkeypatch.setattr("poss_jax.convert.plan.plan_target", plan)
     monkeypatch.setattr(default.subprocess, "run", run)
     return sources
 
