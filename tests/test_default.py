@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def converted(environment: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr("poss_jax.convert.plan.plan_target", plan)
-    monkeypatch.setattr(default.subprocess, "run", run)
+    monkeypatch.setattr(default, "subprocess", SimpleNamespace(run=run))
     return sources
 
 

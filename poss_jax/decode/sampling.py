@@ -31,7 +31,7 @@ SETTINGS = {"seed": np.uint32, "top_k": np.int32} | dict.fromkeys(_REALS, np.flo
 
 
 class Sampling(struct.PyTreeNode):
-    """Sampling settings, per sequence: those of `SETTINGS`, as `SamplingConfig` explains them.
+    """Sampling settings per sequence, one for each of `SETTINGS`; `SamplingConfig` explains them.
 
     Attributes:
       bias_ids: tokens whose logits are shifted; -1 is none.
