@@ -39,9 +39,8 @@ Answer = Callable[[list[int], int], tuple[str, int]]
 """(prompt, most new tokens) -> text, number of its tokens."""
 
 
-def our_engines() -> dict[str, Answer]:
+def our_engines(alone: Engine) -> dict[str, Answer]:
     """This engine, without and with the draft."""
-    alone = Engine.load(default_target())
     engines = {"autoregressive": alone, DRAFT: alone.load_draft(default_drafts()[DRAFT])}
 
     def answer_with(engine: Engine) -> Answer:
@@ -129,8 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_numbers(parser, {"threads": 2, "questions": 6, "tokens": 128, "repeats": 3})
     args = parser.parse_args(arguments)
     use_cores(args.threads)
-    gguf, engines = find_gguf(), our_engines()
-    alone = Engine.load(default_target())
+    gguf, alone = find_gguf(), Engine.load(default_target())
+    engines = our_engines(alone)
     lines = Path(_QUESTIONS).read_text("utf-8").splitlines()[: args.questions]
     chats = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
     prompts = [list(alone.prepare(chat, args.tokens).ids) for chat in chats]

@@ -1,6 +1,6 @@
 """The server under a hostile client: memory, and how soon /health answers meanwhile.
 
-Starts `python -m infer.serve --batch-size 4` on the bundled models. During an attack it asks
+Starts `python -m infer.serve --batch-size 4` on the default model. During an attack it asks
 /health every 20 ms, each time over a new connection, and reads the server's memory.
 
     bodies        one body of --mib MiB, and then 16 clients with --small-mib MiB each: a long role,
