@@ -141,6 +141,7 @@ def serve() -> Iterator[tuple[int, int]]:
             yield port, process.pid
         finally:
             process.terminate()
+            process.wait()
 
 
 def send_many(body: Body, mib: float, count: int, port: int) -> Counter[str]:
@@ -163,7 +164,7 @@ def connect_many(sent: bytes, port: int) -> Counter[str]:
 
 def ask_for_much(port: int) -> Counter[str]:
     """Asks for as many choices and log-probabilities as allowed."""
-    asked = {"prompt": "def f(", "n": 128, "logprobs": 20, "max_tokens": 64, "ignore_eos": True}
+    asked = {"prompt": "def f(", "n": 128, "logprobs": 20, "max_tokens": 16, "ignore_eos": True}
     return Counter([send(port, "POST", TEXT, json.dumps(asked).encode())])
 
 

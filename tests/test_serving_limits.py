@@ -313,9 +313,10 @@ def test_lists_and_objects_are_counted_outside_of_texts(
         parts = list(value.values()) if isinstance(value, dict) else value
         return 1 + sum(map(count, parts)) if isinstance(value, list | dict) else 0
 
-    monkeypatch.setattr(bodies, "_MOST_CONTAINERS", -1)  # the short look does not suffice
-    content = json.dumps(value, ensure_ascii=is_ascii).encode()
-    assert bodies._num_containers(content) == count(value)
+    content, num = json.dumps(value, ensure_ascii=is_ascii).encode(), count(value)
+    for most, has_many in ((num, False), (num - 1, True)):
+        monkeypatch.setattr(bodies, "_MOST_CONTAINERS", most)
+        assert bodies._has_many_containers(content) is has_many
 
 
 def test_how_many_lists_and_objects_a_body_may_have() -> None:

@@ -128,7 +128,8 @@ class Service:
     async def read(self, request: Request, kind: type[Any], read: Callable[..., Any]) -> Any:
         """Reads a request off the event loop: its body, and what `read` makes of it.
 
-        Large bodies are read one at a time, which bounds their memory and time.
+        Large bodies are read one at a time, which bounds their memory. After each, the reading
+        thread rests as long as it worked: pydantic holds the interpreter, and probes want their turn.
 
         Raises:
           ApiError: something in it cannot be served.
@@ -140,8 +141,10 @@ class Service:
             self.check_model(getattr(body, "model", None))
             return body, read(self.engine, self.limits, body)
 
-        pool = self._reader_of_large if len(content) > _LARGE_BYTES else None
-        return await asyncio.get_running_loop().run_in_executor(pool, parse)
+        loop = asyncio.get_running_loop()
+        if len(content) <= _LARGE_BYTES:
+            return await loop.run_in_executor(None, parse)
+        return await loop.run_in_executor(self._reader_of_large, _and_rest, parse)
 
     @property
     def is_ready(self) -> bool:
@@ -247,6 +250,15 @@ class Service:
             more = len(answer.output_ids) - 1
             if more > 0:
                 self.metrics.per_token.observe((now - first[index]) / more)
+
+
+def _and_rest(work: Callable[[], Any]) -> Any:
+    """Works, and sleeps as long as that took."""
+    begun = time.monotonic()
+    try:
+        return work()
+    finally:
+        time.sleep(time.monotonic() - begun)
 
 
 def create_app(

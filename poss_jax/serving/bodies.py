@@ -5,6 +5,7 @@ clients send many.
 """
 
 import re
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI
@@ -21,7 +22,7 @@ MOST_CHOICES = 128
 _MOST_MESSAGES = 4_000
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MOST_CONTAINERS = 10_000
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_STRING_OR_CONTAINER = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
 _JSON = re.compile(r"application/(.+\+)?json")
 _NO_OBJECT = "body: want a JSON object, with Content-Type: application/json"
 _SCHEMAS = "#/components/schemas/"
@@ -202,7 +203,7 @@ def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
     Raises:
       ApiError: invalid JSON, too many lists and objects, or a wrong value in a field.
     """
-    if _num_containers(content) > _MOST_CONTAINERS:
+    if _has_many_containers(content):
         raise ApiError(400, f"body: want at most {_MOST_CONTAINERS:,} lists and objects")
     try:
         return kind.model_validate_json(content, strict=True)
@@ -210,13 +211,15 @@ def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
         raise _refusal(error.errors(include_url=False, include_input=False)[0]) from error
 
 
-def _num_containers(content: bytes) -> int:
-    """Upper bound of the number of lists and objects in JSON."""
-    for pattern in (None, _STRING):
-        outside = pattern.sub(b"", content) if pattern else content
-        if (count := outside.count(b"[") + outside.count(b"{")) <= _MOST_CONTAINERS:
-            break
-    return count
+def _has_many_containers(content: bytes) -> bool:
+    """True if JSON holds more lists and objects than allowed.
+
+    Goes from one to the next, so that other threads run meanwhile, and stops at the limit.
+    """
+    if content.count(b"[") + content.count(b"{") <= _MOST_CONTAINERS:
+        return False
+    found = (match for match in _STRING_OR_CONTAINER.finditer(content) if match[0] in b"[{")
+    return next(islice(found, _MOST_CONTAINERS, None), None) is not None
 
 
 def _refusal(first: Any) -> ApiError:
