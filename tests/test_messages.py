@@ -13,7 +13,7 @@ from poss_jax.config.decoding import ServeConfig
 from poss_jax.data.tokenizer import CHAT_TEMPLATE
 from poss_jax.engine.answers import Chunk, TokenLogprobs
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.serving import requests
+from poss_jax.serving import chats
 from poss_jax.serving.bodies import ApiError, ChatRequest
 from poss_jax.serving.replies import Reply
 from poss_jax.serving.requests import Job, read_chat
@@ -55,7 +55,7 @@ def read(messages: Any, tokenizer: Any) -> list[int]:
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    requests._warn_of_unused.cache_clear()
+    chats._warn_of_unused.cache_clear()
     caplog.set_level(logging.WARNING)
     return caplog
 

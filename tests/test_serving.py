@@ -457,7 +457,7 @@ def test_usage(served: Served, client: openai.OpenAI) -> None:
         ("temperature", {"temperature": 3}),
         ("n", {"n": 0}),
         ("n", {"n": 129}),
-        ("stop", {"stop": ["a", "b", "c", "d", "e"]}),
+        ("stop", {"stop": ["a"] * 17}),
         ("stop", {"stop": "x" * 1001}),
         ("stop", {"stop": ""}),
         ("logit_bias", {"logit_bias": {"300": 1}}),
@@ -617,7 +617,8 @@ def test_endpoints_that_say_how_the_server_is(served: Served, client: openai.Ope
     assert client.models.retrieve(MODEL) == model
     found = served.post("/tokenize", {"prompt": PROMPTS[0]}).json()
     ids = served.engine.encode(PROMPTS[0])
-    assert found == {"tokens": ids, "count": len(ids)}
+    assert found == {"tokens": ids, "count": len(ids), "max_model_len": 256}
+    assert served.post("/detokenize", {"tokens": ids}).json() == {"prompt": PROMPTS[0]}
     too_long = "x " * 200  # to be answered, not to be counted
     assert served.post("/tokenize", {"prompt": too_long}).json()["count"] > 256
     page = served.get("/")

@@ -401,7 +401,7 @@ def test_names_of_fields_that_are_made_up_hide_no_others(
 ) -> None:
     def log(*names: str) -> list[str]:
         caplog.clear()
-        requests._log_unknown(CompletionRequest(prompt="a", **dict.fromkeys(names, 1)))
+        requests._check_unknown(CompletionRequest(prompt="a", **dict.fromkeys(names, 1)))
         return [record.getMessage().split("'")[1] for record in caplog.records]
 
     for start in range(0, 1000, 10):

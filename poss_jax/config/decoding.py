@@ -227,6 +227,8 @@ class ServeConfig(AnswerConfig):
         max_length if that is more.
       allowed_hosts: Names allowed in a request's Host header, besides localhost and addresses; `*`
         allows all. With an API key any name is allowed.
+      allowed_origins: Other sites whose pages may ask this server (CORS), such as
+        https://chat.example; `*` allows all.
       model_name: Name of the model in the API; null takes the name of the target's folder.
     """
 
@@ -244,6 +246,7 @@ class ServeConfig(AnswerConfig):
     drain_seconds: PositiveOrZero = 30.0
     max_body_mib: Positive | None = None
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     model_name: str | None = None
 
     def __post_init__(self) -> None:

@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from poss_jax.config.reading import one_line
@@ -62,11 +63,12 @@ def render_chat(
     *,
     template: str | None = None,
     tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
     is_asking: bool,
 ) -> str:
     """Renders a whole chat (see `render_steps`)."""
-    step = Step(len(messages), is_asking)
-    return render_steps(tokenizer, messages, [step], template=template, tools=tools)[0].text
+    given: Any = {"template": template, "tools": tools, "variables": variables}
+    return render_steps(tokenizer, messages, [Step(len(messages), is_asking)], **given)[0].text
 
 
 def render_steps(
@@ -76,6 +78,7 @@ def render_steps(
     *,
     template: str | None = None,
     tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Part]:
     """Renders prefixes of a chat as `tokenizer.apply_chat_template` does.
 
@@ -85,6 +88,8 @@ def render_steps(
       steps: prefixes to render.
       template: text of the template; None takes the tokenizer's own.
       tools: JSON schemas of what the assistant may call.
+      variables: further values for the template, and `continue_final_message` to leave the last
+        message open.
 
     Raises:
       RenderError: the template is missing or raises an error, or a text exceeds the limits.
@@ -93,7 +98,7 @@ def render_steps(
     try:
         chosen = tokenizer.get_chat_template(template, tools)
         chat = json.dumps([_without_none(message) for message in messages])
-        offered = json.dumps(tools)
+        offered = json.dumps([tools, dict(variables)])
     except (ValueError, TypeError, RecursionError) as error:
         raise RenderError(one_line(error)) from error
     limits = {
@@ -101,7 +106,8 @@ def render_steps(
         "bytes": MEMORY_BYTES,
         "characters": CHARACTERS + GROWTH * (len(chat) + len(offered)),
     }
-    settings = tokenizer.special_tokens_map | {"chat_template": chosen, "tools": tools}
+    own = tokenizer.special_tokens_map | {"chat_template": chosen, "tools": tools}
+    settings = dict(variables) | own
     about = json.dumps({"template": settings, "limits": limits, "steps": steps})
     return _WORKER.render(f'{about[:-1]}, "chat": {chat}}}\n'.encode(), len(steps))
 

@@ -41,6 +41,7 @@ from poss_jax.engine.prompts import (
     PreparedPrompt,
     Prompt,
     PromptTooLong,
+    Rendering,
     check_bias,
     encode_prompt,
     lay_out,
@@ -343,9 +344,9 @@ class Engine:
         is_chat = isinstance(prompt[0], dict) if is_chat is None else is_chat
         return PreparedPrompt(ids, max_new_tokens, sampling, stop_ids, num_continued, is_chat)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, rendering: Rendering | None = None) -> list[int]:
         """Turns a prompt into token ids (see `encode_prompt`)."""
-        return encode_prompt(prompt, self.tokenizer, self.target_config.vocab_size)
+        return encode_prompt(prompt, self.tokenizer, self.target_config.vocab_size, rendering)
 
     def check_stop(self, stop: Sequence[str], max_new_tokens: int) -> None:
         """Refuses stop strings that no answer can hold (see `text.check_stop`)."""

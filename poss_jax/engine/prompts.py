@@ -7,7 +7,8 @@
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,20 @@ from poss_jax.decode.state import Request
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or chat messages ({"role", "content"}, and other fields the template reads)."""
+
+
+class Rendering(NamedTuple):
+    """How the chat template writes messages.
+
+    Attributes:
+      tools: JSON schemas of what the assistant may call.
+      is_asking: end with the template's request for an answer.
+      variables: further values for the template (see `data.rendering.render_steps`).
+    """
+
+    tools: Sequence[dict[str, Any]] | None = None
+    is_asking: bool = True
+    variables: Mapping[str, Any] = MappingProxyType({})
 
 
 class PreparedPrompt(NamedTuple):
@@ -75,7 +90,9 @@ class HostRequest(NamedTuple):
     output_starts: np.ndarray | None
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
+def encode_prompt(
+    prompt: Prompt, tokenizer: Any, vocab_size: int, rendering: Rendering | None = None
+) -> list[int]:
     """Turns a prompt into token ids.
 
     A text gets the special tokens that the tokenizer adds (one BOS at most) and those it spells
@@ -86,6 +103,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
       prompt: a prompt of any kind.
       tokenizer: the target's tokenizer; None accepts token ids only.
       vocab_size: size of the target's vocabulary.
+      rendering: how messages are written; None: asking for an answer.
 
     Raises:
       UserError: the prompt is not a sequence, is empty, holds ids outside the vocabulary, text
@@ -102,7 +120,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
         return _check_range(_encode_text(prompt, tokenizer), vocab_size)
     if isinstance(prompt[0], dict):
-        return _check_range(_encode_chat(prompt, tokenizer), vocab_size)
+        return _check_range(_encode_chat(prompt, tokenizer, rendering or Rendering()), vocab_size)
     return _check_range(list(map(_token_id, prompt)), vocab_size)
 
 
@@ -248,7 +266,7 @@ def _encode_text(text: str, tokenizer: Any) -> list[int]:
     return _check_some(list(encoded["input_ids"]), text, tokenizer)
 
 
-def _encode_chat(messages: Any, tokenizer: Any) -> list[int]:
+def _encode_chat(messages: Any, tokenizer: Any, rendering: Rendering) -> list[int]:
     for message in messages:
         if not is_message(message):
             raise UserError(
@@ -261,8 +279,11 @@ def _encode_chat(messages: Any, tokenizer: Any) -> list[int]:
             "messages: want a tokenizer with a chat template, this target's has none; "
             "give `prompt` (text) instead"
         )
+    messages, tools = (hide_marks(tokenizer, part) for part in (messages, rendering.tools))
+    variables = hide_marks(tokenizer, dict(rendering.variables))
+    given: Any = {"tools": tools, "variables": variables, "is_asking": rendering.is_asking}
     try:
-        text = render_chat(tokenizer, hide_marks(tokenizer, messages), is_asking=True)
+        text = render_chat(tokenizer, messages, **given)
     except RenderEnded as error:
         raise UserError(
             f"messages: the process of the target's chat template ended: {error}; shorten them"

@@ -38,7 +38,7 @@ Actions = Mapping[str, Mapping[str, Any]]
 _INDENT = 6 * " "
 _MOST_EXAMPLES, _LONGEST_TEXT = 3, 100  # of the short help
 _NAMES = {"drafts": "draft", "datasets": "dataset", "allowed_hosts": "allowed_host"}
-_NAMES |= {"keeps_unfinished": "keep_unfinished"}
+_NAMES |= {"keeps_unfinished": "keep_unfinished", "allowed_origins": "allow_origin"}
 _METAVARS = {
     "DIR": "target draft init_target init_draft",
     "FILE": "prompts trees draft_vocabulary",
@@ -47,7 +47,7 @@ _METAVARS = {
     "NAME=DIR": "drafts",
     "NAME=VALUE": "chat_template_kwargs",
     "ID=VALUE": "sampling.logit_bias",
-    "URL": "server",
+    "URL": "server allowed_origins",
     "PATH": "output",
     "DATA": "data.source",
 }

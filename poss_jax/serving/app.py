@@ -22,6 +22,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from poss_jax.config.decoding import ServeConfig
@@ -33,21 +34,18 @@ from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.slots import Slots
 from poss_jax.engine.streams import Chunks, Stream, merge
 from poss_jax.program.options import load_engine
+from poss_jax.serving.api import add_api, service_of
 from poss_jax.serving.bodies import (
     ApiError,
     ChatRequest,
     CommonRequest,
-    CompletionRequest,
-    TokenizeRequest,
-    add_schemas,
     parse_body,
     receive_body,
-    schema_of,
 )
 from poss_jax.serving.guard import PATIENCE, Guard
 from poss_jax.serving.metrics import Metrics
 from poss_jax.serving.replies import Reply, write_body, write_events
-from poss_jax.serving.requests import Job, read_chat, read_completion, read_text
+from poss_jax.serving.requests import Job
 from poss_jax.version import __version__
 
 _LOG = logging.getLogger(__package__)
@@ -294,7 +292,7 @@ def create_app(
     )
     _add_errors(app)
     _add_state(app)
-    _add_api(app)
+    add_api(app)
     return app
 
 
@@ -304,15 +302,24 @@ def _load_slots(config: ServeConfig, engine: Engine | None) -> Slots:
 
 def guarded(
     app: FastAPI, config: ServeConfig, *, api_key: str | None, patience: float = PATIENCE
-) -> Guard:
-    """Puts an application behind the checks of `guard.py`."""
-    return Guard(
+) -> Any:
+    """Puts an application behind the checks of `guard.py`, and lets other sites' pages ask it."""
+    guard = Guard(
         app,
         api_key=api_key,
         max_body_bytes=config.max_body_bytes,
         max_requests=config.max_requests,
         allowed_hosts=config.allowed_hosts,
         patience=patience,
+    )
+    if not config.allowed_origins:
+        return guard
+    return CORSMiddleware(
+        guard,
+        allow_origins=config.allowed_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
     )
 
 
@@ -356,14 +363,14 @@ def _add_state(app: FastAPI) -> None:
     @app.get("/health")
     async def health(request: Request) -> Response:
         """Alive: the thread that decodes has not failed."""
-        if _service(request).scheduler.error is not None:
+        if service_of(request).scheduler.error is not None:
             raise ApiError(503, "decoding failed; restart the server")
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready")
     async def ready(request: Request) -> Response:
         """Ready: warmed up, and not draining."""
-        if not _service(request).is_ready:
+        if not service_of(request).is_ready:
             raise ApiError(503, "starting or draining", retry_after=1)
         return JSONResponse({"status": "ok"})
 
@@ -375,50 +382,8 @@ def _add_state(app: FastAPI) -> None:
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Metrics in Prometheus' format."""
-        text = generate_latest(_service(request).metrics.registry)
+        text = generate_latest(service_of(request).metrics.registry)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _add_api(app: FastAPI) -> None:
-    """Adds the endpoints of the OpenAI API."""
-
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        """The one model."""
-        return JSONResponse({"object": "list", "data": [_service(request).about_model]})
-
-    @app.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> Response:
-        """The one model, by its name."""
-        service = _service(request)
-        service.check_model(name)
-        return JSONResponse(service.about_model)
-
-    @app.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        """Continues prompts."""
-        service = _service(request)
-        body, job = await service.read(request, CompletionRequest, read_completion)
-        return await service.answer(request, body, job)
-
-    @app.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
-    async def chat(request: Request) -> Response:
-        """Answers a chat."""
-        service = _service(request)
-        body, job = await service.read(request, ChatRequest, read_chat)
-        return await service.answer(request, body, job)
-
-    @app.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
-    async def tokenize(request: Request) -> Response:
-        """Token ids of a text, as /v1/completions would read it."""
-        _, ids = await _service(request).read(request, TokenizeRequest, read_text)
-        return JSONResponse({"tokens": ids, "count": len(ids)})
-
-    add_schemas(app, CompletionRequest, ChatRequest, TokenizeRequest)
-
-
-def _service(request: Request) -> Service:
-    return request.app.state.service
 
 
 def _cancel(streams: Sequence[Stream]) -> None:

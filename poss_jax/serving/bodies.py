@@ -1,7 +1,7 @@
 """Bodies of OpenAI requests: bytes -> what pydantic makes of them, with limits on time and memory.
 
 Fields that only we have are marked; most have vLLM's names. Unknown fields are ignored, since
-clients send many.
+clients send many, unless another engine's field of this name would change the text (`FOREIGN`).
 """
 
 import re
@@ -20,6 +20,21 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 
 MOST_CHOICES = 128
 _MOST_MESSAGES = 4_000
+MOST_STOPS = 16
+FOREIGN: dict[str, Any] = dict.fromkeys(
+    (
+        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("structural_tag", "grammar", "json_schema", "regex", "ebnf", "response_format", "tools"),
+        *("bad_words", "allowed_token_ids", "stop_regex", "no_repeat_ngram_size"),
+        *("logits_processors", "logit_processor", "custom_logit_processor", "use_beam_search"),
+        *("include_stop_str_in_output", "no_stop_trim", "thinking_token_budget", "top_a"),
+        *("chat_template", "documents", "truncate_prompt_tokens", "lora_path", "mirostat"),
+        *("dry_multiplier", "xtc_probability", "dynatemp_range", "epsilon_cutoff", "eta_cutoff"),
+    )
+)
+FOREIGN |= {"skip_special_tokens": True, "length_penalty": 1, "typical_p": 1, "tfs_z": 1}
+"""Fields of other engines that change the text -> the value that does not, besides empty ones."""
+
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MOST_CONTAINERS = 10_000
 _STRING_OR_CONTAINER = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
@@ -157,12 +172,21 @@ class Message(BaseModel):
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
 
-class ChatRequest(CommonRequest):
+Messages = Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
+
+
+class ChatFields(BaseModel):
+    """How the chat template writes messages, with vLLM's names; null stands for the default."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(ChatFields, CommonRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[
-        list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
-    ]
+    messages: Messages
     max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -173,10 +197,19 @@ class ChatRequest(CommonRequest):
     modalities: Texts | None = None
 
 
-class TokenizeRequest(BaseModel):
-    """Body of /tokenize."""
+class TokenizeRequest(ChatFields):
+    """Body of /tokenize: a text or a chat."""
 
-    prompt: str
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: Ids
 
 
 async def receive_body(request: Request) -> bytes:

@@ -24,7 +24,7 @@ Send = Callable[[Message], Awaitable[None]]
 PATIENCE = 60.0
 """Seconds a client may take to send a request, and to read the reply."""
 
-_OPEN = {"/", "/health", "/ready", "/version", "/metrics"}
+_OPEN = {"/", "/health", "/ready", "/version", "/metrics", "/docs"}
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LENGTH = re.compile(rb"[0-9]{1,20}")
 _BEARER = re.compile(rb"bearer +([^ ]+)", re.IGNORECASE)

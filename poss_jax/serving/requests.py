@@ -1,9 +1,8 @@
 """Bodies of requests -> jobs for the scheduler; unknown fields are logged once each."""
 
 import logging
-import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import lru_cache
@@ -15,27 +14,26 @@ from pydantic import ValidationError
 from poss_jax.config.decoding import SamplingConfig, ServeConfig
 from poss_jax.config.reading import UserError, cut
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import PreparedPrompt, Prompt, PromptTooLong
+from poss_jax.engine.prompts import PreparedPrompt, Prompt, PromptTooLong, Rendering
 from poss_jax.engine.slots import MOST_STOP_IDS
 from poss_jax.engine.text import longest_token
 from poss_jax.serving.bodies import (
+    FOREIGN,
     MOST_CHOICES,
+    MOST_STOPS,
     ApiError,
     ChatRequest,
     CommonRequest,
     CompletionRequest,
-    Message,
+    DetokenizeRequest,
     TokenizeRequest,
     explain,
 )
+from poss_jax.serving.chats import read_messages, read_rendering
 
 _LOG = logging.getLogger(__package__)
 _MOST_LOGPROBS = 200_000  # per reply, unless one full-length choice has more
 _LONGEST_STOP = 1000
-_ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers accepts any of them
-_READ = re.compile(r"[.'\"](\w+)")  # an attribute, or the beginning of what is quoted
-_WORD = re.compile("""['"]([A-Za-z][A-Za-z0-9_-]*)['"]""")  # quoted
 
 
 class Job(NamedTuple):
@@ -97,68 +95,45 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
         raise ApiError(400, "modalities: only text is served", param="modalities")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: want logprobs to be true", param="top_logprobs")
-    messages = [_read_message(message) for message in body.messages]
-    if engine.tokenizer is not None:
-        template = str(engine.tokenizer.chat_template or "")
-        _check_roles(template, messages)
-        _log_unused(template, messages)
+    messages = read_messages(engine, body.messages)
     limit = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs)
 
 
 def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> list[int]:
-    """Token ids of a text.
+    """Token ids of a text or a chat.
 
     Raises:
-      ApiError: far more text than fits.
+      ApiError: both or none, far more text than fits, or what a chat is refused for.
     """
-    with _refusing(_check_size(engine, config, body.prompt)):
-        return engine.encode(body.prompt)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt: want this or messages", param="prompt")
+    if body.messages is None:
+        return _encode(engine, config, body.prompt or "")
+    messages = read_messages(engine, body.messages)
+    return _encode(engine, config, messages, read_rendering(engine, body, messages))
 
 
-def _read_message(message: Message) -> dict[str, Any]:
-    content = message.content
-    if isinstance(content, list):
-        if any(part.type != "text" for part in content):
-            raise ApiError(400, "messages: only content of type text is served", param="messages")
-        content = "".join(part.text or "" for part in content)
-    others = {key: value for key, value in (message.model_extra or {}).items() if value is not None}
-    # With tool calls, templates treat missing content differently from an empty one.
-    return {"role": message.role, "content": content if others else content or "", **others}
-
-
-def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
-    """Refuses roles that are neither the API's nor named in the chat template.
+def read_tokens(engine: Engine, config: ServeConfig, body: DetokenizeRequest) -> str:
+    """The text of token ids, special tokens included.
 
     Raises:
-      ApiError: such a role.
+      ApiError: no tokenizer, or ids outside the vocabulary.
     """
-    known = {*_ROLES, *_WORD.findall(template)}
-    for message in messages:
-        if message["role"] not in known:
-            wanted, got = ", ".join(_ROLES), cut(ascii(message["role"]))
-            raise ApiError(400, f"messages: want a role of {wanted}, got {got}", param="messages")
+    del config
+    if engine.tokenizer is None:
+        raise ApiError(400, "tokens: this model has no tokenizer", param="tokens")
+    _check_ids(engine, "tokens", body.tokens)
+    return engine.tokenizer.decode(body.tokens)
 
 
-def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:
-    """Logs the first message field that the chat template does not read."""
-    known = _fields_read_by(template)
-    for name in (name for message in messages for name, value in message.items() if value):
-        if name not in known:
-            _warn_of_unused(cut(ascii(name)))
-            return
-
-
-@lru_cache(maxsize=8)
-def _fields_read_by(template: str) -> frozenset[str]:
-    names = {*_READ.findall(template), *_WORD.findall(template)}
-    return frozenset(names if names.isdisjoint(_REASONING) else names.union(_REASONING))
-
-
-@lru_cache(maxsize=256)  # once per field
-def _warn_of_unused(name: str) -> None:
-    _LOG.warning("the chat template does not read the field %s of a message", name)
+def _encode(
+    engine: Engine, config: ServeConfig, prompt: Prompt, rendering: Rendering | None = None
+) -> list[int]:
+    """Token ids of a prompt; far more text than fits is refused before it is rendered."""
+    with _refusing(_check_size(engine, config, prompt, rendering)):
+        return engine.encode(prompt, rendering)
 
 
 def _refuse(body: CommonRequest, *names: str) -> None:
@@ -176,7 +151,7 @@ def _make_job(
     limit: int | None,
     logprobs: int | None,
 ) -> Job:
-    _log_unknown(body)
+    _check_unknown(body)
     if logprobs is not None and not config.max_logprobs:
         raise ApiError(400, "logprobs: not served", param="logprobs")
     if logprobs is not None and logprobs > config.max_logprobs:
@@ -208,13 +183,17 @@ def _prepare_choices(
 ) -> list[PreparedPrompt]:
     """Prepares all choices; without a limit they get the room there is, up to the default."""
     sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
-    num_continued, is_chat, prepared = 0, True, []
+    num_continued, is_chat, rendering, prepared = 0, True, None, []
     if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
         num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
+    if isinstance(body, ChatRequest):
+        rendering = read_rendering(engine, body, prompts[0])
+        is_chat = not body.continue_final_message  # else its text continues the message's
     for index, prompt in enumerate(prompts):
-        with _refusing(_check_size(engine, config, prompt)):
+        ids = _encode(engine, config, prompt, rendering)
+        with _refusing(_prompt_field(prompt)):
             one = engine.prepare(
-                prompt,
+                ids,
                 limit or config.max_new_tokens,
                 sampling,
                 shortens=limit is None,
@@ -243,13 +222,19 @@ def _refusing(param: str) -> Iterator[None]:
         raise ApiError(400, str(error), param=named if is_other else param) from error
 
 
-def _check_size(engine: Engine, config: ServeConfig, prompt: Prompt) -> str:
+def _prompt_field(prompt: Prompt) -> str:
+    return "messages" if prompt and isinstance(prompt[0], dict) else "prompt"
+
+
+def _check_size(
+    engine: Engine, config: ServeConfig, prompt: Prompt, rendering: Rendering | None
+) -> str:
     """Refuses a prompt that is too long to be tokenised; returns its field."""
-    param = "messages" if prompt and isinstance(prompt[0], dict) else "prompt"
+    param = _prompt_field(prompt)
     most, message = config.max_length or engine.max_length, ""
     if isinstance(prompt, list) and len(prompt) > most and isinstance(prompt[0], int):
         message = f"prompt of {len(prompt):,} tokens does not fit a length of {most:,}"
-    length = _num_characters(prompt)
+    length = _num_characters([prompt, rendering and [rendering.tools, rendering.variables]])
     # Tokenising megabytes takes seconds. (A tokenizer that folds spaces could fit more.)
     if engine.tokenizer is not None and length > most * longest_token(engine.tokenizer):
         message = f"prompt of {length:,} characters does not fit a length of {most:,} tokens"
@@ -269,8 +254,8 @@ def _num_characters(value: Any) -> int:
 
 def _read_stop(engine: Engine, config: ServeConfig, body: CommonRequest) -> list[str]:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stop) > 4 or any(len(string) > _LONGEST_STOP for string in stop):
-        message = f"stop: want at most 4 strings of at most {_LONGEST_STOP:,} characters"
+    if len(stop) > MOST_STOPS or any(len(string) > _LONGEST_STOP for string in stop):
+        message = f"stop: want at most {MOST_STOPS} strings of at most {_LONGEST_STOP:,} characters"
         raise ApiError(400, message, param="stop")
     with _refusing("stop"):
         engine.check_stop(stop, config.max_length or engine.max_length)
@@ -281,9 +266,13 @@ def _read_stop_ids(engine: Engine, body: CommonRequest) -> list[int]:
     own, more = [] if body.ignore_eos else engine.stop_ids, body.stop_token_ids or []
     if len(more) > (room := MOST_STOP_IDS - len(own)):
         raise ApiError(400, f"stop_token_ids: want at most {room}", param="stop_token_ids")
-    if any(not 0 <= token < engine.target_config.vocab_size for token in more):
-        raise ApiError(400, "stop_token_ids: want ids of the vocabulary", param="stop_token_ids")
+    _check_ids(engine, "stop_token_ids", more)
     return [*own, *more]
+
+
+def _check_ids(engine: Engine, name: str, ids: Sequence[int]) -> None:
+    if any(not 0 <= token < engine.target_config.vocab_size for token in ids):
+        raise ApiError(400, f"{name}: want ids of the vocabulary", param=name)
 
 
 def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingConfig:
@@ -301,9 +290,14 @@ def _read_sampling(defaults: SamplingConfig, body: CommonRequest) -> SamplingCon
         raise ApiError(400, f"{param}: {explain(first)}", param=param) from error
 
 
-def _log_unknown(body: CommonRequest) -> None:
-    """Logs unknown fields, at most ten per request."""
-    for name in islice(body.model_extra or {}, 10):
+def _check_unknown(body: CommonRequest) -> None:
+    """Refuses other engines' fields that would change the text; logs up to ten unknown ones."""
+    unknown = body.model_extra or {}
+    for name in unknown.keys() & FOREIGN.keys():
+        value, harmless = unknown[name], FOREIGN[name]
+        if value is not None and (value != harmless if harmless else value):
+            raise ApiError(400, f"{name}: not served", param=name)
+    for name in islice(unknown, 10):
         _warn_of_unknown(cut(ascii(name)))
 
 

@@ -1,0 +1,94 @@
+"""Endpoints of the OpenAI API, and a page that lists all endpoints."""
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from poss_jax.serving.bodies import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    add_schemas,
+    schema_of,
+)
+from poss_jax.serving.requests import read_chat, read_completion, read_text, read_tokens
+
+if TYPE_CHECKING:
+    from poss_jax.serving.app import Service
+
+_CSP = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+_STYLE = "body{font:16px system-ui;max-width:60em;margin:2em auto;padding:0 1em}code{color:#036}"
+
+
+def add_api(app: FastAPI) -> None:
+    """Adds the endpoints of the OpenAI API."""
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [service_of(request).about_model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        """The one model, by its name."""
+        service = service_of(request)
+        service.check_model(name)
+        return JSONResponse(service.about_model)
+
+    @app.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continues prompts."""
+        service = service_of(request)
+        body, job = await service.read(request, CompletionRequest, read_completion)
+        return await service.answer(request, body, job)
+
+    @app.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
+    async def chat(request: Request) -> Response:
+        """Answers a chat."""
+        service = service_of(request)
+        body, job = await service.read(request, ChatRequest, read_chat)
+        return await service.answer(request, body, job)
+
+    @app.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, as /v1/completions would read it, or of a chat."""
+        service = service_of(request)
+        _, ids = await service.read(request, TokenizeRequest, read_text)
+        most = service.limits.max_length
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
+
+    @app.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        _, text = await service_of(request).read(request, DetokenizeRequest, read_tokens)
+        return JSONResponse({"prompt": text})
+
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> Response:
+        page = _list_endpoints(app.openapi())
+        return HTMLResponse(page, headers={"content-security-policy": _CSP})
+
+    add_schemas(app, CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def service_of(request: Request) -> "Service":
+    """The service of the application that a request came to."""
+    return request.app.state.service
+
+
+def _list_endpoints(schema: dict[str, Any]) -> str:
+    """A page that lists the endpoints of an OpenAPI schema, and the fields of their bodies."""
+    lines = [f"<title>{escape(schema['info']['title'])}</title><style>{_STYLE}</style>"]
+    lines.append("<p>The same for programs: <a href=/openapi.json>/openapi.json</a></p>")
+    for path, methods in schema["paths"].items():
+        for method, about in methods.items():
+            lines.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2>")
+            lines.append(f"<p>{escape(about.get('description', ''))}</p>")
+            if body := about.get("requestBody"):
+                name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                fields = schema["components"]["schemas"][name]["properties"]
+                lines.append(f"<p>{', '.join(f'<code>{escape(one)}</code>' for one in fields)}</p>")
+    return "<!doctype html><html lang=en><meta charset=utf-8>" + "\n".join(lines)

@@ -1,0 +1,101 @@
+"""Chats of requests -> messages, and how the chat template is to write them."""
+
+import logging
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from poss_jax.config.reading import cut
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import Rendering
+from poss_jax.serving.bodies import ApiError, ChatFields, Message
+
+_LOG = logging.getLogger(__package__)
+_ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers accepts any of them
+_OWN_VARIABLES = (
+    *("messages", "conversations", "tools", "chat_template", "add_generation_prompt", "tokenize"),
+    *("continue_final_message", "return_assistant_tokens_mask"),
+)
+_READ = re.compile(r"[.'\"](\w+)")  # an attribute, or the beginning of what is quoted
+_WORD = re.compile("""['"]([A-Za-z][A-Za-z0-9_-]*)['"]""")  # quoted
+
+
+def read_messages(engine: Engine, given: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as the chat template takes them.
+
+    Raises:
+      ApiError: a content other than text, or an unknown role.
+    """
+    messages = [_read_message(message) for message in given]
+    if engine.tokenizer is not None:
+        template = str(engine.tokenizer.chat_template or "")
+        _check_roles(template, messages)
+        _log_unused(template, messages)
+    return messages
+
+
+def read_rendering(
+    engine: Engine, body: ChatFields, messages: Sequence[dict[str, Any]]
+) -> Rendering:
+    """Reads how a chat is to be written.
+
+    Raises:
+      ApiError: its fields contradict each other, or set what the template gets from elsewhere.
+    """
+    variables = dict(body.chat_template_kwargs or {})
+    known = engine.tokenizer.special_tokens_map if engine.tokenizer is not None else {}
+    if taken := variables.keys() & {*_OWN_VARIABLES, *known}:
+        message = f"chat_template_kwargs: {min(taken)} cannot be set here"
+        raise ApiError(400, message, param="chat_template_kwargs")
+    if not body.continue_final_message:
+        return Rendering(None, body.add_generation_prompt is not False, variables)
+    if body.add_generation_prompt or messages[-1]["role"] != "assistant":
+        message = "want an assistant's message at the end, and no add_generation_prompt"
+        raise ApiError(400, f"continue_final_message: {message}", param="continue_final_message")
+    return Rendering(None, False, variables | {"continue_final_message": True})
+
+
+def _read_message(message: Message) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        if any(part.type != "text" for part in content):
+            raise ApiError(400, "messages: only content of type text is served", param="messages")
+        content = "".join(part.text or "" for part in content)
+    others = {key: value for key, value in (message.model_extra or {}).items() if value is not None}
+    # With tool calls, templates treat missing content differently from an empty one.
+    return {"role": message.role, "content": content if others else content or "", **others}
+
+
+def _check_roles(template: str, messages: list[dict[str, Any]]) -> None:
+    """Refuses roles that are neither the API's nor named in the chat template.
+
+    Raises:
+      ApiError: such a role.
+    """
+    known = {*_ROLES, *_WORD.findall(template)}
+    for message in messages:
+        if message["role"] not in known:
+            wanted, got = ", ".join(_ROLES), cut(ascii(message["role"]))
+            raise ApiError(400, f"messages: want a role of {wanted}, got {got}", param="messages")
+
+
+def _log_unused(template: str, messages: list[dict[str, Any]]) -> None:
+    """Logs the first message field that the chat template does not read."""
+    known = _fields_read_by(template)
+    for name in (name for message in messages for name, value in message.items() if value):
+        if name not in known:
+            _warn_of_unused(cut(ascii(name)))
+            return
+
+
+@lru_cache(maxsize=8)
+def _fields_read_by(template: str) -> frozenset[str]:
+    names = {*_READ.findall(template), *_WORD.findall(template)}
+    return frozenset(names if names.isdisjoint(_REASONING) else names.union(_REASONING))
+
+
+@lru_cache(maxsize=256)  # once per field
+def _warn_of_unused(name: str) -> None:
+    _LOG.warning("the chat template does not read the field %s of a message", name)

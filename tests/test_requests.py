@@ -1,0 +1,174 @@
+"""Fields of requests as the server reads them: without weights."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from test_asking import CHATML, assistant, make_tokenizer, user
+from test_messages import Tokenising
+from test_text import byte_level
+
+from poss_jax.config.decoding import ServeConfig
+from poss_jax.serving.api import add_api
+from poss_jax.serving.app import guarded
+from poss_jax.serving.bodies import (
+    FOREIGN,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from poss_jax.serving.requests import Job, read_chat, read_completion, read_text, read_tokens
+
+CONFIG = ServeConfig(target="none")
+OPEN = [user("hi"), assistant("The answer")]
+THINKING = CHATML + "{% if think is defined %}{{ think }}{% endif %}"
+
+
+def engine(template: str = THINKING) -> Tokenising:
+    return Tokenising(make_tokenizer("byte level", template=template))
+
+
+def chat(messages: Any, **fields: Any) -> Job:
+    return read_chat(engine(), CONFIG, ChatRequest(messages=messages, **fields))
+
+
+def ids_of_transformers(messages: Any, **settings: Any) -> list[int]:
+    return engine().tokenizer.apply_chat_template(messages, **settings)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({}, {"add_generation_prompt": True}),
+        ({"add_generation_prompt": False}, {}),
+        ({"continue_final_message": True}, {"continue_final_message": True}),
+        ({"chat_template_kwargs": {"think": "no"}}, {"add_generation_prompt": True, "think": "no"}),
+    ],
+    ids=str,
+)
+def test_chats_are_written_as_transformers_does(fields: Any, settings: Any) -> None:
+    expected = ids_of_transformers(OPEN, **settings)
+    (prompt,) = chat(OPEN, **fields).prompts
+    assert prompt.ids == expected
+    # What continues a message is decoded behind it: its first word keeps the space.
+    assert prompt.is_chat == ("continue_final_message" not in fields)
+    body = TokenizeRequest(messages=OPEN, **fields)
+    assert read_text(engine(), CONFIG, body) == expected
+
+
+def test_no_field_of_a_chat_can_write_a_special_token() -> None:
+    eos = engine().tokenizer.eos_token
+    (prompt,) = chat([user("hi")], chat_template_kwargs={"think": eos}).prompts
+    text = engine().tokenizer.decode(prompt.ids)
+    assert text.endswith(eos) and engine().tokenizer.eos_token_id not in prompt.ids
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("continue_final_message", {"messages": [user("hi")]}),
+        ("continue_final_message", {"messages": OPEN, "add_generation_prompt": True}),
+        ("messages", {"messages": [user("hi"), {"role": "assistant", "content": None, "a": 1}]}),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_continued(param: str, fields: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields, continue_final_message=True)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "eos_token", "tools"])
+def test_variables_that_the_template_gets_from_elsewhere(name: str) -> None:
+    with pytest.raises(ApiError, match=f"chat_template_kwargs: {name} cannot"):
+        chat(OPEN, chat_template_kwargs={name: "x"})
+
+
+def test_variables_count_as_text() -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(OPEN, chat_template_kwargs={"x": "a b " * 50_000})
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN))
+def test_fields_of_other_engines_are_not_ignored(name: str) -> None:
+    fields = {name: False if name == "skip_special_tokens" else 0.5}
+    with pytest.raises(ApiError) as caught:
+        read_completion(engine(), CONFIG, CompletionRequest(prompt=[5], **fields))
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_fields_of_other_engines_that_change_nothing() -> None:
+    for empty in (FOREIGN, dict.fromkeys(FOREIGN), {"bad_words": [], "guided_json": ""}):
+        assert read_completion(engine(), CONFIG, CompletionRequest(prompt=[5], **empty)).prompts
+
+
+def test_how_many_stop_strings_there_may_be() -> None:
+    strings = list("abcdefghijklmnop")
+    body = CompletionRequest(prompt=[5], stop=strings)
+    assert read_completion(engine(), CONFIG, body).stop == strings
+    with pytest.raises(ApiError, match="stop: want at most 16 strings"):
+        read_completion(engine(), CONFIG, CompletionRequest(prompt=[5], stop=[*strings, "q"]))
+
+
+def test_ids_to_text_and_back() -> None:
+    one = Tokenising(byte_level())
+    ids = read_text(one, CONFIG, TokenizeRequest(prompt="a中😀</s>é b"))
+    assert read_tokens(one, CONFIG, DetokenizeRequest(tokens=ids)) == "a中😀</s>é b"
+    assert read_tokens(one, CONFIG, DetokenizeRequest(tokens=[])) == ""
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": "a", "messages": OPEN}], ids=["none", "both"])
+def test_a_text_or_a_chat_is_tokenised(fields: Any) -> None:
+    with pytest.raises(ApiError, match="prompt: want this or messages"):
+        read_text(engine(), CONFIG, TokenizeRequest(**fields))
+
+
+def test_ids_that_are_no_tokens() -> None:
+    for ids in ([-1], [10_000]):
+        with pytest.raises(ApiError, match="tokens: want ids of the vocabulary"):
+            read_tokens(engine(), CONFIG, DetokenizeRequest(tokens=ids))
+
+
+# --------------------------------------------------------------------------------------------------
+# Pages of other sites, and the page that lists the endpoints
+
+
+def call(config: ServeConfig, method: str, path: str, *, key: str | None, **headers: str) -> Any:
+    """Asks an application that has endpoints but no models."""
+    from fastapi import FastAPI
+
+    app = FastAPI(title="poss_jax", docs_url=None, redoc_url=None)
+    add_api(app)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=guarded(app, config, api_key=key))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, headers=headers)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("allowed", "is_allowed"),
+    [((), False), (("http://b",), False), (("http://a", "http://b"), True), (("*",), True)],
+)
+def test_pages_of_other_sites(allowed: tuple[str, ...], is_allowed: bool) -> None:
+    config = ServeConfig(target="none", allowed_origins=allowed)
+    name, origin = "access-control-allow-origin", {"origin": "http://a"}
+    for path in ("/docs", "/openapi.json"):  # with a key or refused for lack of one
+        assert (name in call(config, "GET", path, key="secret", **origin).headers) == is_allowed
+    wanted = {"access-control-request-method": "POST"}
+    wanted |= {"access-control-request-headers": "authorization, content-type"}
+    asked = call(config, "OPTIONS", "/v1/completions", key="secret", **origin, **wanted)
+    assert (asked.status_code == 200) == is_allowed
+
+
+def test_the_list_of_endpoints_needs_no_network() -> None:
+    page = call(CONFIG, "GET", "/docs", key="secret")
+    assert "POST /v1/chat/completions" in page.text and "stop_token_ids" in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "http:" not in page.text and "https:" not in page.text
