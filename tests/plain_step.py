@@ -101,5 +101,10 @@ def _loss(prediction: Array, head: Array, objective: ObjectiveConfig, batch: Pla
         - objective.probability_weight * products.sum(axis=-1)
         - objective.top_k_weight * of_top.sum(axis=-1)
     )
+    if objective.lk_weight:
+        alpha = jnp.minimum(target, jax.nn.softmax(prediction @ head.T)).sum(axis=-1)
+        share = jax.lax.stop_gradient(jnp.exp(-objective.lk_eta * alpha))
+        blend = (1 - share) * (1 - alpha) - share * products.sum(axis=-1)
+        per_row += objective.lk_weight * (-jnp.log(alpha) if objective.lk == "alpha" else blend)
     mask = batch.loss_mask.astype(jnp.float32)
     return (per_row * mask).sum() / (mask.sum() + 1e-5)

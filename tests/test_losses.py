@@ -113,6 +113,70 @@ def test_the_feature_loss_in_deviations_of_the_target():
     np.testing.assert_allclose(got.total - got.feature, as_it_was.total - as_it_was.feature)
 
 
+@pytest.mark.parametrize("lk", ["lambda", "alpha"])
+@pytest.mark.parametrize("has_own_head", [False, True])
+@pytest.mark.parametrize("ids", [None, (1, 2, 5, 8, 11, 14, 20)])
+def test_lk_losses_and_their_gradient(lk, has_own_head, ids):
+    """The rate counts the target's probabilities as they are, the cross-entropy renormalised."""
+    zeros = {"feature_weight": 0.0, "probability_weight": 0.0, "top_k_weight": 0.0}
+    objective = ObjectiveConfig(**zeros, lk_weight=0.6, lk=lk, lk_eta=2.0)
+    vocabulary = None if ids is None else jnp.asarray(ids, jnp.int32)
+    of_target = HEAD if ids is None else HEAD[vocabulary]
+    own = draw(len(of_target), D, seed=5)
+
+    def ours(predictions, own):
+        draft_head = own if has_own_head else None
+        targets = describe_targets(
+            HEAD, FEATURES, objective, chunk=4, vocabulary=vocabulary, draft_head=draft_head
+        )
+        head, count = own if has_own_head else of_target, MASK.sum(dtype=jnp.float32)
+        losses = draft_losses(
+            head, predictions, targets, MASK, count, objective, chunk=4, trains_head=has_own_head
+        )
+        return losses.total, losses.lk
+
+    def plain(predictions, own, head, features, mask):
+        logits = features @ head.T
+        known, chosen = mask, jnp.arange(len(head)) if ids is None else vocabulary
+        known = mask & jnp.isin(logits.argmax(axis=-1), chosen)
+        p = jax.nn.softmax(logits)[..., chosen]
+        log_q = jax.nn.log_softmax(predictions @ (own if has_own_head else head[chosen]).T)
+        alpha = jnp.minimum(p, jnp.exp(log_q)).sum(axis=-1)
+        w = jax.lax.stop_gradient(jnp.exp(-2.0 * alpha))
+        cross_entropy = -(p / p.sum(axis=-1, keepdims=True) * log_q).sum(axis=-1)
+        blend = w * cross_entropy + (1 - w) * (1 - alpha)
+        rows = -jnp.log(alpha) if lk == "alpha" else blend
+        return jnp.where(known, rows, 0.0).sum() / (mask.sum() + 1e-5)
+
+    run = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))
+    (total, loss), gradients = run(PREDICTIONS, own)
+    np.testing.assert_allclose(total, 0.6 * loss, rtol=1e-6)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = [jnp.asarray(x, jnp.float64) for x in (PREDICTIONS, own, HEAD, FEATURES)]
+        want, wanted = jax.value_and_grad(plain, argnums=(0, 1))(*wide, MASK)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    wanted = [0.6 * np.asarray(gradient) for gradient in wanted]
+    assert_near_in_norm(gradients[0], wanted[0])
+    assert_near_in_norm(gradients[1], wanted[1])
+
+
+def test_lk_losses_far_from_the_target_and_at_it():
+    """Where probabilities underflow the rate keeps a finite log, and at the target it is 1."""
+    objective = ObjectiveConfig(lk_weight=1.0, lk="alpha")
+
+    def of(scale, predictions):
+        features = scale * FEATURES
+        targets = describe_targets(HEAD, features, objective, chunk=4)
+        count = MASK.sum(dtype=jnp.float32)
+        run = partial(draft_losses, HEAD, targets=targets, loss_mask=MASK, num_trained=count)
+        return jax.value_and_grad(lambda x: run(x, objective=objective, chunk=4).lk)(predictions)
+
+    loss, gradient = jax.jit(of)(200.0, -200.0 * FEATURES)
+    assert loss > 500 and np.isfinite(loss) and np.isfinite(gradient).all()
+    loss, _ = jax.jit(of)(1.0, FEATURES)
+    assert abs(loss) < 1e-6
+
+
 # 11 positions in chunks that hold them all, or do not divide them.
 @pytest.mark.parametrize(("chunk", "top_k"), [(1024, 4), (11, 1), (4, V + 1)])
 def test_draft_losses_and_their_gradient(chunk, top_k):

@@ -189,6 +189,7 @@ def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any, rope:
     task = TASK._replace(
         target=dataclasses.replace(LLAMA, rope=rope),
         draft=dataclasses.replace(TASK.draft, layer=layer),
+        objective=dataclasses.replace(TASK.objective, lk_weight=0.7),
     )
     documents = jnp.where(jnp.arange(T) < cut, 1, 2)
     together = BATCH.replace(documents=jnp.broadcast_to(documents[None], (B, T)))

@@ -208,18 +208,18 @@ def assert_near(got, want, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("step", "zero_scores"),
+    ("step", "changes"),
     [
-        (STEP, False),
-        (STEP, True),
-        (StepConfig(), False),
-        (dataclasses.replace(STEP, accumulation_steps=2), False),
+        (STEP, {}),
+        (STEP, {"zero_scores": True}),
+        (STEP, {"lk_weight": 0.7, "lk": "alpha"}),
+        (StepConfig(), {}),
+        (dataclasses.replace(STEP, accumulation_steps=2), {"lk_weight": 0.7}),
     ],
 )
-def test_step_equals_a_plain_one(target, draft, step, zero_scores):
+def test_step_equals_a_plain_one(target, draft, step, changes):
     """Chunks, blocks and parts of a batch change nothing; every step draws its own noise."""
-    objective = dataclasses.replace(OBJECTIVE, zero_scores=zero_scores)
-    task = TASK._replace(step=step, objective=objective)
+    task = TASK._replace(step=step, objective=dataclasses.replace(OBJECTIVE, **changes))
     run = make_draft_step(task, SGD)
     losses = []
     for step_index in (5, 6):
@@ -246,7 +246,7 @@ def test_packed_documents_equal_rows_of_their_own(target, draft, rope):
     task = TASK._replace(
         target=llama,
         draft=dataclasses.replace(TASK.draft, layer=layer),
-        objective=dataclasses.replace(OBJECTIVE, feature_noise=0),
+        objective=dataclasses.replace(OBJECTIVE, feature_noise=0, lk_weight=0.7),
     )
     documents = np.array([[1] * 5 + [2] * 4 + [3] * 2 + [0]])
     packed = TrainBatch(TOKENS[:1], MASK[:1], jnp.asarray(documents, jnp.int32))

@@ -120,6 +120,11 @@ class ObjectiveConfig:
       probability_weight: Weight of the cross-entropy against the target's distribution.
       top_k_weight: Weight of the cross-entropy over the top_k most likely tokens; 0 leaves it out.
       top_k: Number of tokens in that cross-entropy.
+      lk_weight: Weight of the LK loss, which raises the rate at which draft tokens are accepted at
+        temperature 1 (arXiv 2602.23881); 0 leaves it out.
+      lk: Kind of LK loss: `lambda`, a blend of cross-entropy and total variation, or `alpha`, the
+        negative log of the rate.
+      lk_eta: How fast `lambda` leaves the cross-entropy as the rate grows.
       depth_weights: Weight of each depth's loss, one per depth; empty gives all 1.
       trained_rows: Rows to train: `label`, rows whose predicted token and whose read token belong
         to an answer; or `token`, as in the reference, rows whose own token does. That token stands
@@ -138,6 +143,9 @@ class ObjectiveConfig:
     probability_weight: PositiveOrZero = 0.1
     top_k_weight: PositiveOrZero = 1.0
     top_k: Count = 10
+    lk_weight: PositiveOrZero = 0.0
+    lk: Literal["lambda", "alpha"] = "lambda"
+    lk_eta: PositiveOrZero = 3.0
     depth_weights: tuple[PositiveOrZero, ...] = ()
     trained_rows: Literal["label", "token"] = "label"
     average_over: Literal["trained", "all"] = "trained"
@@ -145,7 +153,8 @@ class ObjectiveConfig:
     zero_scores: bool = False
 
     def __post_init__(self) -> None:
-        if not self.feature_weight + self.probability_weight + self.top_k_weight:
+        of_tokens = self.probability_weight + self.top_k_weight + self.lk_weight
+        if not self.feature_weight + of_tokens:
             raise ValueError("want a weight above 0, got none")
         if self.normalised_features and not self.feature_weight:
             raise ValueError("normalised_features wants a feature_weight above 0; leave it out")

@@ -7,11 +7,22 @@ head, the soft cross-entropy is
 
 and the top-K term is the same sum over K tokens. So the target's distribution is needed only as one
 expected head row per term, computed once per batch and used at every depth.
+
+The LK losses (arXiv 2602.23881) raise the rate at which tokens drawn from q = softmax(z) are
+accepted, alpha = sum_v min(p_v, q_v), which is 1 minus the total variation TV of p and q:
+
+    alpha    - log alpha
+    lambda   w CE(p, q) + (1 - w) TV(p, q)    with w = exp(-eta alpha), a constant of the gradient
+
+CE stands for the paper's KL, from which the entropy of p, a constant, is left out. alpha counts p
+as it is, CE as renormalised over the tokens that the draft can propose (the authors' code in
+SpecForge). w is each row's own, as in speculators; the paper's is the mean of a batch, by which a
+row's gradient would depend on its neighbours.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +36,29 @@ from poss_jax.model.sharding import split_batch
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
+class Likely(NamedTuple):
+    """The target's distribution at every row, over the tokens that the draft can propose.
+
+    Attributes:
+      head: the target's head rows for these tokens.
+      features: the target's features.
+      log_z: log of the softmax's denominator over all of its tokens.
+    """
+
+    head: Array  # [V D]
+    features: Array  # [B T D]
+    log_z: Array  # [B T] float32
+
+    @property
+    def rows(self) -> tuple[Array, Array]:
+        """The arrays that have rows."""
+        return self.features, self.log_z
+
+    def log_p(self, features: Array, log_z: Array) -> Float[Array, "B T V"]:
+        """Log-probabilities at some of the rows."""
+        return lax.stop_gradient(_logits(features, self.head) - log_z[..., None])
+
+
 class TargetRows(struct.PyTreeNode):
     """Targets of the draft's prediction at every row.
 
@@ -34,6 +68,7 @@ class TargetRows(struct.PyTreeNode):
       top_expected_head: that mean's part from the K most likely tokens; None if the
         objective has no such term.
       top_mass: probability of those K tokens; None likewise.
+      likely: the target's distribution; None if the objective has no LK term.
       tokens: the most likely token that the draft can propose, in the draft's numbering.
       is_known: whether the draft can propose the target's most likely token.
     """
@@ -42,16 +77,21 @@ class TargetRows(struct.PyTreeNode):
     expected_head: Array  # [B T D] float32
     top_expected_head: Array | None  # [B T D] float32
     top_mass: Array | None  # [B T] float32
+    likely: Likely | None
     tokens: Array  # [B T] int32
     is_known: Array  # [B T] bool
 
 
 class DraftLosses(struct.PyTreeNode):
-    """Loss terms of one depth, averaged over trained rows; `total` weighs them."""
+    """Loss terms of one depth, averaged over trained rows; `total` weighs them.
+
+    `lk` is None unless the objective has it.
+    """
 
     feature: Array  # []
     probability: Array  # []
     top_k: Array  # []
+    lk: Array | None  # []
     total: Array  # []
 
 
@@ -69,18 +109,19 @@ def describe_targets(
     Args:
       head: LM head of the target.
       features: the target's final hidden state one token later, at every row.
-      objective: a top-K term of weight 0 is left out.
+      objective: top-K and LK terms of weight 0 are left out.
       chunk: positions per sequence whose logits are in memory at once. Static.
       vocabulary: the tokens that the draft can propose, to which the distribution is restricted;
         None: all.
       draft_head: LM head of the draft, a row per token of `vocabulary`; None: these rows of `head`.
     """
-    if draft_head is None:
-        draft_head = head if vocabulary is None else head[vocabulary]
+    proposed = head if vocabulary is None else head[vocabulary]
+    draft_head = proposed if draft_head is None else draft_head
 
     def of_chunk(rows: Array) -> tuple[Array | None, ...]:
         logits, read_by = _logits(rows, head), draft_head.astype(rows.dtype)
         is_known = jnp.ones(rows.shape[:-1], bool)
+        log_z = jax.nn.logsumexp(logits, axis=-1) if objective.lk_weight else None
         if vocabulary is not None:
             is_known = jnp.zeros(len(head), bool).at[vocabulary].set(True)[logits.argmax(axis=-1)]
             logits = logits[..., vocabulary]
@@ -88,14 +129,16 @@ def describe_targets(
         expected = _mean_head(read_by, probabilities)
         tokens = jnp.argmax(probabilities, axis=-1).astype(jnp.int32)
         if not objective.top_k_weight:
-            return expected, None, None, tokens, is_known
+            return log_z, expected, None, None, tokens, is_known
         best = top_k(probabilities, min(objective.top_k, len(read_by)))
         top, ids = map(split_batch, best)  # `top_k` returns it replicated, as decoding needs
         rows_of_top = read_by[ids].astype(jnp.float32)
         top_expected = jnp.einsum("BTk,BTkD->BTD", top, rows_of_top)
-        return expected, top_expected, top.sum(axis=-1), tokens, is_known
+        return log_z, expected, top_expected, top.sum(axis=-1), tokens, is_known
 
-    return TargetRows(features, *_by_chunks(jax.checkpoint(of_chunk), chunk, features))
+    log_z, *means, tokens, is_known = _by_chunks(jax.checkpoint(of_chunk), chunk, features)
+    likely = None if log_z is None else Likely(proposed, features, log_z)
+    return TargetRows(features, *means, likely, tokens, is_known)
 
 
 def draft_losses(
@@ -124,9 +167,10 @@ def draft_losses(
       trains_head: whether the head is trained, too. Static.
       deviations: units of the feature term's differences, per dimension; None: 1.
     """
-    normaliser: Any = trained_log_normaliser if trains_head else log_normaliser
+    normalise: Any = trained_log_normaliser if trains_head else log_normaliser
+    accept: Any = trained_log_acceptance if trains_head else log_acceptance
     dtype, predictions = predictions.dtype, predictions.astype(jnp.float32)
-    log_z = normaliser(head, predictions, chunk, dtype)
+    log_z = normalise(head, predictions, chunk, dtype)
     difference = predictions - targets.features.astype(jnp.float32)
     difference = difference if deviations is None else difference / deviations[None, None]
     known = loss_mask & targets.is_known
@@ -135,7 +179,8 @@ def draft_losses(
         return jnp.where(mask, per_row, 0.0).sum() / (num_trained + 1e-5)
 
     feature = averaged(loss_mask, _smooth_l1(difference).mean(axis=-1))
-    probability = averaged(known, log_z - (predictions * targets.expected_head).sum(axis=-1))
+    cross_entropy = log_z - (predictions * targets.expected_head).sum(axis=-1)
+    probability = averaged(known, cross_entropy)
     of_top = jnp.zeros(())
     mass, expected = targets.top_mass, targets.top_expected_head
     if mass is not None and expected is not None:
@@ -145,7 +190,12 @@ def draft_losses(
         + objective.probability_weight * probability
         + objective.top_k_weight * of_top
     )
-    return DraftLosses(feature=feature, probability=probability, top_k=of_top, total=total)
+    lk = None
+    if targets.likely is not None:
+        log_alpha = accept(head, predictions, targets.likely, chunk, dtype)
+        lk = averaged(known, _lk_loss(log_alpha, cross_entropy, objective))
+        total += objective.lk_weight * lk
+    return DraftLosses(feature=feature, probability=probability, top_k=of_top, lk=lk, total=total)
 
 
 def language_model_loss(
@@ -226,6 +276,73 @@ def _log_normaliser_backward(chunk: int, dtype: Any, expected_head: Array, grad_
 
 
 log_normaliser.defvjp(_log_normaliser_forward, _log_normaliser_backward)
+
+
+def trained_log_acceptance(
+    head: Float[Array, "V D"],
+    features: Float[Array, "B T D"],
+    likely: Likely,
+    chunk: int,
+    dtype: Any,
+) -> Float[Array, "B T"]:
+    """Log of alpha, the rate at which drafted tokens are accepted, under a trained head.
+
+    Arguments: see `trained_log_normaliser`; `likely` is the target's distribution.
+    """
+
+    def of_chunk(rows: Array, *of_target: Array) -> Array:
+        log_q = jax.nn.log_softmax(_trained_logits(rows.astype(dtype), head))
+        return jax.nn.logsumexp(jnp.minimum(likely.log_p(*of_target), log_q), axis=-1)
+
+    return _by_chunks(jax.checkpoint(of_chunk), chunk, features, *likely.rows)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def log_acceptance(
+    head: Float[Array, "V D"],
+    features: Float[Array, "B T D"],
+    likely: Likely,
+    chunk: int,
+    dtype: Any,
+) -> Float[Array, "B T"]:
+    """Log of alpha under a frozen head, whose gradient is computed like `log_normaliser`'s.
+
+    With the tokens B that the draft finds less likely than the target, and s their share of alpha,
+    the gradient is s times (mean head row under q over B - mean head row under q).
+    """
+    return _log_acceptance_forward(head, features, likely, chunk, dtype)[0]
+
+
+def _log_acceptance_forward(
+    head: Array, features: Array, likely: Likely, chunk: int, dtype: Any
+) -> tuple[Array, Array]:
+    def of_chunk(rows: Array, *of_target: Array) -> tuple[Array, Array]:
+        log_q = jax.nn.log_softmax(_logits(rows.astype(dtype), head))
+        log_p = likely.log_p(*of_target)
+        log_alpha = jax.nn.logsumexp(jnp.minimum(log_p, log_q), axis=-1)
+        shares = jnp.where(log_q < log_p, jnp.exp(log_q - log_alpha[..., None]), 0.0)
+        share = shares.sum(axis=-1, keepdims=True)
+        towards = _mean_head(head, shares) - _mean_head(head, jnp.exp(log_q))
+        return log_alpha, jnp.where(share > 0, share * towards, 0.0)
+
+    return _by_chunks(of_chunk, chunk, features, *likely.rows)
+
+
+def _log_acceptance_backward(chunk: int, dtype: Any, gradient: Array, grad_log_alpha: Array):
+    del chunk, dtype
+    return None, gradient * grad_log_alpha[..., None], None
+
+
+log_acceptance.defvjp(_log_acceptance_forward, _log_acceptance_backward)
+
+
+def _lk_loss(log_alpha: Array, cross_entropy: Array, objective: ObjectiveConfig) -> Array:
+    """LK loss of every row [B T]; see the head of this file."""
+    if objective.lk == "alpha":
+        return -log_alpha
+    alpha = jnp.exp(log_alpha)
+    w = lax.stop_gradient(jnp.exp(-objective.lk_eta * alpha))
+    return w * cross_entropy + (1.0 - w) * (1.0 - alpha)
 
 
 def _logits(rows: Array, head: Array) -> Array:

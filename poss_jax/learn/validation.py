@@ -189,6 +189,7 @@ def draft_metrics(total: DraftSums) -> dict[str, Any]:
         "feature_loss": terms.get("feature"),
         "probability_loss": terms["probability"],
         "top_k_loss": terms["top_k"],
+        "lk_loss": terms.get("lk"),
         "agreement": total.agreement,
         "feature_cosine": total.cosine,
         "feature_distance": total.distance,
@@ -246,7 +247,7 @@ def _measure_depth(
         chunk=chunk,
         deviations=task.feature_deviations,
     )
-    sums = {name: mean * num_trained for name, mean in vars(means).items()}
+    sums = {name: mean * num_trained for name, mean in vars(means).items() if mean is not None}
     return Measured(sums, None, None, most_likely_tokens(head, rows, chunk), is_predicted)
 
 
