@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.options import add_numbers, add_trees, make_parser, read_shape
-from benchmarks.pytorch import TorchLoop, need_torch, torch_shape
+from benchmarks.torch_loop import TorchLoop, need_torch, torch_shape
 from infer.bench.costs import Device, cost_card, describe_workload, floors
 from infer.bench.phases import measure_card, start
 from infer.bench.rates import measure_roofline

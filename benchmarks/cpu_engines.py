@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.options import add_numbers, make_parser
-from benchmarks.pytorch import TorchLoop, use_cores
+from benchmarks.torch_loop import TorchLoop, use_cores
 from infer.bench.report import show_report
 from poss_jax.bundled.default import default_drafts, default_target, find_gguf
 from poss_jax.checkpoint.record import provenance

@@ -16,23 +16,20 @@ Prints a table, and as its last line one JSON object; --output keeps report.json
 import argparse
 import http.client
 import json
-import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from benchmarks.options import make_parser
-from benchmarks.serving import resident_mib
+from benchmarks.serving import resident_mib, running
 from infer.bench.report import show_report
 from poss_jax.checkpoint.record import provenance
 from poss_jax.program.running import run_program
@@ -42,7 +39,6 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NUM_CLIENTS = 16
 NUM_CONNECTIONS = 430
 _SETTLE_SECONDS = 5.0
-_LISTENING = re.compile(r"listening at http://\S+:(\d+)/")
 
 
 class Body(NamedTuple):
@@ -122,26 +118,6 @@ def send(port: int, method: str, path: str, body: bytes = b"") -> str:
     finally:
         client.close()
     return str(response.status)
-
-
-@contextmanager
-def serve() -> Iterator[tuple[int, int]]:
-    """Runs a server until it is ready; gives its port and process."""
-    command = [sys.executable, "-m", "infer.serve", "--port", "0", "--batch-size", "4"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        found = next(filter(None, map(_LISTENING.search, process.stderr)))
-        port = int(found[1])
-        # Drain the rest of its stderr, or a full pipe would block the server.
-        threading.Thread(target=list, args=[process.stderr], daemon=True).start()
-        try:
-            while send(port, "GET", "/ready") != "200":
-                time.sleep(0.5)
-            send(port, "POST", TEXT, b'{"prompt":"a","max_tokens":8}')
-            yield port, process.pid
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def send_many(body: Body, mib: float, count: int, port: int) -> Counter[str]:
@@ -231,7 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", metavar="PART", help="attacks with this in the name")
     args = parser.parse_args(arguments)
     attacks = list_attacks(args)
-    with serve() as (port, pid):
+    with running(["-m", "infer.serve", "--batch-size", "4"]) as (pid, url):
+        port = int(url.rpartition(":")[2])
+        send(port, "POST", TEXT, b'{"prompt":"a","max_tokens":8}')
         bar = tqdm(attacks.items(), unit="attack")
         rows = {name: measure(attack, port, pid) for name, attack in bar}
     report = {"attacks": rows, "provenance": provenance()}

@@ -6,11 +6,9 @@ and asks for sampled texts that `Engine.generate` has written beforehand.
     load         many clients stream for some time, a third of them leave halfway; counts texts
                  that differ, and measures first tokens, time per token, memory, and how soon a
                  slot is free after its client left
-    killed       the server is killed in mid-stream and started again; clients continue theirs
     throughput   1, 4 and 16 clients (or --sizes), which stream or want whole answers, against
                  `Engine.generate` in batches of that size, alternating; with the draft and without,
-                 and with a larger pair of random weights. One client also against `Engine.stream`
-    programs     rounds that can sample against rounds that cannot, on the same greedy texts
+                 and with a larger pair of random weights
 
 Prints tables, and as its last line one JSON object; --output keeps report.json and report.md. With
 --apart rounds get one core and everything else the others, which imitates a separate accelerator.
@@ -25,13 +23,13 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,8 +51,6 @@ from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.slots import Program, Slots
-from poss_jax.engine.steps import read_rounds
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import split_items
 from poss_jax.model.target import init_target
@@ -90,12 +86,12 @@ class Case:
     prompt: PreparedPrompt
     expected: list[int]
 
-    def body(self, num_known: int = 0) -> dict[str, Any]:
-        """The request; it continues the answer after `num_known` tokens."""
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request."""
         return {
-            "prompt": self.prompt.ids + self.expected[:num_known],
-            "continued_tokens": num_known,
-            "max_tokens": self.prompt.max_new_tokens - num_known,
+            "prompt": self.prompt.ids,
+            "max_tokens": self.prompt.max_new_tokens,
             "temperature": self.prompt.sampling.temperature,
             "seed": self.prompt.sampling.seed,
             "stream": True,
@@ -127,51 +123,45 @@ def make_cases(engine: Engine, max_new_tokens: int) -> list[Case]:
     ]
 
 
-@contextmanager
 def serve(
     args: argparse.Namespace, target: str, draft: str | None
-) -> Iterator[tuple[subprocess.Popen, str]]:
-    """Runs a server until its tables are warm; gives the process and its address."""
+) -> AbstractContextManager[tuple[int, str]]:
+    """Runs a server of a pair."""
     words = ["--target", target, *(["--draft", draft] if draft else [])]
-    words += ["--port", "0", "--max-logprobs", "0"]
     words += ["--max-length", str(args.max_length), "--batch-size", str(max(args.sizes))]
     program = ["-c", _SERVE.format(cores=args.cores)] if args.cores else ["-m", "infer.serve"]
-    process = subprocess.Popen(
-        [sys.executable, *program, *words], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if found := _ADDRESS.search(line):
-            url = found[1]
-            break
-    else:
-        raise RuntimeError("the server did not start")
-    with process.stderr, subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL):
+    return running([*program, *words, "--max-logprobs", "0"])
+
+
+@contextmanager
+def running(words: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Runs a server, by the arguments of `python`, until it is ready; gives process and address."""
+    command = [sys.executable, *words, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        found = next(filter(None, map(_ADDRESS.search, process.stderr)))
+        # Drain the rest of its stderr, or a full pipe would block the server.
+        threading.Thread(target=list, args=[process.stderr], daemon=True).start()
         try:
-            while httpx.get(f"{url}/ready").status_code != 200:
+            while httpx.get(f"{found[1]}/ready").status_code != 200:
                 time.sleep(0.5)
-            yield process, url
+            yield process.pid, found[1]
         finally:
             process.terminate()
-            process.wait()
+            process.wait()  # before its stderr is closed
 
 
-async def ask(
-    client: httpx.AsyncClient, case: Case, *, known: int = 0, leave_after: int | None = None
-) -> Answer:
+async def ask(client: httpx.AsyncClient, case: Case, *, leave_after: int | None = None) -> Answer:
     """Streams one answer; it may leave after some tokens."""
     begun, first, tokens, is_whole = time.monotonic(), 0.0, [], False
-    try:
-        async for event in _events(client, case.body(known)):
-            new = event["choices"][0].get("token_ids") or []
-            if new and not tokens:
-                first = time.monotonic() - begun
-            tokens += new
-            is_whole = event["choices"][0]["finish_reason"] is not None
-            if leave_after is not None and len(tokens) >= leave_after:
-                break
-    except httpx.HTTPError:
-        pass  # the server was killed; the answer is not whole
+    async for event in _events(client, case.body):
+        new = event["choices"][0].get("token_ids") or []
+        if new and not tokens:
+            first = time.monotonic() - begun
+        tokens += new
+        is_whole = event["choices"][0]["finish_reason"] is not None
+        if leave_after is not None and len(tokens) >= leave_after:
+            break
     return Answer(tokens, first, time.monotonic() - begun, is_whole)
 
 
@@ -259,43 +249,10 @@ async def read_metric(client: httpx.AsyncClient, name: str) -> float:
     return float(found[1])
 
 
-async def stream_until_killed(
-    url: str, process: Any, cases: Sequence[Case], num_places: int
-) -> list[Answer]:
-    """Streams, and kills the server soon after its places are full."""
-    async with make_client(url) as client:
-        streams = [asyncio.create_task(ask(client, case)) for case in cases]
-        while await read_metric(client, "num_requests_running") < min(len(cases), num_places):
-            if any(stream.done() for stream in streams):  # these texts are short
-                break
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        process.send_signal(signal.SIGKILL)
-        return await asyncio.gather(*streams)
-
-
-async def continue_all(url: str, cases: Sequence[Case], known: Sequence[Answer]) -> int:
-    """Continues the answers; returns how many are wrong."""
-    async with make_client(url) as client:
-        pairs = [(case, answer) for case, answer in zip(cases, known, strict=True)]
-        rests = await asyncio.gather(
-            *(
-                ask(client, case, known=len(answer.tokens))
-                for case, answer in pairs
-                if not answer.is_whole
-            )
-        )
-    unfinished = [(case, answer) for case, answer in pairs if not answer.is_whole]
-    return sum(
-        answer.tokens + rest.tokens != case.expected
-        for (case, answer), rest in zip(unfinished, rests, strict=True)
-    )
-
-
 async def ask_whole(client: httpx.AsyncClient, case: Case) -> Answer:
     """Gets one answer at once."""
     begun = time.monotonic()
-    response = await client.post("/v1/completions", json=case.body() | {"stream": False})
+    response = await client.post("/v1/completions", json=case.body | {"stream": False})
     response.raise_for_status()
     seconds = time.monotonic() - begun
     return Answer(response.json()["choices"][0]["token_ids"], seconds, seconds, is_whole=True)
@@ -331,15 +288,6 @@ def run_engine(engine: Engine, cases: Sequence[Case], batch_size: int) -> float:
     return sum(len(case.expected) for case in cases) / (time.monotonic() - begun)
 
 
-def run_streams(engine: Engine, cases: Sequence[Case]) -> float:
-    """Tokens per second of `Engine.stream`'s loop."""
-    begun = time.monotonic()
-    for case in cases:
-        *_, last = engine.decode_rounds(case.prompt)
-        assert last.answer is not None and last.answer.output_ids == case.expected
-    return sum(len(case.expected) for case in cases) / (time.monotonic() - begun)
-
-
 def measure_throughput(
     args: argparse.Namespace, engine: Engine, url: str, cases: Sequence[Case]
 ) -> list[dict[str, Any]]:
@@ -350,8 +298,6 @@ def measure_throughput(
         runs: dict[str, Callable[[], float]] = {"engine": partial(run_engine, engine, few, size)}
         for name, ask_one in (("streamed", ask), ("whole", ask_whole)):
             runs[name] = partial(run_server, url, ask_one, few, size)
-        if size == 1:
-            runs["stream"] = partial(run_streams, engine, few)
         passes = tqdm(range(1 + args.repeats), desc=f"{size} clients", unit="pass")
         speeds = [{name: run() for name, run in runs.items()} for _ in passes][1:]
         row: dict[str, Any] = {"clients": size}
@@ -361,34 +307,6 @@ def measure_throughput(
             row[f"{name}_to_engine"] = float(np.median(ratios))
         rows.append(row)
     return rows
-
-
-def measure_programs(args: argparse.Namespace, engine: Engine) -> list[dict[str, Any]]:
-    """Times rounds that can sample and rounds that cannot, on the same greedy texts."""
-    rows = []
-    for size in args.sizes:
-        slots = Slots(engine, sizes=(size,), max_length=args.max_length)
-        programs = slots.programs(size)[:2]
-        for program in programs:
-            time_rounds(slots, program)  # compiles
-        times = [[time_rounds(slots, one) for one in programs] for _ in range(4 * args.repeats)]
-        greedy, sampled = np.median(times, axis=0).tolist()
-        ratio = float(np.median([b / a for a, b in times]))
-        rows.append({"texts": size, "greedy": greedy, "sampled": sampled, "ratio": ratio})
-    return rows
-
-
-def time_rounds(slots: Slots, program: Program) -> float:
-    """Milliseconds per round of new greedy texts."""
-    prompt = slots.engine.prepare(PROMPTS[0], slots.max_length // 2, stop_ids=())
-    for slot in range(slots.size):
-        slots.begin(prompt)
-        slots.extend(0, slots.num_chunks(prompt))
-        read_rounds(slots.insert(slot))
-    begun, num_rounds = time.perf_counter(), 16
-    read = read_rounds(slots.run(program, range(slots.size), num_rounds))
-    assert all(len(rounds) == num_rounds for rounds in read), "a text has ended"
-    return 1000 * (time.perf_counter() - begun) / num_rounds
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -439,16 +357,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     engine = Engine.load(args.target, args.draft, max_length=args.max_length)
     cases = make_cases(engine, args.max_new_tokens)
     report: dict[str, Any] = {"apart": args.apart}
-    report["programs"] = measure_programs(args, engine)
-    with serve(args, args.target, args.draft) as (process, url):
-        load = run_load(url, process.pid, cases, num_clients=args.clients, seconds=args.seconds)
+    with serve(args, args.target, args.draft) as (pid, url):
+        load = run_load(url, pid, cases, num_clients=args.clients, seconds=args.seconds)
         report["load"] = asyncio.run(load)
         throughput = {"with draft": measure_throughput(args, engine, url, cases)}
-        known = asyncio.run(stream_until_killed(url, process, cases, max(args.sizes)))
-    with serve(args, args.target, args.draft) as (_, url):
-        wrong = asyncio.run(continue_all(url, cases, known))
-        cut = sum(not answer.is_whole for answer in known)
-        report["killed"] = {"streams": len(cases), "cut": cut, "wrong_after_continuing": wrong}
     throughput["without"] = compare(args, args.target, None)
     with tempfile.TemporaryDirectory() as folder:
         target, draft = write_random_pair(Path(folder), args.random_size)
@@ -459,7 +371,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def format_report(report: dict[str, Any]) -> str:
     """Writes the report in Markdown."""
-    load, killed = report["load"], report["killed"]
+    load = report["load"]
     first, per_token = load["first_token_milliseconds"], load["per_token_milliseconds"]
     lines = ["Rounds have one core, all else the others.", ""] if report["apart"] else []
     lines += [
@@ -478,9 +390,6 @@ def format_report(report: dict[str, Any]) -> str:
         f"Memory: {load['memory_mib']['after_10_s']:.0f} MiB after 10 s, "
         f"{load['memory_mib']['at_the_end']:.0f} MiB at the end.",
         "",
-        f"Killed and started again: {killed['cut']} of {killed['streams']} streams were cut; "
-        f"**{killed['wrong_after_continuing']} wrong** once continued.",
-        "",
         "Tokens per second, and the ratio to `Engine.generate` in batches of as many:",
         "",
     ]
@@ -498,22 +407,7 @@ def format_report(report: dict[str, Any]) -> str:
             for row in rows
         ],
     )
-    streams = [
-        f"{row['stream_to_engine']:.2f} ({name})"
-        for name, rows in report["throughput"].items()
-        for row in rows
-        if "stream" in row
-    ]
-    if streams:
-        lines += ["", f"`Engine.stream` to `Engine.generate`: {', '.join(streams)}."]
-    table = format_rows(
-        ["greedy texts", "round that cannot sample, ms", "round that can", "ratio"],
-        [
-            (row["texts"], *(f"{row[key]:.2f}" for key in ("greedy", "sampled", "ratio")))
-            for row in report["programs"]
-        ],
-    )
-    return "\n".join([*lines, "", *table])
+    return "\n".join(lines)
 
 
 def _known_cores() -> list[int]:

@@ -69,7 +69,7 @@ def draw(root: Path) -> str:
             arrows = graph[package].difference(*map(below, graph[package]))
             entries.append(_entry(root / package, package, sorted(arrows)))
         storeys.append("".join(entries))
-    return f"{'─' * _WIDTH}\n".join(storeys)
+    return "\n".join(storeys)
 
 
 def _package(root: Path, parts: Sequence[str]) -> str:

@@ -1,12 +1,11 @@
 """The benchmarks of speed: options and prices by hand, and whole runs on tiny models."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import accelerator, break_even, growth, pytorch
+from benchmarks import accelerator, break_even
 from benchmarks.options import read_tree
 from infer.bench.costs import DEVICES, Device
 from infer.bench.rates import Roofline
@@ -26,15 +25,6 @@ TINY = "--layers 2 --heads 2 --kv-heads 1 --repeats 1".split()
 def test_trees_that_are_refused(text: str, error: str) -> None:
     with pytest.raises(UserError, match=error):
         read_tree(text)
-
-
-def test_recorded_spans() -> None:
-    assert [pytorch.recorded_spans(name) for name in ("eagle", "hass", "poss2", "poss3")] == [
-        ("1", 1),
-        ("1", 3),
-        ("2,2,2", 6),
-        ("3,3", 6),
-    ]
 
 
 def test_every_specialist_has_its_price_unless_keys_and_values_are_shared() -> None:
@@ -67,23 +57,6 @@ def test_a_wide_layer_is_read_whole_at_every_level() -> None:
         assert more == pytest.approx(
             1e3 * 6 * 1e9 * (weights[0] - weights[2]) / bandwidth, rel=0.01
         )
-
-
-@pytest.mark.torch
-@pytest.mark.slow
-def test_beside_torch(
-    fixtures: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pytorch, "use_cores", lambda num_threads: None)
-    sizes = "--hidden-size 32 --intermediate-size 64 --vocab-size 200 --draft-vocabulary 50"
-    options = "--steps 4 --trees 2/2/5 --new-tokens 8 --models".split()
-    pytorch.main([*TINY, *sizes.split(), *options, str(fixtures)])
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    rows = report["recorded"]["rows"]
-    assert [row["draft"] for row in rows] == ["", "eagle", "poss3"]
-    assert [row["equal_outputs"] for row in rows] == [8, 8, 8]
-    assert min(row["to_torch"] for row in rows) > 0
-    assert [row["draft_vocabulary"] for row in report["random"]["rows"]] == [0, 200, 50]
 
 
 def accelerator_sizes() -> list[str]:
@@ -128,17 +101,3 @@ def test_accelerator_beside_torch(
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(report["methods"]) == ["autoregressive"] and not report["training"]
     assert report["torch"]["loop"] > 0
-
-
-@pytest.mark.slow
-def test_growth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--size 512 --hidden-size 32 --vocab-size 200 --rounds 1 --batch-sizes 1 2"
-    options = f"--contexts 128 --depths 1 --total-tokens 8 --output {tmp_path}"
-    growth.main([*TINY, *sizes.split(), *options.split()])
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    found = [(row["sweep"], row["value"]) for row in report["rows"]]
-    assert found[2:4] == [("batch", 1), ("batch", 2)]
-    assert found[-2:] == [("depth", 1), ("total_tokens", 8)]
-    assert all(row["floor_milliseconds"] > 0 for row in report["rows"])
-    has_plot = importlib.util.find_spec("matplotlib") is not None
-    assert (tmp_path / "growth.png").exists() == has_plot

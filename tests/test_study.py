@@ -54,7 +54,7 @@ def test_variants_are_compared_question_by_question() -> None:
     variants = VARIANTS | {"control": {"num_seeds": 1}}
     others = {"trees": {}, "seeds": (0, 1), "pairs": (("control", "two"),)}
     config = study.StudyConfig(start="s", variants=variants, bench="b", **others)
-    runs = config.runs("steps")
+    runs = config.runs()
     assert [run.name for run in runs if run.seed == 1] == ["one layer seed 1", "two seed 1"]
     shares = {"all": {"positionwise_acceptance": {"value": [0.5, 0.25]}}}
     group = {
@@ -109,8 +109,8 @@ def test_runs_train_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
         names.append(run.name)
 
     monkeypatch.setattr(study, "train", train)
-    study.train_all(config, config.runs("steps"), 3)
-    assert sorted(names) == sorted(run.name for run in config.runs("steps"))
+    study.train_all(config, config.runs(), 3)
+    assert sorted(names) == sorted(run.name for run in config.runs())
 
 
 def test_after_a_failed_run_no_further_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_after_a_failed_run_no_further_one_begins(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(study, "train", train)
     with pytest.raises(UserError, match="training failed"):
-        study.train_all(config, [study.Run("steps", "two", seed) for seed in range(9)], 2)
+        study.train_all(config, [study.Run("two", seed) for seed in range(9)], 2)
     assert len(begun) < 9
 
 
@@ -159,22 +159,17 @@ def test_a_study_goes_on_where_it_stopped(
     rows = [path.stat().st_ino for path in (tmp_path / "runs").rglob("data.npz")]
     assert len(rows) == 2 and len(set(rows)) == 1  # made once
     study.main(["--config", config, "--output", output])
-    assert len(trained) == 4 and sum("/time/" in one for one in trained) == 2
+    assert len(trained) == 2  # nothing again
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [(row["budget"], row["tree"]) for row in report["rows"]] == [
-        ("steps", "2/1/3"),
-        ("time", "2/1/3"),
-    ]
-    assert list(report["rows"][0]["variants"]) == list(VARIANTS)
-    assert [len(curve) for curve in report["curves"]["steps"].values()] == [2, 2]
-    longer = report["curves"]["time"].values()
-    assert min(curve[-1][0] for curve in longer) == 2 <= max(curve[-1][0] for curve in longer)
-    cosines = [one["feature_cosine"] for one in report["held_out"]["time"].values()]
+    (row,) = report["rows"]
+    assert row["tree"] == "2/1/3" and list(row["variants"]) == list(VARIANTS)
+    assert [len(curve) for curve in report["curves"].values()] == [2, 2]
+    cosines = [one["feature_cosine"] for one in report["held_out"]["variants"].values()]
     assert [len(few) for few in cosines] == [1, 2]
     assert all(-1 <= cosine <= 1 for few in cosines for cosine in few)
-    assert (tmp_path / "report" / "report.md").read_text().count(
-        "## "
-    ) == 4  # a tree and the held-out texts, for each budget
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert text.count("## ") == 2  # a tree, and the held-out texts
+    assert "| cosine 1 | cosine 2 |" in text and "| pos 1 |" in text
     assert {"positions.svg", "drift.svg", "convergence.svg"} <= {
         path.name for path in (tmp_path / "report").iterdir()
     }
@@ -209,11 +204,6 @@ def test_a_widened_draft_predicts_the_same(runs: Runs, tmp_path: Path) -> None:
     assert study.widen(config, 80) == folder
 
 
-def test_equal_time_wants_measured_times() -> None:
-    with pytest.raises(ValueError, match="steps, or steps and time"):
-        study.StudyConfig(start="s", variants=VARIANTS, bench="b", trees={}, budgets=("time",))
-
-
 @pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("variant", "message"),
@@ -239,4 +229,4 @@ def test_a_variant_that_cannot_be_trained_ends_the_study(
     arguments = ["--config", write_config(tmp_path, values), "--output", str(tmp_path / "r")]
     with pytest.raises(UserError, match=message):
         study.main([*arguments, "--jobs", jobs])
-    assert not (tmp_path / "runs" / "steps" / "wrong" / "0").exists()
+    assert not (tmp_path / "runs" / "runs" / "wrong" / "0").exists()

@@ -1,0 +1,141 @@
+"""The report of `benchmarks.study`: tables of what was compared, and figures."""
+
+from pathlib import Path
+from typing import Any
+
+from infer.bench.statistics import format_estimate
+from poss_jax.program.tables import format_rows
+
+DEPTHS = {"pos": "positionwise_acceptance", "cosine": "feature_cosine"}
+"""Numbers of a variant that are lists by depth, by the head of their columns."""
+
+
+def format_study(report: dict[str, Any]) -> str:
+    """Writes the report in Markdown."""
+    lines = [
+        f"Training seeds {report['seeds']}, or the first of them. Acceptance lengths are averaged "
+        "over seeds, per question; in brackets 95 % intervals over questions; difference from "
+        f"{report['baseline']} with the same seeds; p of the paired permutation test over "
+        "questions, at least 0.0002, and of Welch's t-test over training seeds, not corrected for "
+        "the number of comparisons."
+    ]
+    for row in report["rows"]:
+        lines += [
+            "",
+            f"## {row['set']}, temperature {row['temperature']:g}, tree {row['tree']}",
+            "",
+            f"{row['questions']} questions: those whose answers do not loop, or all if each does.",
+            *format_row(row),
+        ]
+    lines += [
+        "",
+        "## Held-out texts of training",
+        "",
+        "Acceptance length of a chain as validation simulates it; position-wise acceptance; cosine "
+        "of drafted and true features.",
+        *format_row(report["held_out"]),
+    ]
+    return "\n".join(lines)
+
+
+def format_row(row: dict[str, Any]) -> list[str]:
+    """Writes the tables of one comparison: its variants, and its pairs."""
+    most = {
+        name: max(len(one.get(key, ())) for one in row["variants"].values())
+        for name, key in DEPTHS.items()
+    }
+    rounds, tests = row.get("round_milliseconds", {}), ["difference", "p", "p over seeds"]
+    head = ["variant", "seeds", "acceptance length", "seeds apart", *tests, "round ms"]
+    head += [f"{name} {depth}" for name, count in most.items() for depth in range(1, count + 1)]
+    table = []
+    for variant, one in row["variants"].items():
+        of_seeds = one["of_seeds"]
+        cells = [
+            variant,
+            str(len(of_seeds)),
+            format_estimate(one["acceptance_length"], digits=3),
+            f"{max(of_seeds) - min(of_seeds):.3f}" if len(of_seeds) > 1 else "",
+            *format_difference(one),
+            f"{rounds[variant]:.2f}" if rounds else "",
+        ]
+        for name, key in DEPTHS.items():
+            form = ".1%" if name == "pos" else ".3f"
+            known = [f"{number:{form}}" for number in one.get(key, ())]
+            cells += known + [""] * (most[name] - len(known))
+        table.append(cells)
+    columns = [column for column in zip(head, *table, strict=True) if any(column[1:])]
+    head, *table = zip(*columns, strict=True)
+    lines = ["", *format_rows(head, table)]
+    pairs = [(" less ".join(one["pair"]), *format_difference(one)) for one in row["pairs"]]
+    return lines + (["", *format_rows(["pair", *tests], pairs)] if pairs else [])
+
+
+def format_difference(compared: dict[str, Any]) -> tuple[str, str, str]:
+    """A difference, and its p-values over questions and over training seeds."""
+    p_value, over_seeds = compared["p_value"], compared["p_over_seeds"]
+    return (
+        format_estimate(compared["difference"], digits=3),
+        "" if p_value is None else f"{p_value:.4f}",
+        "" if over_seeds is None else f"{over_seeds:.2g}",
+    )
+
+
+def plot(report: dict[str, Any], folder: Path) -> None:
+    """Draws acceptance by position for every row, drift by depth, and the curves of training."""
+    positions, cosines = DEPTHS.values()
+    by_position = {"held out": _by_depth(report["held_out"], positions)} | {
+        f"{row['set']}\nT = {row['temperature']:g}, {row['tree']}": _by_depth(row, positions)
+        for row in report["rows"]
+    }
+    drift = {"held out": _by_depth(report["held_out"], cosines)}
+    curves = {"held out": [(name.rpartition(" seed ")[0], curve)
+                           for name, curve in report["curves"].items()]}  # fmt: skip
+    for name, panels, labels in (
+        ("positions", by_position, ("draft position", "accepted, given all before")),
+        ("drift", drift, ("depth", "cosine of drafted and true features")),
+        ("convergence", curves, ("optimizer steps", "simulated acceptance length")),
+    ):
+        if panels["held out"]:
+            _draw(folder / f"{name}.svg", panels, _styles(report), *labels)
+
+
+Curves = list[tuple[str, list[tuple[float, float]]]]
+"""Variants, and the points of their curves."""
+
+
+def _by_depth(row: dict[str, Any], key: str) -> Curves:
+    known = {name: one[key] for name, one in row["variants"].items() if one[key]}
+    return [(name, list(enumerate(numbers, 1))) for name, numbers in known.items()]
+
+
+def _styles(report: dict[str, Any]) -> dict[str, Any]:
+    """A colour for each variant; variants with fewer seeds are dotted."""
+    from matplotlib import pyplot
+
+    most, palette = len(report["seeds"]), pyplot.get_cmap("tab20")
+    return {
+        name: {"color": palette(index % 20)}
+        | ({"ls": ":"} if len(one["of_seeds"]) < most else {"marker": ".", "ms": 9})
+        for index, (name, one) in enumerate(report["held_out"]["variants"].items())
+    }
+
+
+def _draw(path: Path, panels: dict[str, Curves], styles: dict[str, Any], x: str, y: str) -> None:
+    """Draws curves of variants, a panel for each title."""
+    from matplotlib import pyplot
+
+    size = 2 + 4.5 * len(panels), 4
+    with pyplot.rc_context({"svg.hashsalt": "poss_jax"}):
+        figure, all_axes = pyplot.subplots(
+            1, len(panels), figsize=size, squeeze=False, sharey=True, layout="constrained"
+        )
+        handles = {}
+        for axes, (title, curves) in zip(all_axes[0], panels.items(), strict=True):
+            for variant, points in curves:
+                (handles[variant],) = axes.plot(*zip(*points, strict=True), **styles[variant])
+            axes.set_title(title, fontsize="medium")
+            axes.set(xlabel=x, ylabel=y)
+            axes.grid(alpha=0.3)
+        figure.legend(handles.values(), handles.keys(), loc="outside right upper")
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
