@@ -23,12 +23,8 @@ from poss_jax.config.decoding import (
 )
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config, config_to_dict, load_config, read_yaml
-from poss_jax.config.training import (
-    OptimizerConfig,
-    RegenerateConfig,
-    SpecialistsConfig,
-    TrainConfig,
-)
+from poss_jax.config.regenerate import RegenerateConfig
+from poss_jax.config.training import OptimizerConfig, SpecialistsConfig, TrainConfig
 
 LAYER = LlamaConfig(
     vocab_size=32,

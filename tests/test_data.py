@@ -15,8 +15,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from infer.bench.questions import prompts_from_documents
+from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import DataConfig
 from poss_jax.data import rows as row_order
 from poss_jax.data import tokenizer as tokenizers
 from poss_jax.data.conversations import Tokens

@@ -12,8 +12,9 @@ from test_features import SHORT
 
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.torch_io import write_bin
+from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError, load_config
-from poss_jax.config.training import DataConfig, TrainConfig
+from poss_jax.config.training import TrainConfig
 from poss_jax.data.feature_files import FeatureFiles, read_feature_files
 from poss_jax.data.features import RowsWithFeatures
 from poss_jax.data.sources import load_documents

@@ -9,8 +9,9 @@ import pytest
 from chat_oracle import TOOL, call, tokenizer_of
 from models import tiny_llama
 
+from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import DataConfig, TrainConfig
+from poss_jax.config.training import TrainConfig
 from poss_jax.data.conversations import (
     Chat,
     content_key,

@@ -14,7 +14,8 @@ from poss_jax import SamplingConfig, TreeConfig
 from poss_jax.config.decoding import BenchConfig, DriftConfig, GenerateConfig, ServeConfig
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
-from poss_jax.config.training import RegenerateConfig, TrainConfig
+from poss_jax.config.regenerate import RegenerateConfig
+from poss_jax.config.training import TrainConfig
 from poss_jax.engine import trees
 from poss_jax.engine.trees import read_trees
 from poss_jax.program.arguments import list_options, read_arguments

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import DataConfig
 from poss_jax.data import prepared as preparing
 from poss_jax.data.prepared import Prepared
 from poss_jax.data.rows import Rows

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import DataConfig
 from poss_jax.data import records
 from poss_jax.data.records import read_records
 from poss_jax.data.sources import Documents, load_documents

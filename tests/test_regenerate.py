@@ -9,7 +9,7 @@ import pytest
 from programs import Runs, interrupted_after, refusal, summary, write_lines
 
 from poss_jax import Generation, SamplingConfig, UserError
-from poss_jax.config.training import DataConfig
+from poss_jax.config.data import DataConfig
 from poss_jax.data.conversations import read_questions
 from poss_jax.data.records import Broken
 from poss_jax.data.sources import load_documents

@@ -9,9 +9,10 @@ import pytest
 from chat_server import ChatServer, said, serve
 from programs import Runs, interrupted_after, refusal, summary, write_lines
 
+from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import DataConfig, RegenerateConfig
+from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.data.sources import load_documents
 from poss_jax.data.templates import BUILT_IN
 from poss_jax.data.tokenizer import load_tokenizer

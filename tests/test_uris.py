@@ -37,9 +37,10 @@ from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config import paths
+from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import absolute, as_path, copy_files, is_uri, local_path, real_path
 from poss_jax.config.reading import UserError, load_config
-from poss_jax.config.training import DataConfig, TrainConfig
+from poss_jax.config.training import TrainConfig
 from poss_jax.convert.__main__ import main as convert_main
 from poss_jax.data.files import matching_files
 from poss_jax.data.sources import load_documents

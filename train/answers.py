@@ -18,9 +18,9 @@ from typing import Any
 from tqdm import tqdm
 
 from poss_jax.checkpoint.whole import naming, write_file
+from poss_jax.config.data import DataConfig
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import read_questions
 from poss_jax.data.records import Broken, read_records
 from poss_jax.data.tokenizer import special_pattern

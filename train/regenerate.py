@@ -20,7 +20,7 @@ Without a data set, a chat model writes the questions, too:
 from collections.abc import Sequence
 from functools import partial
 
-from poss_jax.config.training import RegenerateConfig
+from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.program.arguments import read_arguments
 from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.running import run_program

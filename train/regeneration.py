@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.locks import sole_writer
 from poss_jax.checkpoint.record import read_record
+from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import as_path, is_uri, local_path
 from poss_jax.config.reading import UserError, config_to_dict
-from poss_jax.config.training import DataConfig, RegenerateConfig
+from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.data.files import matching_files
 from poss_jax.data.templates import ChatTemplate
 from poss_jax.data.tokenizer import load_tokenizer

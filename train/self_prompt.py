@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from poss_jax.config.data import DataConfig
 from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import DataConfig, RegenerateConfig
+from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.data.files import json_lines
 from poss_jax.data.records import Broken
 from poss_jax.data.rendering import RenderError, render_chat

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from poss_jax.config.data import DataConfig
 from poss_jax.config.decoding import BenchConfig, SamplingConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, one_line
-from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import plain_texts
 from poss_jax.data.records import read_records
 from poss_jax.data.sources import load_documents

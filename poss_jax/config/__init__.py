@@ -1,7 +1,9 @@
 """Every setting of the project as a frozen dataclass, and strict YAML loading with overrides.
 
 models.py        shapes of target, draft, tree and mesh (hashable: static arguments of jit)
-training.py      training runs and their data
+training.py      training runs
+data.py          texts or chats, and rows of their tokens
+regenerate.py    a target that writes chats
 decoding.py      runs of the decoding programs; sampling
 numbers.py       bounded types of numbers
 reading.py       YAML files, `base:`, dotted overrides, keys and their help, messages

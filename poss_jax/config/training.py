@@ -1,15 +1,12 @@
-"""Settings of training runs, and of their data."""
+"""Settings of training runs."""
 
 import math
-import re
-from dataclasses import fields
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from poss_jax.config.decoding import AnswerConfig
+from poss_jax.config.data import DataConfig
 from poss_jax.config.models import (
     STRICT,
     LayerCounts,
@@ -19,9 +16,6 @@ from poss_jax.config.models import (
     check_layers,
 )
 from poss_jax.config.numbers import (
-    INT32_MAX,
-    AtLeastTwo,
-    Concurrency,
     Count,
     CountOrZero,
     Decay,
@@ -31,82 +25,9 @@ from poss_jax.config.numbers import (
     NumTokens,
     Positive,
     PositiveOrZero,
-    Probability,
     Seed,
-    Temperature,
 )
 from poss_jax.config.reading import change_config, shorten
-from poss_jax.config.yaml_text import parse_yaml
-
-
-def _read_scalar(value: Any) -> Any:
-    """Parses an option's text like a config value, so that `false` is a boolean."""
-    return parse_yaml(value) if isinstance(value, str) else value
-
-
-_Int = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
-_Float = Annotated[float, Field(ge=-1e30, le=1e30)]
-Scalar = Annotated[bool | _Int | _Float | str, BeforeValidator(_read_scalar)]
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class DataConfig:
-    """Source of texts or chats, the tokens to train on, and the layout of rows.
-
-    Attributes:
-      source: A .txt, .json or .jsonl file or glob, the id of a data set on the Hub, or `stdlib`
-        (Python's standard library), `packages` (it and all installed packages),
-        `packages:NAME,NAME` (these packages). Stage draft also takes .ckpt files of tokens and
-        features.
-      subset: Configuration of the Hub data set.
-      split: Split of the Hub data set.
-      format: Format of the records: `chat` (messages, conversations), `pairs` (question and answer,
-        instruction and output), `text`, `rendered` (chats already rendered into `text`),
-        `tokens` (input_ids, loss_mask), or `auto`, which decides by the first record.
-      template: Chat template: null (the tokenizer's own), llama2, llama3, or the path of a
-        .jinja file.
-      system_prompt: System message for chats that have none.
-      train_on: Train on the assistant's turns of a chat, or on `all` turns.
-      packing: `stream` (texts concatenated and cut into rows), `documents` (several whole chats per
-        row, which do not see each other) or `none` (one per row); null takes stream for texts,
-        else documents.
-      sequence_length: Number of tokens per row; longer documents are cut unless packing is stream.
-      validation_fraction: Share of documents (or packages) held out for validation.
-      held_out: Packages to hold out instead, each whole (source packages).
-      max_documents: Most documents to read; null reads all.
-      max_dropped: Share of unusable records above which the run is refused.
-    """
-
-    source: str = "stdlib"
-    subset: str | None = None
-    split: str = "train"
-    format: Literal["auto", "chat", "pairs", "text", "rendered", "tokens"] = "auto"
-    template: str | None = None
-    system_prompt: str | None = None
-    train_on: Literal["assistant", "all"] = "assistant"
-    packing: Literal["stream", "documents", "none"] | None = None
-    sequence_length: AtLeastTwo = 256
-    validation_fraction: Fraction = Field(default=0.05, gt=0)
-    held_out: tuple[str, ...] = ()
-    max_documents: Count | None = None
-    max_dropped: Fraction = 0.5
-
-    def __post_init__(self) -> None:
-        if self.held_out and self.packages is None:
-            raise ValueError(f"held_out is for source packages, not for {self.source!r}")
-
-    @property
-    def packages(self) -> tuple[str, ...] | None:
-        """Names of the source packages, () for all; None for other sources."""
-        kind, _, names = self.source.partition(":")
-        if kind != "packages":
-            return None
-        return tuple(name.strip() for name in names.split(",") if name.strip())
-
-    @property
-    def is_code(self) -> bool:
-        """True if the source is Python modules, named by their paths."""
-        return self.source == "stdlib" or self.packages is not None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -418,98 +339,3 @@ class TrainConfig:
         """Number of optimizer steps for `num_tokens`."""
         assert self.num_tokens is not None, "see with_budget"
         return math.ceil(self.num_tokens / (self.batch_size * self.data.sequence_length))
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RegenerateConfig(AnswerConfig):
-    """One run of `train.regenerate`.
-
-    Attributes:
-      target: Model folder of the target; with server, only for its tokenizer, whose special tokens
-        no question may spell out.
-      server: Address of a chat server with OpenAI's interface that answers instead, such as
-        http://localhost:8000/v1; the environment variable OPENAI_API_KEY holds its key.
-      model: Name of the server's model; null takes the first it lists.
-      concurrency: Questions sent to the server at a time.
-      batch_size: Number of questions that the target answers together.
-      chat_template_kwargs: Values for the server's chat template, such as
-        enable_thinking=false.
-      data: The questions; its keys about rows and training have no effect.
-      output: JSONL file of chats to write; failures go into a file next to it.
-      keeps_unfinished: Keep answers that reach max_new_tokens; otherwise their chat ends before
-        them.
-      temperatures: Temperatures of the answers, one per chat, repeated; empty takes
-        sampling.temperature.
-      self_prompt: Number of chats whose user turns the target writes; unusable ones count.
-      source_share: Share of these chats that use the questions of data.source instead.
-      self_prompt_turns: Most user turns of a chat that the target writes.
-      self_prompt_tokens: Most tokens of such a turn; a longer one is dropped.
-      self_prompt_temperature: Temperature of such turns.
-      self_prompt_top_p: Sample such turns from the most likely tokens that together have this
-        probability.
-    """
-
-    target: str | None = None
-    server: str | None = None
-    model: str | None = None
-    concurrency: Concurrency = 16
-    chat_template_kwargs: dict[str, Scalar] | None = None
-    output: str
-    data: DataConfig = Field(default_factory=DataConfig)
-    max_new_tokens: Count = 1024
-    batch_size: Count = 8
-    keeps_unfinished: bool = False
-    temperatures: tuple[Temperature, ...] = ()
-    self_prompt: Count | None = None
-    source_share: Fraction = 0.0
-    self_prompt_turns: Count = 1
-    self_prompt_tokens: Count = 192
-    self_prompt_temperature: Temperature = 1.0
-    self_prompt_top_p: Probability = Field(default=0.95, gt=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_questions()
-        if self.server is not None:
-            self._check_server(self.server)
-        elif self.target is None:
-            raise ValueError("want a target (--target DIR), or a server (--server URL)")
-        elif name := self._first_given("model", "concurrency", "chat_template_kwargs"):
-            raise ValueError(f"{name}: applies only to a server; give server, or leave it out")
-
-    def _check_questions(self) -> None:
-        """Checks where the questions come from."""
-        of_self_prompt = [f"self_prompt_{name}" for name in ("turns", "tokens", "temperature")]
-        of_self_prompt += ["self_prompt_top_p", "source_share"]
-        if self.self_prompt is None and (name := self._first_given(*of_self_prompt)):
-            raise ValueError(
-                f"{name}: applies only to turns that the target writes; give self_prompt"
-            )
-        if self.self_prompt is not None and self.data.is_code == (self.source_share > 0):
-            raise ValueError("source_share: want it above 0 with a data.source, and only then")
-        if self.self_prompt is not None and self.target is None:
-            raise ValueError("self_prompt wants a target, whose tokenizer opens a user's turn")
-        if self.self_prompt is None and self.data.is_code:
-            raise ValueError(
-                f"data.source: want chats or questions (--source DATA), got {self.data.source}, "
-                "which holds none; or self_prompt, to let the target write questions"
-            )
-
-    def _check_server(self, url: str) -> None:
-        address = urlsplit(url)
-        is_plain = address.scheme in ("http", "https") and re.fullmatch("[!-~]+", url)
-        if not (is_plain and address.hostname) or address.query or address.fragment:
-            raise ValueError(f"server: want such as http://localhost:8000/v1, got {shorten(url)}")
-        _ = address.port, address.hostname.encode("idna")  # raise ValueError
-        of_engine = ["draft", "drafting", "tree", "trees", "draft_vocabulary", "quantise", "mesh"]
-        of_engine += ["batch_size", "max_length", "allow_target_mismatch"]
-        if name := self._first_given(*of_engine):
-            raise ValueError(f"{name}: applies only to a local target; leave it or server out")
-        if self.data.template is not None:
-            raise ValueError("data.template: the server has its own; leave it out")
-
-    def _first_given(self, *names: str) -> str | None:
-        """First of some keys that differs from its default."""
-        declared = {field.name: field.default for field in fields(self)}
-        defaults = {name: getattr(value, "default", value) for name, value in declared.items()}
-        return next((name for name in names if getattr(self, name) != defaults[name]), None)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from poss_jax.checkpoint.torch_io import read_bin
+from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import DataConfig
 from poss_jax.data.files import existing_files
 from poss_jax.data.records import Broken, Record
 

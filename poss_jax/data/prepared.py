@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from poss_jax.checkpoint.whole import replaced
+from poss_jax.config.data import DataConfig
 from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict, one_line
-from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import Chat, Document, Rendered, Tokens, content_key
 from poss_jax.data.encoding import encode_documents
 from poss_jax.data.fields import fit_chat

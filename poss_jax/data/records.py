@@ -9,10 +9,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from poss_jax.config.data import DataConfig
 from poss_jax.config.json_reading import JsonError, check_text, parse_json
 from poss_jax.config.paths import AnyPath, file_size, read_text
 from poss_jax.config.reading import UserError, one_line
-from poss_jax.config.training import DataConfig
 from poss_jax.data.files import existing_files, matching_files
 
 LONGEST_RECORD = 1 << 26  # bytes; no conversation is longer

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from tqdm import tqdm
 
+from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import Document, Tokens, content_key, detect_format, read_document
 from poss_jax.data.feature_files import SUFFIX, read_feature_files
 from poss_jax.data.records import Broken, read_records

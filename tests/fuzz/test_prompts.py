@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poss_jax.config.data import DataConfig
 from poss_jax.config.reading import UserError
-from poss_jax.config.training import DataConfig
 from poss_jax.data.conversations import content_key, detect_format, read_document, read_questions
 from poss_jax.data.records import Broken, read_records
 from poss_jax.engine.dialogue import PROMPT_KEYS, read_prompts

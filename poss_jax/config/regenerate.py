@@ -1,0 +1,130 @@
+"""Settings of `train.regenerate`, which lets a target write chats."""
+
+import re
+from dataclasses import fields
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
+from poss_jax.config.data import DataConfig
+from poss_jax.config.decoding import AnswerConfig
+from poss_jax.config.models import (
+    STRICT,
+)
+from poss_jax.config.numbers import (
+    INT32_MAX,
+    Concurrency,
+    Count,
+    Fraction,
+    Probability,
+    Temperature,
+)
+from poss_jax.config.reading import shorten
+from poss_jax.config.yaml_text import parse_yaml
+
+
+def _read_scalar(value: Any) -> Any:
+    """Parses an option's text like a config value, so that `false` is a boolean."""
+    return parse_yaml(value) if isinstance(value, str) else value
+
+
+_Int = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
+_Float = Annotated[float, Field(ge=-1e30, le=1e30)]
+Scalar = Annotated[bool | _Int | _Float | str, BeforeValidator(_read_scalar)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RegenerateConfig(AnswerConfig):
+    """One run of `train.regenerate`.
+
+    Attributes:
+      target: Model folder of the target; with server, only for its tokenizer, whose special tokens
+        no question may spell out.
+      server: Address of a chat server with OpenAI's interface that answers instead, such as
+        http://localhost:8000/v1; the environment variable OPENAI_API_KEY holds its key.
+      model: Name of the server's model; null takes the first it lists.
+      concurrency: Questions sent to the server at a time.
+      batch_size: Number of questions that the target answers together.
+      chat_template_kwargs: Values for the server's chat template, such as
+        enable_thinking=false.
+      data: The questions; its keys about rows and training have no effect.
+      output: JSONL file of chats to write; failures go into a file next to it.
+      keeps_unfinished: Keep answers that reach max_new_tokens; otherwise their chat ends before
+        them.
+      temperatures: Temperatures of the answers, one per chat, repeated; empty takes
+        sampling.temperature.
+      self_prompt: Number of chats whose user turns the target writes; unusable ones count.
+      source_share: Share of these chats that use the questions of data.source instead.
+      self_prompt_turns: Most user turns of a chat that the target writes.
+      self_prompt_tokens: Most tokens of such a turn; a longer one is dropped.
+      self_prompt_temperature: Temperature of such turns.
+      self_prompt_top_p: Sample such turns from the most likely tokens that together have this
+        probability.
+    """
+
+    target: str | None = None
+    server: str | None = None
+    model: str | None = None
+    concurrency: Concurrency = 16
+    chat_template_kwargs: dict[str, Scalar] | None = None
+    output: str
+    data: DataConfig = Field(default_factory=DataConfig)
+    max_new_tokens: Count = 1024
+    batch_size: Count = 8
+    keeps_unfinished: bool = False
+    temperatures: tuple[Temperature, ...] = ()
+    self_prompt: Count | None = None
+    source_share: Fraction = 0.0
+    self_prompt_turns: Count = 1
+    self_prompt_tokens: Count = 192
+    self_prompt_temperature: Temperature = 1.0
+    self_prompt_top_p: Probability = Field(default=0.95, gt=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_questions()
+        if self.server is not None:
+            self._check_server(self.server)
+        elif self.target is None:
+            raise ValueError("want a target (--target DIR), or a server (--server URL)")
+        elif name := self._first_given("model", "concurrency", "chat_template_kwargs"):
+            raise ValueError(f"{name}: applies only to a server; give server, or leave it out")
+
+    def _check_questions(self) -> None:
+        """Checks where the questions come from."""
+        of_self_prompt = [f"self_prompt_{name}" for name in ("turns", "tokens", "temperature")]
+        of_self_prompt += ["self_prompt_top_p", "source_share"]
+        if self.self_prompt is None and (name := self._first_given(*of_self_prompt)):
+            raise ValueError(
+                f"{name}: applies only to turns that the target writes; give self_prompt"
+            )
+        if self.self_prompt is not None and self.data.is_code == (self.source_share > 0):
+            raise ValueError("source_share: want it above 0 with a data.source, and only then")
+        if self.self_prompt is not None and self.target is None:
+            raise ValueError("self_prompt wants a target, whose tokenizer opens a user's turn")
+        if self.self_prompt is None and self.data.is_code:
+            raise ValueError(
+                f"data.source: want chats or questions (--source DATA), got {self.data.source}, "
+                "which holds none; or self_prompt, to let the target write questions"
+            )
+
+    def _check_server(self, url: str) -> None:
+        address = urlsplit(url)
+        is_plain = address.scheme in ("http", "https") and re.fullmatch("[!-~]+", url)
+        if not (is_plain and address.hostname) or address.query or address.fragment:
+            raise ValueError(f"server: want such as http://localhost:8000/v1, got {shorten(url)}")
+        _ = address.port, address.hostname.encode("idna")  # raise ValueError
+        of_engine = ["draft", "drafting", "tree", "trees", "draft_vocabulary", "quantise", "mesh"]
+        of_engine += ["batch_size", "max_length", "allow_target_mismatch"]
+        if name := self._first_given(*of_engine):
+            raise ValueError(f"{name}: applies only to a local target; leave it or server out")
+        if self.data.template is not None:
+            raise ValueError("data.template: the server has its own; leave it out")
+
+    def _first_given(self, *names: str) -> str | None:
+        """First of some keys that differs from its default."""
+        declared = {field.name: field.default for field in fields(self)}
+        defaults = {name: getattr(value, "default", value) for name, value in declared.items()}
+        return next((name for name in names if getattr(self, name) != defaults[name]), None)
