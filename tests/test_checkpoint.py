@@ -14,13 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 from models import assert_same
 
-from poss_jax.checkpoint.folder import (
-    describe_item,
-    load_draft,
-    load_target,
-    read_draft,
-    write_model,
-)
+from poss_jax.checkpoint.folder import load_draft, load_target, read_draft, write_model
+from poss_jax.checkpoint.items import describe_item
 from poss_jax.checkpoint.record import (
     ModelRecord,
     TargetIdentity,

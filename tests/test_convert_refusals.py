@@ -17,7 +17,7 @@ from convert_sources import (
 )
 from safetensors.numpy import save_file
 
-import poss_jax.checkpoint.folder
+import poss_jax.checkpoint.items
 from poss_jax.config.reading import UserError
 from poss_jax.convert.__main__ import cli, main
 from poss_jax.convert.inspection import inspect
@@ -192,7 +192,7 @@ def test_output_that_is_not_empty(tmp_path, tiny):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_interrupted_conversion_leaves_nothing(tmp_path, tiny, monkeypatch, error):
-    checkpointer = poss_jax.checkpoint.folder._writer()
+    checkpointer = poss_jax.checkpoint.items._writer()
     save = checkpointer.save
 
     def fail_at_the_norm(path, args):

@@ -12,7 +12,8 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 from test_config_json import LLAMA, TARGETS
 
-from poss_jax.checkpoint.folder import load_item, load_target, verify_model, write_model
+from poss_jax.checkpoint.folder import load_target, verify_model, write_model
+from poss_jax.checkpoint.items import load_item
 from poss_jax.checkpoint.record import new_record, read_record, target_identity
 from poss_jax.checkpoint.sums import read_sums
 from poss_jax.checkpoint.torch_io import read_bin

@@ -15,7 +15,8 @@ from convert_sources import run
 from golden import ROOT_E3, Golden, load_golden, read_tensors
 from test_export import assert_same, assert_same_model, read_folder
 
-from poss_jax.checkpoint.folder import load_item, write_model
+from poss_jax.checkpoint.folder import write_model
+from poss_jax.checkpoint.items import load_item
 from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.checkpoint.sums import read_sums
 from poss_jax.config.models import RopeConfig

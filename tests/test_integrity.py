@@ -14,9 +14,10 @@ from convert_sources import convert_tiny, damages, draft_tensors, run, write_sou
 from etils import epath
 from models import random_target, tiny_llama
 
-from poss_jax.checkpoint import folder as folder_module
+from poss_jax.checkpoint import items as items_module
 from poss_jax.checkpoint import sums
-from poss_jax.checkpoint.folder import load_item, load_target, verify_model, write_model
+from poss_jax.checkpoint.folder import load_target, verify_model, write_model
+from poss_jax.checkpoint.items import load_item
 from poss_jax.checkpoint.record import new_record, read_record, target_identity
 from poss_jax.checkpoint.sums import hash_item, hash_values
 from poss_jax.config.reading import UserError
@@ -100,8 +101,8 @@ def test_too_little_memory_is_not_damage(model, monkeypatch):
         def metadata(self, path):
             return checkpointer.metadata(path)
 
-    checkpointer = folder_module._checkpointer()
-    monkeypatch.setattr(folder_module, "_checkpointer", Full)
+    checkpointer = items_module._checkpointer()
+    monkeypatch.setattr(items_module, "_checkpointer", Full)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         load_item(model, read_record(model), "embed")
 
@@ -121,7 +122,7 @@ def test_what_may_not_be_read_is_not_damage(model, monkeypatch, error, number):
     def fail(_):
         raise error
 
-    monkeypatch.setattr(folder_module, "_check_store", fail)
+    monkeypatch.setattr(items_module, "_check_store", fail)
     with pytest.raises(OSError, match="embed") as caught:
         load_item(model, read_record(model), "embed")
     assert caught.value.errno == number
@@ -130,7 +131,7 @@ def test_what_may_not_be_read_is_not_damage(model, monkeypatch, error, number):
 def test_unreadable_uri_names_network_and_credentials():
     with (
         pytest.raises(UserError, match=r"b/embed cannot be read \(gone\); check network and cred"),
-        folder_module._explained(epath.Path("gs://b/embed")),
+        items_module._explained(epath.Path("gs://b/embed")),
     ):
         raise ValueError("gone")
 

@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 from tqdm import tqdm
 
-from poss_jax.checkpoint.folder import failed_write
+from poss_jax.checkpoint.items import failed_write
 from poss_jax.checkpoint.sums import find_damage, list_files, write_sums
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.paths import (

@@ -12,7 +12,8 @@ from poss_jax.checkpoint.draft_vocabulary import (
     read_draft_vocabulary,
     write_draft_vocabulary,
 )
-from poss_jax.checkpoint.folder import load_item, read_target, write_model
+from poss_jax.checkpoint.folder import read_target, write_model
+from poss_jax.checkpoint.items import load_item
 from poss_jax.checkpoint.record import provenance, read_record, with_vocabulary
 from poss_jax.checkpoint.whole import refuse_irreplaceable
 from poss_jax.config.paths import as_path

@@ -1,49 +1,25 @@
-"""Writing a model folder atomically, and loading it to the device item by item."""
+"""Model folders: written atomically, loaded to the device item by item, verified."""
 
-import errno
 import json
-import logging
-import os
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
-from flax.traverse_util import unflatten_dict
 
+from poss_jax.checkpoint.items import ShardingFor, load_item, write_item
 from poss_jax.checkpoint.record import TOKENIZER_FILES, ModelRecord, check_fit, read_record
 from poss_jax.checkpoint.sums import SUMS_FILE, check_file, hash_item, read_sums, write_sums
 from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config.json_reading import check_own_file
 from poss_jax.config.models import DraftConfig, Quantisation
-from poss_jax.config.paths import AnyPath, as_path, is_uri, local_files, real_path
-from poss_jax.config.reading import UserError, config_to_dict, is_out_of_memory
-from poss_jax.model.parameters import flatten_item, join_items
-from poss_jax.model.quantise import KINDS, pack, quantise_items, unpack, weight_path
+from poss_jax.config.paths import AnyPath, as_path, local_files
+from poss_jax.config.reading import UserError, config_to_dict
+from poss_jax.model.parameters import join_items
+from poss_jax.model.quantise import KINDS, pack, quantise_items
 from poss_jax.shapes import Params
-
-# Most bytes of a piece of a stored array: a device that holds part of an array reads the pieces
-# with that part.
-_CHUNK_BYTES = 64 * 2**20
-
-_ITEM_OVERHEAD_BYTES = 32 * 1024  # metadata of an item
-
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-
-# Errors that say nothing about the data: no permission, or a failing disk or server.
-_NOT_DAMAGE = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
-
-ShardingFor = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
-"""(key path such as `layers/0/attention/q/weight`, shape) -> sharding of the array."""
 
 
 def write_model(
@@ -85,53 +61,12 @@ def _write_items(
 ) -> dict[str, str]:
     sums: dict[str, str] = {}
     for name, tree in items:
-        # NumPy arrays keep this machine's devices out of the item's metadata.
-        arrays = jax.tree.map(np.asarray, unpack(tree))
-        _check_item(f"item {name}", arrays, shapes.get(name, {}))
-        _check_space(partial, arrays)
-        save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
-        args = ocp.args.PyTreeSave(arrays, save_args=save_args)
-        _save_item(partial / "weights" / name, args)
-        sums[name] = hash_item(arrays)
-        del tree, arrays  # freed before the next item is made
+        sums[name] = write_item(partial, name, tree, shapes.get(name, {}))
+        del tree  # freed before the next item is made
     missing = sorted(shapes.keys() - sums.keys())
     if missing:
         raise UserError(f"model has no items {', '.join(missing)}; give every item")
     return sums
-
-
-def _check_space(folder: Path, arrays: Params) -> None:
-    """Raises OSError if the disk has no room for an item, before Orbax's threads each do."""
-    needed = sum(array.nbytes for array in jax.tree.leaves(arrays)) + _ITEM_OVERHEAD_BYTES
-    if shutil.disk_usage(folder).free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _save_item(path: Path, args: ocp.args.PyTreeSave) -> None:
-    try:
-        with _quiet():
-            _writer().save(path, args=args)
-        (path / "commit_success.txt").unlink(missing_ok=True)  # it names folders of this machine
-    except Exception as error:
-        raise failed_write(error) from error
-
-
-def failed_write(error: Exception) -> OSError:
-    """Finds the system error behind an Orbax error; a full disk gives a ValueError there."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return OSError(error.errno, error.strerror)
-    code = _system_code(error)
-    if code is not None:
-        return OSError(code, os.strerror(code))
-    return OSError(errno.EIO, " ".join(str(error).split())[:200])
-
-
-def _system_code(error: Exception) -> int | None:
-    """Finds the system's error code; array I/O has it in the message only."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    code = _OS_ERROR.search(str(error))
-    return int(code[1]) if code else None
 
 
 def copy_tokenizer(source: AnyPath, folder: Path) -> None:
@@ -145,16 +80,6 @@ def copy_tokenizer(source: AnyPath, folder: Path) -> None:
             check_own_file(local / name)
             if (local / name).is_file():
                 shutil.copyfile(local / name, folder / name)
-
-
-def _check_item(origin: str, arrays: Params, shapes: Params) -> None:
-    """Compares arrays (or anything with a shape) with the table."""
-    got = {"/".join(path): tuple(array.shape) for path, array in flatten_item(arrays).items()}
-    want = {"/".join(path): shape for path, shape in flatten_item(shapes).items()}
-    wrong = sorted(key for key in got.keys() | want.keys() if got.get(key) != want.get(key))
-    if wrong:
-        listed = ", ".join(f"{key} want {want.get(key)} got {got.get(key)}" for key in wrong)
-        raise UserError(f"{origin} does not fit the config: {listed}; convert the model again")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -314,85 +239,6 @@ def verify_model(folder: str | AnyPath) -> ModelRecord:
     return record
 
 
-def load_item(
-    folder: str | AnyPath,
-    record: ModelRecord,
-    name: str,
-    dtype: Any = None,
-    *,
-    sharding: jax.sharding.Sharding | ShardingFor | None = None,
-) -> Params:
-    """Loads one item of a model as it is stored; `parameters.py` lists names and key paths.
-
-    Each device reads and casts its own part of an array; the host holds about one item more than
-    the result.
-
-    Args:
-      folder: model folder.
-      record: contents of its model.json.
-      name: name of the item.
-      dtype: dtype of every array except quantised weights; None keeps the stored one.
-      sharding: sharding of every array, or a function that gives it; None: the default device.
-
-    Raises:
-      UserError: the item is missing, damaged, or does not match the config, or an array cannot be
-        sharded as requested.
-    """
-    sharding = sharding or jnp.zeros(()).sharding  # not the device that wrote the item
-    abstract = unflatten_dict(
-        {
-            path: _place("/".join((name, *path)), array, dtype, sharding)
-            for path, array in flatten_item(describe_item(folder, record, name)).items()
-        }
-    )
-    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-    path = _item_path(folder, name)
-    with _explained(path):
-        return _checkpointer().restore(
-            path, args=ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args)
-        )
-
-
-def _place(
-    path: str,
-    array: jax.ShapeDtypeStruct,
-    dtype: Any,
-    sharding: jax.sharding.Sharding | ShardingFor,
-) -> jax.ShapeDtypeStruct:
-    """Restore arguments of one array."""
-    if not isinstance(sharding, jax.sharding.Sharding):
-        sharding = sharding(path, array.shape)
-    try:
-        sharding.shard_shape(array.shape)
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} {list(array.shape)} cannot be sharded: {reason}") from error
-    is_quantised = weight_path(path) != path
-    kept = array.dtype if is_quantised or dtype is None else dtype
-    return jax.ShapeDtypeStruct(array.shape, kept, sharding=sharding)
-
-
-def describe_item(folder: str | AnyPath, record: ModelRecord, name: str) -> Params:
-    """Reads one item's shapes and types, as `jax.ShapeDtypeStruct`, without its weights.
-
-    Raises:
-      UserError: the item is missing, damaged, or does not match the config.
-    """
-    path = _item_path(folder, name)
-    if not path.is_dir():
-        raise UserError(f"{folder} has no weights item {name}; copy or convert the model again")
-    with _explained(path):
-        _check_store(path)
-        metadata = _checkpointer().metadata(path).item_metadata
-        if metadata is None:
-            raise ValueError("it has no metadata")
-        item = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), metadata.tree
-        )
-    _check_item(str(path), item, record.items[name])
-    return item
-
-
 def _read_family(folder: str | AnyPath, family: str) -> ModelRecord:
     record = read_record(folder)
     if record.family != family:
@@ -414,78 +260,3 @@ def _load_params(
         is_tied = record.llama.tie_embeddings
         items = quantise_items(items, quantise, dtype=dtype, is_tied=is_tied)
     return join_items((name, pack(item)) for name, item in items)
-
-
-def _item_path(folder: str | AnyPath, name: str) -> AnyPath:
-    path = real_path(folder) / "weights" / name
-    if is_uri(path) and not str(path).startswith("gs://"):
-        raise UserError(f"{folder}: weights are read from gs:// or from this machine; copy it here")
-    return path
-
-
-@contextmanager
-def _explained(path: AnyPath) -> Iterator[None]:
-    """Turns Orbax's logs and errors about a damaged item into one UserError.
-
-    Errors not about the item are raised unchanged, or as the system's error.
-    """
-    try:
-        with _quiet():
-            yield
-    except Exception as error:  # Orbax raises plain Exception on unreadable data
-        if is_out_of_memory(error):
-            raise
-        code = _system_code(error)
-        if code in _NOT_DAMAGE:
-            raise OSError(code, os.strerror(code), str(path)) from error
-        reason = " ".join(str(error).partition(". See full")[0].split())[:200]
-        if is_uri(path):
-            raise UserError(
-                f"{path} cannot be read ({reason}); check network and credentials, or copy it again"
-            ) from error
-        raise UserError(f"{path} is damaged ({reason}); convert the model again") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps Orbax from logging an error that it also raises."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _check_store(path: AnyPath) -> None:
-    """Reads an item's table of contents, whose checksums show damage.
-
-    Orbax would find the same damage, but its other reads would then print their errors.
-    """
-    spec = {"driver": "ocdbt", "base": f"{path if is_uri(path) else f'file://{path}'}/"}
-    ts.KvStore.open(spec).result().list().result()
-
-
-@cache
-def _checkpointer() -> ocp.Checkpointer:
-    """Checkpointer for reading, by all processes together."""
-    # On gs:// Orbax expects a file next to each item that copies of a folder lack.
-    return ocp.Checkpointer(
-        ocp.PyTreeCheckpointHandler(),
-        temporary_path_class=ocp.path.atomicity.AtomicRenameTemporaryPath,
-    )
-
-
-@cache
-def _writer() -> ocp.Checkpointer:
-    """Checkpointer for writing, in this process only."""
-    index = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=index, active_processes={index}, barrier_sync_key_prefix="model"
-    )
-    # Weights barely compress, and trying would double the memory.
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)

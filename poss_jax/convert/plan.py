@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from poss_jax.checkpoint.folder import describe_item, load_item
+from poss_jax.checkpoint.items import describe_item, load_item
 from poss_jax.checkpoint.record import (
     ModelRecord,
     check_fit,
