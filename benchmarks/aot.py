@@ -12,7 +12,6 @@ are skipped.
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +48,12 @@ COLUMNS = (
 def measure(config: str, device: str, changes: list[str], program: str) -> dict[str, Any]:
     """Compiles one program in a new process: libtpu serves one at a time."""
     kind = "--topology" if ":" in device else "--gpu"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "report.json")
-        words = ["-m", "infer.aot", "--config", f"configs/aot/{config}.yaml", kind, device]
-        words += [*changes, f"programs=[{program}]"]
-        run = subprocess.run([sys.executable, *words, "--json", str(path)], cwd=ROOT)
-        if run.returncode:
-            raise SystemExit(run.returncode)
-        report = json.loads(path.read_text())
+    words = ["-m", "infer.aot", "--config", f"configs/aot/{config}.yaml", kind, device]
+    words += [*changes, f"programs=[{program}]"]
+    run = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if run.returncode:
+        raise SystemExit(run.returncode)
+    report = json.loads(run.stdout.splitlines()[-1])
     report["provenance"]["command"] = ["python", *words]  # without folders of this machine
     return report
 

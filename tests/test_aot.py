@@ -240,7 +240,7 @@ def test_groups_of_devices_each_read_all_weights():
             ["--gpu", "h100", "specialists=null", "draft_tokens=9"],
             "draft_tokens=9': wants draft, or specialists",
         ),
-        (["--gpu", "h100", "--json", str(CONFIGS)], "is a folder; choose another place"),
+        (["--gpu", "h100", "--output", str(CONFIGS)], "is a folder; choose another place"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(words, message):
@@ -285,8 +285,9 @@ def test_the_program_reports_what_it_compiled(tmp_path, capsys):
     report, folder = tmp_path / "report.json", tmp_path / "dump"
     changes = ["model.num_layers=1", "model.vocab_size=4096", "model.hidden_size=256"]
     words = ["--config", str(CONFIGS / "llama3-8b.yaml"), "--topology", "v6e:1x1"]
-    main([*words, *changes, "programs=[step]", "--json", str(report), "--dump", str(folder)])
+    main([*words, *changes, "programs=[step]", "--output", str(report), "--dump", str(folder)])
     told, written = capsys.readouterr().out, json.loads(report.read_text())
+    assert json.loads(told.splitlines()[-1]) == written
     assert "step: compiled in" in told and "x floor" in told
     step = written["programs"]["step"]
     assert step["kernels"] > 10 and step["estimated_ms"] > 0

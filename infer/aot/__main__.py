@@ -3,7 +3,8 @@ r"""Compiles decoding for a TPU slice or GPU that this machine need not have.
 Needs no weights and no accelerator, only shapes. TPUs need libtpu (pip install libtpu; one process
 at a time), GPUs the wheels of jax[cuda13]. Prints for every program its compile time, its memory,
 the bytes it moves against the bytes it must, the time that the TPU compiler expects, and the
-largest copies, re-layouts, upcasts and collectives with the lines they come from.
+largest copies, re-layouts, upcasts and collectives with the lines they come from; as its last line
+one JSON object, unless a terminal shows it.
 
     python -m infer.aot --config configs/aot/llama3-8b.yaml \
         --topology v6e:1x1 programs=[step,round]
@@ -25,7 +26,7 @@ from .config import AheadConfig
 _ACTIONS = {
     "--topology": {"metavar": "SLICE", "help": "TPU slice, such as v6e:1x1."},
     "--gpu": {"metavar": "NAME", "help": "h100 or h200; one device."},
-    "--json": {"metavar": "FILE", "type": Path, "help": "File for the report."},
+    "--output": {"metavar": "FILE", "type": Path, "help": "JSON file for the report."},
     "--dump": {"metavar": "FOLDER", "type": Path, "help": "Folder for optimised HLO."},
 }
 

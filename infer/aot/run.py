@@ -11,7 +11,7 @@ import jax
 from poss_jax.config.reading import UserError
 from poss_jax.model.sharding import make_mesh
 from poss_jax.program.ahead import tpu_slice
-from poss_jax.program.output import check_writable
+from poss_jax.program.output import check_writable, print_summary
 
 from ..bench.costs import DEVICES
 from ..bench.report import with_provenance
@@ -26,18 +26,19 @@ def run(config: AheadConfig, args: argparse.Namespace) -> None:
     name: str = args.gpu or args.topology
     if args.gpu is None:
         _check_topology(name)
-    if args.json is not None:
-        check_writable(args.json)
+    if args.output is not None:
+        check_writable(args.output)
     if args.dump is not None:
         check_writable(args.dump, is_folder=True)
         args.dump.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are part of the report
     devices = gpu(name) if args.gpu else tpu_slice(name)
     report = with_provenance(_compile_all(config, devices, name, args.dump), config)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"report: {args.json}")
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"report: {args.output}")
+    print_summary(report, "")
 
 
 def _check_topology(name: str) -> None:

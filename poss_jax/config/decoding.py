@@ -420,7 +420,7 @@ class DriftConfig(ComparisonConfig):
 
 
 def _shared(config: BenchConfig | DriftConfig) -> dict[str, Any]:
-    """What a benchmark and an analysis by depth both have, without the output."""
+    """Settings that a benchmark and an analysis by depth share, without the output."""
     names = {field.name for field in fields(BenchConfig)} & {
         one.name for one in fields(DriftConfig)
     }

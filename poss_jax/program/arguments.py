@@ -171,7 +171,7 @@ def _make_parser(
     _add_options(parser, kind, options, actions, shows_all=shows_all)
     group = parser.add_argument_group("help and config")
     group.add_argument("--config", metavar="FILE", help="YAML file with keys of the config.")
-    if "output" in list_keys(kind):
+    if "output" in list_keys(kind) or "--output" in actions:
         add_json(group)
     group.add_argument("-h", "--help", action="help", help="Show the main options.")
     group.add_argument("--help-all", action="help", help="Show all options and keys.")
