@@ -161,6 +161,27 @@ def test_a_round_reads_every_layer_of_a_deep_specialist_once(family: str) -> Non
     assert read == 4 * 2 * 5 * (2 * llama.num_kv_heads * llama.head_dim)  # in two of three layers
 
 
+def test_a_looped_draft_reads_all_of_its_layers_at_every_position() -> None:
+    llama = tiny_llama()
+    draft = DraftConfig(
+        layer=llama,
+        layers_per_specialist=(3,),
+        family="eagle3",
+        kv="shared",
+        aux_layers=(0, 1),
+        head_size=40,
+    )
+    tree = TreeConfig(depth=2, top_k=1, total_tokens=3)
+    work = Workload(target=llama, draft=draft, tree=tree, cache_bytes=0)
+    shapes = jax.eval_shape(lambda: init_draft(draft, jax.random.key(0)))
+    layers = sum(leaf.size for leaf in jax.tree.leaves(shapes) if leaf.ndim > 1)
+    layers -= shapes["fc"]["weight"].size
+    assert costs.draft_level(work, 1).bytes == 4 * layers
+    longer = costs.draft_level(replace(work, context=5, cache_bytes=4), 1).bytes
+    read = longer - costs.draft_level(replace(work, cache_bytes=4), 1).bytes
+    assert read == 4 * 3 * 5 * (2 * llama.num_kv_heads * llama.head_dim)
+
+
 def _partials(llama: LlamaConfig, draft: DraftConfig) -> list[Any]:
     return [
         (lambda _, key: init_target(llama, key), None),

@@ -39,14 +39,21 @@ SOURCE = ROOT_E3 / "draft" / METHODS_E3[-1]
 # Decoding
 
 
+LOOPED = dataclasses.replace(CONFIG, positions_per_specialist=(1,), layers_per_specialist=(2,))
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "is_sampled",
-    [pytest.param(False, id="greedy", marks=pytest.mark.slow), pytest.param(True, id="sampled")],
+    ("config", "is_sampled"),
+    [
+        pytest.param(CONFIG, False, id="greedy", marks=pytest.mark.slow),
+        pytest.param(CONFIG, True, id="sampled"),
+        pytest.param(LOOPED, True, id="looped"),
+    ],
 )
-def test_speculative_equals_autoregressive(is_sampled: bool) -> None:
+def test_speculative_equals_autoregressive(config: DraftConfig, is_sampled: bool) -> None:
     tree = TreeConfig(depth=5, top_k=3, total_tokens=14)
-    Shape(LLAMA, CONFIG, tree, 3, is_sampled=is_sampled).check_pairs()
+    Shape(LLAMA, config, tree, 3, is_sampled=is_sampled).check_pairs()
 
 
 def project_again(params: Any, config: Any, embedded: Any, features: Any) -> Any:
@@ -191,9 +198,6 @@ def scales(*keys: str, width: int = 128) -> dict[str, np.ndarray]:
 
 WHOLE = scales("input_norm.weight", width=384)
 EACH = scales("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight")
-STACKED = {"layers.1.self_attn.q_proj.weight": np.zeros((128, 128), np.float32)}
-STACKED |= dict.fromkeys(f"layers.{n}.hidden_norm.weight" for n in (1, 2))
-STACKED |= dict.fromkeys(f"layers.2.self_attn.{n}_proj.weight" for n in "qkvo")
 SPECULATORS = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
 
 
@@ -274,12 +278,7 @@ def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> N
         (WHOLE | EACH, {}, "want norms of one kind before fc, got input_norm.* and fc_norm"),
         (EACH | {"fc_norm.2.weight": None}, {}, r"missing fc_norm\.2\.weight \[128\]"),
         ({}, {"norm_output": "yes"}, "norm_output: want true or false, got 'yes'"),
-        (
-            STACKED,
-            {"num_hidden_layers": 1},
-            r"stacked layers \(layers\.1\.self_attn.*one layer per",
-        ),
-        (STACKED, SPECULATORS, "holds an EAGLE-3 draft of several stacked layers"),
+        ({}, {"target_hidden_size": 64}, "target_hidden_size 64: this draft has another width"),
         ({"mask_hidden": np.zeros(128, np.float32)}, {}, "a P-EAGLE draft .mask_hidden"),
         ({"eagle_module.fc.weight": np.zeros(2)}, {}, "export it with ModelOpt and convert what"),
         ({"d2t": np.zeros(80, np.int32)}, {}, "d2t: want int64 .*, got I32"),

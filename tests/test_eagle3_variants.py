@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm_output": {"output_norm": "fed_back"},
     "raw_output": {"output_norm": None},
     "deep": {"layers_per_specialist": (3,)},
+    "looped": {"layers_per_specialist": (3,), "positions_per_specialist": (1,)},
     "all": {"norm_before_residual": True, "fc_norm": "each", "output_norm": "fed_back"},
 }
 PARTS_OF_ALL = ("norm_before_residual", "fc_norm", "norm_output")
@@ -86,14 +87,17 @@ def attended(q: Any, keys: list[Any], values: list[Any]) -> Any:
     return np.stack(rows)
 
 
-def run_further(config: DraftConfig, layer: Any, hidden: Any) -> Any:
-    """A layer of any Llama, whose rows attend the rows before them."""
+def run_further(config: DraftConfig, layer: Any, hidden: Any, keys: Any, values: Any) -> Any:
+    """A layer of any Llama; `keys` and `values` of earlier steps grow by this one's."""
     z, weights = rms(hidden, layer["input_norm"], config), layer["attention"]
     q, k, v = (
         (z @ weights[n]["weight"].T).reshape(len(z), -1, config.layer.head_dim) for n in "qkv"
     )
-    q, k = (rotated(x, np.arange(len(z)), config.layer.rope.theta) for x in (q, k))
-    hidden = hidden + attended(q, [k], [v]) @ weights["o"]["weight"].T
+    position, theta = len(keys) + np.arange(len(z)), config.layer.rope.theta
+    keys.append(rotated(k, position, theta))
+    values.append(v)
+    mixed = attended(rotated(q, position, theta), keys, values)
+    hidden = hidden + mixed @ weights["o"]["weight"].T
     return hidden + run_mlp(layer["mlp"], rms(hidden, layer["mlp_norm"], config))
 
 
@@ -109,6 +113,7 @@ def forward(
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     num_rows, state = len(features), fused(config, params, np.asarray(features, np.float64))
     keys, values, hidden, logits = [], [], [], []
+    of_further: Any = [([], []) for _ in params.get("further", [])]
     for step in range(steps):
         layer = params["specialists"][config.specialist_at(step)]
         e = rms(
@@ -125,8 +130,9 @@ def forward(
         mixed = attended(rotated(q, position, theta), keys, values) @ weights["o"]["weight"].T
         a = (c if config.norm_before_residual else state) + mixed
         h = a + run_mlp(layer["mlp"], rms(a, layer["mlp_norm"], config))
-        for further in params.get("further", []) if step == 0 else ():
-            h = run_further(config, further, h)
+        if step == 0 or config.is_looped:
+            for further, kept in zip(params.get("further", []), of_further, strict=True):
+                h = run_further(config, further, h, *kept)
         normed = rms(h, params["norm"], config)
         logits.append((h if config.output_norm is None else normed) @ params["head"]["weight"].T)
         state = normed if config.output_norm == "fed_back" else h

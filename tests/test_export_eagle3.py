@@ -194,9 +194,25 @@ def test_variants_come_back(
     assert form == "speculators" or config.get("norm_output") is not True
 
 
+def test_a_stack_of_layers_comes_back(one: Golden, tmp_path: Path) -> None:
+    model = variant(one, tmp_path / "model", layers_per_specialist=(3,))
+    out = export(one, tmp_path / "out", model=model, format="speculators")
+    assert_same_model(model, convert(one, out, tmp_path / "again"))
+    tensors, config = read_folder(out)
+    assert config["transformer_layer_config"]["num_hidden_layers"] == 3
+    later = {key for key in tensors if key.startswith(("layers.1.", "layers.2."))}
+    assert later == {f"layers.{n}.{key}" for n in (1, 2) for key in LAYER - {"hidden_norm.weight"}}
+    assert tensors["layers.2.self_attn.q_proj.weight"].shape == (128, 128)
+
+
 @pytest.mark.parametrize(
     ("form", "changes", "message"),
     [
+        (
+            "eagle3",
+            {"layers_per_specialist": (2,)},
+            "a specialist of 2 layers, --format eagle3 holds one; give --format speculators",
+        ),
         (
             "eagle3",
             {"norm_before_residual": True},

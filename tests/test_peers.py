@@ -229,6 +229,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "four layers of the target": (LLAMA, {"eagle_aux_hidden_state_layer_ids": [1, 3, 4, 6]}),
     "half of the vocabulary": (LLAMA, {"draft_vocab_size": 130}),
     "a window as long as the context": (QWEN | WINDOW, {}),
+    "two layers": (LLAMA | {"num_hidden_layers": 2}, {}),
     "rope llama3": (LLAMA | {"rope_parameters": ROPE}, {}),
 }
 LOADED = {"ours, all tokens": "eagle3_full", "ours, 80 tokens": "poss3_e3"}

@@ -202,6 +202,28 @@ def test_documents_of_a_row_do_not_see_each_other(draft: Any, target: Any, rope:
     assert_close(gradients_of(draft, target, together, task), jax.tree.map(jnp.add, *apart))
 
 
+def test_gradients_of_a_looped_draft(target: Any) -> None:
+    """Every step passes all layers; the slope of the loss along a direction is the gradient's."""
+    config = dataclasses.replace(
+        TASK.draft, positions_per_specialist=(1,), layers_per_specialist=(2,)
+    )
+    task, draft = TASK._replace(draft=config), stacked(random_draft(config))
+    gradients, _ = gradients_of(draft, target, BATCH, task)
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+    along = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), draft["further"])
+
+    def loss(size: float) -> float:
+        moved = jax.tree.map(lambda a, b: a + size * b, draft["further"], along)
+        _, losses = gradients_of(draft | {"further": moved}, target, BATCH, task)
+        return float((losses.total * task.depth_weights()).sum())
+
+    slope = sum(
+        float((a * b).sum())
+        for a, b in zip(*map(jax.tree.leaves, (gradients["further"], along)), strict=True)
+    )
+    assert slope == pytest.approx((loss(5e-4) - loss(-5e-4)) / 1e-3, rel=5e-3)
+
+
 def test_frozen_specialists_and_what_all_share_stay(draft: Any, target: Any) -> None:
     """Their depths are drafted and measured, and have no part in the others' gradients."""
     frozen, losses = gradients_of(draft, target, BATCH, TASK._replace(num_frozen=1))

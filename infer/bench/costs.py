@@ -205,7 +205,8 @@ def draft_level(work: Workload, depth: int) -> Cost:
     """One position of drafting: a row that is committed already, or top_k new rows.
 
     From the second position on, the rows' inputs are joined and their keys and values projected. A
-    specialist that reads its own stream also projects the tree's earlier rows again.
+    specialist that reads its own stream also projects the tree's earlier rows again. The rows of a
+    looped draft pass its further layers, too.
     """
     draft = _draft_of(work)
     layer, width, top_k = draft.layer, _input_width(draft), work.tree.top_k
@@ -228,6 +229,11 @@ def draft_level(work: Workload, depth: int) -> Cost:
     if depth:
         costs.append(_product(_key_value_weights(layer, width), new, work.specialist_bytes))
         costs.append(_product(_feed_back_weights(draft), rows, work.draft_bytes))
+    if depth and draft.is_looped:
+        weights = draft.num_further * _layer_weights(layer)
+        costs.append(_product(weights, rows, work.specialist_bytes))
+        costs.append(_cache_rows(work, layer, draft.num_further * (work.batch * attended + new)))
+        costs.append(Cost(flops=draft.num_further * _attention_flops(layer, rows * attended)))
     return add_costs(costs)
 
 

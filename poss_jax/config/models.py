@@ -196,7 +196,8 @@ class DraftConfig:
     )
 
     def __post_init__(self) -> None:
-        check_layers(self.layers_per_specialist, self.positions_per_specialist)
+        spans, may_loop = self.positions_per_specialist, self.family == "eagle3"
+        check_layers(self.layers_per_specialist, spans, may_loop=may_loop)
 
     @property
     def num_specialists(self) -> int:
@@ -209,6 +210,11 @@ class DraftConfig:
         return self.layers_per_specialist[0] - 1
 
     @property
+    def is_looped(self) -> bool:
+        """True if the only specialist has several layers, which all positions pass."""
+        return self.num_specialists == 1 and self.num_further > 0
+
+    @property
     def other_norms(self) -> dict[str, Any]:
         """Norm settings that differ from EAGLE-3's."""
         usual = {"norm_before_residual": False, "fc_norm": None, "output_norm": "head"}
@@ -219,15 +225,15 @@ class DraftConfig:
     def method(self) -> str:
         """Name of the method, by spans and trained depth."""
         spans = self.positions_per_specialist
+        deep = f"-deep{self.num_further + 1}" if self.num_further else ""
         first_family = self.family == "eagle"
         if len(spans) == 1 and not first_family:
-            return self.family
+            return self.family + deep
         if len(spans) == 1:
             return "eagle2" if self.trained_depth == 1 else "hass"
         digits = {str(n) for n in spans}
         name = "poss" + (digits.pop() if len(digits) == 1 else "".join(str(n) for n in spans))
-        name += f"-deep{self.num_further + 1}" if self.num_further else ""
-        return name if first_family else f"{name}-{self.family}"
+        return name + deep if first_family else f"{name}{deep}-{self.family}"
 
     def specialist_at(self, depth: int) -> int:
         """Index of the specialist that drafts position `depth` (0-based)."""
@@ -247,17 +253,19 @@ class DraftConfig:
         return max(map(self.stream_at, range(depth))) + 1 + self.num_further
 
 
-def check_layers(layers: tuple[int, ...], spans: tuple[int, ...]) -> None:
+def check_layers(layers: tuple[int, ...], spans: tuple[int, ...], *, may_loop: bool) -> None:
     """Refuses layers that specialists of these spans cannot have.
 
-    Drafted rows pass specialists of one layer only, so that training can follow all of them.
+    Drafted rows pass specialists of one layer only, so that training can follow all of them; but a
+    single specialist may loop all of its layers where chains are followed one by one (EAGLE-3).
 
     Raises:
       ValueError: a specialist with several layers is not the first, or also drafts after itself.
     """
+    is_sound = may_loop if len(spans) == 1 else spans[0] == 1
     if len(layers) > len(spans) or max(layers[1:], default=1) > 1:
         problem = "only the first specialist may have several layers"
-    elif layers[0] > 1 and (spans[0] > 1 or len(spans) == 1):
+    elif layers[0] > 1 and not is_sound:
         problem = "a specialist of several layers drafts one position, and another one the next"
     else:
         return

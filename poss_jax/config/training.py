@@ -132,7 +132,8 @@ class SpecialistsConfig:
     Attributes:
       positions_per_specialist: Number of positions that each specialist serves, such as [3, 3].
       layers_per_specialist: Number of layers of each specialist, 1 where none is given. Only the
-        first may have more, and then drafts one position: [3, 1, 1] for positions [1, 1, 1].
+        first may have more, and then drafts one position: [3, 1, 1] for positions [1, 1, 1]. A
+        single one of `family: eagle3` may have more, too, which all positions pass.
       depth: Number of positions that training drafts.
       fc_bias: Give the projection of the draft's input a bias.
       kv: `per_specialist`, or `shared`: all specialists of an eagle draft have the same key and
@@ -162,8 +163,9 @@ class SpecialistsConfig:
     start: Literal["random", "pass_through"] = "random"
 
     def __post_init__(self) -> None:
-        check_layers(self.layers_per_specialist, self.positions_per_specialist)
-        num_specialists = len(self.positions_per_specialist)
+        spans, may_loop = self.positions_per_specialist, self.family == "eagle3"
+        check_layers(self.layers_per_specialist, spans, may_loop=may_loop)
+        num_specialists = len(spans)
         if self.num_frozen >= num_specialists:
             raise ValueError(
                 f"num_frozen {self.num_frozen} leaves none of {num_specialists} to be trained"

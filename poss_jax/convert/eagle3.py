@@ -61,22 +61,10 @@ def has_eagle3_config(source: Source) -> str | None:
     return None if is_eagle2 else NAMED_EAGLE3(source)
 
 
-def has_stacked_layers(source: Source) -> str | None:
-    """Finds a later layer that reads only the first layer's output."""
-    shapes = source.shapes
-    if "layers.0.hidden_norm.weight" not in shapes:
-        return None
-    query = re.compile(r"layers\.([1-9]\d*)\.self_attn\.q_proj\.weight").fullmatch
-    first = shapes.get(QUERY, ())[1:]
-    return next(
-        (
-            source.names[name]
-            for name, shape in shapes.items()
-            if (match := query(name)) and f"layers.{match[1]}.hidden_norm.weight" not in shapes
-            if (2 * shape[-1],) == first
-        ),
-        None,
-    )
+def _has_stacked_layers(source: Source) -> bool:
+    """Tells a stack, whose later layers read hidden states alone, from PosS's specialists."""
+    normed = [name for name in source.names if name.endswith(".hidden_norm.weight")]
+    return count_layers(source) > 1 and normed == ["layers.0.hidden_norm.weight"]
 
 
 def _is_of_speculators(source: Source) -> bool:
@@ -97,9 +85,12 @@ def read_eagle3(source: Source) -> Reading:
             f"{origin}: embed_requires_grad: this draft has trained its own embedding, apart "
             "from the target's; poss_jax has no such drafts"
         )
+    _check_target_width(source, layer.hidden_size)
     settings, more = _read_settings(source)
     values = {"layer": layer, "family": "eagle3", "kv": "shared", **settings}
-    values |= {"positions_per_specialist": (1,) * count_layers(source)}
+    num_layers, is_stack = count_layers(source), _has_stacked_layers(source)
+    values |= {"positions_per_specialist": (1,) * (1 if is_stack else num_layers)}
+    values |= {"layers_per_specialist": (num_layers,)} if is_stack else {}
     config = build_config(DraftConfig, values, origin=origin)
     assert isinstance(config, DraftConfig)
     slots = slots_by_key(config)
@@ -118,6 +109,17 @@ def read_eagle3(source: Source) -> Reading:
         metadata=metadata,
         read_vocabulary=partial(_read_vocabulary, source, config),
     )
+
+
+def _check_target_width(source: Source, hidden_size: int) -> None:
+    """Refuses a draft that is narrower or wider than its target."""
+    wanted = _find(source, "target_hidden_size")
+    if wanted not in (None, hidden_size):
+        raise UserError(
+            f"{source.folder}: target_hidden_size {shorten(wanted)}: this draft has another width "
+            f"than its target, {hidden_size}, and so an embedding of its own; poss_jax has no such "
+            "drafts, take another draft of this target"
+        )
 
 
 def _read_settings(source: Source) -> tuple[dict[str, Any], list[str]]:

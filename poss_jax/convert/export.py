@@ -22,7 +22,7 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.convert.layouts import LAYOUTS, Layout, Outgoing, target_config_json
-from poss_jax.convert.names import DRAFT_EMBEDDING, FC, fused_name
+from poss_jax.convert.names import DRAFT_EMBEDDING, FC, fused_name, stacked_name
 from poss_jax.convert.reading import Row
 from poss_jax.convert.source import HUB_ID
 from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
@@ -137,10 +137,7 @@ def _choose_layout(draft: Model, form: str | None, specialist: int | None) -> La
     config, folder = draft.record.draft, draft.folder
     layouts = [layout for layout in LAYOUTS if layout.family == config.family]
     if config.num_further:
-        raise UserError(
-            f"{folder} has a specialist of {config.num_further + 1} layers, which no layout holds; "
-            "export a draft whose layers_per_specialist are 1"
-        )
+        layouts = _layouts_of_stacks(draft, form, layouts)
     number = config.num_specialists
     is_single = specialist is not None or number == 1
     if form is None:
@@ -160,6 +157,19 @@ def _choose_layout(draft: Model, form: str | None, specialist: int | None) -> La
             f"--format {form} writes every specialist; give {_list_formats(single)} for one"
         )
     return named
+
+
+def _layouts_of_stacks(draft: Model, form: str | None, layouts: Sequence[Layout]) -> list[Layout]:
+    """Finds the layouts of a draft with a deep specialist: one that has no other beside it."""
+    config, stacks = draft.record.draft, [layout for layout in layouts if layout.is_stack]
+    what = f"{draft.folder} has a specialist of {config.num_further + 1} layers"
+    if not config.is_looped:
+        raise UserError(
+            f"{what}, which no layout holds; export a draft whose layers_per_specialist are 1"
+        )
+    if form not in (None, *(layout.name for layout in stacks)):
+        raise UserError(f"{what}, --format {form} holds one; give {_list_formats(stacks)}")
+    return stacks
 
 
 def _check_verifier(layout: Layout, verifier: str | None) -> None:
@@ -205,7 +215,7 @@ def _plan_draft(
     for name in item_shapes(config):
         is_chosen = specialist is not None and name.startswith("specialists/")
         origins[name] = (draft, f"specialists/{specialist}" if is_chosen else name)
-    rows = [row._replace(path=layout.key(row.path)) for row in _rows(origins, dtype)]
+    rows = [row._replace(path=layout.key(stacked_name(row.path))) for row in _rows(origins, dtype)]
     fc_dtype = next(row.dtype for row in rows if row.path == FC)
     if layout.has_embedding:
         rows[0] = rows[0]._replace(path=DRAFT_EMBEDDING, dtype=fc_dtype)

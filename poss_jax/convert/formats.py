@@ -15,7 +15,6 @@ from poss_jax.convert.eagle3 import (
     NAMED_EAGLE3,
     has_eagle3_config,
     has_eagle3_weights,
-    has_stacked_layers,
     read_eagle3,
 )
 from poss_jax.convert.hf import (
@@ -231,11 +230,6 @@ FORMATS = (
         "a draft under ModelOpt's inner names",
         in_weights=(has_key(r"(^|\.)(eagle_module|input_embeds_norm)\."),),
         why_not="export it with ModelOpt and convert what that writes",
-    ),
-    Format(
-        "an EAGLE-3 draft of several stacked layers",
-        in_weights=(has_stacked_layers,),
-        why_not="only drafts of one layer per specialist can be converted",
     ),
     Format(
         "an EAGLE-3 draft",

@@ -64,6 +64,7 @@ class Layout:
       readers: programs that read it, for the model card.
       describe: draft -> config.json; refuses a draft that the layout cannot hold.
       is_single: whether it holds one specialist.
+      is_stack: whether this specialist may have several layers.
       layer: key of a layer; `{}` stands for its number.
       has_embedding: whether it holds a copy of the target's embedding.
       maps: when it holds `d2t` and `t2d`; `subset`: if the draft's vocabulary is a part.
@@ -76,6 +77,7 @@ class Layout:
     readers: str
     describe: Callable[[Outgoing], dict[str, Any]]
     is_single: bool = False
+    is_stack: bool = False
     layer: str = "layers.{}"
     has_embedding: bool = False
     maps: Literal["never", "subset", "always"] = "never"
@@ -236,7 +238,8 @@ def _describe_specforge(draft: Outgoing) -> dict[str, Any]:
 def _describe_speculators(draft: Outgoing) -> dict[str, Any]:
     config = draft.config
     wrong = [*([] if config.output_norm else ["output_norm None"]), *_other_counts(draft)]
-    layer = replace(config.layer, num_layers=1, tie_embeddings=False)  # its head is its own
+    num_layers = config.layers_per_specialist[0]
+    layer = replace(config.layer, num_layers=num_layers, tie_embeddings=False)  # own head
     inner = target_config_json(layer, draft.dtype)
     if inner["model_type"] not in ("llama", "qwen3"):
         wrong.append(f"layers of {inner['model_type']}")
@@ -417,6 +420,7 @@ LAYOUTS = (
         readers="speculators and vLLM",
         describe=_describe_speculators,
         is_single=True,
+        is_stack=True,
         has_embedding=True,
         maps="subset",
         names_verifier=True,

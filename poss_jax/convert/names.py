@@ -10,6 +10,7 @@ from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch
 from poss_jax.model.target import TARGET
 
 _PREFIX = re.compile(r"^((draft_)?model\.)+")
+_FURTHER = re.compile(r"^further_layers\.(\d+)")
 _ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
 _MIDDLE = re.compile(r"^midlayer(s(?=\.\d)|(?=\.))")  # EAGLE-3's names of what others call layers
 
@@ -61,8 +62,15 @@ def slots_by_key(config: LlamaConfig | DraftConfig) -> dict[str, Slot]:
         for item, tree in item_shapes(config).items()
         for path, shape in flatten_item(tree).items()
     }
+    if isinstance(config, DraftConfig) and config.is_looped:
+        slots = {stacked_name(key): slot for key, slot in slots.items()}
     is_fused = isinstance(config, LlamaConfig) and config.fused_projections
     return _name_rows(slots) if is_fused else slots
+
+
+def stacked_name(key: str) -> str:
+    """Names a parameter of a looped draft, whose further layers follow the first one."""
+    return _FURTHER.sub(lambda match: f"layers.{int(match[1]) + 1}", key)
 
 
 def fused_name(key: str) -> str:

@@ -9,7 +9,8 @@ Keys and values of a one-layer draft depend only on a row's own pair, so
 
 A first specialist of several layers drafts the root's children only. So drafted rows never enter
 it; a committed row runs through all but its last layer once, and drafting begins with that one. The
-cache has the streams of the specialists first, then a stream for each of its further layers.
+cache has the streams of the specialists first, then a stream for each of its further layers. If
+there is no other specialist, drafted rows pass all of these layers, too.
 
 While drafting, the keys and values of the beams after the first level are kept next to the cache of
 the stream that reads them:
@@ -130,6 +131,7 @@ def draft(
     rows = None  # draft inputs of the levels after the first, appended per level
     path = jnp.zeros((len(x), 0), jnp.int32)  # their tokens
     own = None  # their keys and values in this level's stream
+    own_further: list[tuple[Array, Array]] = []  # and those in the further layers of a looped draft
     levels: list[Candidates] = []
     for depth in range(tree.depth):
         with jax.named_scope(f"draft_level_{depth}"):
@@ -137,6 +139,10 @@ def draft(
                 rows = x if rows is None else jnp.concatenate([rows, x], axis=1)
                 own = _enter_level(params, config, cache, own, rows, depth)
             features = _run_level(params, config, cache, own, beam, x, depth)
+            if depth and config.is_looped:
+                features, own_further = _run_further(
+                    params, config, cache, own_further, beam, features, depth
+                )
             read = family_of(config).read(params, config, features)
             logits = read_logits(params, read)
             level = Level(depth, cache.length + depth + 1, path, beam.ancestors)
@@ -235,8 +241,7 @@ def _enter_level(
     new = _keys_values(layer, cache, rows[:, first:], positions)
     if is_new or before is None:
         return new
-    k, v = (jnp.concatenate(pair, axis=2) for pair in zip(before, new, strict=True))
-    return k, v
+    return _append(before, new)
 
 
 def _run_level(
@@ -248,14 +253,58 @@ def _run_level(
     x: Array,
     depth: int,
 ) -> Array:
-    """Features of one level's rows; all of them share a position."""
+    """Features of one level's rows."""
     layer, stream = _layer_at(params, config, depth)
-    positions = jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])
-    q = layer.queries(layer.normed(x), positions, cache.frequencies)
+    return _run_layer(layer, stream, cache, own, beam, x, depth)
+
+
+def _run_further(
+    params: Params,
+    config: DraftConfig,
+    cache: KVCache,
+    before: list[tuple[Array, Array]],
+    beam: Beam,
+    x: Array,
+    depth: int,
+) -> tuple[Array, list[tuple[Array, Array]]]:
+    """Runs one level's rows through the further layers of a looped draft.
+
+    `before` has the keys and values of earlier levels' rows in every layer. Returns the features,
+    and `before` with this level's.
+    """
+    grown = []
+    for index, layer in enumerate(_further_layers(params, config)):
+        own = _keys_values(layer, cache, x, _positions_of(cache, x, depth))
+        own = _append(before[index], own) if before else own
+        x = _run_layer(layer, index + 1, cache, own, beam, x, depth)
+        grown.append(own)
+    return x, grown
+
+
+def _run_layer(
+    layer: DecoderLayer,
+    stream: int,
+    cache: KVCache,
+    own: tuple[Array, Array] | None,
+    beam: Beam,
+    x: Array,
+    depth: int,
+) -> Array:
+    """Runs one level's rows, which share a position, through a layer."""
+    q = layer.queries(layer.normed(x), _positions_of(cache, x, depth), cache.frequencies)
     k, v = cache.k[stream], cache.v[stream]
     own = own or (k[:, :, :0], v[:, :, :0])
     attended = attend_cached(q, (k, v), cache.length, own, beam.ancestors)
     return layer.finish(x, attended)
+
+
+def _positions_of(cache: KVCache, x: Array, depth: int) -> Array:
+    return jnp.broadcast_to((cache.length + depth - 1)[:, None], x.shape[:2])
+
+
+def _append(before: tuple[Array, Array], new: tuple[Array, Array]) -> tuple[Array, Array]:
+    k, v = (jnp.concatenate(pair, axis=2) for pair in zip(before, new, strict=True))
+    return k, v
 
 
 def _keys_values(

@@ -8,6 +8,8 @@ attends the context (the keys of step 0 up to column r) and its own keys of step
 Gradients flow through states, keys and values. Only the input of each step is kept; the backward
 pass computes every step again. So memory grows per step by one state, one key and one value per
 row, and their gradients.
+
+The further layers of a looped draft attend alike, each to its own keys of all steps.
 """
 
 from collections.abc import Callable
@@ -33,17 +35,21 @@ from poss_jax.learn.task import DraftData, DraftTask, own_head
 from poss_jax.model.blockwise import Attended, attend_documents, group_heads, ungroup_heads
 from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.families import family_of
-from poss_jax.model.layers import NOTHING
+from poss_jax.model.layers import NOTHING, DecoderLayer
 from poss_jax.model.sharding import gather_head, split_batch
+from poss_jax.model.specialists import further_layer
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
 class Stream(struct.PyTreeNode):
-    """Keys and values of every step; step 0 is the context."""
+    """Keys and values of every step in one layer; step 0 is the context."""
 
     keys: Array  # [R B K T H]
     values: Array  # [R B K T H]
 
+
+Streams = tuple[Stream, ...]
+"""The streams of all layers that every step passes."""
 
 VisitStep = Callable[[Array, Array], Any]
 """(step, its predictions [B T D]) -> output of this step."""
@@ -57,7 +63,7 @@ def unroll_chains(
     visit: VisitStep,
     *,
     block: int,
-) -> tuple[Float[Array, "R B T D"], Stream, Any]:
+) -> tuple[Float[Array, "R B T D"], Streams, Any]:
     """Runs all steps forward.
 
     Args:
@@ -76,17 +82,18 @@ def unroll_chains(
     shape = num_steps, B, config.layer.num_kv_heads, T, config.layer.head_dim
     empty = split_batch(jnp.zeros(shape, state.dtype), axis=1)
 
-    def body(carry: tuple[Array, Stream], step: tuple[Array, Array]):
-        (state, stream), (index, specialist) = carry, step
+    def body(carry: tuple[Array, Streams], step: tuple[Array, Array]):
+        (state, streams), (index, specialist) = carry, step
         parts = take_specialist(draft, specialist)
-        prediction, new = follow(*parts, config, inputs, index, state, stream, block=block)
+        prediction, new = follow(*parts, config, inputs, index, state, streams, block=block)
         output = state, visit(index, prediction)
         state = family.feed_back(draft, config, prediction)
-        return (state, _write(stream, new, index)), output
+        return (state, _write(streams, new, index)), output
 
-    steps = _steps(config, num_steps)
-    (_, stream), (states, outputs) = lax.scan(body, (state, Stream(empty, empty)), steps)
-    return states, stream, outputs
+    num_layers = 1 + config.num_further if config.is_looped else 1
+    first, steps = (Stream(empty, empty),) * num_layers, _steps(config, num_steps)
+    (_, streams), (states, outputs) = lax.scan(body, (state, first), steps)
+    return states, streams, outputs
 
 
 def follow(
@@ -96,10 +103,10 @@ def follow(
     inputs: DraftInputs,
     index: Int[Array, ""],
     state: Float[Array, "B T D"],
-    stream: Stream,
+    streams: Streams,
     *,
     block: int,
-) -> tuple[Float[Array, "B T D"], Stream]:
+) -> tuple[Float[Array, "B T D"], Streams]:
     """Runs one step of all chains.
 
     Args:
@@ -109,31 +116,51 @@ def follow(
       inputs: pairs of the target.
       index: the step; traced.
       state: prediction of the step before, as fed back; at first the fused target feature.
-      stream: keys and values of earlier steps; later entries are ignored.
+      streams: keys and values of earlier steps; later entries are ignored.
       block: rows and columns whose scores are in memory at once. Static.
 
     Returns:
       Its predictions (row r predicts position r + 1 + index), and its keys and values [B K T H].
     """
     family = family_of(config)
-    layer = family.layer(config).bind({"params": specialist})
-    position = positions_in(inputs.documents) + index
-    frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
+    layers = [family.layer(config).bind({"params": specialist})]
+    if config.is_looped:
+        layers += [further_layer(config).bind({"params": one}) for one in shared["further"]]
     # A chain that has left its document reads another one's tokens and is not trained.
     embedded = jnp.roll(inputs.embedded, -index, axis=1)
     of_tokens = family.join_tokens(shared, embedded)
-    x = split_batch(family.join_features(shared, of_tokens, state))
+    hidden, new = split_batch(family.join_features(shared, of_tokens, state)), []
+    for layer, stream in zip(layers, streams, strict=True):
+        hidden, one = _follow_layer(
+            layer, config, inputs.documents, index, hidden, stream, block=block
+        )
+        new.append(one)
+    if not config.is_looped:
+        hidden = run_further(shared, config, inputs, hidden, index, block=block)
+    return hidden, tuple(new)
+
+
+def _follow_layer(
+    layer: DecoderLayer,
+    config: DraftConfig,
+    documents: Array,
+    index: Array,
+    x: Array,
+    stream: Stream,
+    *,
+    block: int,
+) -> tuple[Array, Stream]:
+    """Runs one layer of a step; returns its rows, and their keys and values."""
+    position = positions_in(documents) + index
+    frequencies = frequencies_in(documents, config.layer.rope, config.layer.head_dim)
     normed = layer.normed(x)
     q = group_heads(layer.queries(normed, position, frequencies), config.layer.num_kv_heads)
     new = Stream(*layer.keys_values(normed, position, frequencies))
     stream = _write(stream, new, index)
     no_lag = jnp.array(0)
-    context = attend_documents(
-        q, stream.keys[0], stream.values[0], inputs.documents, no_lag, block=block
-    )
+    context = attend_documents(q, stream.keys[0], stream.values[0], documents, no_lag, block=block)
     mean = _add_own_rows(q, stream, index, context)
-    hidden = split_batch(layer.finish(x, ungroup_heads(mean).astype(x.dtype)))
-    return run_further(shared, config, inputs, hidden, index, block=block), new
+    return split_batch(layer.finish(x, ungroup_heads(mean).astype(x.dtype))), new
 
 
 def chain_gradients(
@@ -153,10 +180,10 @@ def chain_gradients(
     """
     dtype, R, first = head.dtype, task.draft.trained_depth, task.first_trained_depth
     block = task.step.attention_block
-    states, stream, _ = unroll_chains(
+    states, streams, _ = unroll_chains(
         cast(draft, dtype), task.draft, data.inputs, R, lambda *_: None, block=block
     )
-    kept = stream, (data.targets.expected_head, data.targets.top_expected_head)
+    kept = streams, (data.targets.expected_head, data.targets.top_expected_head)
     run = partial(_run_step, task, data, dtype)
 
     def look(_: None, step: tuple[Array, ...]):
@@ -167,12 +194,12 @@ def chain_gradients(
         index, specialist, state = step
         inputs = *take_specialist(draft, specialist), state, *kept
         (_, new, loss), pull, losses = jax.vjp(partial(run, index), *inputs, has_aux=True)
-        grad_new = jax.tree.map(lambda of, leaf: of[index].astype(leaf.dtype), carry.stream, new)
-        *parts, state, of_stream, of_expected = pull((carry.state, grad_new, jnp.ones_like(loss)))
+        grad_new = jax.tree.map(lambda of, leaf: of[index].astype(leaf.dtype), carry.streams, new)
+        *parts, state, of_streams, of_expected = pull((carry.state, grad_new, jnp.ones_like(loss)))
         return Backward(
             add_gradients(carry.parameters, specialist, *parts),
             state,
-            *jax.tree.map(_add_wide, (carry.stream, carry.expected), (of_stream, of_expected)),
+            *jax.tree.map(_add_wide, (carry.streams, carry.expected), (of_streams, of_expected)),
         ), losses
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (draft, *kept))
@@ -194,13 +221,13 @@ class Backward(NamedTuple):
     Attributes:
       parameters: gradients like the draft.
       state: gradient of the prediction of the step before.
-      stream: gradients of all keys and values, float32.
+      streams: gradients of all keys and values, float32.
       expected: gradients of the targets' expected heads.
     """
 
     parameters: Params
     state: Array
-    stream: Stream
+    streams: Streams
     expected: tuple[Array, Array | None]
 
 
@@ -212,15 +239,15 @@ def _run_step(
     shared: Params,
     specialist: Params,
     state: Array,
-    stream: Stream,
+    streams: Streams,
     expected: tuple[Array, Array | None],
-) -> tuple[tuple[Array, Stream, Array], DraftLosses]:
+) -> tuple[tuple[Array, Streams, Array], DraftLosses]:
     """Runs one step; returns ((fed-back state, keys and values, weighted loss), loss terms)."""
     head = gather_head(shared["head"]["weight"])
     shared, specialist = cast(shared, dtype), cast(specialist, dtype)
     config, block = task.draft, task.step.attention_block
     prediction, new = follow(
-        shared, specialist, config, data.inputs, index, state, stream, block=block
+        shared, specialist, config, data.inputs, index, state, streams, block=block
     )
     targets = data.targets.replace(expected_head=expected[0], top_expected_head=expected[1])
     losses = draft_losses(
@@ -282,9 +309,10 @@ def _add_own_rows(q: Array, stream: Stream, index: Array, context: Attended) -> 
     return context.mean * shares[0][..., None] + added
 
 
-def _write(stream: Stream, new: Stream, index: Array) -> Stream:
+def _write(streams: Any, new: Any, index: Array) -> Any:
+    """Writes the keys and values of a step into one stream, or several."""
     return jax.tree.map(
-        lambda leaf, step: lax.dynamic_update_index_in_dim(leaf, step, index, 0), stream, new
+        lambda leaf, step: lax.dynamic_update_index_in_dim(leaf, step, index, 0), streams, new
     )
 
 
