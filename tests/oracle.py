@@ -63,6 +63,7 @@ def draw_sampling(llama: LlamaConfig, batch: int, rng: np.random.Generator) -> S
         bias=jnp.asarray(rng.normal(size=(batch, 2)), jnp.float32),
         frequency_penalty=column(jnp.float32, 0, 0, 1.5),
         presence_penalty=column(jnp.float32, 0, 0, -0.8),
+        min_tokens=column(jnp.int32, 0, 0, MAX_NEW // 2),
     )
 
 

@@ -32,7 +32,7 @@ def settings(batch: int, **given) -> Sampling:
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     } | {name: value for name, value in given.items() if not name.startswith("bias")}
-    dtypes = {"seed": np.uint32, "top_k": np.int32}
+    dtypes = {"seed": np.uint32, "top_k": np.int32, "min_tokens": np.int32}
     columns = {
         name: jnp.asarray(np.broadcast_to(value, batch), dtypes.get(name, np.float32))
         for name, value in values.items()
@@ -170,6 +170,24 @@ def test_the_penalty_looks_along_a_nodes_own_path():
         [0.5, 0.5, 1.0, 1.0],
         [0.5, 0.5, 1.0, 0.5],
     ]
+
+
+def test_stop_tokens_of_short_outputs_are_barred():
+    """Two texts, of 2 and 4 tokens of output, with a choice at the root and one a token later."""
+    text = Text(
+        tokens=jnp.zeros((2, 4), jnp.int32),
+        is_token=jnp.ones((2, 4), bool),
+        path=jnp.asarray([[8], [8]]),
+        on_path=jnp.asarray([[[0], [1]]] * 2, bool),
+        is_output=jnp.asarray([[0, 0, 1, 1], [1, 1, 1, 1]], bool),
+        stop_ids=jnp.asarray([[7, -1]]),
+    )
+    given = settings(2, min_tokens=3, frequency_penalty=0.0, presence_penalty=0.0)
+    scores = process(jnp.zeros((2, 2, V)), given, text)
+    assert (scores[:, :, 7] == 0).tolist() == [[False, True], [True, True]]
+    assert (jnp.delete(scores, 7, axis=2) == 0).all()
+    only = jnp.full((2, 2, V), -jnp.inf).at[:, :, 7].set(0)  # a grammar leaves nothing else
+    assert (jnp.argmax(process(only, given, text), axis=-1) == 7).all()
 
 
 def test_a_draft_with_its_own_vocabulary_is_processed_alike():

@@ -40,6 +40,7 @@ SETTINGS = [
     {"temperature": 1.0, "frequency_penalty": 0.7, "seed": 4},
     {"repetition_penalty": 1.3},
     {"logit_bias": {"5": 1.5, "60": -100.0}, "temperature": 1.0, "seed": 5},
+    {"min_tokens": 9, "logit_bias": {"1": 100.0}, "temperature": 1.0, "seed": 6},  # 1 ends a text
 ]
 
 
@@ -228,6 +229,23 @@ def test_stop_tokens(served: Served, client: openai.OpenAI) -> None:
     expected = whole.output_ids[: whole.output_ids.index(own) + 1]
     assert reply.choices[0].token_ids == expected and reply.choices[0].finish_reason == "stop"
     assert reply.choices[0].prompt_token_ids == served.engine.encode(PROMPTS[0])
+
+
+@pytest.mark.parametrize("known", [0, 3, 9])
+def test_a_least_number_of_tokens(served: Served, client: openai.OpenAI, known: int) -> None:
+    (eos,) = served.engine.stop_ids
+    prompt = served.engine.encode(PROMPTS[0]) + [5] * known
+    options = {"min_tokens": 7, "continued_tokens": known, "return_token_ids": True}
+    reply = complete(client, prompt, logit_bias={str(eos): 100}, **options)
+    assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (
+        max(7 - known, 0) + 1,
+        "stop",
+    )
+    (whole,) = offline(served.engine, [prompt])
+    stop = served.engine.tokenizer.decode(whole.output_ids[:1])
+    found = complete(client, prompt, stop=stop, **options).choices[0]
+    assert len(found.token_ids) > 7 - known
+    assert found.token_ids == whole.output_ids[: len(found.token_ids)]
 
 
 def test_echo(served: Served, client: openai.OpenAI) -> None:
@@ -618,7 +636,7 @@ def test_endpoints_that_say_how_the_server_is(served: Served, client: openai.Ope
     found = served.post("/tokenize", {"prompt": PROMPTS[0]}).json()
     ids = served.engine.encode(PROMPTS[0])
     assert found == {"tokens": ids, "count": len(ids), "max_model_len": 256}
-    assert served.post("/detokenize", {"tokens": ids}).json() == {"prompt": PROMPTS[0]}
+    assert served.post("/detokenize", {"tokens": ids}).json() == {"prompt": f"<s>{PROMPTS[0]}"}
     too_long = "x " * 200  # to be answered, not to be counted
     assert served.post("/tokenize", {"prompt": too_long}).json()["count"] > 256
     page = served.get("/")

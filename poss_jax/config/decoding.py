@@ -45,6 +45,8 @@ class SamplingConfig:
         the prompt); 0 changes nothing.
       presence_penalty: Subtract this from the logits of tokens that occur in the output; 0 changes
         nothing.
+      min_tokens: Choose no stop token before this many tokens of output, unless nothing else is
+        possible; stop strings count from then on.
       logit_bias: Add a value to the logit of a token, such as 42=-1.5.
       seed: Seed of all draws; the first prompt uses it, the others seeds derived from it and
         their index.
@@ -57,19 +59,20 @@ class SamplingConfig:
     repetition_penalty: Penalty = 1.0
     frequency_penalty: OutputPenalty = 0.0
     presence_penalty: OutputPenalty = 0.0
+    min_tokens: CountOrZero = 0
     logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
     seed: Seed = 0
 
     @property
     def is_plain(self) -> bool:
         """True if tokens are the argmax of the unchanged logits."""
-        is_changed = self.repetition_penalty != 1 or self.has_output_penalty or self.logit_bias
+        is_changed = self.repetition_penalty != 1 or self.reads_output or self.logit_bias
         return self.temperature == 0 and not is_changed
 
     @property
-    def has_output_penalty(self) -> bool:
-        """True if scores depend on how often the output holds a token."""
-        return self.frequency_penalty != 0 or self.presence_penalty != 0
+    def reads_output(self) -> bool:
+        """True if scores depend on the output so far: its tokens or their number."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.min_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -3,16 +3,16 @@
 A token is chosen as `argmax(scores + noise)`. The scores are the logits after the processors of
 `transformers`, in its order: logit bias, repetition penalty, temperature, top-k, top-p, min-p;
 servers' frequency and presence penalties, which count only the output, follow the repetition
-penalty. The noise is Gumbel noise, so the argmax is a draw from softmax(scores); it depends only on
-the request's seed and the position of the chosen token. So a request gets the same text from any
-drafter, tree and batch, and the drafter may look at the noise in advance. Sequences of temperature
-0 get no noise: they are greedy.
+penalty, then stop tokens are barred from short outputs. The noise is Gumbel noise, so the argmax is
+a draw from softmax(scores); it depends only on the request's seed and the position of the chosen
+token. So a request gets the same text from any drafter, tree and batch, and the drafter may look at
+the noise in advance. Sequences of temperature 0 get no noise: they are greedy.
 
 Scores and noise are always float32.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,12 @@ from poss_jax.model.ranking import choose, top_k
 from poss_jax.model.sharding import highest_of_groups
 from poss_jax.shapes import Array, Bool, Float, Int
 
-OUTPUT_PENALTIES = ("frequency_penalty", "presence_penalty")
-_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", *OUTPUT_PENALTIES)
-SETTINGS = {"seed": np.uint32, "top_k": np.int32} | dict.fromkeys(_REALS, np.float32)
+OF_OUTPUT = ("frequency_penalty", "presence_penalty", "min_tokens")
+"""Settings that depend on the output so far."""
+
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", *OF_OUTPUT[:2])
+SETTINGS: dict[str, Any] = {"seed": np.uint32, "top_k": np.int32, "min_tokens": np.int32}
+SETTINGS |= dict.fromkeys(_REALS, np.float32)
 """Settings of `SamplingConfig`, which has their bounds and defaults -> their type on the device."""
 
 
@@ -36,8 +39,9 @@ class Sampling(struct.PyTreeNode):
     Attributes:
       bias_ids: tokens whose logits are shifted; -1 is none.
       bias: number added to each of them.
-      frequency_penalty: None if no sequence has a penalty on its output.
+      frequency_penalty: None if no sequence has a setting of `OF_OUTPUT`.
       presence_penalty: None likewise.
+      min_tokens: None likewise.
     """
 
     seed: Array  # [B] uint32
@@ -50,6 +54,7 @@ class Sampling(struct.PyTreeNode):
     bias: Array  # [B num_biased] float32
     frequency_penalty: Array | None = None  # [B] float32
     presence_penalty: Array | None = None  # [B] float32
+    min_tokens: Array | None = None  # [B] int32
 
 
 class Text(NamedTuple):
@@ -61,6 +66,7 @@ class Text(NamedTuple):
       path: tokens of all nodes.
       on_path: nodes that precede each choice.
       is_output: True for tokens that the target chose; None if it chose none.
+      stop_ids: tokens that end each text, -1 is none; one row serves all sequences.
     """
 
     tokens: Array  # [B S]
@@ -68,6 +74,7 @@ class Text(NamedTuple):
     path: Array  # [B nodes]
     on_path: Array  # [B rows nodes] bool
     is_output: Array | None = None  # [B S] bool
+    stop_ids: Array | None = None  # [B num_stop]
 
 
 def draw_noise(
@@ -135,6 +142,15 @@ def shift_logits(
             return jnp.where(counts > 0, scores - presence[:, None, None], scores)
 
         scores = _where_any((frequency != 0) | (presence != 0), lowered, scores)
+    if sampling.min_tokens is not None and text.stop_ids is not None:
+        is_short = _num_output(text) < sampling.min_tokens[:, None]
+        ids = jnp.broadcast_to(text.stop_ids, (len(scores), text.stop_ids.shape[1]))
+
+        def barred(scores: Array) -> Array:
+            is_end = own(_mark(ids, vocab_size))
+            return jnp.where(is_short[:, :, None] & is_end[:, None], _BARRED, scores)
+
+        scores = _where_any(is_short, barred, scores)
     return scores / jnp.where(_is_sampled(sampling), sampling.temperature, 1.0)[:, None, None]
 
 
@@ -222,6 +238,7 @@ def lower_unlikely(
 
 
 _NUM_BEST = 64
+_BARRED = -1e9  # finite: it is chosen if nothing else can be
 
 
 def _is_sampled(sampling: Sampling) -> Bool[Array, " B"]:
@@ -240,12 +257,24 @@ def _bias(sampling: Sampling, vocab_size: int) -> Float[Array, "B V"]:
     return bias.at[jnp.arange(batch)[:, None], ids].add(sampling.bias, mode="drop")
 
 
+def _num_output(text: Text) -> Int[Array, "B rows"]:
+    """Counts the tokens of output before each choice."""
+    before = 0 if text.is_output is None else text.is_output.sum(axis=1, dtype=jnp.int32)[:, None]
+    return before + text.on_path.sum(axis=2, dtype=jnp.int32)
+
+
+def _mark(ids: Int[Array, "B num"], vocab_size: int) -> Bool[Array, "B V"]:
+    """Marks tokens of the vocabulary; -1 is none."""
+    ids = jnp.where(ids < 0, vocab_size, ids)  # out of range: dropped
+    nothing = jnp.zeros((len(ids), vocab_size), bool)
+    return nothing.at[jnp.arange(len(ids))[:, None], ids].set(True, mode="drop")
+
+
 def _seen(text: Text, vocab_size: int) -> Bool[Array, "B rows V"]:
     """Marks the tokens that occur before each choice."""
     B, rows = text.on_path.shape[:2]
     sequence = jnp.arange(B)[:, None]
-    tokens = jnp.where(text.is_token, text.tokens, vocab_size)
-    before = jnp.zeros((B, vocab_size), bool).at[sequence, tokens].set(True, mode="drop")
+    before = _mark(jnp.where(text.is_token, text.tokens, -1), vocab_size)
     seen = jnp.broadcast_to(before[:, None], (B, rows, vocab_size))
     path = jnp.where(text.on_path, text.path[:, None], vocab_size)
     return seen.at[sequence[:, None], jnp.arange(rows)[None, :, None], path].set(True, mode="drop")

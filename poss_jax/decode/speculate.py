@@ -395,6 +395,7 @@ def prompt_text(request: Request) -> Text:
         path=jnp.zeros((B, 0), jnp.int32),
         on_path=jnp.zeros((B, 1, 0), bool),
         is_output=_are_continued(request),
+        stop_ids=request.stop_ids,
     )
 
 
@@ -408,6 +409,7 @@ def text_before(request: Request, output: Output, tree: Tree) -> Text:
         path=tree.tokens,
         on_path=tree.ancestors.at[:, :, 0].set(False),  # the root is in the output
         is_output=jnp.concatenate([_are_continued(request), in_output], axis=1),
+        stop_ids=request.stop_ids,
     )
 
 

@@ -127,8 +127,9 @@ def begin_text(
     if tokenizer is None:
         return None
     stream = TextStream(tokenizer, stop, anchor=answer_anchor(prompt, tokenizer))
-    for token in prompt.ids[len(prompt.ids) - prompt.num_continued :]:
-        stream.push(token, depth=0)
+    continued = prompt.ids[len(prompt.ids) - prompt.num_continued :]
+    for count, token in enumerate(continued, start=1):
+        stream.push(token, depth=0, may_stop=count > prompt.sampling.min_tokens)
     return stream
 
 
@@ -177,6 +178,7 @@ class LiveAnswer:
     ) -> None:
         """Begins an answer; `stop` are strings that end it, as `stop_ids` do."""
         self._prompt, self._stop_ids = prompt.ids, stop_ids
+        self._least = prompt.sampling.min_tokens - prompt.num_continued
         self._stream = begin_text(prompt, tokenizer, stop)
         self._text = ""
         self._ids: list[int] = []
@@ -233,7 +235,8 @@ class LiveAnswer:
         pieces: list[Piece] = []
         for count, (token, depth) in enumerate(zip(tokens, depths, strict=True), start=1):
             if token not in self._stop_ids:
-                pieces += self._stream.push(token, depth=depth)
+                may_stop = len(self._ids) + count > self._least
+                pieces += self._stream.push(token, depth=depth, may_stop=may_stop)
             if self._stream.is_stopped:
                 return pieces, count
         return pieces + (self._stream.finish() if is_last else []), len(tokens)

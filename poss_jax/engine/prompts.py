@@ -21,7 +21,7 @@ from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.data.marks import encode_rendered, hide_marks
 from poss_jax.data.rendering import RenderEnded, RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer
-from poss_jax.decode.sampling import OUTPUT_PENALTIES, SETTINGS, Sampling
+from poss_jax.decode.sampling import OF_OUTPUT, SETTINGS, Sampling
 from poss_jax.decode.state import Request
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
@@ -229,11 +229,11 @@ def _lay_out_sampling(
     for row, one in enumerate(settings):
         ids[row, : len(one.logit_bias)] = list(one.logit_bias)
         bias[row, : len(one.logit_bias)] = list(one.logit_bias.values())
-    has_penalty = num_biased is not None or any(one.has_output_penalty for one in settings)
+    reads_output = num_biased is not None or any(one.reads_output for one in settings)
     columns = {
         name: np.asarray([getattr(one, name) for one in settings], dtype)
         for name, dtype in SETTINGS.items()
-        if has_penalty or name not in OUTPUT_PENALTIES
+        if reads_output or name not in OF_OUTPUT
     }
     return columns | {"bias_ids": ids, "bias": bias}
 

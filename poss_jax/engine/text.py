@@ -59,9 +59,17 @@ class TextStream:
         self._held: list[Piece] = []
         self.is_stopped = False
 
-    def push(self, token: int, *, depth: int) -> list[Piece]:
-        """Adds a token and returns what may be shown now."""
-        return self._add(self._decoder.push(token, depth=depth))
+    def push(self, token: int, *, depth: int, may_stop: bool = True) -> list[Piece]:
+        """Adds a token and returns what may be shown now.
+
+        Args:
+          token: its id.
+          depth: see `Piece`.
+          may_stop: False shows it whatever it spells; before others, such as those of a text that
+            is to have a least length.
+        """
+        pieces = self._decoder.push(token, depth=depth)
+        return self._add(pieces) if may_stop else pieces
 
     def finish(self) -> list[Piece]:
         """Ends the text; returns what was held back."""

@@ -134,6 +134,7 @@ class CommonRequest(BaseModel):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Penalty | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Ids | None = None
     return_token_ids: bool | None = None
