@@ -6,7 +6,14 @@ from typing import Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from poss_jax.config.models import STRICT, Drafting, MeshConfig, Quantisation, TreeConfig
+from poss_jax.config.models import (
+    STRICT,
+    Drafting,
+    MeshConfig,
+    Quantisation,
+    ToolFormat,
+    TreeConfig,
+)
 from poss_jax.config.numbers import (
     Bias,
     Count,
@@ -233,6 +240,8 @@ class ServeConfig(AnswerConfig):
       allowed_origins: Other sites whose pages may ask this server (CORS), such as
         https://chat.example; `*` allows all.
       model_name: Name of the model in the API; null takes the name of the target's folder.
+      tool_format: How the model writes calls of tools (docs/serving.md); null finds it in the chat
+        template.
     """
 
     target: str = SMOLLM2
@@ -251,6 +260,7 @@ class ServeConfig(AnswerConfig):
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     model_name: str | None = None
+    tool_format: ToolFormat | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,6 +29,7 @@ _MOST_STOP_IDS = 64  # in files; decoders may allow fewer
 Divisors = tuple[Positive, ...]
 Quantisation = Literal["int8", "fp8"]
 Drafting = Literal["coupled", "argmax", "sampled"]
+ToolFormat = Literal["hermes", "llama3", "mistral"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

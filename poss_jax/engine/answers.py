@@ -126,7 +126,8 @@ def begin_text(
     """Begins the text of an answer, after what it continues; None without a tokenizer."""
     if tokenizer is None:
         return None
-    stream = TextStream(tokenizer, stop, anchor=answer_anchor(prompt, tokenizer))
+    anchor = answer_anchor(prompt, tokenizer)
+    stream = TextStream(tokenizer, stop, anchor=anchor, shown=prompt.shown_ids)
     continued = prompt.ids[len(prompt.ids) - prompt.num_continued :]
     for count, token in enumerate(continued, start=1):
         stream.push(token, depth=0, may_stop=count > prompt.sampling.min_tokens)

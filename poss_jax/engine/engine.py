@@ -313,6 +313,7 @@ class Engine:
         stop_ids: Sequence[int] | None = None,
         num_continued: int = 0,
         is_chat: bool | None = None,
+        shown_ids: Sequence[int] = (),
     ) -> PreparedPrompt:
         """Tokenises a prompt and checks it, its settings and its limit: nobody does so again.
 
@@ -325,6 +326,7 @@ class Engine:
           stop_ids: tokens that end the answer; None: the engine's.
           num_continued: tokens at the end of the prompt that already belong to the answer.
           is_chat: the answer is decoded alone; None: if the prompt holds messages.
+          shown_ids: special tokens whose names belong to the answer's text.
 
         Raises:
           UserError: what `encode_prompt` refuses, a biased token outside the vocabulary, nothing
@@ -342,7 +344,8 @@ class Engine:
         if num_continued >= len(ids):
             raise UserError("continued_tokens: want fewer than the prompt has")
         is_chat = isinstance(prompt[0], dict) if is_chat is None else is_chat
-        return PreparedPrompt(ids, max_new_tokens, sampling, stop_ids, num_continued, is_chat)
+        of_text = num_continued, is_chat, shown_ids
+        return PreparedPrompt(ids, max_new_tokens, sampling, stop_ids, *of_text)
 
     def encode(self, prompt: Prompt, rendering: Rendering | None = None) -> list[int]:
         """Turns a prompt into token ids (see `encode_prompt`)."""
@@ -358,7 +361,7 @@ class Engine:
     def decode(
         self, prompts: Sequence[PreparedPrompt], *, batch_size: int = 1, stop: Sequence[str] = ()
     ) -> list[Generation]:
-        """Answers prepared prompts, on the device, or step by step if stop strings need it.
+        """Answers prepared prompts, on the device, or step by step if their texts need it.
 
         Args:
           prompts: made by `prepare`.
@@ -372,7 +375,7 @@ class Engine:
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first : first + batch_size]
             config, request = self.request(batch, batch_size=batch_size)
-            if stop:
+            if stop or any(prompt.shown_ids for prompt in batch):
                 live = [self.live_answer(prompt, stop) for prompt in batch]
                 rounds = run_live(self.weights, config, request, live)
                 ended = {index: chunk.answer for index, chunk in rounds if chunk.answer}

@@ -6,8 +6,10 @@
 """
 
 import dataclasses
+import json
 import operator
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -54,6 +56,7 @@ class PreparedPrompt(NamedTuple):
         presence penalties count them, and stop strings may begin in them.
       is_chat: the answer is a new message, decoded alone; otherwise it is decoded as the
         continuation of the prompt.
+      shown_ids: special tokens whose names belong to the answer's text, such as marks of calls.
     """
 
     ids: list[int]
@@ -62,6 +65,7 @@ class PreparedPrompt(NamedTuple):
     stop_ids: Sequence[int] | None = None
     num_continued: int = 0
     is_chat: bool = False
+    shown_ids: Sequence[int] = ()
 
     def choice(self, index: int) -> "PreparedPrompt":
         """The same prompt with the seed of another answer (see `prompt_seed`)."""
@@ -134,6 +138,26 @@ def is_message(value: Any) -> bool:
     role, content = fields.get("role"), fields.get("content")
     is_content = isinstance(content, str) or (content is None and len(given) > 1)
     return isinstance(role, str) and role != "" and is_content
+
+
+@lru_cache(maxsize=8)
+def escapes_arguments(tokenizer: Any) -> bool:
+    """True if the chat template wants the arguments of calls as objects, not as JSON.
+
+    Clients send JSON, which many templates would write as JSON once more.
+    """
+    call = {"name": "f", "arguments": json.dumps({"word": "x"})}
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "a" * 9, "type": "function"}],
+    }
+    called["tool_calls"][0]["function"] = call
+    try:
+        chat = [{"role": "user", "content": "x"}, called]
+        return r"\"word" in render_chat(tokenizer, chat, is_asking=False)
+    except RenderError:
+        return True
 
 
 def check_bias(sampling: SamplingConfig, vocab_size: int) -> None:

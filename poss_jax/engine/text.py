@@ -45,7 +45,12 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), *, anchor: int | None = None
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        anchor: int | None = None,
+        shown: Sequence[int] = (),
     ) -> None:
         """Begins a text.
 
@@ -53,8 +58,9 @@ class TextStream:
           tokenizer: the target's tokenizer.
           stop: strings that end the text.
           anchor: token that the text is decoded after (see `find_anchor`); None decodes it alone.
+          shown: special tokens whose names belong to the text.
         """
-        self._decoder = _Decoder(tokenizer, anchor)
+        self._decoder = _Decoder(tokenizer, anchor, shown)
         self._stop = tuple(stop)
         self._held: list[Piece] = []
         self.is_stopped = False
@@ -120,8 +126,8 @@ class _Decoder:
     kind, since one invalid byte spoils the whole run.
     """
 
-    def __init__(self, tokenizer: Any, anchor: int | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, anchor: int | None, shown: Sequence[int]) -> None:
+        self._tokenizer, self._shown = tokenizer, shown
         self._ids: list[int] = []  # the last tokens, starting between characters
         self._num_shown = 0  # characters of their text already returned
         self._depth = 0  # of the last token
@@ -130,6 +136,9 @@ class _Decoder:
             self.push(anchor, depth=0)
 
     def push(self, token: int, *, depth: int) -> list[Piece]:
+        if token in self._shown:
+            pieces, self._ids, self._num_shown = self.flush(), [], 0
+            return [*pieces, Piece(self._tokenizer.convert_ids_to_tokens(token), depth)]
         alone = _read_alone(self._tokenizer, token)
         if alone is None:
             return []

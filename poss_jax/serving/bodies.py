@@ -35,6 +35,7 @@ FOREIGN: dict[str, Any] = dict.fromkeys(
 FOREIGN |= {"skip_special_tokens": True, "length_penalty": 1, "typical_p": 1, "tfs_z": 1}
 """Fields of other engines that change the text -> the value that does not, besides empty ones."""
 
+_FUNCTION = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MOST_CONTAINERS = 10_000
 _STRING_OR_CONTAINER = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
@@ -53,6 +54,21 @@ _KINDS = {
 }
 
 
+def _tool(tool: Any) -> Any:
+    """Checks a tool; the chat template gets it as it was sent."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    is_known = isinstance(tool, dict) and tool.get("type") == "function"
+    if not (is_known and isinstance(name, str) and _FUNCTION.fullmatch(name)):
+        raise ValueError(
+            "want the type function, and a function with a name of up to 64 letters, digits, "
+            "dots, _ and -"
+        )
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise ValueError("want the parameters as a JSON schema")
+    return tool
+
+
 def _few(biases: Any) -> Any:
     if isinstance(biases, dict) and len(biases) > MOST_BIASED:
         raise ValueError(f"want at most {MOST_BIASED}")
@@ -61,6 +77,10 @@ def _few(biases: Any) -> Any:
     return biases
 
 
+Tools = Annotated[
+    list[Annotated[dict[str, Any], BeforeValidator(_tool)]],
+    Field(fail_fast=True, max_length=MOST_CHOICES),
+]
 ApiBias = Annotated[Bias, Field(ge=-100, le=100)]
 Biases = Annotated[dict[str, ApiBias], BeforeValidator(_few)]
 
@@ -182,6 +202,7 @@ class ChatFields(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
 
 
 class ChatRequest(ChatFields, CommonRequest):
@@ -192,9 +213,9 @@ class ChatRequest(ChatFields, CommonRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
     functions: list[Any] | None = None
-    tool_choice: Any = None  # has no effect without `tools`, which are refused
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     modalities: Texts | None = None
 
 

@@ -1,4 +1,4 @@
-"""Chats of requests -> messages, and how the chat template is to write them."""
+"""Chats of requests -> messages and tools, and how the chat template is to write them."""
 
 import logging
 import re
@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from poss_jax.config.decoding import ServeConfig
+from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.reading import cut
 from poss_jax.engine.engine import Engine
-from poss_jax.engine.prompts import Rendering
-from poss_jax.serving.bodies import ApiError, ChatFields, Message
+from poss_jax.engine.prompts import Rendering, escapes_arguments
+from poss_jax.serving.bodies import ApiError, ChatFields, ChatRequest, Message
+from poss_jax.serving.tools import FORMS, Caller, find_format
 
 _LOG = logging.getLogger(__package__)
 _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
@@ -33,6 +36,10 @@ def read_messages(engine: Engine, given: Sequence[Message]) -> list[dict[str, An
         template = str(engine.tokenizer.chat_template or "")
         _check_roles(template, messages)
         _log_unused(template, messages)
+        if any("tool_calls" in message for message in messages) and escapes_arguments(
+            engine.tokenizer
+        ):
+            messages = [_with_objects(message) for message in messages]
     return messages
 
 
@@ -46,15 +53,62 @@ def read_rendering(
     """
     variables = dict(body.chat_template_kwargs or {})
     known = engine.tokenizer.special_tokens_map if engine.tokenizer is not None else {}
+    tools = body.tools or None
+    if isinstance(body, ChatRequest) and body.tool_choice == "none":
+        tools = None  # what the model does not see, it does not call
     if taken := variables.keys() & {*_OWN_VARIABLES, *known}:
         message = f"chat_template_kwargs: {min(taken)} cannot be set here"
         raise ApiError(400, message, param="chat_template_kwargs")
     if not body.continue_final_message:
-        return Rendering(None, body.add_generation_prompt is not False, variables)
+        return Rendering(tools, body.add_generation_prompt is not False, variables)
     if body.add_generation_prompt or messages[-1]["role"] != "assistant":
         message = "want an assistant's message at the end, and no add_generation_prompt"
         raise ApiError(400, f"continue_final_message: {message}", param="continue_final_message")
-    return Rendering(None, False, variables | {"continue_final_message": True})
+    return Rendering(tools, False, variables | {"continue_final_message": True})
+
+
+def read_caller(
+    engine: Engine, config: ServeConfig, body: ChatRequest, tools: Sequence[dict[str, Any]] | None
+) -> Caller | None:
+    """Reads how tools are to be called; None: there are none.
+
+    Raises:
+      ApiError: the model cannot be told of tools, its calls cannot be read, or a choice of tools
+        that is not served.
+    """
+    if body.tool_choice not in (None, "auto", "none"):
+        raise ApiError(400, "tool_choice: want auto or none", param="tool_choice")
+    if not tools:
+        return None
+    template = ""
+    if engine.tokenizer is not None and engine.tokenizer.chat_template:
+        template = engine.tokenizer.get_chat_template(None, tools)
+    if not re.search(r"\btools\b", template):
+        raise ApiError(400, "tools: this model's chat template has none", param="tools")
+    form = config.tool_format or find_format(template)
+    if form is None:
+        message = "calls of this model's chat template have no known form; start with --tool-format"
+        raise ApiError(400, f"tools: {message}", param="tools")
+    names = frozenset(tool["function"]["name"] for tool in tools)
+    return Caller(FORMS[form], names, is_single=body.parallel_tool_calls is False)
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Gives arguments as objects if they are JSON; other arguments stay as they are."""
+
+    def parsed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        try:
+            arguments = parse_json(function["arguments"])
+        except (JsonError, LookupError, TypeError):
+            return call
+        is_object = isinstance(arguments, dict)
+        return call | {"function": function | {"arguments": arguments}} if is_object else call
+
+    calls = message.get("tool_calls")
+    return (
+        message | {"tool_calls": list(map(parsed, calls))} if isinstance(calls, list) else message
+    )
 
 
 def _read_message(message: Message) -> dict[str, Any]:

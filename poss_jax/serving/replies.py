@@ -15,6 +15,7 @@ from poss_jax.engine.streams import Chunks
 from poss_jax.engine.text import TextStream, decode_behind, find_anchor, token_bytes
 from poss_jax.serving.bodies import ApiError
 from poss_jax.serving.requests import Job
+from poss_jax.serving.tools import CallReader
 
 DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": waiting\n\n"
@@ -48,6 +49,8 @@ class Reply:
         self._tokens: list[list[int]] = [[] for _ in job.prompts]
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in job.prompts]
         self._answers: list[Generation | None] = [None] * len(job.prompts)
+        caller = job.caller
+        self._readers = [CallReader(caller) for _ in job.prompts] if caller else None
         tokenizer = engine.tokenizer
         self._anchor = tokenizer and find_anchor(tokenizer, job.prompts[0].ids)
         self._places = [
@@ -78,20 +81,42 @@ class Reply:
             logprobs = self._format_logprobs(index, chunk.output_ids, chunk.logprobs)
             self._logprobs[index].append(logprobs)
         self._answers[index] = answer = chunk.answer
-        is_shown = chunk.text or answer or logprobs or self._options["token_ids"]
+        text = self._delta(index, chunk)
+        is_shown = any(text.values()) or answer or logprobs or self._options["token_ids"]
         if not is_shown:
             return None
-        choice: dict[str, Any] = {"index": index}
-        if self._is_chat:
-            choice["delta"] = {"content": chunk.text} if chunk.text else {}
-        else:
-            choice["text"] = chunk.text
-        choice |= {"logprobs": logprobs, "finish_reason": answer and _finish_reason(answer)}
+        choice = {"index": index, **({"delta": text} if self._is_chat else text)}
+        choice |= {"logprobs": logprobs, "finish_reason": answer and self._finish(index)}
         if self._options["speculation"]:
             choice["speculation"] = {"pieces": [[one.text, one.depth] for one in chunk.pieces]}
         if self._options["token_ids"]:
             choice["token_ids"] = chunk.output_ids
         return self._event([choice])
+
+    def _delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """What a chunk adds to the text, or to a message: text and calls."""
+        if not self._is_chat:
+            return {"text": chunk.text}
+        text, calls = chunk.text, []
+        if self._readers is not None:
+            reader = self._readers[index]
+            first = len(reader.calls)
+            text, calls = reader.push(chunk.text, is_last=chunk.answer is not None)
+            calls = [{"index": first + place, **call} for place, call in enumerate(calls)]
+        return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        if self._readers is None or not (calls := self._readers[index].calls):
+            return message
+        return message | {"content": self._readers[index].text or None, "tool_calls": calls}
+
+    def _finish(self, index: int) -> str:
+        """Why a choice ended; the API has no word for a deadline."""
+        answer = self._answers[index]
+        if answer is None or answer.stop_reason != "stop":
+            return "length"
+        return "tool_calls" if self._readers and self._readers[index].calls else "stop"
 
     def last_event(self) -> dict[str, Any] | None:
         """The usage, if a stream is to end with it."""
@@ -133,13 +158,13 @@ class Reply:
         text = self._job.echo[index] + (answer.text or "")
         choice: dict[str, Any] = {"index": index}
         if self._is_chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = self._message(index, text)
         else:
             choice["text"] = text
         logprobs = None
         if self._job.num_logprobs is not None:
             logprobs = _join(self._format_logprobs(index, (), ()), *self._logprobs[index])
-        choice |= {"logprobs": logprobs, "finish_reason": _finish_reason(answer)}
+        choice |= {"logprobs": logprobs, "finish_reason": self._finish(index)}
         if self._options["token_ids"]:
             choice["token_ids"] = self._tokens[index]
             choice["prompt_token_ids"] = self._job.prompts[index].ids
@@ -261,8 +286,3 @@ class _Places:
         begin, pieces = self._end, self._text.push(token, depth=0) if self._text else []
         self._end += sum(len(piece.text) for piece in pieces)
         return begin
-
-
-def _finish_reason(answer: Generation) -> str:
-    """`stop` or `length`; the API has no word for a deadline."""
-    return "stop" if answer.stop_reason == "stop" else "length"

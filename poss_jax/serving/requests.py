@@ -29,7 +29,8 @@ from poss_jax.serving.bodies import (
     TokenizeRequest,
     explain,
 )
-from poss_jax.serving.chats import read_messages, read_rendering
+from poss_jax.serving.chats import read_caller, read_messages, read_rendering
+from poss_jax.serving.tools import Caller
 
 _LOG = logging.getLogger(__package__)
 _MOST_LOGPROBS = 200_000  # per reply, unless one full-length choice has more
@@ -45,6 +46,7 @@ class Job(NamedTuple):
       num_logprobs: most likely tokens to show at each position; None: no log-probabilities.
       num_prompt_tokens: tokens of all prompts, each counted once.
       echo: text that stands before each choice.
+      caller: tools that may be called; None: none.
     """
 
     prompts: list[PreparedPrompt]
@@ -52,6 +54,25 @@ class Job(NamedTuple):
     num_logprobs: int | None
     num_prompt_tokens: int
     echo: list[str]
+    caller: Caller | None = None
+
+
+class _Chat(NamedTuple):
+    """What only a chat has: how its messages are written, and its tools."""
+
+    rendering: Rendering
+    caller: Caller | None
+
+    @property
+    def is_new_message(self) -> bool:
+        """False if the answer continues the last message, and is decoded behind it."""
+        return "continue_final_message" not in self.rendering.variables
+
+    def shown_ids(self, tokenizer: Any) -> list[int]:
+        """Special tokens that mark calls."""
+        marks = self.caller.form[:2] if self.caller else ()
+        added = tokenizer.added_tokens_decoder if marks else {}
+        return [token for token, one in added.items() if one.special and one.content in marks]
 
 
 def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest) -> Job:
@@ -88,7 +109,7 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     Raises:
       ApiError: something in it cannot be served.
     """
-    _refuse(body, "tools", "functions")
+    _refuse(body, "functions")
     if (body.response_format or {}).get("type", "text") != "text":
         raise ApiError(400, "response_format: only text is served", param="response_format")
     if body.modalities not in (None, [], ["text"]):
@@ -98,7 +119,10 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     messages = read_messages(engine, body.messages)
     limit = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs)
+    rendering = read_rendering(engine, body, messages)
+    caller = read_caller(engine, config, body, rendering.tools)
+    chat = _Chat(rendering, caller)
+    return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs, chat=chat)
 
 
 def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> list[int]:
@@ -150,6 +174,7 @@ def _make_job(
     *,
     limit: int | None,
     logprobs: int | None,
+    chat: _Chat | None = None,
 ) -> Job:
     _check_unknown(body)
     if logprobs is not None and not config.max_logprobs:
@@ -159,11 +184,12 @@ def _make_job(
     if len(prompts) * (body.n or 1) > MOST_CHOICES:
         raise ApiError(400, f"n: want at most {MOST_CHOICES} choices in all", param="n")
     stop = _read_stop(engine, config, body)
-    prepared = _prepare_choices(engine, config, body, prompts, limit)
+    prepared = _prepare_choices(engine, config, body, prompts, limit, chat)
     if logprobs is not None:
         _check_logprobs(config, prepared, 1 + logprobs)
     num_tokens = sum(len(one.ids) for one in prepared[:: body.n or 1])
-    return Job(prepared, [*config.stop, *stop], logprobs, num_tokens, [""] * len(prepared))
+    echo, caller = [""] * len(prepared), chat and chat.caller
+    return Job(prepared, [*config.stop, *stop], logprobs, num_tokens, echo, caller)
 
 
 def _check_logprobs(config: ServeConfig, prompts: list[PreparedPrompt], per_token: int) -> None:
@@ -180,17 +206,16 @@ def _prepare_choices(
     body: CommonRequest,
     prompts: list[Prompt],
     limit: int | None,
+    chat: _Chat | None,
 ) -> list[PreparedPrompt]:
     """Prepares all choices; without a limit they get the room there is, up to the default."""
     sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
-    num_continued, is_chat, rendering, prepared = 0, True, None, []
+    num_continued, is_chat, prepared = 0, chat is not None and chat.is_new_message, []
     if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
         num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
-    if isinstance(body, ChatRequest):
-        rendering = read_rendering(engine, body, prompts[0])
-        is_chat = not body.continue_final_message  # else its text continues the message's
+    shown_ids = chat.shown_ids(engine.tokenizer) if chat else ()
     for index, prompt in enumerate(prompts):
-        ids = _encode(engine, config, prompt, rendering)
+        ids = _encode(engine, config, prompt, chat and chat.rendering)
         with _refusing(_prompt_field(prompt)):
             one = engine.prepare(
                 ids,
@@ -201,6 +226,7 @@ def _prepare_choices(
                 stop_ids=stop_ids,
                 num_continued=num_continued,
                 is_chat=is_chat,
+                shown_ids=shown_ids,
             )
         first = index * (body.n or 1)
         prepared += [one.choice(first + choice) for choice in range(body.n or 1)]

@@ -1,0 +1,261 @@
+"""Calls of tools: given to the template, found in the answer, streamed; without weights."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_oracle import TOOL, call, tokenizer_of
+from chat_templates import KINDS
+from test_asking import user
+from test_messages import Tokenising
+
+from poss_jax.config.decoding import ServeConfig
+from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, Round
+from poss_jax.engine.text import Piece
+from poss_jax.serving.bodies import ApiError, ChatRequest, TokenizeRequest, parse_body
+from poss_jax.serving.replies import Reply
+from poss_jax.serving.requests import Job, read_chat, read_text
+from poss_jax.serving.tools import FORMS, Caller, CallReader, find_format
+
+CONFIG = ServeConfig(target="none")
+CALLING = {
+    "hermes": "chatml, tools",
+    "llama3": "llama-3.1, tools",
+    "mistral": "mistral, tools",
+}
+LISBON, PORTO = ({"name": "weather", "arguments": {"city": city}} for city in ("Lisbon", "Pôrto"))
+LOOK = {"name": "weather", "parameters": {"city": "Lisbon"}}
+HERMES = "<tool_call>\n{}\n</tool_call>".format
+MARK = "<|python_tag|>"
+
+
+def caller(form: str, **more: Any) -> Caller:
+    return Caller(FORMS[form], frozenset({"weather"}), **more)  # type: ignore[index]
+
+
+def read(form: str, *parts: str, **more: Any) -> tuple[str, list[Any]]:
+    """Text and calls of an answer that comes in parts; none is taken back or comes twice."""
+    reader = CallReader(caller(form, **more))
+    shown = [reader.push(part, is_last=False) for part in parts]
+    shown.append(reader.push("", is_last=True))
+    assert "".join(text for text, _ in shown) == reader.text
+    assert [one for _, calls in shown for one in calls] == reader.calls
+    functions = [one["function"] for one in reader.calls]
+    return reader.text, [one | {"arguments": json.loads(one["arguments"])} for one in functions]
+
+
+@pytest.mark.parametrize(
+    ("form", "answer", "text", "calls"),
+    [
+        ("hermes", "It is\n warm. ", "It is\n warm. ", []),
+        ("hermes", HERMES(json.dumps(LISBON)), "", [LISBON]),
+        (
+            "hermes",
+            "Let me look. \n" + HERMES(json.dumps(LISBON)) + "\n" + HERMES(json.dumps(PORTO)),
+            "Let me look.",
+            [LISBON, PORTO],
+        ),
+        ("hermes", HERMES(json.dumps(LISBON)) + " So  I wait. ", "So  I wait. ", [LISBON]),
+        ("hermes", "<tool_call>" + json.dumps(LISBON), "", [LISBON]),  # ends with the answer
+        ("hermes", HERMES('{"name": "other"}'), "", [{"name": "other", "arguments": {}}]),
+        ("hermes", "a < b <tool <tool_", "a < b <tool <tool_", []),
+        ("llama3", json.dumps(LOOK), "", [LISBON]),
+        ("llama3", " \n" + json.dumps(LOOK) + "; " + json.dumps(PORTO), "", [LISBON, PORTO]),
+        ("llama3", MARK + json.dumps(LOOK), "", [LISBON]),
+        ("llama3", '{"name": "Ann", "age": 4}', '{"name": "Ann", "age": 4}', []),
+        ("llama3", "So: " + json.dumps(LOOK), "So: " + json.dumps(LOOK), []),
+        ("llama3", MARK + "weather.call(1)", MARK + "weather.call(1)", []),
+        ("mistral", "[TOOL_CALLS]" + json.dumps([LISBON, PORTO]), "", [LISBON, PORTO]),
+        ("mistral", "Well [TOOL_CALLS] " + json.dumps([LISBON]), "Well", [LISBON]),
+        ("mistral", "a [1] [TOOL", "a [1] [TOOL", []),
+    ],
+)
+def test_calls_are_found_in_any_parts(form: str, answer: str, text: str, calls: Any) -> None:
+    assert read(form, answer) == read(form, *answer) == (text, calls)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        cuts = sorted({0, *rng.integers(0, len(answer) + 1, 3).tolist(), len(answer)})
+        assert read(form, *(answer[i:j] for i, j in pairwise(cuts))) == (text, calls)
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        *("", "{", "weather", "[]", "7", "null", '"a"', '{"name": ""}', '{"name": 7}', "{" * 5000),
+        *('{"name": "f", "arguments": 7}', '{"name": "f", "arguments": "7"}', '[{"name": "f"}, 1]'),
+        *('{"name": "f", "arguments": {"x": NaN}}', '{"name": "f", "arguments": {"x": "\\ud800"}}'),
+        *('{"name": "f"} and more', '{"function": "f"}'),
+    ],
+    ids=lambda text: text[:45],
+)
+def test_a_malformed_call_is_text(inside: str) -> None:
+    answer = f"So \n{HERMES(inside)} "
+    assert read("hermes", *answer) == (answer, [])
+
+
+def test_arguments_may_be_text_and_functions_inside() -> None:
+    inner = {"type": "function", "function": {"name": "f", "arguments": '{"x": [1, "é"]}'}}
+    assert read("mistral", f"[TOOL_CALLS]{json.dumps([inner])}") == (
+        "",
+        [{"name": "f", "arguments": {"x": [1, "é"]}}],
+    )
+
+
+def test_one_call_at_a_time() -> None:
+    both = HERMES(json.dumps(LISBON)) + HERMES(json.dumps(PORTO))
+    assert read("hermes", *both, is_single=True) == ("", [LISBON])
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests
+
+
+def ask(name: str, messages: Any = None, **fields: Any) -> Job:
+    fields = {"messages": messages or [user("hi")], "tools": [TOOL]} | fields
+    body = parse_body(ChatRequest, json.dumps(fields).encode())
+    return read_chat(Tokenising(tokenizer_of(name)), CONFIG, body)
+
+
+def written(name: str, messages: Any, **settings: Any) -> list[int]:
+    settings = {"add_generation_prompt": True} | settings
+    return tokenizer_of(name).apply_chat_template(messages, **settings)["input_ids"]
+
+
+@pytest.mark.parametrize("form", CALLING)
+def test_forms_are_found_in_the_template(form: str) -> None:
+    name = CALLING[form]
+    job = ask(name)
+    assert job.caller == caller(form)
+    assert job.prompts[0].ids == written(name, [user("hi")], tools=[TOOL])
+    body = TokenizeRequest(messages=[user("hi")], tools=[TOOL])  # type: ignore[list-item]
+    assert read_text(Tokenising(tokenizer_of(name)), CONFIG, body) == job.prompts[0].ids
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("<tool_call>", "hermes"),
+        ("<tool_call>\n<function=", None),
+        ("[TOOL_CALLS]", "mistral"),
+        ("[TOOL_CALLS] [ARGS]", None),
+        ('{"name": "", "parameters": {}}', "llama3"),
+        ("{{ tools }}", None),
+    ],
+)
+def test_forms_of_templates(template: str, form: str | None) -> None:
+    assert find_format(template) == form
+
+
+def test_a_template_for_tools_alone() -> None:
+    name = "chatml, tools in a template apart"
+    assert ask(name).prompts[0].ids == written(name, [user("hi")], tools=[TOOL])
+
+
+def test_without_a_choice_the_model_sees_no_tools() -> None:
+    name = CALLING["hermes"]
+    job = ask(name, tool_choice="none")
+    assert job.caller is None and job.prompts[0].ids == written(name, [user("hi")])
+    assert ask(name, tools=[]).prompts[0].ids == written(name, [user("hi")])
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("form", CALLING)
+def test_calls_of_the_history_are_written_as_the_template_wants(form: str, as_text: bool) -> None:
+    """Clients send arguments as text, which these templates would write as text in text."""
+    made = [call("Faro", as_text=given) for given in (as_text, False)]
+    chats = [
+        [
+            user("hi"),
+            {"role": "assistant", "content": None, "tool_calls": [one]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "hot"},
+        ]
+        for one in made
+    ]
+    expected = written(CALLING[form], chats[1], tools=[TOOL])
+    assert ask(CALLING[form], chats[0]).prompts[0].ids == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "param", "fields"),
+    [
+        ("chatml", "tools", {}),
+        ("chatml, tools", "tools", {"tools": [{"type": "function"}]}),
+        ("chatml, tools", "tools", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
+        ("chatml, tools", "tools", {"tools": [{"type": "web", "function": {"name": "a"}}]}),
+        ("chatml, tools", "tools", {"tools": [TOOL] * 129}),
+        ("chatml, tools", "tool_choice", {"tool_choice": "any"}),
+        ("chatml, tools", "functions", {"functions": [TOOL["function"]]}),
+    ],
+    ids=str,
+)
+def test_what_tools_are_refused(name: str, param: str, fields: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        ask(name, **fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_tools_count_as_text() -> None:
+    large = {"type": "function", "function": {"name": "f", "description": "a b " * 50_000}}
+    with pytest.raises(ApiError) as caught:
+        ask(CALLING["hermes"], tools=[large])
+    assert caught.value.code == "context_length_exceeded"
+
+
+# --------------------------------------------------------------------------------------------------
+# Replies
+
+
+def reply(*parts: str, stop_reason: Any = "stop") -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Events and body of an answer that comes in parts."""
+    job = ask(CALLING["hermes"])
+    options = {"usage": False, "speculation": False, "token_ids": False}
+    engine = Tokenising(tokenizer_of(CALLING["hermes"]))
+    made = Reply(engine, job, model="tiny", is_chat=True, options=options)
+    chunks = [Chunk([Piece(part, 0)], [5], [0]) for part in parts]
+    whole = Generation([1], [5] * len(parts), "".join(parts), [], [], stop_reason)
+    taken = [made.take(0, chunk) for chunk in [*chunks, Chunk([], [], [], answer=whole)]]
+    return [event["choices"][0] for event in taken if event], made.body()["choices"][0]
+
+
+def test_calls_are_streamed_as_deltas() -> None:
+    answer = "So. " + HERMES(json.dumps(LISBON)) + HERMES(json.dumps(PORTO))
+    events, choice = reply(*answer)
+    assert "".join(event["delta"].get("content", "") for event in events) == "So."
+    streamed = [one for event in events for one in event["delta"].get("tool_calls", [])]
+    assert [one.pop("index") for one in streamed] == [0, 1]
+    message = choice["message"]
+    assert (message["content"], message["tool_calls"]) == ("So.", streamed)
+    assert len({one["id"] for one in streamed}) == 2
+    assert json.loads(streamed[1]["function"]["arguments"]) == PORTO["arguments"]
+    assert [event["finish_reason"] for event in events[-2:]] == [None, "tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_without_calls_is_as_ever() -> None:
+    events, choice = reply("It is", " warm.")
+    assert "".join(event["delta"].get("content", "") for event in events) == "It is warm."
+    assert choice["message"] == {"role": "assistant", "content": "It is warm.", "refusal": None}
+    assert choice["finish_reason"] == events[-1]["finish_reason"] == "stop"
+
+
+def test_a_call_that_is_cut_is_text() -> None:
+    answer = HERMES(json.dumps(LISBON))[:30]
+    events, choice = reply(*answer, stop_reason="length")
+    assert choice["message"]["content"] == answer and choice["finish_reason"] == "length"
+    assert "".join(event["delta"].get("content", "") for event in events) == answer
+
+
+def test_marks_that_are_special_tokens_are_read() -> None:
+    """They are no text, so an answer shows them only if there are tools."""
+    tokenizer = tokenizer_of(CALLING["mistral"])
+    mark = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    (prompt,) = ask(CALLING["mistral"]).prompts
+    assert list(prompt.shown_ids) == [mark] and "[TOOL_CALLS]" in KINDS["mistral, tools"].specials
+    inside = tokenizer(json.dumps([PORTO]), add_special_tokens=False)["input_ids"]
+    for shown, begin in ((prompt, "[TOOL_CALLS]"), (prompt._replace(shown_ids=()), "")):
+        live = LiveAnswer(shown, [], tokenizer, ())
+        for token in (mark, *inside):
+            live.add(Round([token], 0, 0, is_done=False))
+        assert live.cancel().answer.text == begin + json.dumps([PORTO])  # type: ignore[union-attr]
