@@ -460,6 +460,17 @@ def test_usage(served: Served, client: openai.OpenAI) -> None:
     )
 
 
+def test_usage_counts_what_was_cached(served: Served, client: openai.OpenAI) -> None:
+    names = [f"poss:prefix_cache_{name}_total" for name in ("queries", "hits")]
+    before = [served.metric(name) for name in names]
+    begin = list(range(3, 83))
+    usages = [complete(client, [*begin, *end], n=2).usage for end in ([5], [6, 7])]
+    assert [one.prompt_tokens_details.cached_tokens for one in usages] == [0, 64]
+    num_tokens = sum(one.prompt_tokens for one in usages)
+    after = [served.metric(name) for name in names]
+    assert np.subtract(after, before).tolist() == [2 * num_tokens, 64 + num_tokens]
+
+
 # --------------------------------------------------------------------------------------------------
 # Refusals
 

@@ -134,19 +134,23 @@ def test_a_follower_holds_the_texts_of_the_leader(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = random_engine(POSS, None)
-    ours, theirs = (Slots(engine, sizes=(1, 4), max_length=128) for _ in range(2))
+    ours, theirs = (
+        Slots(engine, sizes=(1, 4), max_length=128, max_prefix_bytes=2**20) for _ in range(2)
+    )
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
         scheduler = Scheduler(ours)
     try:
-        assert serve_all(scheduler, engine) == engine.decode(prepare_all(engine))
+        for _ in range(2):
+            assert serve_all(scheduler, engine) == engine.decode(prepare_all(engine))
+        assert scheduler.stats.cached_tokens >= 64
         with pytest.raises(UserError, match=r"^update_weights: want a server of one process, .*$"):
             scheduler.update_weights({})
     finally:
         scheduler.close()
     store.num_timeouts = 2
     follow(theirs)
-    assert theirs.size == ours.size
+    assert theirs.size == ours.size and len(theirs.prefixes) == len(ours.prefixes) > 0
     for a, b in zip(jax.tree.leaves(theirs._state), jax.tree.leaves(ours._state), strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -225,8 +225,10 @@ class ServeConfig(AnswerConfig):
         costs as much as a text, and batch_size alone elsewhere.
       max_length: Most tokens of prompt and answer together; null takes the target's own limit, at
         most 8192.
-      cache_gib: Most memory for keys and values, in GiB; null takes what batch_size and max_length
-        need.
+      cache_gib: Most memory for keys and values of running answers, in GiB; null takes what
+        batch_size and max_length need.
+      prefix_cache: Most memory per device for the beginnings of prompts, which later prompts that
+        begin alike do not read again: in GiB, or below 1 as a share of the memory; 0: none.
       max_queue: Most waiting requests; further ones get 429.
       max_logprobs: Most log-probabilities per token that a request may want.
       timeout_seconds: Longest time for an answer, from its arrival.
@@ -251,6 +253,7 @@ class ServeConfig(AnswerConfig):
     slots: tuple[Count, ...] | None = None
     sampling: ServedSampling = Field(default_factory=ServedSampling)
     cache_gib: Positive | None = None
+    prefix_cache: PositiveOrZero = 0.1
     max_queue: Count = 256
     max_logprobs: CountOrZero = 20
     timeout_seconds: Positive = 600.0

@@ -72,6 +72,13 @@ class RopeConfig:
         """True if a text's length decides how it is rotated."""
         return self.type in ("dynamic", "longrope")
 
+    def rotation(self, length: int) -> int:
+        """Names how texts of a length are rotated; equal ones are rotated alike."""
+        original = self.original_max_position_embeddings
+        if self.type == "dynamic":
+            return max(length, original)
+        return int(self.type == "longrope" and length > original)
+
     @property
     def scale(self) -> float:
         """Factor of rotated queries and keys, which keeps attention sharp in a long context."""

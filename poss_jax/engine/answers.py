@@ -5,7 +5,7 @@ a stream:  Rounds (device, packed) ─► Round ─► Chunk, with its text; the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ class Generation:
       offered_per_round: deepest position that the tree offered on the accepted path, per round.
       stop_reason: `stop` (a stop token or stop string), `length` (the limit), or `cancelled` (by
         the caller, or at its deadline).
+      cached_tokens: prompt tokens that were not read, since earlier prompts began with them.
     """
 
     prompt_ids: list[int]
@@ -36,6 +37,7 @@ class Generation:
     accepted_per_round: list[int]
     offered_per_round: list[int]
     stop_reason: StopReason
+    cached_tokens: int = field(default=0, compare=False)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -172,6 +174,7 @@ class LiveAnswer:
 
     Attributes:
       is_ended: True after a stop token, a stop string, the limit, or `cancel`.
+      cached_tokens: see `Generation`.
     """
 
     def __init__(
@@ -185,7 +188,7 @@ class LiveAnswer:
         self._ids: list[int] = []
         self._accepted: list[int] = []
         self._offered: list[int] = []
-        self.is_ended = False
+        self.is_ended, self.cached_tokens = False, 0
 
     def add(self, new: Round) -> Chunk:
         """Adds one more round to an answer that has not ended."""
@@ -225,6 +228,7 @@ class LiveAnswer:
             accepted_per_round=self._accepted,
             offered_per_round=self._offered,
             stop_reason=stop_reason,
+            cached_tokens=self.cached_tokens,
         )
 
     def _push(

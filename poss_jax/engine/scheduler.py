@@ -54,7 +54,8 @@ class Stats:
       drafted: positions those trees offered along the accepted path.
       accepted: how often a draft was accepted, by position from 1.
       tokens: tokens delivered.
-      prompt_tokens: tokens of prompts that were read.
+      prompt_tokens: tokens of prompts.
+      cached_tokens: those of them that were not read, since earlier prompts began with them.
       finished: answers by stop reason.
       compilations: programs compiled after `warm_up`.
     """
@@ -65,6 +66,7 @@ class Stats:
     accepted: Counter[int] = field(default_factory=Counter)
     tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     compilations: int = 0
 
@@ -317,7 +319,9 @@ class Scheduler:
             with self._changed:  # `drain` and `close` find the stream in one place
                 stream = self._waiting.popleft()
                 self._reading = stream, 0
-            self._steps.begin(stream.prompt)
+            first = self._steps.begin(stream.prompt)
+            stream.answer.cached_tokens = min(first * self._slots.chunk, len(stream.prompt.ids))
+            self._reading = stream, first
         if self._reading is None:
             return
         stream, first = self._reading
@@ -328,6 +332,7 @@ class Scheduler:
         self._reading = stream, last
         if last == num_chunks:
             self.stats.prompt_tokens += len(stream.prompt.ids)
+            self.stats.cached_tokens += stream.answer.cached_tokens
             slot = self._active.index(None)
             with self._changed:
                 self._reading, self._active[slot] = None, stream
@@ -427,10 +432,8 @@ class Scheduler:
             if size != self._slots.size:
                 self._steps.resize(size, ())
             for prompt in self._slots.samples():
-                for num_chunks in (1, 0):  # the second time the prompt is not read again
-                    self._steps.begin(prompt)
-                    self._steps.extend(0, num_chunks)
-                    read_rounds(self._steps.insert(0))
+                self._steps.extend(self._steps.begin(prompt), self._slots.num_chunks(prompt))
+                read_rounds(self._steps.insert(0))
             programs = {one for n in range(1, size + 1) for one in self._slots.programs(n)}
             for program in sorted(programs, key=repr):
                 if self.is_closed:

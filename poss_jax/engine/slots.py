@@ -2,15 +2,17 @@
 
     begin ─► extend ... extend ─► insert into a slot ─► run ─► run ... until the slot is ended
 
-A prompt is read alone, chunk by chunk, so that rounds of other texts run in between; consecutive
-choices of the same prompt read it once. All shapes are fixed when the slots are made: their number,
-the length of a text, the number of biased tokens. A slot's text depends only on its prompt,
-settings and seed; with sampled drafts also on the number of texts, which chooses the tree.
+A prompt is read alone, chunk by chunk, so that rounds of other texts run in between. Its first
+chunks are copied if the prefix cache has them, and consecutive choices of the same prompt read it
+once. All shapes are fixed when the slots are made: their number, the length of a text, the number
+of biased tokens. A slot's text depends only on its prompt, settings and seed; with sampled drafts
+also on the number of texts, which chooses the tree.
 
 On several hosts every process makes the same slots and calls them in the same order (`leader.py`).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ from poss_jax.decode.state import Request
 from poss_jax.engine import steps
 from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunks
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.prefixes import make_prefixes, name_blocks
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, lay_out
 from poss_jax.engine.steps import Rounds
 from poss_jax.engine.trees import cover_trees, tree_for
@@ -49,6 +52,15 @@ class Program(NamedTuple):
     has_logprobs: bool = False
 
 
+class _Reading(NamedTuple):
+    """A prompt being read, or the last one that was."""
+
+    prompt: PreparedPrompt
+    request: Request
+    prefill: Prefill
+    blocks: list[bytes]  # names
+
+
 class Slots:
     """The slots of an engine; one thread makes all calls.
 
@@ -58,6 +70,8 @@ class Slots:
       size: number of slots now.
       max_length: most tokens of prompt and answer together.
       max_logprobs: most log-probabilities per token; 0: none are kept.
+      chunk: prompt tokens that are read together.
+      prefixes: the prefix cache.
     """
 
     def __init__(
@@ -68,6 +82,7 @@ class Slots:
         max_length: int | None = None,
         max_logprobs: int = 0,
         max_cache_bytes: int | None = None,
+        max_prefix_bytes: int = 0,
     ) -> None:
         """Allocates the slots.
 
@@ -77,6 +92,7 @@ class Slots:
           max_length: see the attribute; None: the engine's.
           max_logprobs: see the attribute.
           max_cache_bytes: most bytes of keys and values per device; None: what is needed.
+          max_prefix_bytes: most bytes of the prefix cache per device; 0: none.
 
         Raises:
           UserError: the memory is too small, or the engine's mesh splits the batch.
@@ -94,6 +110,7 @@ class Slots:
         self._trees = [tree_for(engine.trees, n) for n in range(1, self.sizes[-1] + 1)]
         config = engine.config_with(cover_trees(self._trees), self.max_length, self.max_length)
         self._config = config._replace(num_logprobs=max_logprobs)
+        self.chunk = config.chunk
         # A batch is held twice while its size changes, plus the prompt being read.
         most = max(self.sizes[-1], *map(sum, pairwise((0, *self.sizes)))) + 1
         check_memory(engine.weights, self._config, batch_size=most)
@@ -104,8 +121,9 @@ class Slots:
                 f"need {needed / 2**30:.2f} GiB of keys and values, which may take "
                 f"{max_cache_bytes / 2**30:.2f}; lower batch_size or max_length, or raise cache_gib"
             )
-        self._prefill: tuple[PreparedPrompt, Request, Prefill] | None = None
-        self._last_read: tuple[PreparedPrompt, Prefill] | None = None
+        self.prefixes = make_prefixes(self.weights, self._config, max_prefix_bytes, batch_size=most)
+        self._reading: _Reading | None = None
+        self._last_read: _Reading | None = None
         request = self._put(PreparedPrompt([0], 1))
         slots = np.arange(self.sizes[0], dtype=np.int32)
         self._request, self._state = steps.allocate(self.weights, self._config, request, slots)
@@ -139,20 +157,25 @@ class Slots:
         return steps.put(self.weights, self._config, host)
 
     def num_chunks(self, prompt: PreparedPrompt) -> int:
-        """Chunks to read with `extend`; 0 if this prompt was the last one read."""
-        return 0 if self._was_read(prompt) else -(-len(prompt.ids) // self._config.chunk)
+        """Chunks of a prompt, the last one perhaps in part."""
+        return -(-len(prompt.ids) // self.chunk)
 
     def _was_read(self, prompt: PreparedPrompt) -> bool:
         """True if the last prompt read has the caches of this one, as for choices of one request.
 
         The limit of new tokens counts too: some rotations depend on how long a text may become.
         """
-        last = self._last_read and self._last_read[0]
-        return last is not None and last[:2] == prompt[:2]
+        return self._last_read is not None and self._last_read.prompt[:2] == prompt[:2]
+
+    def _name_blocks(self, prompt: PreparedPrompt) -> list[bytes]:
+        draft, length = self._config.draft, len(prompt.ids) + prompt.max_new_tokens
+        ropes = [self._config.target.rope, *([draft.layer.rope] if draft else [])]
+        rotations = [rope.rotation(length) for rope in ropes]
+        return name_blocks(prompt.ids, rotations, chunk=self.chunk)
 
     def samples(self) -> list[PreparedPrompt]:
-        """Prompts that cover every way of reading."""
-        lengths = (1, self._config.chunk)
+        """Prompts that cover every way of reading: the last one begins like the one before."""
+        lengths = (1, self.chunk + 1, self.chunk + 2)
         return [PreparedPrompt([0] * n, 1, SamplingConfig(temperature=1.0)) for n in lengths]
 
     def programs(self, num_texts: int) -> list[Program]:
@@ -169,38 +192,48 @@ class Slots:
     # ----------------------------------------------------------------------------------------------
     # Steps, the same on all processes
 
-    def begin(self, prompt: PreparedPrompt) -> None:
-        """Begins to read a prompt."""
-        self._prefill = None  # left by a cancelled text
+    def begin(self, prompt: PreparedPrompt) -> int:
+        """Begins to read a prompt; returns how many of its first chunks need not be read."""
+        self._reading = None  # left by a cancelled text
         request = self._put(prompt)
         if self._last_read is not None and self._was_read(prompt):
-            self._prefill = prompt, request, self._last_read[1]
-        else:
-            self._last_read = None
-            self._prefill = prompt, request, steps.begin(self.weights, self._config, request)
+            self._reading = self._last_read._replace(prompt=prompt, request=request)
+            return self.num_chunks(prompt)
+        self._last_read, names = None, self._name_blocks(prompt)
+        prefill = steps.begin(self.weights, self._config, request)
+        blocks = self.prefixes.find(names)
+        for block in blocks:
+            prefill = steps.append_block(self.weights, self._config, request, prefill, block)
+        self._reading = _Reading(prompt, request, prefill, names)
+        return len(blocks)
 
     def extend(self, first: int, last: int) -> None:
         """Reads the chunks of the prompt from `first` up to `last`."""
-        assert self._prefill is not None, "want begin first"
-        prompt, request, prefill = self._prefill
+        assert self._reading is not None, "want begin first"
+        prompt, request, prefill, names = self._reading
         chunk, rest = prefill_chunks()
         num_whole, num_left = divmod(len(prompt.ids), chunk)
         num_whole += num_left > rest
         parts = [(chunk, first, min(last, num_whole))]
-        if last > num_whole:  # a short rest begins at a multiple of `chunk`
+        if first <= num_whole < last:  # a short rest begins at a multiple of `chunk`
             index = num_whole * chunk // rest
             parts.append((rest, index, index + 1))
         for size, start, end in parts:
             if start < end:
                 config, bounds = self._config._replace(chunk=size), (np.int32(start), np.int32(end))
                 prefill = steps.extend(self.weights, config, request, prefill, bounds)
-        self._prefill = prompt, request, prefill
+        self._reading = self._reading._replace(prefill=prefill)
+        for index in range(first, min(last, len(names))):
+            start = np.int32(index * chunk)
+            cut = partial(steps.cut_block, self.weights, self._config, request, prefill, start)
+            self.prefixes.keep(names, index, cut)
 
     def insert(self, slot: int) -> Rounds:
         """Chooses the first new token and gives the text a slot."""
-        assert self._prefill is not None, "want begin first"
-        prompt, one, prefill = self._prefill
-        self._prefill, self._last_read = None, (prompt, prefill)
+        assert self._reading is not None, "want begin first"
+        _, one, prefill, names = self._reading
+        self._reading, self._last_read = None, self._reading
+        self.prefixes.renew(names)
         self._request, self._state, first = steps.insert(
             self.weights, self._config, self._request, self._state, one, prefill, np.int32(slot)
         )
@@ -244,5 +277,6 @@ class Slots:
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters (see `Engine.update_weights`)."""
         self._last_read = None  # computed with the old parameters
+        self.prefixes.clear()
         self.engine.update_weights(params)
         self.weights = self.engine.weights

@@ -9,7 +9,7 @@ Slots read prompts and run rounds in the steps that follow; the scheduler choose
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Output, Request, Weights
 from poss_jax.engine.answers import Chunk, LiveAnswer, Round, TokenLogprobs
 from poss_jax.engine.prompts import HostRequest, make_request
-from poss_jax.model.cache import KVCache
+from poss_jax.model.cache import KeysValues, KVCache, commit_rows, cut_rows
 from poss_jax.model.sharding import highest_of_groups, partition_state
 from poss_jax.model.target import Prefill, end_prefill
 from poss_jax.shapes import Array, Bool, Int
@@ -87,6 +87,18 @@ def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
 # Slots: prompts come alone, chunk by chunk, and get a place in a running batch
 
 
+class Block(NamedTuple):
+    """Rows of a chunk, copied out of the caches.
+
+    Attributes:
+      target: rows of the target's cache.
+      draft: rows of the draft's; None without a draft.
+    """
+
+    target: KeysValues
+    draft: KeysValues | None
+
+
 def _make_empty(
     weights: Weights, config: DecodeConfig, request: Request, slots: Int[Array, " B"]
 ) -> tuple[Request, DecodeState]:
@@ -104,6 +116,35 @@ def _make_empty(
 def _put(weights: Weights, config: DecodeConfig, host: HostRequest) -> Request:
     del weights, config
     return make_request(host)
+
+
+def _cut_block(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    prefill: Prefill,
+    first: Int[Array, ""],
+) -> Block:
+    """Copies the chunk that begins at row `first`."""
+    del weights, request
+
+    def cut(cache: KVCache) -> KeysValues:
+        return cut_rows(cache, first, count=config.chunk)
+
+    return Block(cut(prefill.cache), prefill.carry and cut(prefill.carry))
+
+
+def _append_block(
+    weights: Weights, config: DecodeConfig, request: Request, prefill: Prefill, block: Block
+) -> Prefill:
+    """Takes the next chunk of a prompt from a block, instead of reading it."""
+    del weights, request
+
+    def append(cache: KVCache, rows: KeysValues) -> KVCache:
+        return commit_rows(cache, rows, jnp.full_like(cache.length, config.chunk))
+
+    carry = block.draft and append(prefill.carry, block.draft)
+    return prefill.replace(cache=append(prefill.cache, block.target), carry=carry)
 
 
 def _insert(
@@ -146,6 +187,8 @@ allocate = jax.jit(on_mesh(_make_empty), static_argnums=1, keep_unused=True)
 put = jax.jit(on_mesh(_put), static_argnums=1, keep_unused=True)  # faster than jax.device_put
 begin = jax.jit(on_mesh(speculate.begin_prefill), static_argnums=1, keep_unused=True)
 extend = jax.jit(on_mesh(speculate.run_chunks), static_argnums=1, donate_argnums=3)
+cut_block = jax.jit(on_mesh(_cut_block), static_argnums=1)
+append_block = jax.jit(on_mesh(_append_block), static_argnums=1, donate_argnums=3)
 insert = jax.jit(on_mesh(_insert), static_argnums=1, donate_argnums=(2, 3))
 resize = jax.jit(on_mesh(_move), static_argnums=1)
 

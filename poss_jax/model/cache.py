@@ -127,6 +127,15 @@ def commit_rows(cache: KVCache, rows: KeysValues, num_kept: Int[Array, " B"]) ->
     return cache.replace(k=k, v=v, length=start + num_kept)
 
 
+def cut_rows(cache: KVCache, first: Int[Array, ""], *, count: int) -> KeysValues:
+    """Cuts some rows of all sequences out, from row `first` on; the reverse of `commit_rows`."""
+
+    def cut(stored: Array) -> Array:
+        return lax.dynamic_slice_in_dim(stored, first, count, axis=2)
+
+    return KeysValues([*map(cut, cache.k)], [*map(cut, cache.v)])
+
+
 def take_rows(rows: KeysValues, index: Int[Array, "B A"]) -> KeysValues:
     """Picks rows, in the order of `index`."""
 

@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.paths import as_path
 from poss_jax.engine.answers import Chunk
+from poss_jax.engine.device import device_memory
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
@@ -85,9 +86,18 @@ def make_slots(engine: Engine, config: ServeConfig) -> Slots:
         max_length=max_length,
         max_logprobs=config.max_logprobs,
         max_cache_bytes=None if config.cache_gib is None else int(config.cache_gib * 2**30),
+        max_prefix_bytes=_prefix_bytes(config),
     )
     slots.check(PreparedPrompt([0], 1, config.sampling))
+    num_tokens, gib = slots.prefixes.most * slots.chunk, slots.prefixes.most_bytes / 2**30
+    _LOG.warning("prefix cache: room for %d tokens, at most %.2f GiB per device", num_tokens, gib)
     return slots
+
+
+def _prefix_bytes(config: ServeConfig) -> int:
+    """Most bytes of the prefix cache per device; nothing where the memory is unknown."""
+    unit = 2**30 if config.prefix_cache >= 1 else device_memory() or 0
+    return int(config.prefix_cache * unit)
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -127,7 +137,8 @@ class Service:
         """Reads a request off the event loop: its body, and what `read` makes of it.
 
         Large bodies are read one at a time, which bounds their memory. After each, the reading
-        thread rests as long as it worked: pydantic holds the interpreter, and probes want their turn.
+        thread rests as long as it worked, since pydantic holds the interpreter and probes want
+        their turn.
 
         Raises:
           ApiError: something in it cannot be served.

@@ -55,6 +55,8 @@ class Metrics:
         accepted = dict(stats.accepted)
         counters = [
             ("prompt_tokens", "Tokens of prompts", stats.prompt_tokens),
+            ("prefix_cache_queries", "Tokens of prompts, cached or not", stats.prompt_tokens),
+            ("prefix_cache_hits", "Tokens of prompts that were cached", stats.cached_tokens),
             ("generation_tokens", "Tokens of answers", stats.tokens),
             ("decoding_rounds", "Rounds of the whole batch", stats.rounds),
             ("compilations", "Programs compiled after the warm-up", stats.compilations),

@@ -135,10 +135,14 @@ class Reply:
         rounds = [count for answer in answers for count in answer.accepted_per_round]
         positions = Counter(i for count in rounds for i in range(1, count + 1))
         completion = sum(map(len, self._tokens))
+        prompt = sum(len(one.ids) for one in self._job.prompts[:: self._job.num_choices])
+        firsts = self._answers[:: self._job.num_choices]
+        cached = sum(answer.cached_tokens for answer in firsts if answer is not None)
         return {
-            "prompt_tokens": self._job.num_prompt_tokens,
+            "prompt_tokens": prompt,
             "completion_tokens": completion,
-            "total_tokens": self._job.num_prompt_tokens + completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
             "speculation": {
                 "rounds": len(rounds),
                 "accepted_tokens": sum(rounds),

@@ -44,7 +44,7 @@ class Job(NamedTuple):
       prompts: one per choice, in the order of their indices.
       stop: strings that end an answer.
       num_logprobs: most likely tokens to show at each position; None: no log-probabilities.
-      num_prompt_tokens: tokens of all prompts, each counted once.
+      num_choices: choices per prompt.
       echo: text that stands before each choice.
       caller: tools that may be called; None: none.
     """
@@ -52,7 +52,7 @@ class Job(NamedTuple):
     prompts: list[PreparedPrompt]
     stop: list[str]
     num_logprobs: int | None
-    num_prompt_tokens: int
+    num_choices: int
     echo: list[str]
     caller: Caller | None = None
 
@@ -187,9 +187,8 @@ def _make_job(
     prepared = _prepare_choices(engine, config, body, prompts, limit, chat)
     if logprobs is not None:
         _check_logprobs(config, prepared, 1 + logprobs)
-    num_tokens = sum(len(one.ids) for one in prepared[:: body.n or 1])
     echo, caller = [""] * len(prepared), chat and chat.caller
-    return Job(prepared, [*config.stop, *stop], logprobs, num_tokens, echo, caller)
+    return Job(prepared, [*config.stop, *stop], logprobs, body.n or 1, echo, caller)
 
 
 def _check_logprobs(config: ServeConfig, prompts: list[PreparedPrompt], per_token: int) -> None:

@@ -1,0 +1,231 @@
+"""The prefix cache: a prompt's caches and text are, bit for bit, what they are without it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import assert_same, certain_pair, make_engine, one_layout, random_draft, random_target
+from test_mesh import DEEP, E3, EIGHT, POSS, TREE, random_engine
+from test_scheduler import DRAFT, LLAMA, SETTINGS, alone
+
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.config.models import DraftConfig, RopeConfig
+from poss_jax.engine import device
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prefixes import Prefixes, name_blocks
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.scheduler import Scheduler
+from poss_jax.engine.slots import Slots
+from poss_jax.engine.steps import Block
+from poss_jax.model.cache import KeysValues
+
+MUCH = 2**26
+TEXT = np.random.default_rng(0).integers(0, 61, 400).tolist()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    with one_layout(num_biased=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poss_jax.engine.device._LEAST_ROWS", 512)
+        yield
+
+
+def read(slots: Slots, ids: Sequence[int], limit: int = 8) -> tuple[int, Any]:
+    """Reads a prompt; returns how many chunks were cached, and its caches."""
+    prompt = PreparedPrompt(list(ids), limit)
+    first = slots.begin(prompt)
+    slots.extend(first, slots.num_chunks(prompt))
+    assert slots._reading is not None
+    return first, slots._reading.prefill
+
+
+def in_bfloat16(draft: DraftConfig) -> Engine:
+    def rounded(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+
+    llama = replace(draft.layer, num_layers=2)
+    target, own = rounded(random_target(llama)), rounded(random_draft(draft))
+    return make_engine(llama, target, draft, own, tree=TREE)
+
+
+ENGINES = {
+    "eagle3 in bfloat16": lambda: in_bfloat16(E3),
+    "deep, int8": lambda: random_engine(DEEP, None, kind="int8"),
+    "no draft": lambda: make_engine(LLAMA, random_target(LLAMA)),
+    "eight devices": lambda: random_engine(POSS, EIGHT),
+    "eight devices, two heads": lambda: random_engine(E3, EIGHT),
+}
+SLOW = ("deep, int8", "eight devices, two heads")
+
+
+# --------------------------------------------------------------------------------------------------
+# Caches
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in ENGINES]
+)
+def test_caches_are_those_of_a_prompt_read_whole(kind: str):
+    engine = ENGINES[kind]()
+    ours = Slots(engine, sizes=(1,), max_length=300, max_prefix_bytes=MUCH)
+    plain = Slots(engine, sizes=(1,), max_length=300)
+    assert read(ours, TEXT[:200])[0] == 0
+    others = [60 - token for token in TEXT]
+    for ids, num_cached in [
+        (TEXT[:250], 3),
+        (TEXT[:150] + others[:20], 2),  # rest of a chunk
+        (TEXT[:100] + others[:90], 1),  # three whole chunks
+        (TEXT[:100] + others[:95], 2),  # what the one before wrote
+        (TEXT[:128] + others[:9], 1),  # the draft pairs token 127 with the next one
+        (TEXT[:128], 1),  # the last token is read
+        (others[:70], 0),
+    ]:
+        first, caches = read(ours, ids)
+        assert first == num_cached
+        assert_same(caches, read(plain, ids)[1])
+
+
+def test_blocks_of_other_weights_and_rotations_are_not_taken():
+    rope = RopeConfig(type="dynamic", factor=2.0, original_max_position_embeddings=150)
+    llama = replace(LLAMA, rope=rope)
+    engine = make_engine(llama, random_target(llama))
+    slots = Slots(engine, sizes=(1,), max_length=300, max_prefix_bytes=MUCH)
+    assert [read(slots, TEXT[:n], 10)[0] for n in (100, 120, 160, 165)] == [0, 1, 0, 0]
+    assert read(slots, TEXT[:163], 7)[0] == 2  # as long as the third one may become
+    slots.update_weights(random_target(llama, seed=5))
+    assert read(slots, TEXT[:120], 10)[0] == 0
+
+
+def test_longer_longropes_share_blocks():
+    factors = (1.0,) * 4
+    rope = RopeConfig(
+        type="longrope",
+        original_max_position_embeddings=150,
+        short_factor=factors,
+        long_factor=factors,
+    )
+    assert [rope.rotation(length) for length in (100, 150, 151, 170)] == [0, 0, 1, 1]
+
+
+# --------------------------------------------------------------------------------------------------
+# What is kept
+
+
+def names(ids: Sequence[int]) -> list[bytes]:
+    return name_blocks(ids, [0], chunk=4)
+
+
+def keep_all(prefixes: Prefixes, ids: Sequence[int]) -> int:
+    """Reads a prompt; returns how many of its blocks were there."""
+    num_found = len(prefixes.find(names(ids)))
+    for index in range(num_found, len(names(ids))):
+        prefixes.keep(names(ids), index, lambda: Block(KeysValues([], []), None))
+    prefixes.renew(names(ids))
+    return num_found
+
+
+def test_the_end_of_the_oldest_prompt_goes_first():
+    a, b, c = ([start, *range(12)] for start in (20, 30, 40))  # three blocks each
+    prefixes = Prefixes(7)
+    assert [keep_all(prefixes, ids) for ids in (a, b, a, c)] == [0, 0, 3, 0]
+    assert len(prefixes) == 7
+    assert [len(prefixes.find(names(ids))) for ids in (b, a, c)] == [1, 3, 3]
+
+
+def test_a_prompt_never_loses_its_beginning_to_its_end():
+    prefixes = Prefixes(2)
+    assert [keep_all(prefixes, list(range(20))) for _ in range(2)] == [0, 2]
+    assert len(prefixes) == 2
+    assert keep_all(Prefixes(0), list(range(20))) == 0
+
+
+def test_a_name_stands_for_all_tokens_up_to_the_one_after_the_block():
+    ids = list(range(10))
+    assert len(names(ids)) == 2 and len(names(ids[:8])) == 1
+    for place in range(9):
+        other = [*ids[:place], 99, *ids[place + 1 :]]
+        assert [a == b for a, b in zip(names(ids), names(other), strict=True)] == [place > 4, False]
+    assert name_blocks(ids, [1], chunk=4)[0] != names(ids)[0]
+
+
+def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    engine = make_engine(LLAMA, random_target(LLAMA))
+    block_bytes = 4 * 2 * LLAMA.num_kv_heads * LLAMA.head_dim * 64  # one layer
+    slots = Slots(engine, sizes=(1,), max_length=300, max_prefix_bytes=3 * block_bytes + 1)
+    assert slots.prefixes.most_bytes == 3 * block_bytes
+    for start in range(5):
+        read(slots, TEXT[start : start + 200])
+    kept = jax.tree.leaves(list(slots.prefixes._blocks.values()))
+    assert sum(leaf.nbytes for leaf in kept) == 3 * block_bytes
+    needed = device.least_bytes(slots.weights, slots._config, batch_size=2)
+    memory = needed + 5 * block_bytes
+    monkeypatch.setattr("poss_jax.engine.device.device_memory", lambda: memory)
+    monkeypatch.setattr("poss_jax.engine.prefixes.device_memory", lambda: memory)
+    assert Slots(engine, sizes=(1,), max_length=300, max_prefix_bytes=MUCH).prefixes.most == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts
+
+
+def make_pair(dtype: Any) -> Engine:
+    target, draft = certain_pair(LLAMA, DRAFT, sharpness=1.5, disorder=0.3)
+    target, draft = jax.tree.map(lambda leaf: leaf.astype(dtype), (target, draft))
+    return make_engine(LLAMA, target, DRAFT, draft, tree=TREE)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+def test_chats_have_the_texts_they_have_without(dtype: Any):
+    engine = make_pair(dtype)
+    ours = Scheduler(Slots(engine, sizes=(1,), max_length=400, max_prefix_bytes=MUCH))
+    plain = Scheduler(Slots(engine, sizes=(1,), max_length=400))
+    try:
+        for settings in SETTINGS[1:4]:
+            history, cached = TEXT[:70], []
+            for turn in range(5):
+                prompt = PreparedPrompt(history, 30, settings)
+                (answer, expected) = ([*one.submit(prompt)][-1].answer for one in (ours, plain))
+                assert answer == expected
+                cached.append(answer.cached_tokens)
+                history = history + answer.output_ids + TEXT[turn : turn + 25]
+            assert cached[1:] == [64, 64, 128, 192]  # of 125, 180, 235, 290 tokens
+    finally:
+        ours.close()
+        plain.close()
+    assert ours.stats.cached_tokens > plain.stats.cached_tokens == 0
+
+
+def test_mixed_requests_have_the_texts_they_have_alone_and_compile_nothing():
+    engine = make_pair(jnp.float32)
+    block = 4 * 2 * 64 * (LLAMA.num_kv_heads * LLAMA.head_dim * 3)  # of the target, two streams
+    slots = Slots(engine, sizes=(2,), max_length=300, max_prefix_bytes=5 * block)
+    assert slots.prefixes.most == 5
+    scheduler = Scheduler(slots)
+    try:
+        scheduler.warm_up()
+        rng = np.random.default_rng(1)
+        begins = [TEXT[:150], TEXT[:80], TEXT[100:230], TEXT[7:8]]
+        prompts = [
+            PreparedPrompt(begin + rng.integers(0, 61, 20).tolist(), 20, replace(one, seed=seed))
+            for seed, (one, begin) in enumerate(product(SETTINGS[2:5], begins))
+        ]
+        choices = [
+            prompts[0]._replace(sampling=SamplingConfig(temperature=1, seed=i)) for i in range(3)
+        ]
+        order = [(prompts + choices)[i] for i in rng.permutation(len(prompts) + 3)]
+        streams = [scheduler.submit(prompt) for prompt in order]
+        for stream in streams[::5]:
+            stream.cancel()
+        for index, (prompt, stream) in enumerate(zip(order, streams, strict=True)):
+            answer = [*stream][-1].answer
+            if index % 5:
+                assert answer.output_ids == alone(engine, prompt).output_ids
+        assert scheduler.stats.compilations == 0 and scheduler.stats.cached_tokens > 0
+        assert 0 < len(slots.prefixes) <= 5
+    finally:
+        scheduler.close()
