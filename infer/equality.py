@@ -65,12 +65,12 @@ def check_lossless(
 
     Args:
       decoders: ways to decode, the autoregressive one first.
-      prompts: prepared prompts; their settings are replaced.
+      prompts: prepared prompts, whose settings are not used.
 
     Returns:
       A JSON-compatible report; `failures` is empty if decoding is lossless.
     """
-    jobs = list(draw_jobs(prompts))
+    jobs = list(draw_jobs(decoders[0].engine, prompts))
     settings = [setting for decoder in decoders[1:] for setting in list_settings(decoder)]
     total = len(jobs) * (1 + len(settings))
     with tqdm(total=total, desc="check lossless", unit="answer") as progress:
@@ -91,11 +91,11 @@ def check_lossless(
     }
 
 
-def draw_jobs(prompts: Sequence[PreparedPrompt]) -> Iterator[PreparedPrompt]:
+def draw_jobs(engine: Engine, prompts: Sequence[PreparedPrompt]) -> Iterator[PreparedPrompt]:
     """Every prompt at every temperature, with and without filters, each with its own seed."""
     for index, (prompt, temperature, filters) in enumerate(product(prompts, TEMPERATURES, FILTERS)):
         sampling = SamplingConfig(temperature=temperature, seed=index, **filters)
-        yield prompt._replace(sampling=sampling)
+        yield engine.prepare(prompt.ids, prompt.max_new_tokens, sampling, is_chat=prompt.is_chat)
 
 
 def list_settings(decoder: Decoder) -> Iterator[Setting]:

@@ -19,9 +19,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from train.journal import Journal
 from train.main import cli
 from train.run_folder import RunFolder
+from train.run_log import RunLog
 
 
 def main(moment: str, step: int) -> None:
@@ -53,7 +53,7 @@ def before(owner: type, name: str, step: int, act: Callable[..., None]) -> None:
 def die_after(seconds: float) -> None:
     timer = threading.Timer(seconds, send, [signal.SIGKILL])
     timer.daemon = True
-    before(Journal, "record", 1, timer.start)
+    before(RunLog, "record", 1, timer.start)
 
 
 def wait_for_every_save() -> None:
@@ -68,7 +68,7 @@ def wait_for_every_save() -> None:
 
 
 def while_computing(number: int) -> Callable[[int], None]:
-    return lambda step: before(Journal, "record", step, lambda: send(number))
+    return lambda step: before(RunLog, "record", step, lambda: send(number))
 
 
 def while_logging(step: int) -> None:

@@ -12,7 +12,7 @@ import jaxtyping
 import pydantic
 import pytest
 
-from poss_jax.config import decoding, models, training
+from poss_jax.config import data, decoding, models, regenerate, training
 from poss_jax.config.decoding import (
     AnswerConfig,
     BenchConfig,
@@ -299,7 +299,7 @@ def test_missing_and_binary_files(tmp_path):
 
 KINDS = [
     kind
-    for module in (models, training, decoding)
+    for module in (models, data, training, regenerate, decoding)
     for kind in vars(module).values()
     if isinstance(kind, type) and kind.__module__ == module.__name__
 ]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from train.journal import Diverged, LossWatch, check_finite
+from train.run_log import Diverged, LossWatch, check_finite
 
 
 def watch(*losses: float, factor: float | None = 5.0, level: float | None = None) -> LossWatch:

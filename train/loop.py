@@ -17,9 +17,9 @@ from poss_jax.model.documents import TrainBatch
 from poss_jax.program.tables import format_rows
 
 from .devices import preemption_notice, put_batch
-from .journal import Diverged, Journal
 from .preparation import num_validation_rows
 from .run_folder import RunFolder
+from .run_log import Diverged, RunLog
 from .stages import Stage
 
 StepFunction = Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
@@ -43,7 +43,7 @@ def run_steps(
     first_step = int(state.step)
     with (
         preemption_notice() as is_told_to_stop,
-        Journal(config, folder, first_step) as journal,
+        RunLog(config, folder, first_step) as log,
         closing(Profiler(config.profile, folder.path / "profile")) as profiler,
     ):
         try:
@@ -52,10 +52,10 @@ def run_steps(
                 rows = batch_at(stage.rows, step - 1, config.batch_size, config.seed)
                 state, metrics = step_fn(state, put_batch(rows, stage.mesh))
                 profiler.after(step, metrics)
-                journal.record(step, metrics)
+                log.record(step, metrics)
                 is_stopping = is_told_to_stop(step - first_step)
                 if is_stopping or _is_due(config, step, config.checkpoint_every):
-                    _check_in(config, folder, stage, journal, step, state)
+                    _check_in(config, folder, stage, log, step, state)
                 if is_stopping:
                     break
         except Diverged as error:
@@ -67,19 +67,19 @@ def _check_in(
     config: TrainConfig,
     folder: RunFolder,
     stage: Stage,
-    journal: Journal,
+    log: RunLog,
     step: int,
     state: TrainState,
 ) -> None:
     """Validates if due, and saves; a diverged state is not saved."""
-    journal.settle()
+    log.settle()
     score = None
     if _is_due(config, step, config.validate_every):
         results, shown = stage.validate(state.params, validation_batches(config, stage))
-        journal.validated(step, results)
+        log.validated(step, results)
         folder.write_sample(f"{step}.md", format_samples(stage, shown, config.num_samples))
         score = stage.score(results)
-    folder.save(step, state, score=score, loss_level=journal.loss_level)
+    folder.save(step, state, score=score, loss_level=log.loss_level)
 
 
 def _is_due(config: TrainConfig, step: int, every: int) -> bool:

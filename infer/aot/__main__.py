@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (args.topology is None) == (args.gpu is None):
         raise UserError("want either --topology SLICE or --gpu NAME; see --help")
     with waiting("importing JAX ..."):
-        from .run import run
+        from .report import run
     run(config, args)
 
 

@@ -10,7 +10,7 @@ from poss_jax.config.models import STRICT, LlamaConfig, MeshConfig, Quantisation
 from poss_jax.config.numbers import AtLeastTwo, Count
 from poss_jax.config.training import SpecialistsConfig
 
-Program = Literal["prefill", "step", "round", "rounds"]
+ProgramName = Literal["prefill", "step", "round", "rounds"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -51,7 +51,7 @@ class AheadConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     quantise: Quantisation | None = None
     mesh: MeshConfig = Field(default_factory=lambda: MeshConfig(data=1, tensor=-1))
-    programs: tuple[Program, ...] | None = None
+    programs: tuple[ProgramName, ...] | None = None
 
     def __post_init__(self) -> None:
         if (self.target is None) == (self.model is None):

@@ -65,7 +65,7 @@ class Decoder:
         started = time.monotonic()
         cold = time_first_token(self.engine, first)
         compiled = set()
-        for prompt in _prompts_of_all_rooms(dialogues):
+        for prompt in _prompts_of_all_rooms(self.engine, dialogues):
             config, request = self.engine.request([prompt], batch_size=batch_size)
             program = config, jax.tree.structure(request)
             if program not in compiled:
@@ -116,16 +116,18 @@ def _decode_by(way: MethodConfig, config: BenchConfig, engine: Engine) -> Engine
     return engine
 
 
-def _prompts_of_all_rooms(dialogues: Sequence[Dialogue]) -> Iterator[PreparedPrompt]:
+def _prompts_of_all_rooms(
+    engine: Engine, dialogues: Sequence[Dialogue]
+) -> Iterator[PreparedPrompt]:
     """Yields prompts for every room that a dialogue can need, from its first turn to its last."""
     for dialogue in dialogues:
-        if dialogue.prompt is None:
+        if (prompt := dialogue.prompt) is None:
             continue
-        yield dialogue.prompt
-        length = len(dialogue.prompt.ids) + dialogue.max_new_tokens
+        yield prompt
+        length = len(prompt.ids) + dialogue.max_new_tokens
         while length < dialogue.most_tokens:
             length = min(2 * length, dialogue.most_tokens)
-            yield dialogue.prompt._replace(max_new_tokens=length - len(dialogue.prompt.ids))
+            yield engine.prepare(prompt.ids, length - len(prompt.ids), prompt.sampling)
 
 
 class Timed(NamedTuple):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from test_run_folder import config_for, start, state_at
 
-from train.journal import Diverged, Journal
 from train.run_folder import RunFolder
+from train.run_log import Diverged, RunLog
 
 
 class Fetched:
@@ -30,9 +30,9 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(config)
 
 
-def journal_of(folder: RunFolder, first_step: int = 0, **changes: Any) -> Journal:
+def log_of(folder: RunFolder, first_step: int = 0, **changes: Any) -> RunLog:
     config = config_for(folder.path, log_every=2, num_tokens=5 * 256 * 8, **changes)
-    return Journal(config, folder, first_step)
+    return RunLog(config, folder, first_step)
 
 
 def lines(folder: RunFolder) -> list[dict[str, Any]]:
@@ -41,20 +41,20 @@ def lines(folder: RunFolder) -> list[dict[str, Any]]:
 
 def test_a_step_is_looked_at_once_the_next_is_under_way(folder: RunFolder) -> None:
     events: list[str] = []
-    with journal_of(folder) as journal:
+    with log_of(folder) as log:
         for step in (1, 2, 3):
             events.append(f"started {step}")
-            journal.record(step, {"loss": Fetched(2.0, step, events)})
-        journal.settle()
-        journal.settle()
+            log.record(step, {"loss": Fetched(2.0, step, events)})
+        log.settle()
+        log.settle()
     assert events == ["started 1", "started 2", "fetched 1", "started 3", "fetched 2", "fetched 3"]
 
 
 def test_every_second_line_and_the_last(folder: RunFolder) -> None:
-    with journal_of(folder) as journal:
+    with log_of(folder) as log:
         for step in range(1, 6):
-            journal.record(step, {"loss": np.float32(step), "loss_per_depth": np.ones(2)})
-        journal.settle()
+            log.record(step, {"loss": np.float32(step), "loss_per_depth": np.ones(2)})
+        log.settle()
     logged = lines(folder)
     assert [line["step"] for line in logged] == [2, 4, 5]
     assert logged[0]["tokens"] == 2 * 256 * 8
@@ -63,11 +63,11 @@ def test_every_second_line_and_the_last(folder: RunFolder) -> None:
 
 
 def test_nothing_of_a_step_that_went_wrong_is_written(folder: RunFolder) -> None:
-    with journal_of(folder) as journal:
-        journal.record(1, {"loss": np.float32(1)})
-        journal.record(2, {"loss": np.float32(np.nan)})
+    with log_of(folder) as log:
+        log.record(1, {"loss": np.float32(1)})
+        log.record(2, {"loss": np.float32(np.nan)})
         with pytest.raises(Diverged) as caught:
-            journal.record(3, {"loss": np.float32(1)})
+            log.record(3, {"loss": np.float32(1)})
     assert caught.value.step == 2
     assert not (folder.path / "metrics.jsonl").exists()
 
@@ -77,14 +77,14 @@ def test_running_mean_goes_on_from_the_checkpoint(folder: RunFolder, factor: flo
     folder.save(2, state_at(2), score=None, loss_level=2.0)
     folder.close()
     folder = RunFolder(config_for(folder.path))
-    with journal_of(folder, 2, explosion_factor=factor) as journal:
-        assert journal.loss_level == 2.0
-        journal.record(3, {"loss": np.float32(7)})
+    with log_of(folder, 2, explosion_factor=factor) as log:
+        assert log.loss_level == 2.0
+        log.record(3, {"loss": np.float32(7)})
         if factor is None:
-            journal.settle()
+            log.settle()
         else:
             with pytest.raises(Diverged, match="loss 7, its running mean 2"):
-                journal.settle()
+                log.settle()
 
 
 def test_loggers_get_the_same_numbers(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +97,11 @@ def test_loggers_get_the_same_numbers(folder: RunFolder, monkeypatch: pytest.Mon
         def close(self) -> None:
             calls.append("closed")
 
-    monkeypatch.setattr("train.journal.open_loggers", lambda *_: [Logger()])
-    with journal_of(folder) as journal:
-        journal.record(2, {"loss": np.float32(2)})
-        journal.settle()
-        journal.validated(2, {"validation_loss": [1.0, 2.0], "simulated_acceptance_length": 1.5})
+    monkeypatch.setattr("train.run_log.open_loggers", lambda *_: [Logger()])
+    with log_of(folder) as log:
+        log.record(2, {"loss": np.float32(2)})
+        log.settle()
+        log.validated(2, {"validation_loss": [1.0, 2.0], "simulated_acceptance_length": 1.5})
     (step, values), validation, closed = calls
     assert step == 2 and values["loss"] == 2.0 and "tokens_per_second" in values
     names = ("validation_loss/depth_0", "validation_loss/depth_1", "simulated_acceptance_length")

@@ -59,7 +59,7 @@ def check_finite(step: int, metrics: dict[str, Any]) -> None:
             raise Diverged(step, f"{name} {value}")
 
 
-class Journal:
+class RunLog:
     """Writes a step's metrics once the next step has been started.
 
     So the device never waits for the host and is at most one step ahead.
@@ -83,7 +83,7 @@ class Journal:
             disable=not is_first_process(),
         )
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(
