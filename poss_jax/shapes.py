@@ -13,9 +13,9 @@ shape as a comment, because run-time shape checking of constructors breaks `jax.
 
 from typing import Any
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 Params = dict[str, Any]
 """A nested dict of arrays: what Flax modules and Orbax items hold."""
 
-__all__ = ["Array", "Bool", "Float", "Int", "Params"]
+__all__ = ["Array", "Bool", "Float", "Int", "Params", "UInt"]

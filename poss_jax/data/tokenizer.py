@@ -96,7 +96,7 @@ def _load_local(folder: Path, origin: AnyPath) -> "transformers.PreTrainedTokeni
             raise UserError(f"{path}: want a regular file; put the file itself there")
     has_json = (folder / "tokenizer.json").exists()  # else AutoTokenizer converts (imports torch)
     kind = "PreTrainedTokenizerFast" if has_json else "AutoTokenizer"
-    with _errors_of_tokenizer(f"{origin}: want a tokenizer, got", "copy its files there"):
+    with errors_of_tokenizer(f"{origin}: want a tokenizer, got", "copy its files there"):
         tokenizer = getattr(_transformers(), kind).from_pretrained(
             folder,
             local_files_only=True,
@@ -153,7 +153,7 @@ def call_tokenizer(tokenizer: Any, texts: Any, **settings: Any) -> Any:
     Raises:
       UserError: the tokenizer cannot.
     """
-    with _errors_of_tokenizer("this tokenizer fails on a text", "check its files"):
+    with errors_of_tokenizer("this tokenizer fails on a text", "check its files"):
         return tokenizer(texts, verbose=False, **settings)
 
 
@@ -188,7 +188,7 @@ def encode_plain(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 @contextmanager
-def _errors_of_tokenizer(what: str, to_do: str) -> Iterator[None]:
+def errors_of_tokenizer(what: str, to_do: str) -> Iterator[None]:
     """Turns any error of a tokenizer into a UserError.
 
     Its Rust side raises plain Exception, and BaseException on a panic.

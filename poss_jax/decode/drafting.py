@@ -34,7 +34,7 @@ from poss_jax.model.ranking import top_k as best_of
 from poss_jax.model.sharding import whole_rows
 from poss_jax.model.specialists import further_layer
 from poss_jax.model.target import read_logits
-from poss_jax.shapes import Array, Float, Int, Params
+from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
 class Level(NamedTuple):
@@ -59,6 +59,7 @@ ChildrenFn = Callable[[Array, Level, int], tuple[Array, Array]]
 # Calibrated on trained drafts (configs/demo/drafting.yaml); from 1 to 2 the tree changes little.
 _SHARPNESS = 1.5
 _FILTER_MARGIN = 1.5
+_FORBIDDEN = -1e9  # finite: a draft may know no token that is allowed
 
 
 def join_pairs(
@@ -200,6 +201,20 @@ def coupled_children(
     noisy = scores + (noise if vocabulary is None else noise[:, vocabulary])[:, None]
     noisy *= jnp.where(sampling.temperature > 0, _SHARPNESS, 1.0)[:, None, None]
     return _most_likely(noisy, top_k)
+
+
+def allowed_children(
+    logits: Float[Array, "B rows Vd"],
+    level: Level,
+    top_k: int,
+    *,
+    children: ChildrenFn,
+    allowed: Bool[Array, "B Vd"],
+) -> tuple[Int[Array, "B rows W"], Float[Array, "B rows W"]]:
+    """The root's children among the tokens that a grammar allows, and all others' as they are."""
+    if level.depth == 0:
+        logits = jnp.where(allowed[:, None], logits, _FORBIDDEN)
+    return children(logits, level, top_k)
 
 
 def _most_likely(

@@ -22,7 +22,7 @@ from jax import lax
 
 from poss_jax.model.ranking import choose, top_k
 from poss_jax.model.sharding import highest_of_groups
-from poss_jax.shapes import Array, Bool, Float, Int
+from poss_jax.shapes import Array, Bool, Float, Int, UInt
 
 OF_OUTPUT = ("frequency_penalty", "presence_penalty", "min_tokens")
 """Settings that depend on the output so far."""
@@ -97,6 +97,28 @@ def draw_noise(
     positions = first[:, None] + jnp.arange(num_positions)[None]
     noise = jax.vmap(jax.vmap(draw, (None, 0)))(sampling.seed, positions)
     return jnp.where(_is_sampled(sampling)[:, None, None], noise, 0.0)
+
+
+def forbid(
+    logits: Float[Array, "*rows V"], allowed: UInt[Array, "*rows words"] | None
+) -> Float[Array, "*rows V"]:
+    """Logits with -inf for the tokens that a grammar does not allow, before all else.
+
+    Args:
+      logits: logits of the target.
+      allowed: see `unpack`; None allows all.
+    """
+    if allowed is None:
+        return logits
+    return jnp.where(unpack(allowed, logits.shape[-1]), logits, -jnp.inf)
+
+
+def unpack(allowed: UInt[Array, "*rows words"], vocab_size: int) -> Bool[Array, "*rows V"]:
+    """Unpacks a bit per token, 32 in a word, the lowest bit first."""
+    bits = allowed[..., None] >> lax.broadcasted_iota(
+        allowed.dtype, (*allowed.shape, 32), allowed.ndim
+    )
+    return (bits & 1 > 0).reshape(*allowed.shape[:-1], -1)[..., :vocab_size]
 
 
 def shift_logits(

@@ -14,7 +14,7 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.decode import drafting, rejection
-from poss_jax.decode.sampling import Text, draw, draw_noise, shift_logits
+from poss_jax.decode.sampling import Text, draw, draw_noise, forbid, shift_logits, unpack
 from poss_jax.decode.state import (
     DecodeConfig,
     DecodeState,
@@ -30,20 +30,37 @@ from poss_jax.model import target as targets
 from poss_jax.model.cache import KVCache, commit_rows, init_cache, take_rows, write_rows
 from poss_jax.model.ranking import choose, top_k
 from poss_jax.model.sharding import highest_of_groups
-from poss_jax.shapes import Array, Bool, Float, Int
+from poss_jax.shapes import Array, Bool, Float, Int, UInt
 
 
-def start(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+def start(
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    allowed: UInt[Array, "B words"] | None = None,
+) -> DecodeState:
     """Runs the prompts through target and draft, and chooses the first token."""
-    return first_state(weights, config, request, prefill(weights, config, request))
+    return first_state(weights, config, request, prefill(weights, config, request), allowed)
 
 
 def first_state(
-    weights: Weights, config: DecodeConfig, request: Request, out: targets.Prefilled
+    weights: Weights,
+    config: DecodeConfig,
+    request: Request,
+    out: targets.Prefilled,
+    allowed: UInt[Array, "B words"] | None = None,
 ) -> DecodeState:
-    """Chooses the first token after prompts already run through target and draft."""
+    """Chooses the first token after prompts already run through target and draft.
+
+    Args:
+      weights: parameters of target and draft.
+      config: static settings of decoding.
+      request: the batch.
+      out: what `prefill` gives.
+      allowed: tokens that a grammar allows (see `sampling.forbid`); None: all.
+    """
     B = len(request.tokens)
-    root = _choose_first(config, request, out.logits)
+    root = _choose_first(config, request, forbid(out.logits, allowed))
     state = DecodeState(
         target_cache=out.cache,
         draft=None,
@@ -144,11 +161,12 @@ def finish_round(
     state: DecodeState,
     tree: Tree,
     noise: Float[Array, "B positions V"] | None,
+    allowed: UInt[Array, "B M words"] | None = None,
 ) -> DecodeState:
-    """The round after drafting: verify, accept, commit."""
+    """The round after drafting: verify, accept, commit; `allowed` after every node, None: all."""
     out = verify_tree(weights, config, state, tree)
     with jax.named_scope("accept"):
-        chosen = choose_tokens(request, state, tree, out.logits, noise)
+        chosen = choose_tokens(request, state, tree, forbid(out.logits, allowed), noise)
         acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
         logprobs = _path_logprobs(config, out.logits, acceptance)
     return commit(weights, config, request, state, out, acceptance, logprobs)
@@ -175,14 +193,15 @@ def draft_tree(
     request: Request,
     state: DecodeState,
     noise: Float[Array, "B positions V"] | None,
+    allowed: UInt[Array, "B words"] | None = None,
 ) -> Tree:
-    """First part of a round: drafts the tree to verify."""
+    """First part of a round: drafts the tree to verify; `allowed` after its root, None: all."""
     if not config.is_drafting:
         return root_tree(state.root)
     if config.children is None and config.drafting == "sampled" and request.sampling:
         text = text_before(request, state.output, root_tree(state.root))
         return rejection.draw_tree(weights, config, state, request.sampling, text)
-    candidates = draft_candidates(weights, config, request, state, noise)
+    candidates = draft_candidates(weights, config, request, state, noise, allowed)
     with jax.named_scope("select"):
         return select(state.root, candidates, config.tree)
 
@@ -193,6 +212,7 @@ def draft_candidates(
     request: Request,
     state: DecodeState,
     noise: Float[Array, "B positions V"] | None,
+    allowed: UInt[Array, "B words"] | None = None,
 ) -> Candidates:
     """All nodes a draft proposes, before the tree is selected."""
     assert config.draft is not None and state.draft is not None, "want a draft"
@@ -206,6 +226,10 @@ def draft_candidates(
             noise=noise,
             vocabulary=weights.draft["vocabulary"],
         )
+    if allowed is not None:
+        own = unpack(allowed, config.target.vocab_size)
+        own = own if weights.draft["vocabulary"] is None else own[:, weights.draft["vocabulary"]]
+        children = partial(drafting.allowed_children, children=children, allowed=own)
     return drafting.draft(
         weights.draft,
         config.draft,

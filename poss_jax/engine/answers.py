@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from poss_jax.engine.grammar import Guide
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.text import Piece, TextStream, decode_behind, find_anchor
 
@@ -175,12 +176,14 @@ class LiveAnswer:
     Attributes:
       is_ended: True after a stop token, a stop string, the limit, or `cancel`.
       cached_tokens: see `Generation`.
+      guide: its grammar after all of its tokens; None: any token may follow.
     """
 
     def __init__(
         self, prompt: PreparedPrompt, stop_ids: Sequence[int], tokenizer: Any, stop: Sequence[str]
     ) -> None:
         """Begins an answer; `stop` are strings that end it, as `stop_ids` do."""
+        self.guide: Guide | None = prompt.guide and prompt.guide.copy()
         self._prompt, self._stop_ids = prompt.ids, stop_ids
         self._least = prompt.sampling.min_tokens - prompt.num_continued
         self._stream = begin_text(prompt, tokenizer, stop)
@@ -191,7 +194,11 @@ class LiveAnswer:
         self.is_ended, self.cached_tokens = False, 0
 
     def add(self, new: Round) -> Chunk:
-        """Adds one more round to an answer that has not ended."""
+        """Adds one more round to an answer that has not ended.
+
+        Raises:
+          UserError: the answer's grammar is too complex to go on.
+        """
         tokens = new.tokens
         depths = [i + 1 if i < (new.num_accepted or 0) else 0 for i in range(len(tokens))]
         pieces, num_kept = self._push(tokens, depths, is_last=new.is_done)
@@ -200,6 +207,8 @@ class LiveAnswer:
             most = num_kept if is_cut else len(tokens) + new.num_offered
             self._accepted.append(min(new.num_accepted, most))
             self._offered.append(min(new.num_offered, most))
+        if self.guide is not None:
+            self.guide.advance(tokens[:num_kept])
         self._ids += tokens[:num_kept]
         self._text += "".join(piece.text for piece in pieces)
         is_stopped = self._stream is not None and self._stream.is_stopped

@@ -12,6 +12,7 @@ Without a draft the same calls decode autoregressively, and give the same text.
 import secrets
 from collections.abc import Iterator, Sequence
 from copy import copy
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -36,6 +37,8 @@ from poss_jax.engine.device import (
     prefill_chunks,
     with_rows,
 )
+from poss_jax.engine.grammar import Grammar, GrammarCompiler
+from poss_jax.engine.live import run_live
 from poss_jax.engine.models import fuse, fuse_own, lend, load_fused, replace_target
 from poss_jax.engine.prompts import (
     PreparedPrompt,
@@ -48,7 +51,7 @@ from poss_jax.engine.prompts import (
     make_request,
     sampling_per_prompt,
 )
-from poss_jax.engine.steps import decode_batch, run_live, run_step
+from poss_jax.engine.steps import decode_batch, run_step
 from poss_jax.engine.text import check_stop
 from poss_jax.engine.trees import Trees, choose_trees, find_tuned, tree_for
 from poss_jax.model.parameters import place_weights
@@ -314,6 +317,7 @@ class Engine:
         num_continued: int = 0,
         is_chat: bool | None = None,
         shown_ids: Sequence[int] = (),
+        grammar: Grammar | None = None,
     ) -> PreparedPrompt:
         """Tokenises a prompt and checks it, its settings and its limit: nobody does so again.
 
@@ -327,10 +331,12 @@ class Engine:
           num_continued: tokens at the end of the prompt that already belong to the answer.
           is_chat: the answer is decoded alone; None: if the prompt holds messages.
           shown_ids: special tokens whose names belong to the answer's text.
+          grammar: what the answer must match; one cut by its limit is only a beginning.
 
         Raises:
           UserError: what `encode_prompt` refuses, a biased token outside the vocabulary, nothing
-            but continued tokens, or (`PromptTooLong`) prompt and answer longer than `max_length`.
+            but continued tokens, a grammar that cannot be served or that the continued tokens do
+            not match, or (`PromptTooLong`) prompt and answer longer than `max_length`.
         """
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens: want at least 1, got {max_new_tokens}")
@@ -344,8 +350,13 @@ class Engine:
         if num_continued >= len(ids):
             raise UserError("continued_tokens: want fewer than the prompt has")
         is_chat = isinstance(prompt[0], dict) if is_chat is None else is_chat
-        of_text = num_continued, is_chat, shown_ids
+        guide = grammar and self._grammars.compile(grammar, ids[len(ids) - num_continued :])
+        of_text = num_continued, is_chat, shown_ids, guide
         return PreparedPrompt(ids, max_new_tokens, sampling, stop_ids, *of_text)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self.target_config.vocab_size, self.stop_ids)
 
     def encode(self, prompt: Prompt, rendering: Rendering | None = None) -> list[int]:
         """Turns a prompt into token ids (see `encode_prompt`)."""
@@ -375,7 +386,7 @@ class Engine:
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first : first + batch_size]
             config, request = self.request(batch, batch_size=batch_size)
-            if stop or any(prompt.shown_ids for prompt in batch):
+            if stop or any(prompt.shown_ids or prompt.guide for prompt in batch):
                 live = [self.live_answer(prompt, stop) for prompt in batch]
                 rounds = run_live(self.weights, config, request, live)
                 ended = {index: chunk.answer for index, chunk in rounds if chunk.answer}

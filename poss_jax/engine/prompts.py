@@ -25,6 +25,7 @@ from poss_jax.data.rendering import RenderEnded, RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer
 from poss_jax.decode.sampling import OF_OUTPUT, SETTINGS, Sampling
 from poss_jax.decode.state import Request
+from poss_jax.engine.grammar import Guide
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or chat messages ({"role", "content"}, and other fields the template reads)."""
@@ -57,6 +58,7 @@ class PreparedPrompt(NamedTuple):
       is_chat: the answer is a new message, decoded alone; otherwise it is decoded as the
         continuation of the prompt.
       shown_ids: special tokens whose names belong to the answer's text, such as marks of calls.
+      guide: the grammar that the answer must match, before its next token; None: any text.
     """
 
     ids: list[int]
@@ -66,6 +68,7 @@ class PreparedPrompt(NamedTuple):
     num_continued: int = 0
     is_chat: bool = False
     shown_ids: Sequence[int] = ()
+    guide: Guide | None = None
 
     def choice(self, index: int) -> "PreparedPrompt":
         """The same prompt with the seed of another answer (see `prompt_seed`)."""

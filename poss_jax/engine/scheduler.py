@@ -365,6 +365,9 @@ class Scheduler:
             self._resize(smaller[-1])
 
     def _start_round(self) -> None:
+        if any(stream is not None and stream.answer.guide for stream in self._active):
+            while self._under_way:  # which tokens may follow depends on all of them
+                self._finish_step()
         if not any(self._active):
             return
         self._shrink()
@@ -377,7 +380,8 @@ class Scheduler:
         num_rounds = 1 if is_awaited else self._pace.num_rounds
         if len(texts) < self._slots.size:  # keep steps short for the next request
             num_rounds = max(num_rounds // 4, 1)
-        self._expect(self._steps.run(program, tuple(texts), num_rounds), texts)
+        guides = {slot: one.answer.guide for slot, one in texts.items() if one.answer.guide}
+        self._expect(self._steps.run(program, tuple(texts), num_rounds, guides), texts)
 
     def _expect(self, rounds: Rounds, texts: dict[int, Stream]) -> None:
         self._under_way.append((rounds, texts, time.monotonic()))
@@ -398,7 +402,11 @@ class Scheduler:
         chunk = Chunk([], [], [])
         for one in rounds:
             if chunk.answer is None:
-                chunk += stream.answer.add(one)
+                try:
+                    chunk += stream.answer.add(one)
+                except UserError as error:  # of a grammar
+                    stream.put(error)
+                    chunk += stream.answer.cancel()
                 self.stats.drafts += bool(one.num_offered)
                 self.stats.drafted += one.num_offered or 0
         if not stream.has_logprobs:

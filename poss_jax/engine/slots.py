@@ -11,7 +11,7 @@ also on the number of texts, which chooses the tree.
 On several hosts every process makes the same slots and calls them in the same order (`leader.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,6 +25,8 @@ from poss_jax.decode.state import Request
 from poss_jax.engine import steps
 from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunks
 from poss_jax.engine.engine import Engine
+from poss_jax.engine.grammar import Guide
+from poss_jax.engine.guided import first_masks, run_guided
 from poss_jax.engine.prefixes import make_prefixes, name_blocks
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, lay_out
 from poss_jax.engine.steps import Rounds
@@ -45,11 +47,13 @@ class Program(NamedTuple):
       tree: size of the draft tree; None decodes autoregressively.
       is_sampled: whether any text has sampling settings.
       has_logprobs: whether any text wants log-probabilities.
+      is_guided: whether any text has a grammar.
     """
 
     tree: TreeConfig | None
     is_sampled: bool = False
     has_logprobs: bool = False
+    is_guided: bool = False
 
 
 class _Reading(NamedTuple):
@@ -187,7 +191,8 @@ class Slots:
     def choose_program(self, prompts: Sequence[PreparedPrompt], *, has_logprobs: bool) -> Program:
         """The cheapest round that serves these texts; log-probabilities imply sampling."""
         is_sampled = has_logprobs or not all(prompt.sampling.is_plain for prompt in prompts)
-        return Program(self._trees[len(prompts) - 1], is_sampled, has_logprobs)
+        is_guided = any(prompt.guide for prompt in prompts)
+        return Program(self._trees[len(prompts) - 1], is_sampled, has_logprobs, is_guided)
 
     # ----------------------------------------------------------------------------------------------
     # Steps, the same on all processes
@@ -231,21 +236,29 @@ class Slots:
     def insert(self, slot: int) -> Rounds:
         """Chooses the first new token and gives the text a slot."""
         assert self._reading is not None, "want begin first"
-        _, one, prefill, names = self._reading
+        prompt, one, prefill, names = self._reading
         self._reading, self._last_read = None, self._reading
         self.prefixes.renew(names)
-        self._request, self._state, first = steps.insert(
-            self.weights, self._config, self._request, self._state, one, prefill, np.int32(slot)
-        )
+        batch = self._request, self._state, one, prefill, np.int32(slot)
+        guides = {} if prompt.guide is None else {0: prompt.guide}
+        masks = [first_masks(guides, 1, self._config.target.vocab_size)] if guides else []
+        self._request, self._state, first = steps.insert(self.weights, self._config, *batch, *masks)
         return first
 
-    def run(self, program: Program, texts: Sequence[int], num_rounds: int = 1) -> Rounds:
+    def run(
+        self,
+        program: Program,
+        texts: Sequence[int],
+        num_rounds: int = 1,
+        guides: Mapping[int, Guide] | None = None,
+    ) -> Rounds:
         """Runs some rounds (see `steps.run_step`); returns before they are done.
 
         Args:
           program: the kind of round.
           texts: slots whose texts continue; texts of other slots end.
-          num_rounds: how many, at most `steps.MOST_ROUNDS`.
+          num_rounds: how many, at most `steps.MOST_ROUNDS`; one if the program is guided.
+          guides: grammars by slot, if the program is guided (see `run_guided`).
         """
         tree, logprobs = program.tree, self.max_logprobs if program.has_logprobs else 0
         config = self._config._replace(num_logprobs=logprobs, drafts=tree is not None)
@@ -254,9 +267,11 @@ class Slots:
         request = self._request
         if not program.is_sampled:
             request = request.replace(sampling=None)
-        self._state, rounds = steps.run_step(
-            self.weights, config, request, self._state, texts=texts, num_rounds=num_rounds
-        )
+        batch = self.weights, config, request, self._state
+        if program.is_guided:
+            self._state, rounds = run_guided(*batch, texts=texts, guides=guides or {})
+        else:
+            self._state, rounds = steps.run_step(*batch, texts=texts, num_rounds=num_rounds)
         return rounds
 
     def resize(self, size: int, order: Sequence[int]) -> None:

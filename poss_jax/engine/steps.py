@@ -1,7 +1,7 @@
 """Steps: what runs on the devices without the host, and how new tokens reach it.
 
     decode_batch   all rounds in one step, for answers that nobody streams
-    run_live       a few rounds per step: one is running while the host reads the one before
+    run_step       a few rounds: one step runs while the host reads the one before
 
 Slots read prompts and run rounds in the steps that follow; the scheduler chooses which.
 """
@@ -20,12 +20,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from poss_jax.decode import speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Output, Request, Weights
-from poss_jax.engine.answers import Chunk, LiveAnswer, Round, TokenLogprobs
+from poss_jax.engine.answers import Round, TokenLogprobs
 from poss_jax.engine.prompts import HostRequest, make_request
 from poss_jax.model.cache import KeysValues, KVCache, commit_rows, cut_rows
 from poss_jax.model.sharding import highest_of_groups, partition_state
 from poss_jax.model.target import Prefill, end_prefill
-from poss_jax.shapes import Array, Bool, Int
+from poss_jax.shapes import Array, Bool, Int, UInt
 
 MOST_ROUNDS = 32
 """Most rounds of one step."""
@@ -155,10 +155,11 @@ def _insert(
     one: Request,
     prefill: Prefill,
     slot: Int[Array, ""],
+    *allowed: UInt[Array, "1 words"],
 ) -> tuple[Request, DecodeState, "Rounds"]:
     """Chooses the first token of a prompt that was read, and gives the text a slot."""
     out = end_prefill(weights.target, prefill, one.lengths)
-    first = speculate.first_state(weights, config, one, out)
+    first = speculate.first_state(weights, config, one, out, *allowed)
 
     def place(stored: Array, new: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(stored, new, slot, 0)
@@ -232,17 +233,8 @@ def _run_step(
     # A text ended that the host still counts as running: stop after one round to free its slot.
     is_news = highest_of_groups((state.output.is_done & is_text).any())
     most = jnp.where(is_news, 1, num_rounds[0])
-    is_done = state.output.is_done | ~is_text
-    # Attention reads the blocks of the longest sequence, so empty slots count as one row.
-    short = jnp.where(is_done, 1, config.rows)
-
-    def shortened(cache: KVCache) -> KVCache:
-        return cache.replace(length=jnp.minimum(cache.length, short))
-
-    before = state.output.replace(is_done=is_done)
-    state = state.replace(target_cache=shortened(state.target_cache), output=before)
-    if state.draft is not None:
-        state = state.replace(draft=state.draft.replace(cache=shortened(state.draft.cache)))
+    state = end_others(config, state, is_text)
+    before, is_done = state.output, state.output.is_done
 
     def goes_on(carry: tuple[Array, DecodeState]) -> Array:
         index, state = carry
@@ -254,10 +246,26 @@ def _run_step(
         return carry[0] + 1, speculate.run_round(weights, config, request, carry[1])
 
     _, state = lax.while_loop(goes_on, run_one, (jnp.array(0), state))
-    return state, _pack_new(config, before, state.output)
+    return state, pack_new(config, before, state.output)
 
 
-def _pack_new(config: DecodeConfig, before: Output, after: Output) -> Rounds:
+def end_others(config: DecodeConfig, state: DecodeState, is_text: Bool[Array, " B"]) -> DecodeState:
+    """Ends all sequences that are no texts."""
+    is_done = state.output.is_done | ~is_text
+    # Attention reads the blocks of the longest sequence, so empty slots count as one row.
+    short = jnp.where(is_done, 1, config.rows)
+
+    def shortened(cache: KVCache) -> KVCache:
+        return cache.replace(length=jnp.minimum(cache.length, short))
+
+    output = state.output.replace(is_done=is_done)
+    state = state.replace(target_cache=shortened(state.target_cache), output=output)
+    if state.draft is not None:
+        state = state.replace(draft=state.draft.replace(cache=shortened(state.draft.cache)))
+    return state
+
+
+def pack_new(config: DecodeConfig, before: Output, after: Output) -> Rounds:
     """Packs what the rounds added between two outputs."""
 
     def new(rows: Array, start: Array, count: int) -> Array:
@@ -313,10 +321,14 @@ def run_step(
       texts: indices of the texts the host wants to continue; others end.
       num_rounds: how many, at most `MOST_ROUNDS`.
     """
-    is_text = np.zeros(len(request.limits), bool)
-    is_text[list(texts)] = True
+    is_text = mark(texts, len(request.limits))
     rounds = np.full(len(is_text), num_rounds, np.int32)
     return _step(weights, config, request, state, is_text, rounds)
+
+
+def mark(texts: Sequence[int], batch_size: int) -> np.ndarray:
+    """Marks some of the sequences, [B] bool."""
+    return np.isin(np.arange(batch_size), texts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -394,39 +406,3 @@ class Pace:
 def decode_batch(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
     """Decodes until every sequence is done, without the host in between."""
     return run_rounds(weights, config, request, start(weights, config, request))
-
-
-def run_live(
-    weights: Weights, config: DecodeConfig, request: Request, answers: Sequence[LiveAnswer]
-) -> Iterator[tuple[int, Chunk]]:
-    """Decodes a batch step by step, until all answers have ended.
-
-    Args:
-      weights: parameters of target and draft.
-      config: static settings of decoding.
-      request: the batch; sequences beyond `answers` are padding.
-      answers: one per sequence; the rounds are added to them.
-
-    Yields:
-      The index of an answer, and what a round added to it.
-    """
-    state = start(weights, config, request)
-    roots, is_done = jax.device_get((state.root, state.output.is_done))
-    for index, answer in enumerate(answers):
-        first = Round([int(roots[index])], None, None, is_done=bool(is_done[index]))
-        yield index, answer.add(first)
-    pace, under_way = Pace(), None
-    while not all(answer.is_ended for answer in answers):
-        texts = [index for index, answer in enumerate(answers) if not answer.is_ended]
-        # On several hosts every process must run the same number of rounds.
-        num_rounds = pace.num_rounds if jax.process_count() == 1 else 1
-        state, rounds = run_step(
-            weights, config, request, state, texts=texts, num_rounds=num_rounds
-        )
-        before, under_way = under_way, (rounds, time.monotonic())
-        if before is None:
-            continue
-        new = read_rounds(before[0])
-        pace.record(count_rounds(new), begun=before[1])
-        for index, (answer, rounds) in enumerate(zip(answers, new, strict=False)):
-            yield from ((index, answer.add(one)) for one in rounds if not answer.is_ended)
