@@ -1,13 +1,12 @@
 """Grammars: answers match them, and are the same with and without drafts, in any company."""
 
-import json
 from collections.abc import Iterator
 
 import pytest
 from models import certain_pair, make_engine, one_layout, tiny_llama
 from test_text import BYTE_LEVEL
 
-from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
+from poss_jax import Engine, SamplingConfig, TreeConfig
 from poss_jax.config.models import DraftConfig
 from poss_jax.engine.grammar import Grammar
 from poss_jax.engine.prompts import PreparedPrompt

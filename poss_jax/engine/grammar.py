@@ -7,9 +7,12 @@ node, so the host walks the drafted tree between drafting and verifying (`guided
 """
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -20,9 +23,11 @@ from poss_jax.data.tokenizer import errors_of_tokenizer
 
 # As `json.dumps` writes it. With free white space a text need not end, and little is certain.
 _LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-# Bounds of a text's memory (about 2 kB per state) and of the time to compile.
-_LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 100_000, "verbose_errors": False}
-_MOST_CHARACTERS = 100_000
+# Bounds of a grammar's memory (about 2 kB per state) and of the time to compile it (1 s).
+_LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 100_000, "verbose_errors": False}
+_MOST_CHARACTERS = 2**16
+_NUM_KEPT = 16  # compiled grammars
+_STACK_BYTES = 2**29  # the deepest grammar of this size takes a tenth; a default stack overflows
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,14 @@ class GrammarCompiler:
         with errors_of_tokenizer("grammar: want a fast tokenizer, got", "use another target"):
             self._tokens = from_tokenizer(tokenizer, vocab_size, list(stop_ids))
         self._stop_ids = frozenset(stop_ids)
+        self._compile = lru_cache(_NUM_KEPT)(self._compile_one)
+        default = threading.stack_size(_STACK_BYTES)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="poss-grammar-compiler")
+        self._thread.submit(int).result()
+        threading.stack_size(default)
 
     def compile(self, grammar: Grammar, continued: Sequence[int] = ()) -> "Guide":
-        """Compiles a grammar, within limits on its size and the time.
+        """Compiles a grammar, within limits on its size and the time; one at a time.
 
         Args:
           grammar: what an answer must match.
@@ -102,6 +112,11 @@ class GrammarCompiler:
           UserError: the grammar has a mistake or is too large, or the tokens do not match.
         """
         _check_size(grammar.source, grammar.name)
+        guide = self._thread.submit(self._compile, grammar).result().copy()
+        guide.advance(continued)
+        return guide
+
+    def _compile_one(self, grammar: Grammar) -> "Guide":
         library = _llguidance()
         limits = library.LLParserLimits(**_LIMITS)
         matcher = library.LLMatcher(self._tokens, grammar.source, log_level=0, limits=limits)
@@ -109,7 +124,6 @@ class GrammarCompiler:
         if not guide.is_broken:  # some mistakes are found only by the first mask
             guide.fill(np.zeros(-(-self._tokens.vocab_size // 32), np.uint32))
         guide.check()
-        guide.advance(continued)
         return guide
 
 
@@ -131,7 +145,8 @@ class Guide:
     def check(self) -> None:
         """Raises UserError after an error of the grammar."""
         if self.is_broken:
-            raise UserError(f"{self._name}: {one_line(self._matcher.get_error())}")
+            message = self._matcher.get_error().replace("<non-verbose/>", "")
+            raise UserError(f"{self._name}: {one_line(message)}")
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the text.

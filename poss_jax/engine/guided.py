@@ -7,6 +7,7 @@ The draft knows what a grammar allows after the root. Deeper nodes that it forbi
 tokens that are certain take their places: such as the name of the next field.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +22,7 @@ from poss_jax.engine.grammar import Guide
 from poss_jax.engine.steps import Rounds, end_others, mark, on_mesh, pack_new
 from poss_jax.shapes import Array, Bool, Float, Int, UInt
 
+_WALK_SECONDS = 0.05  # per tree; a harmless grammar takes 2 ms for 60 nodes
 _WALKERS = ThreadPoolExecutor(thread_name_prefix="poss-grammar")
 
 Drafted = tuple[Tree, Float[Array, "B positions V"] | None]
@@ -128,12 +130,13 @@ class Walk:
         self._tokens, self._parents, self._masks = tokens, parents, masks
         self._leaves: dict[int, list[int]] = {}  # reached, without reached children: their paths
         self._free = set(range(1, len(tokens)))
+        self._until = time.monotonic() + _WALK_SECONDS
 
     def mend(self, *, depth: int) -> None:
         """Fills the masks, and replaces forbidden nodes by certain ones.
 
-        A forbidden node becomes its own parent, so that no path reaches it. A token is certain if
-        it is the only one allowed.
+        A forbidden node becomes its own parent, so that no path reaches it; so do those for which
+        there is no time. A token is certain if it is the only one allowed.
 
         Args:
           depth: longest path the tree may have.
@@ -153,10 +156,12 @@ class Walk:
         self._here.fill(mask)
         tokens = {child: int(self._tokens[child]) for child in children[node]}
         allowed = {child: token for child, token in tokens.items() if _has(mask, token)}
-        self._free -= allowed.keys()
         if not allowed:
             self._leaves[node] = path
         for child, token in allowed.items():
+            if time.monotonic() > self._until:
+                return
+            self._free.remove(child)
             if not self._guide.ends_with(token):
                 self._here.enter([token])
                 self._visit(child, [*path, token], children)
@@ -168,7 +173,7 @@ class Walk:
         self._here.enter(path)
         for _ in range(len(path), depth):
             token = _only_token(self._masks[node])
-            if not free or token is None:
+            if not free or token is None or time.monotonic() > self._until:
                 return
             child = free.pop(0)
             self._tokens[child], self._parents[child] = token, node

@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.paths import as_path
+from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.device import device_memory
 from poss_jax.engine.engine import Engine
@@ -43,6 +44,7 @@ from poss_jax.serving.bodies import (
     parse_body,
     receive_body,
 )
+from poss_jax.serving.grammars import GRAMMAR_FIELDS
 from poss_jax.serving.guard import PATIENCE, Guard
 from poss_jax.serving.metrics import Metrics
 from poss_jax.serving.replies import Reply, write_body, write_events
@@ -53,6 +55,7 @@ _LOG = logging.getLogger(__package__)
 _KEEP_ALIVE_SECONDS = 10.0
 _POLL_SECONDS = 0.25
 _LARGE_BYTES = 2**16
+_SLOW = [name.encode() for name in GRAMMAR_FIELDS]
 _CSP = (
     "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'"
@@ -136,8 +139,8 @@ class Service:
     async def read(self, request: Request, kind: type[Any], read: Callable[..., Any]) -> Any:
         """Reads a request off the event loop: its body, and what `read` makes of it.
 
-        Large bodies are read one at a time, which bounds their memory. After each, the reading
-        thread rests as long as it worked, since pydantic holds the interpreter and probes want
+        Large bodies and grammars are read one at a time, which bounds their memory. After each, the
+        reading thread rests as long as it worked, since pydantic holds the interpreter and probes want
         their turn.
 
         Raises:
@@ -151,7 +154,7 @@ class Service:
             return body, read(self.engine, self.limits, body)
 
         loop = asyncio.get_running_loop()
-        if len(content) <= _LARGE_BYTES:
+        if len(content) <= _LARGE_BYTES and not any(name in content for name in _SLOW):
             return await loop.run_in_executor(None, parse)
         return await loop.run_in_executor(self._reader_of_large, _and_rest, parse)
 
@@ -248,6 +251,8 @@ class Service:
                 yield item
         except Closed as error:
             raise ApiError(503, "decoding failed") from error
+        except UserError as error:  # a grammar that is too complex here
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
 
     def _measure(self, index: int, chunk: Chunk, first: dict[int, float], arrived: float) -> None:
         now, answer = time.monotonic(), chunk.answer

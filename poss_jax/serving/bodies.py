@@ -23,8 +23,8 @@ _MOST_MESSAGES = 4_000
 MOST_STOPS = 16
 FOREIGN: dict[str, Any] = dict.fromkeys(
     (
-        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("structural_tag", "grammar", "json_schema", "regex", "ebnf", "response_format", "tools"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("structural_tag", "grammar", "json_schema", "regex", "ebnf", "tools"),
         *("bad_words", "allowed_token_ids", "stop_regex", "no_repeat_ngram_size"),
         *("logits_processors", "logit_processor", "custom_logit_processor", "use_beam_search"),
         *("include_stop_str_in_output", "no_stop_trim", "thinking_token_budget", "top_a"),
@@ -158,6 +158,8 @@ class CommonRequest(BaseModel):
     ignore_eos: bool | None = None
     stop_token_ids: Ids | None = None
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class CompletionRequest(CommonRequest):
@@ -212,7 +214,6 @@ class ChatRequest(ChatFields, CommonRequest):
     max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    response_format: dict[str, Any] | None = None
     functions: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

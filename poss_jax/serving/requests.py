@@ -30,6 +30,7 @@ from poss_jax.serving.bodies import (
     explain,
 )
 from poss_jax.serving.chats import read_caller, read_messages, read_rendering
+from poss_jax.serving.grammars import GRAMMAR_FIELDS, read_grammar
 from poss_jax.serving.tools import Caller
 
 _LOG = logging.getLogger(__package__)
@@ -110,8 +111,6 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
       ApiError: something in it cannot be served.
     """
     _refuse(body, "functions")
-    if (body.response_format or {}).get("type", "text") != "text":
-        raise ApiError(400, "response_format: only text is served", param="response_format")
     if body.modalities not in (None, [], ["text"]):
         raise ApiError(400, "modalities: only text is served", param="modalities")
     if body.top_logprobs is not None and not body.logprobs:
@@ -210,6 +209,8 @@ def _prepare_choices(
     """Prepares all choices; without a limit they get the room there is, up to the default."""
     sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
     num_continued, is_chat, prepared = 0, chat is not None and chat.is_new_message, []
+    with _refusing("structured_outputs"):
+        grammar = read_grammar(body)
     if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
         num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
     shown_ids = chat.shown_ids(engine.tokenizer) if chat else ()
@@ -226,6 +227,7 @@ def _prepare_choices(
                 num_continued=num_continued,
                 is_chat=is_chat,
                 shown_ids=shown_ids,
+                grammar=grammar,
             )
         first = index * (body.n or 1)
         prepared += [one.choice(first + choice) for choice in range(body.n or 1)]
@@ -243,7 +245,7 @@ def _refusing(param: str) -> Iterator[None]:
         raise ApiError(400, message, param=param, code="context_length_exceeded") from error
     except UserError as error:
         named = str(error).partition(":")[0]
-        is_other = named in ("logit_bias", "continued_tokens")
+        is_other = named in ("logit_bias", "continued_tokens", *GRAMMAR_FIELDS)
         raise ApiError(400, str(error), param=named if is_other else param) from error
 
 

@@ -1,0 +1,76 @@
+"""Fields that constrain an answer: OpenAI's `response_format`, vLLM's `structured_outputs`."""
+
+import json
+from typing import Any
+
+from poss_jax.config.reading import UserError, cut
+from poss_jax.engine.grammar import Grammar
+from poss_jax.serving.bodies import CommonRequest
+
+GRAMMAR_FIELDS = ("response_format", "structured_outputs")
+_FORMATS = ("text", "json_object", "json_schema")
+_OBJECT = {"type": "object"}
+# Has no effect: white space between the parts of JSON is fixed.
+_HARMLESS = ("disable_any_whitespace",)
+
+
+def read_grammar(body: CommonRequest) -> Grammar | None:
+    """Reads what the answer of a request must match; None: any text.
+
+    Raises:
+      UserError: both fields, ones that cannot be served, or `ignore_eos`, since EOS ends a match.
+    """
+    given = [_read_response_format(body), _read_structured_outputs(body)]
+    grammars = [grammar for grammar in given if grammar is not None]
+    if len(grammars) == 2:
+        raise UserError("structured_outputs: want this or response_format, got both")
+    if grammars and body.ignore_eos:
+        raise UserError(f"{grammars[0].name}: not served together with ignore_eos")
+    return grammars[0] if grammars else None
+
+
+def _read_response_format(body: CommonRequest) -> Grammar | None:
+    name, fields = "response_format", body.response_format or {}
+    match fields.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return Grammar.json_schema(_OBJECT, name)
+        case "json_schema":
+            about = fields.get("json_schema")
+            return Grammar.json_schema(_read_schema(about, "schema", name), name)
+    raise UserError(f"{name}: want a type of {', '.join(_FORMATS)}")
+
+
+def _read_structured_outputs(body: CommonRequest) -> Grammar | None:
+    name, given = "structured_outputs", body.structured_outputs or {}
+    given = {key: value for key, value in given.items() if value and key not in _HARMLESS}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise UserError(f"{name}: want one of them, got {cut(ascii(sorted(given)))}")
+    match given:
+        case {"json": _}:
+            return Grammar.json_schema(_read_schema(given, "json", name), name)
+        case {"json_object": True}:
+            return Grammar.json_schema(_OBJECT, name)
+        case {"regex": str(pattern)}:
+            return Grammar.regex(pattern, name)
+        case {"choice": [*texts]} if all(isinstance(text, str) for text in texts):
+            return Grammar.choice(texts, name)
+        case {"grammar": str(text)}:
+            return Grammar.lark(text, name)
+    raise UserError(f"{name}: want json, json_object, regex, choice (texts) or grammar")
+
+
+def _read_schema(fields: Any, key: str, name: str) -> dict[str, Any]:
+    """Reads a JSON schema, which may be text."""
+    schema = fields.get(key) if isinstance(fields, dict) else None
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{name}: want a JSON schema, got other text") from error
+    if not isinstance(schema, dict):
+        raise UserError(f"{name}: want a JSON schema in {key}")
+    return schema

@@ -1,0 +1,124 @@
+"""`response_format` and `structured_outputs` as the server reads them: without weights."""
+
+from typing import Any
+
+import pytest
+from test_messages import Tokenising
+from test_text import BYTE_LEVEL
+
+from poss_jax.config.decoding import ServeConfig
+from poss_jax.engine.grammar import Guide
+from poss_jax.serving.bodies import ApiError, CompletionRequest
+from poss_jax.serving.requests import read_completion
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def engine() -> Tokenising:
+    engine = Tokenising(BYTE_LEVEL)
+    engine.target_config.vocab_size, engine.stop_ids = len(BYTE_LEVEL), [EOS]
+    return engine
+
+
+def guide_of(engine: Tokenising, **fields: Any) -> Guide:
+    body = CompletionRequest(prompt=[5], **fields)
+    (prompt,) = read_completion(engine, ServeConfig(target="none"), body).prompts
+    assert prompt.guide is not None
+    return prompt.guide
+
+
+def fits(guide: Guide, text: str) -> bool:
+    """Whether a text, all of it, matches."""
+    guide = guide.copy()
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
+    try:
+        guide.advance([*ids, EOS])
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"b": [1, null]}', "[1]"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            '{"a": 12}',
+            '{"a": "x"}',
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, '{"a": -3}', "{}"),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, "null", "0"),
+        ({"structured_outputs": {"json_object": True}}, "{}", "{"),
+        ({"structured_outputs": {"regex": "a+b"}}, "aaab", "aaabc"),
+        ({"structured_outputs": {"choice": ["é", 'a"b\n', "c"]}}, 'a"b\n', "a"),
+        ({"structured_outputs": {"grammar": 'start: "x" start?'}}, "xxx", "xy"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]*'}}, "x12", "12"),
+    ],
+    ids=str,
+)
+def test_what_matches(engine: Tokenising, fields: Any, good: str, bad: str) -> None:
+    guide = guide_of(engine, **fields)
+    assert fits(guide, good) and not fits(guide, bad)
+
+
+def test_no_grammar(engine: Tokenising) -> None:
+    for fields in (
+        {"response_format": {"type": "text"}, "structured_outputs": {}},
+        {"structured_outputs": {"json": None, "disable_any_whitespace": True}},
+    ):
+        body = CompletionRequest(prompt=[5], **fields)
+        (prompt,) = read_completion(engine, ServeConfig(target="none"), body).prompts
+        assert prompt.guide is None
+
+
+@pytest.mark.parametrize(
+    ("param", "message", "fields"),
+    [
+        ("response_format", "want a type of text", {"response_format": {"type": "xml"}}),
+        ("response_format", "JSON schema in schema", {"response_format": {"type": "json_schema"}}),
+        (
+            "structured_outputs",
+            "want one of them",
+            {"structured_outputs": {"json": {}, "regex": "a", "choice": ["b"]}},
+        ),
+        ("structured_outputs", "want json,", {"structured_outputs": {"choice": [1]}}),
+        ("structured_outputs", "want json,", {"structured_outputs": {"whitespace_pattern": " "}}),
+        ("structured_outputs", "none empty", {"structured_outputs": {"choice": ["a", ""]}}),
+        ("structured_outputs", "other text", {"structured_outputs": {"json": "[" * 9000}}),
+        ("structured_outputs", "unclosed character class", {"structured_outputs": {"regex": "[a"}}),
+        ("structured_outputs", "lexer error", {"structured_outputs": {"grammar": 'start: "'}}),
+        ("structured_outputs", "Unimplemented keys", {"structured_outputs": {"json": {"not": {}}}}),
+        ("structured_outputs", "want at most", {"structured_outputs": {"regex": "a" * 70_000}}),
+        (
+            "structured_outputs",
+            "got both",
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        ),
+        (
+            "structured_outputs",
+            "ignore_eos",
+            {"structured_outputs": {"regex": "a"}, "ignore_eos": True},
+        ),
+        (
+            "structured_outputs",
+            "satisfy the grammar",
+            {"structured_outputs": {"regex": "a"}, "prompt": [9, 5], "continued_tokens": 1},
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_refused(engine: Tokenising, param: str, message: str, fields: Any) -> None:
+    body = CompletionRequest(**{"prompt": [5]} | fields)
+    with pytest.raises(ApiError, match=message) as caught:
+        read_completion(engine, ServeConfig(target="none"), body)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert "\n" not in caught.value.message
+
+
+def test_deep_grammars_do_not_overflow_the_stack(engine: Tokenising) -> None:
+    rules = [f'r{i}: "a" r{i + 1} | r{i + 1} "b"' for i in range(1800)]
+    text = "\n".join(["start: r0", *rules, 'r1800: "c"'])
+    guide_of(engine, structured_outputs={"grammar": text})
