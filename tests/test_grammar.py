@@ -1,23 +1,28 @@
 """Grammars: answers match them, and are the same with and without drafts, in any company."""
 
+import json
+import re
 from collections.abc import Iterator
 
+import jsonschema_rs
+import numpy as np
 import pytest
 from models import certain_pair, make_engine, one_layout, tiny_llama
-from test_text import BYTE_LEVEL
+from test_text import BYTE_LEVEL, spell
 
-from poss_jax import Engine, SamplingConfig, TreeConfig
+from poss_jax import Engine, Generation, SamplingConfig, Scheduler, Slots, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig
-from poss_jax.engine.grammar import Grammar
+from poss_jax.engine.grammar import _LIMITS, Grammar, GrammarCompiler
+from poss_jax.engine.guided import Walk, no_masks
 from poss_jax.engine.prompts import PreparedPrompt
 
-EOS = 1
-LLAMA = tiny_llama(num_layers=1, vocab_size=266, max_position_embeddings=400, eos_token_ids=(EOS,))
+EOS, VOCAB = 1, len(BYTE_LEVEL)
+LLAMA = tiny_llama(
+    num_layers=1, vocab_size=VOCAB, max_position_embeddings=400, eos_token_ids=(EOS,)
+)
 POSS = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
-TREES = {
-    "tree": TreeConfig(depth=4, top_k=4, total_tokens=12),
-    "chain": TreeConfig(depth=3, top_k=1, total_tokens=4),
-}
+TREE = TreeConfig(depth=4, top_k=4, total_tokens=12)
+CHAIN = TreeConfig(depth=3, top_k=1, total_tokens=4)
 PERSON = {
     "type": "object",
     "properties": {
@@ -28,59 +33,164 @@ PERSON = {
     "required": ["name", "age", "pet"],
     "additionalProperties": False,
 }
-GRAMMARS = [
-    Grammar.json_schema(PERSON),
-    None,
-    Grammar.regex(r"[a-f]{3,9}-[0-9]+"),
-    Grammar.choice(["yes", "no", "never"]),
-    Grammar.json_schema({"type": "array", "items": {"type": "boolean"}, "maxItems": 5}),
-    Grammar.lark('start: "<" WORD ">" start? \nWORD: /[xyz]{1,4}/'),
-]
-SAMPLINGS = [
-    SamplingConfig(),
-    SamplingConfig(temperature=1.0, seed=1),
-    SamplingConfig(temperature=0.8, top_p=0.9, top_k=5, seed=2),
-    SamplingConfig(frequency_penalty=1.5, logit_bias={5: 1.0, 60: -3.0}),
+PATTERN = r"[a-f]{3,9}-[0-9]{1,9}"
+REQUESTS = [  # grammar, settings
+    (Grammar.json_schema(PERSON), SamplingConfig()),
+    (None, SamplingConfig(temperature=1.0, seed=1)),
+    (Grammar.json_schema(PERSON), SamplingConfig(temperature=0.8, top_p=0.9, top_k=5, seed=2)),
+    (Grammar.regex(PATTERN), SamplingConfig(temperature=1.0, seed=3)),
+    (Grammar.regex(PATTERN), SamplingConfig(frequency_penalty=1.5, logit_bias={5: 1.0, 60: -3.0})),
+    (Grammar.choice(["yes", "no", "never"]), SamplingConfig(temperature=1.0, seed=4)),
+    (Grammar.lark('start: "<" WORD ">" start? \nWORD: /[xyz]{1,4}/'), SamplingConfig()),
+    (None, SamplingConfig()),
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def same_layout() -> Iterator[None]:
-    with one_layout(num_biased=2):
+    with one_layout(num_biased=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poss_jax.engine.device._LEAST_ROWS", 128)
         yield
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
+def draw_engine(tree: TreeConfig | None) -> Engine:
+    """A target that nearly always knows the next token; without a tree it decodes alone."""
     target, draft = certain_pair(LLAMA, POSS, sharpness=1.0, disorder=0.3)
-    engine = make_engine(LLAMA, target, POSS, draft, tree=TREES["tree"])
+    pair = () if tree is None else (POSS, draft)
+    engine = make_engine(LLAMA, target, *pair, tree=tree)
     engine.tokenizer = BYTE_LEVEL
     return engine
 
 
-@pytest.fixture(scope="module")
-def alone(engine: Engine) -> Engine:
-    """The same target without a draft."""
-    target, _ = certain_pair(LLAMA, POSS, sharpness=1.0, disorder=0.3)
-    alone = make_engine(LLAMA, target)
-    alone.tokenizer = BYTE_LEVEL
-    return alone
-
-
-def prepare_all(engine: Engine, limit: int = 60) -> list[PreparedPrompt]:
-    pairs = [(grammar, one) for grammar in GRAMMARS for one in SAMPLINGS]
+def prepare_all(engine: Engine) -> list[PreparedPrompt]:
     return [
-        engine.prepare([5 + index, 7, 9], limit, sampling, grammar=grammar)
-        for index, (grammar, sampling) in enumerate(pairs)
+        engine.prepare([5 + index, 7, 9], 60, sampling, grammar=grammar)
+        for index, (grammar, sampling) in enumerate(REQUESTS)
     ]
 
 
+@pytest.fixture(scope="module")
+def alone() -> list[Generation]:
+    """Answers of the target alone."""
+    engine = draw_engine(None)
+    return engine.decode(prepare_all(engine), batch_size=4)
+
+
+def test_answers_match(alone: list[Generation]) -> None:
+    texts = [answer.text or "" for answer in alone]
+    assert all(alone[index].stop_reason == "stop" for index in (0, 2, 3, 4, 5, 6))
+    for text in (texts[0], texts[2]):
+        jsonschema_rs.validate(PERSON, json.loads(text))
+    for text in (texts[3], texts[4]):
+        assert re.fullmatch(PATTERN, text)
+    assert texts[5] in ("yes", "no", "never")
+    assert re.fullmatch("(<[xyz]{1,4}>)+", texts[6])
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("tree", TREES)
-def test_drafts_change_no_text(engine: Engine, alone: Engine, tree: str) -> None:
-    prompts = prepare_all(engine)
-    want = alone.decode(prompts, batch_size=4)
-    got = engine.with_tree(TREES[tree]).decode(prompts, batch_size=4)
-    for prompt, a, b in zip(prompts, got, want, strict=True):
-        print(prompt.guide and prompt.guide._name, a.text, a.mean_acceptance_length, a.stop_reason)
-    assert [answer.output_ids for answer in got] == [answer.output_ids for answer in want]
+@pytest.mark.parametrize("tree", [TREE, CHAIN], ids=["tree", "chain"])
+def test_drafts_change_no_text(tree: TreeConfig, alone: list[Generation]) -> None:
+    engine = draw_engine(tree)
+    answers = engine.decode(prepare_all(engine), batch_size=4)
+    assert [one.output_ids for one in answers] == [one.output_ids for one in alone]
+    assert answers[0].mean_acceptance_length > 2
+
+
+def test_any_company_leaves_the_texts_as_they_are(alone: list[Generation]) -> None:
+    """Some are cancelled halfway; the prompt of two choices is read once."""
+    engine = draw_engine(TREE)
+    scheduler = Scheduler(Slots(engine, sizes=(4,), max_length=100))
+    try:
+        prompts = prepare_all(engine)
+        streams = scheduler.submit_all([*prompts, *prompts, prompts[0], prompts[0]])
+        for stream in streams[8:16:2]:
+            stream.cancel()
+        answers = [list(stream)[-1].answer for stream in streams]
+    finally:
+        scheduler.close()
+    assert scheduler.error is None
+    for index, answer in enumerate(answers):
+        want = alone[index % 8 if index < 16 else 0].output_ids
+        assert answer is not None
+        if answer.stop_reason == "cancelled":
+            want = want[: len(answer.output_ids)]
+        assert answer.output_ids == want
+    assert [one.stop_reason for one in answers if one].count("cancelled") <= 4
+
+
+def test_a_grammar_that_gets_too_complex_ends_its_text_alone(
+    alone: list[Generation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = draw_engine(TREE)
+    scheduler = Scheduler(Slots(engine, sizes=(4,), max_length=100))
+    monkeypatch.setitem(_LIMITS, "max_lexer_states", 40)
+    try:
+        prompt = engine.prepare([5, 7, 9], 60, grammar=Grammar.regex("(.*a.{9}){5}"))
+        other, bad = scheduler.submit(prepare_all(draw_engine(None))[1]), scheduler.submit(prompt)
+        with pytest.raises(UserError, match="too many states"):
+            list(bad)
+        answer = list(other)[-1].answer
+    finally:
+        scheduler.close()
+    assert scheduler.error is None and answer is not None
+    assert answer.output_ids == alone[1].output_ids
+
+
+# --------------------------------------------------------------------------------------------------
+# The walk over a tree
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(BYTE_LEVEL, VOCAB, [EOS])
+
+
+def ids(text: str) -> list[int]:
+    return spell(BYTE_LEVEL, text)
+
+
+def allowed(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]).tolist()
+
+
+def test_forbidden_nodes_give_their_places_to_certain_tokens(compiler: GrammarCompiler) -> None:
+    """root "a" ┬ "b" ─ "d"        after a: "bcde" or "x", so "d" and "q" are forbidden
+    ├ "x"                and "c", "d" are certain after "b"
+    └ "q" ─ "x".
+    """
+    guide = compiler.compile(Grammar.regex("a(bcde|x)"))
+    guide.advance(ids("a"))
+    tokens, parents = np.array(ids("abxqdx")), np.array([0, 0, 0, 0, 1, 3])
+    masks = no_masks(VOCAB, 6)
+    Walk(guide, tokens, parents, masks).mend(depth=3)
+    assert tokens.tolist() == [*ids("abxcd"), EOS]
+    assert parents.tolist() == [0, 0, 0, 1, 3, 2]
+    nexts = [ids("b") + ids("x"), ids("c"), [EOS], ids("d"), ids("e")]
+    assert [allowed(mask) for mask in masks[:5]] == [sorted(one) for one in nexts]
+    assert len(allowed(masks[5])) == VOCAB  # after the end any token will do
+    other = guide.copy()
+    other.advance(ids("bcde"))  # the walk left the guide where it was
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_masks_are_those_of_the_path(compiler: GrammarCompiler, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    grammar = Grammar.json_schema({"type": "array", "items": {"enum": ["ab", 12, None, "ac"]}})
+    guide = compiler.compile(grammar)
+    tokens = np.array(rng.choice([*ids('[]"abc12, nul'), EOS], 40))
+    parents = np.array([0, *(int(rng.integers(0, node)) for node in range(1, 40))])
+    masks = no_masks(VOCAB, 40)
+    root = guide.copy()
+    root.advance(ids("["))
+    tokens[0] = ids("[")[0]
+    Walk(root, tokens, parents, masks).mend(depth=12)
+    for node in range(40):
+        path, here = [], node
+        while here and parents[here] != here:
+            path, here = [int(tokens[here]), *path], int(parents[here])
+        if here == 0 and EOS not in path:
+            fresh = root.copy()
+            fresh.advance(path)
+            want = no_masks(VOCAB)
+            fresh.fill(want)
+            np.testing.assert_array_equal(masks[node], want)
