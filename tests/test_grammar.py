@@ -125,7 +125,11 @@ def test_a_grammar_that_gets_too_complex_ends_its_text_alone(
     scheduler = Scheduler(Slots(engine, sizes=(4,), max_length=100))
     monkeypatch.setitem(_LIMITS, "max_lexer_states", 40)
     try:
-        prompt = engine.prepare([5, 7, 9], 60, grammar=Grammar.regex("(.*a.{9}){5}"))
+        hard, sampling = (
+            Grammar.regex("([a-z]*[a-m][a-z]{12}){3}9"),
+            SamplingConfig(temperature=2.0),
+        )
+        prompt = engine.prepare([5, 7, 9], 60, sampling, grammar=hard)
         other, bad = scheduler.submit(prepare_all(draw_engine(None))[1]), scheduler.submit(prompt)
         with pytest.raises(UserError, match="too many states"):
             list(bad)

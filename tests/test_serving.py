@@ -479,7 +479,7 @@ def test_usage_counts_what_was_cached(served: Served, client: openai.OpenAI) -> 
     ("param", "options"),
     [
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": {"type": "xml"}}),
         ("modalities", {"modalities": ["audio"]}),
         ("top_logprobs", {"top_logprobs": 2}),
         ("logprobs", {"logprobs": True, "top_logprobs": 6}),

@@ -140,8 +140,8 @@ class Service:
         """Reads a request off the event loop: its body, and what `read` makes of it.
 
         Large bodies and grammars are read one at a time, which bounds their memory. After each, the
-        reading thread rests as long as it worked, since pydantic holds the interpreter and probes want
-        their turn.
+        reading thread rests as long as it worked, since pydantic holds the interpreter and probes
+        want their turn.
 
         Raises:
           ApiError: something in it cannot be served.
