@@ -439,6 +439,59 @@ def test_logprobs_of_a_completion(served: Served, client: openai.OpenAI, target:
         assert [one for part in parts for one in part] == getattr(found, name)
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_logprobs_of_an_echo_are_those_of_the_answer(
+    served: Served, client: openai.OpenAI, is_streamed: bool
+) -> None:
+    """Evaluators ask for prompts alone; the first token has no log-probability."""
+    options = {"logprobs": 3, "temperature": 1.0, "seed": SEED, "return_token_ids": True}
+    answer = complete(client, PROMPTS[0], **options).choices[0]
+    ids = answer.prompt_token_ids + answer.token_ids
+    asked = {"echo": True, "logprobs": 3, "stream": is_streamed}
+    for count in (0, 1):
+        reply = complete(client, ids, max_tokens=count, **asked)
+        choices = [
+            choice for event in (reply if is_streamed else [reply]) for choice in event.choices
+        ]
+        found = [choice.logprobs for choice in choices if choice.logprobs]
+        tokens, values, best = (
+            [one for part in found for one in getattr(part, name)]
+            for name in ("tokens", "token_logprobs", "top_logprobs")
+        )
+        assert len(tokens) == len(ids) + count and (values[0], best[0]) == (None, None)
+        num_prompt = len(answer.prompt_token_ids)
+        expected = answer.logprobs
+        assert tokens[num_prompt : len(ids)] == expected.tokens
+        scored = values[num_prompt : len(ids)]
+        np.testing.assert_allclose(scored, expected.token_logprobs, atol=1e-5)
+        for own, other in zip(best[num_prompt : len(ids)], expected.top_logprobs, strict=True):
+            assert list(own) == list(other)
+            np.testing.assert_allclose(list(own.values()), list(other.values()), atol=1e-5)
+        text = "".join(choice.text for choice in choices)
+        assert text.startswith(PROMPTS[0] + answer.text) and choices[-1].finish_reason == "length"
+        if not is_streamed:
+            assert reply.usage.completion_tokens == count
+            assert_places(choices[0], served.engine)
+
+
+def test_prompt_logprobs(served: Served, client: openai.OpenAI, target: Any) -> None:
+    options = {"prompt_logprobs": 2, "max_tokens": 1, "n": 2}
+    reply = complete(client, PROMPTS, **options)
+    for choice, prompt in zip(reply.choices[::2], PROMPTS, strict=True):
+        ids = served.engine.encode(prompt)
+        first, *others = choice.prompt_logprobs
+        assert first is None
+        rows = forward(served, target, ids, 1)
+        for row, token, listed in zip(rows, ids[1:], others, strict=True):
+            best = np.argsort(-row, kind="stable")[:2].tolist()
+            assert listed.keys() == {str(token), *map(str, best)}
+            assert [listed[str(one)]["rank"] for one in best] == [1, 2]
+            for name, one in listed.items():
+                assert one["logprob"] == pytest.approx(row[int(name)], abs=1e-4)
+    chat = ask(client, max_tokens=1, extra_body={"prompt_logprobs": 0})
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+
+
 def test_usage(served: Served, client: openai.OpenAI) -> None:
     num_prompt = sum(len(served.engine.encode(prompt)) for prompt in PROMPTS)
     before = served.metric("poss:spec_decode_num_accepted_tokens_total")
@@ -510,7 +563,9 @@ def test_what_chats_are_refused(client: openai.OpenAI, param: str, options: Any)
     [
         ("best_of", {"best_of": 3}),
         ("suffix", {"suffix": "x"}),
-        ("logprobs", {"logprobs": 1, "echo": True}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("prompt_logprobs", {"extra_body": {"prompt_logprobs": 6}}),
+        ("prompt_logprobs", {"extra_body": {"prompt_logprobs": 1}, "stream": True}),
         ("prompt", {"prompt": ""}),
         ("prompt", {"prompt": []}),
         ("prompt", {"prompt": [[]]}),

@@ -355,7 +355,7 @@ def _write_output(
     )
 
 
-def _logprobs(
+def token_logprobs(
     config: DecodeConfig, logits: Float[Array, "B A V"], tokens: Int[Array, "B A"]
 ) -> Logprobs:
     """Log-probabilities of chosen tokens and of the most likely ones."""
@@ -372,7 +372,7 @@ def _first_logprobs(
     """Allocates a text's log-probabilities and writes the first token's."""
     if not config.num_logprobs:
         return None
-    first = _logprobs(config, logits[:, None], root[:, None])
+    first = token_logprobs(config, logits[:, None], root[:, None])
 
     def with_room(one: Array) -> Array:
         return jnp.zeros((len(one), config.rows, *one.shape[2:]), one.dtype).at[:, :1].set(one)
@@ -387,7 +387,7 @@ def _path_logprobs(
     if not config.num_logprobs:
         return None
     on_path = jnp.take_along_axis(logits, acceptance.path[:, :, None], axis=1)
-    return _logprobs(config, on_path, acceptance.emitted)
+    return token_logprobs(config, on_path, acceptance.emitted)
 
 
 def _write_logprobs(

@@ -150,12 +150,8 @@ def escapes_arguments(tokenizer: Any) -> bool:
     Clients send JSON, which many templates would write as JSON once more.
     """
     call = {"name": "f", "arguments": json.dumps({"word": "x"})}
-    called = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "a" * 9, "type": "function"}],
-    }
-    called["tool_calls"][0]["function"] = call
+    calls = [{"id": "a" * 9, "type": "function", "function": call}]
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
     try:
         chat = [{"role": "user", "content": "x"}, called]
         return r"\"word" in render_chat(tokenizer, chat, is_asking=False)

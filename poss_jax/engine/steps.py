@@ -18,7 +18,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from poss_jax.decode import speculate
+from poss_jax.decode import scoring, speculate
 from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Output, Request, Weights
 from poss_jax.engine.answers import Round, TokenLogprobs
 from poss_jax.engine.prompts import HostRequest, make_request
@@ -190,6 +190,7 @@ begin = jax.jit(on_mesh(speculate.begin_prefill), static_argnums=1, keep_unused=
 extend = jax.jit(on_mesh(speculate.run_chunks), static_argnums=1, donate_argnums=3)
 cut_block = jax.jit(on_mesh(_cut_block), static_argnums=1)
 append_block = jax.jit(on_mesh(_append_block), static_argnums=1, donate_argnums=3)
+score = jax.jit(on_mesh(scoring.score_chunk), static_argnums=1, donate_argnums=3)
 insert = jax.jit(on_mesh(_insert), static_argnums=1, donate_argnums=(2, 3))
 resize = jax.jit(on_mesh(_move), static_argnums=1)
 
@@ -370,6 +371,11 @@ def _read_text(
             is_done=is_last and bool(is_done),
             logprobs=_read_logprobs(logprobs, index, new) if logprobs else (),
         )
+
+
+def read_scores(logprobs: Logprobs, index: int, count: int) -> list[TokenLogprobs]:
+    """Brings the first log-probabilities of a sequence to the host."""
+    return _read_logprobs(jax.device_get(vars(logprobs)), index, slice(0, count))
 
 
 def _read_logprobs(host: dict[str, np.ndarray], index: int, new: slice) -> list[TokenLogprobs]:

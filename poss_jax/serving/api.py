@@ -1,12 +1,14 @@
-"""Endpoints of the OpenAI API, and a page that lists all endpoints."""
+"""Endpoints of the OpenAI API, its errors, and a page that lists all endpoints."""
 
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.exceptions import HTTPException
 
 from poss_jax.serving.bodies import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -72,6 +74,29 @@ def add_api(app: FastAPI) -> None:
         return HTMLResponse(page, headers={"content-security-policy": _CSP})
 
     add_schemas(app, CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def add_errors(app: FastAPI) -> None:
+    """Lets all errors be written as the API writes them."""
+
+    async def of_api(request: Request, error: Any) -> Response:
+        del request
+        headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+        return JSONResponse(error.body(), error.status, headers)
+
+    async def of_http(request: Request, error: Any) -> Response:
+        told = ApiError(error.status_code, str(error.detail))
+        response = await of_api(request, told)
+        response.headers.update(error.headers or {})
+        return response
+
+    async def of_anything(request: Request, error: Any) -> Response:
+        del error  # it is in the log
+        return await of_api(request, ApiError(500, "an error of the server; see its log"))
+
+    app.add_exception_handler(ApiError, of_api)
+    app.add_exception_handler(HTTPException, of_http)
+    app.add_exception_handler(Exception, of_anything)
 
 
 def service_of(request: Request) -> "Service":

@@ -21,7 +21,6 @@ import jax
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import generate_latest
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
@@ -33,10 +32,11 @@ from poss_jax.engine.device import device_memory
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
+from poss_jax.engine.scoring import score_prompt
 from poss_jax.engine.slots import Slots
 from poss_jax.engine.streams import Chunks, Stream, merge
 from poss_jax.program.options import load_engine
-from poss_jax.serving.api import add_api, service_of
+from poss_jax.serving.api import add_api, add_errors, service_of
 from poss_jax.serving.bodies import (
     ApiError,
     ChatRequest,
@@ -129,11 +129,12 @@ class Service:
         self.metrics = Metrics(scheduler)
         self.model = config.model_name or as_path(config.target).name
         self.is_warm = self.is_draining = False
-        self._reader_of_large = ThreadPoolExecutor(1)
+        self._reader_of_large, self._scorer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def close(self) -> None:
         """Ends the scheduler and the reading threads."""
-        self._reader_of_large.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._reader_of_large, self._scorer):
+            pool.shutdown(wait=False, cancel_futures=True)
         self.scheduler.close()
 
     async def read(self, request: Request, kind: type[Any], read: Callable[..., Any]) -> Any:
@@ -225,6 +226,8 @@ class Service:
                 "token_ids": bool(body.return_token_ids),
             },
         )
+        if job.scores_prompt:
+            await self._score(job, reply)
         streams = await self._submit_beside(job)
         interval = self.config.stream_interval_seconds if body.stream else _KEEP_ALIVE_SECONDS
         chunks = merge(streams, patience=_KEEP_ALIVE_SECONDS, interval=interval)
@@ -235,6 +238,20 @@ class Service:
             return await _until_disconnected(request, write_body(reply, chunks))
         finally:
             _cancel(streams)
+
+    async def _score(self, job: Job, reply: Reply) -> None:
+        """Scores the prompts, one at a time for all requests; answers are decoded meanwhile."""
+        if jax.process_count() > 1:
+            raise ApiError(400, "logprobs: of prompts are not served on several hosts")
+        limits: Any = {"num_logprobs": self.config.max_logprobs}
+        limits |= {"max_length": self.limits.max_length}
+
+        def score(index: int) -> None:
+            prompt = job.prompts[index * job.num_choices]
+            reply.take_scores(index, score_prompt(self.engine, prompt.ids, **limits))
+
+        for index in range(len(job.prompts) // job.num_choices):
+            await asyncio.get_running_loop().run_in_executor(self._scorer, score, index)
 
     async def _timed(self, chunks: Chunks, arrived: float) -> Chunks:
         """Passes chunks on, measures their times, and refuses an answer cut by the shutdown."""
@@ -306,7 +323,7 @@ def create_app(
         redoc_url=None,
         responses=_ERRORS,
     )
-    _add_errors(app)
+    add_errors(app)
     _add_state(app)
     add_api(app)
     return app
@@ -345,27 +362,6 @@ async def _warm_up(service: Service) -> None:
     await asyncio.to_thread(service.scheduler.warm_up)
     service.is_warm = True
     _LOG.warning("ready after %.0f s of compilation", time.monotonic() - begun)
-
-
-def _add_errors(app: FastAPI) -> None:
-    async def of_api(request: Request, error: Any) -> Response:
-        del request
-        headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-        return JSONResponse(error.body(), error.status, headers)
-
-    async def of_http(request: Request, error: Any) -> Response:
-        told = ApiError(error.status_code, str(error.detail))
-        response = await of_api(request, told)
-        response.headers.update(error.headers or {})
-        return response
-
-    async def of_anything(request: Request, error: Any) -> Response:
-        del error  # it is in the log
-        return await of_api(request, ApiError(500, "an error of the server; see its log"))
-
-    app.add_exception_handler(ApiError, of_api)
-    app.add_exception_handler(HTTPException, of_http)
-    app.add_exception_handler(Exception, of_anything)
 
 
 def _add_state(app: FastAPI) -> None:

@@ -156,6 +156,7 @@ class CommonRequest(BaseModel):
     repetition_penalty: Penalty | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Ids | None = None
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -170,6 +171,7 @@ class CompletionRequest(CommonRequest):
     `continued_chat` (ours): the prompt is a chat's, whose answers are decoded alone.
     """
 
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, max_length=MOST_CHOICES)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None

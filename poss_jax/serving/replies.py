@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs, answer_anchor
@@ -54,9 +55,24 @@ class Reply:
         tokenizer = engine.tokenizer
         self._anchor = tokenizer and find_anchor(tokenizer, job.prompts[0].ids)
         self._places = [
-            _Places(engine, prompt, text)
+            _Places(_begin_text(engine, prompt), len(text))
             for prompt, text in zip(job.prompts, job.echo, strict=True)
         ]
+        self._names_known: dict[int, str] = {}
+        # By prompt, in the forms of completions and of vLLM.
+        self._echoed: dict[int, dict[str, Any]] = {}
+        self._scored: dict[int, list[dict[str, Any] | None]] = {}
+
+    def take_scores(self, index: int, scores: Sequence[TokenLogprobs]) -> None:
+        """Adds the log-probabilities of a prompt's tokens but the first, before anything else."""
+        job, tokenizer = self._job, self._engine.tokenizer
+        tokens = job.prompts[index * job.num_choices].ids
+        if job.num_logprobs is not None and not self._is_chat:
+            places = _Places(tokenizer and TextStream(tokenizer), 0)
+            self._echoed[index] = self._of_completion(tokens, [None, *scores], places)
+        if job.num_prompt_logprobs is not None:
+            listed = map(self._of_position, tokens[1:], scores)
+            self._scored[index] = [None, *listed]
 
     def first_events(self) -> list[dict[str, Any]]:
         """Events that begin a stream: a chat's role, an echo's prompt, its token ids."""
@@ -69,12 +85,15 @@ class Reply:
             if self._options["token_ids"]:
                 first = first | {"prompt_token_ids": prompt.ids}
             if self._is_chat or self._options["token_ids"] or self._job.echo[index]:
-                choice = {"index": index, **first, "logprobs": None, "finish_reason": None}
+                logprobs = self._echoed.get(index // self._job.num_choices)
+                choice = {"index": index, **first, "logprobs": logprobs, "finish_reason": None}
                 events.append(self._event([choice]))
         return events
 
     def take(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """Adds a chunk to a choice; returns its event, None if it shows nothing."""
+        if not self._job.has_answer:
+            chunk = Chunk([], [], [], answer=chunk.answer and replace(chunk.answer, text=""))
         self._tokens[index] += chunk.output_ids
         logprobs = None
         if self._job.num_logprobs is not None and chunk.output_ids:
@@ -114,7 +133,7 @@ class Reply:
     def _finish(self, index: int) -> str:
         """Why a choice ended; the API has no word for a deadline."""
         answer = self._answers[index]
-        if answer is None or answer.stop_reason != "stop":
+        if answer is None or answer.stop_reason != "stop" or not self._job.has_answer:
             return "length"
         return "tool_calls" if self._readers and self._readers[index].calls else "stop"
 
@@ -124,10 +143,10 @@ class Reply:
 
     def body(self) -> dict[str, Any]:
         """The whole reply, once all choices have ended."""
-        return self._about | {
-            "choices": [self._choice(index) for index in range(len(self._answers))],
-            "usage": self.usage(),
-        }
+        choices = [self._choice(index) for index in range(len(self._answers))]
+        whole = self._about | {"choices": choices, "usage": self.usage()}
+        is_listed = self._is_chat and self._job.num_prompt_logprobs is not None
+        return whole | {"prompt_logprobs": self._scored[0]} if is_listed else whole
 
     def usage(self) -> dict[str, Any]:
         """Token counts, and (ours) counts of drafted tokens."""
@@ -167,8 +186,12 @@ class Reply:
             choice["text"] = text
         logprobs = None
         if self._job.num_logprobs is not None:
-            logprobs = _join(self._format_logprobs(index, (), ()), *self._logprobs[index])
+            echoed = self._echoed.get(index // self._job.num_choices)
+            first = echoed or self._format_logprobs(index, (), ())
+            logprobs = _join(first, *self._logprobs[index])
         choice |= {"logprobs": logprobs, "finish_reason": self._finish(index)}
+        if self._job.num_prompt_logprobs is not None and not self._is_chat:
+            choice["prompt_logprobs"] = self._scored[index // self._job.num_choices]
         if self._options["token_ids"]:
             choice["token_ids"] = self._tokens[index]
             choice["prompt_token_ids"] = self._job.prompts[index].ids
@@ -178,30 +201,54 @@ class Reply:
         self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, Any]:
         """Log-probabilities of some tokens, in the form of chats or of completions."""
+        if not self._is_chat:
+            return self._of_completion(tokens, logprobs, self._places[index])
         most = self._job.num_logprobs or 0
-        pairs = list(zip(tokens, logprobs, strict=True))
-        if self._is_chat:
-            return {
-                "content": [
-                    self._of_token(token, one.chosen)
-                    | {
-                        "top_logprobs": [
-                            self._of_token(other, value)
-                            for other, value in zip(one.ids[:most], one.top[:most], strict=True)
-                        ]
-                    }
-                    for token, one in pairs
-                ],
-                "refusal": None,
-            }
         return {
-            "tokens": [self._names([*one.ids[:most], token])[token] for token, one in pairs],
-            "token_logprobs": [one.chosen for _, one in pairs],
-            "top_logprobs": [
-                dict(zip(self._names(one.ids[:most]).values(), one.top[:most], strict=True))
-                for _, one in pairs
+            "content": [
+                self._of_token(token, one.chosen)
+                | {
+                    "top_logprobs": [
+                        self._of_token(other, value)
+                        for other, value in zip(one.ids[:most], one.top[:most], strict=True)
+                    ]
+                }
+                for token, one in zip(tokens, logprobs, strict=True)
             ],
-            "text_offset": list(map(self._places[index].take, tokens)),
+            "refusal": None,
+        }
+
+    def _of_completion(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], places: "_Places"
+    ) -> dict[str, Any]:
+        """Log-probabilities in the form of completions; a prompt's first token has none."""
+        most = self._job.num_logprobs or 0
+        best = [([], []) if one is None else (one.ids[:most], one.top[:most]) for one in logprobs]
+        return {
+            "tokens": [
+                self._names([*ids, token])[token]
+                for token, (ids, _) in zip(tokens, best, strict=True)
+            ],
+            "token_logprobs": [one and one.chosen for one in logprobs],
+            "top_logprobs": [
+                one and dict(zip(self._names(ids).values(), top, strict=True))
+                for one, (ids, top) in zip(logprobs, best, strict=True)
+            ],
+            "text_offset": list(map(places.take, tokens)),
+        }
+
+    def _of_position(self, token: int, one: TokenLogprobs) -> dict[str, Any]:
+        """Log-probabilities at a prompt's token in vLLM's form: its own, and the likeliest."""
+        most = self._job.num_prompt_logprobs or 0
+        values = {token: one.chosen} | dict(zip(one.ids[:most], one.top[:most], strict=True))
+        ranks = {other: place for place, other in enumerate(one.ids, start=1)}
+        return {
+            str(other): {
+                "logprob": value,
+                "rank": ranks.get(other),  # None: beyond what is computed
+                "decoded_token": self._name(other),
+            }
+            for other, value in values.items()
         }
 
     def _names(self, tokens: Sequence[int]) -> dict[int, str]:
@@ -216,6 +263,11 @@ class Reply:
         return format_token(self._name(token), logprob)
 
     def _name(self, token: int) -> str:
+        if token not in self._names_known:
+            self._names_known[token] = self._find_name(token)
+        return self._names_known[token]
+
+    def _find_name(self, token: int) -> str:
         """The text of a token; for part of a character its bytes, as OpenAI names them."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
@@ -277,13 +329,17 @@ def _join(*parts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _begin_text(engine: Engine, prompt: PreparedPrompt) -> TextStream | None:
+    """Begins the text of an answer, without what it continues."""
+    tokenizer = engine.tokenizer
+    return tokenizer and TextStream(tokenizer, anchor=answer_anchor(prompt, tokenizer))
+
+
 class _Places:
     """Offsets of tokens in a text; parts of a character get the character's."""
 
-    def __init__(self, engine: Engine, prompt: PreparedPrompt, before: str) -> None:
-        tokenizer = engine.tokenizer
-        self._text = tokenizer and TextStream(tokenizer, anchor=answer_anchor(prompt, tokenizer))
-        self._end = len(before)
+    def __init__(self, text: TextStream | None, begin: int) -> None:
+        self._text, self._end = text, begin
 
     def take(self, token: int) -> int:
         """Adds the next token; returns the offset where its text begins."""

@@ -47,6 +47,9 @@ class Job(NamedTuple):
       num_logprobs: most likely tokens to show at each position; None: no log-probabilities.
       num_choices: choices per prompt.
       echo: text that stands before each choice.
+      scores_prompt: log-probabilities of the prompts' tokens are wanted.
+      num_prompt_logprobs: most likely tokens to show at each of them in vLLM's form; None: none.
+      has_answer: False shows the prompt alone: no token was asked for.
       caller: tools that may be called; None: none.
     """
 
@@ -55,6 +58,9 @@ class Job(NamedTuple):
     num_logprobs: int | None
     num_choices: int
     echo: list[str]
+    scores_prompt: bool = False
+    num_prompt_logprobs: int | None = None
+    has_answer: bool = True
     caller: Caller | None = None
 
 
@@ -85,14 +91,17 @@ def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest
     _refuse(body, "suffix")
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, "best_of: want the same as n", param="best_of")
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "logprobs: not served together with echo", param="logprobs")
+    has_answer = body.max_tokens != 0
+    if not (has_answer or body.echo or body.prompt_logprobs is not None):
+        raise ApiError(400, "max_tokens: want at least 1, or echo", param="max_tokens")
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not prompts:
         raise ApiError(400, "prompt: want at least one token", param="prompt")
     if isinstance(prompts[0], int):
         prompts = [prompts]
-    job = _make_job(engine, config, body, prompts, limit=body.max_tokens, logprobs=body.logprobs)
+    limit = body.max_tokens if has_answer else 1  # decoded, and not shown
+    job = _make_job(engine, config, body, prompts, limit=limit, logprobs=body.logprobs)
+    job = job._replace(has_answer=has_answer)
     if not body.echo:
         return job
     if engine.tokenizer is None:
@@ -176,24 +185,49 @@ def _make_job(
     chat: _Chat | None = None,
 ) -> Job:
     _check_unknown(body)
-    if logprobs is not None and not config.max_logprobs:
-        raise ApiError(400, "logprobs: not served", param="logprobs")
-    if logprobs is not None and logprobs > config.max_logprobs:
-        raise ApiError(400, f"logprobs: want at most {config.max_logprobs}", param="logprobs")
+    _check_most(config, "logprobs", logprobs)
+    _check_most(config, "prompt_logprobs", body.prompt_logprobs)
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs: not served in streams", param="prompt_logprobs")
     if len(prompts) * (body.n or 1) > MOST_CHOICES:
         raise ApiError(400, f"n: want at most {MOST_CHOICES} choices in all", param="n")
     stop = _read_stop(engine, config, body)
     prepared = _prepare_choices(engine, config, body, prompts, limit, chat)
-    if logprobs is not None:
-        _check_logprobs(config, prepared, 1 + logprobs)
-    echo, caller = [""] * len(prepared), chat and chat.caller
-    return Job(prepared, [*config.stop, *stop], logprobs, body.n or 1, echo, caller)
+    per_token, listed = (0 if n is None else 1 + n for n in (logprobs, body.prompt_logprobs))
+    echoes = isinstance(body, CompletionRequest) and bool(body.echo)
+    per_prompt_token = listed + (per_token if echoes else 0)
+    _check_logprobs(config, prepared, per_token, per_prompt_token)
+    return Job(
+        prepared,
+        [*config.stop, *stop],
+        logprobs,
+        num_choices=body.n or 1,
+        echo=[""] * len(prepared),
+        scores_prompt=per_prompt_token > 0,
+        num_prompt_logprobs=body.prompt_logprobs,
+        caller=chat and chat.caller,
+    )
 
 
-def _check_logprobs(config: ServeConfig, prompts: list[PreparedPrompt], per_token: int) -> None:
+def _check_most(config: ServeConfig, name: str, wanted: int | None) -> None:
+    """Refuses more log-probabilities per token than are served, or any."""
+    if wanted is not None and not config.max_logprobs:
+        raise ApiError(400, f"{name}: not served", param=name)
+    if wanted is not None and wanted > config.max_logprobs:
+        raise ApiError(400, f"{name}: want at most {config.max_logprobs}", param=name)
+
+
+def _check_logprobs(
+    config: ServeConfig,
+    prompts: list[PreparedPrompt],
+    per_token: int,
+    per_prompt_token: int,
+) -> None:
     """Refuses a reply that would hold too many log-probabilities."""
     most = max(_MOST_LOGPROBS, (config.max_length or 0) * (1 + config.max_logprobs))
-    if (got := per_token * sum(prompt.max_new_tokens for prompt in prompts)) > most:
+    got = per_token * sum(one.max_new_tokens for one in prompts)
+    got += per_prompt_token * sum(len(one.ids) for one in prompts)
+    if got > most:
         message = f"logprobs: want at most {most:,} in all choices, got up to {got:,}"
         raise ApiError(400, f"{message}; ask for fewer choices or tokens", param="logprobs")
 
