@@ -183,3 +183,16 @@ def test_a_program_of_this_machine_can_be_read():
     kernels = [place for place in program.kernels() if place.times == 5]
     assert {findings.scope_of(place.op.path) for place in kernels} >= {"verify"}
     assert any("test_hlo.py" in program.source(place.op) for place in kernels)
+
+
+def test_a_triton_kernel_reads_the_rows_in_use():
+    text = """\
+ENTRY %main (q: f32[2,8], cache: bf16[2,64,8]) -> f32[2,8] {
+  %q = f32[2,8]{1,0} parameter(0)
+  %cache = bf16[2,64,8]{2,1,0} parameter(1)
+  ROOT %k = f32[2,8]{1,0} custom-call(%q, %cache), custom_call_target="__gpu$xla.gpu.triton"
+}
+"""
+    whole, used = hlo.Program(text), hlo.Program(text, used=(16, 64))
+    assert findings.moved_bytes(whole, find(whole, "k")) == 64 + 64 + 2048
+    assert findings.moved_bytes(used, find(used, "k")) == 64 + 64 + 512

@@ -17,6 +17,7 @@ _COLLECTIVES = {
 _COMPUTES = {"dot", "convolution", "reduce", "custom-call", "gather", "sort"}
 _STARTS = {"copy-start", "slice-start", "async-start"}
 _PARTS = {"dynamic-slice", "gather", "slice"}
+_TRITON = "__gpu$xla.gpu.triton"  # attention, which stops where a text does
 _MOVES = {  # write what they read, elsewhere or in another order
     *("copy", "transpose", "reshape", "bitcast-convert", "convert", "pad", "concatenate", "slice"),
 }
@@ -147,7 +148,8 @@ def total_cycles(program: Program, root: str | None = None) -> int:
 def moved_bytes(program: Program, place: Place) -> int:
     """Bytes of the main memory that a kernel reads and writes.
 
-    Slices and gathers count bytes read; in-place updates, bytes written.
+    Slices and gathers count bytes read; in-place updates, bytes written; Triton kernels read the
+    rows in use of a cache.
     """
     op = place.op
     if op.kind in _STARTS:  # of an array or a part of it, into another memory or from it
@@ -163,6 +165,10 @@ def moved_bytes(program: Program, place: Place) -> int:
         return written + sum(_read(program, inner, one) for one in given)
     if op.kind in _PARTS or op.kind == "dynamic-update-slice":
         return 2 * written
+    if op.target == _TRITON:
+        used, rows = program.used
+        caches = sum(_main(one.shapes) for one in taken if rows in one.shapes[0].dims)
+        return written + sum(_main(one.shapes) for one in taken) - caches * (rows - used) // rows
     return written + sum(_main(one.shapes) for one in taken)
 
 

@@ -138,15 +138,18 @@ class Program:
     Attributes:
       computations: instructions by name, per computation.
       entry: name of the entry.
+      used: rows in use of a cache, and all of its rows.
     """
 
-    def __init__(self, text: str, *, trips: int = 1) -> None:
+    def __init__(self, text: str, *, trips: int = 1, used: tuple[int, int] = (1, 1)) -> None:
         """Reads the text that `compiled.as_text()` returns.
 
         Args:
           trips: how often a loop of unknown length runs.
+          used: see above.
         """
         self._trips = trips
+        self.used = used
         self.computations: dict[str, dict[str, Op]] = {}
         self.entry = ""
         ops: dict[str, Op] = {}

@@ -71,7 +71,8 @@ def _compile_all(
 
 def measure(name: str, compiled: Compiled, plan: Plan, device: Device) -> dict[str, Any]:
     """Reads everything that is reported of one program, JSON-compatible."""
-    program = hlo.Program(compiled.text, trips=plan.num_blocks)
+    used = plan.work.context, plan.decode.rows
+    program = hlo.Program(compiled.text, trips=plan.num_blocks, used=used)
     loop = find_main_loop(program) if name == "rounds" else None
     cost = compiled.program.cost_analysis() or {}
     floor, kinds = plan.floor(name), findings.count_kernels(program, loop)

@@ -8,6 +8,7 @@ written afterwards:
                          ^ length   <── commit ──┘
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 from poss_jax.config.models import LlamaConfig
 from poss_jax.model.layers import NOTHING, merge_heads, rope_frequencies
 from poss_jax.model.sharding import highest_of_groups
+from poss_jax.model.used_rows import Softmax, add_used_rows, has_kernel
 from poss_jax.shapes import Array, Bool, Float, Int
 
 
@@ -157,9 +159,9 @@ def attend_cached(
     """Grouped-query attention over the committed rows of a layer and the forward's own ones.
 
     A running softmax goes over blocks of the cache up to the longest sequence, so time follows the
-    rows in use, not the allocated ones. A small cache is one block. So is any cache on a GPU, where
-    a loop of unknown length asks the host, unless many queries attend a long cache, whose scores
-    would take gigabytes.
+    rows in use, not the allocated ones. A small cache is one block. On a GPU, where a loop of
+    unknown length asks the host, a kernel takes its place (`used_rows`); where there is none, any
+    cache is one block, unless many queries attend a long one, whose scores would take gigabytes.
 
     Args:
       q: rotated queries.
@@ -170,12 +172,13 @@ def attend_cached(
     """
     size = stored[0].shape[2]
     args = q, stored, length, own, can_attend
-    whole = partial(_attend_rows, size)
+    whole = _by_blocks(size)
     if block_rows(size) == size:
         return whole(*args)
-    blocks, tpu = (partial(_attend_rows, block_rows(size, least)) for least in (128, 512))
+    blocks, tpu = (_by_blocks(block_rows(size, least)) for least in (128, 512))
     gpu = tpu if q.shape[2] > _FEW_QUERIES and size > _LONG else whole
-    return lax.platform_dependent(*args, cuda=gpu, rocm=gpu, tpu=tpu, default=blocks)
+    cuda = partial(attend_by, add_used_rows) if has_kernel(q, stored[0]) else gpu
+    return lax.platform_dependent(*args, cuda=cuda, rocm=gpu, tpu=tpu, default=blocks)
 
 
 _FEW_QUERIES = 64  # as in a round; a prompt's chunk has more
@@ -192,39 +195,23 @@ def block_rows(size: int, least: int = 128) -> int:
     return size if size <= 2 * block else block
 
 
-def _attend_rows(
-    block: int,
+def _by_blocks(block: int) -> Callable[..., Array]:
+    return partial(attend_by, partial(_add_blocks, block))
+
+
+def attend_by(
+    add_stored: Callable[[Softmax, Array, tuple[Array, Array], Array], Softmax],
     q: Array,
     stored: tuple[Array, Array],
     length: Array,
     own: tuple[Array, Array],
     can_attend: Array,
 ) -> Array:
+    """`attend_cached` with one way of adding the committed rows to the softmax."""
     B, N, T, H = q.shape
-    K, S = stored[0].shape[1:3]
+    K = stored[0].shape[1]
     rows = q.reshape(B, K, N // K, T, H)  # the queries of a group are rows of one product
-
-    def add(carry: tuple[Array, Array, Array], rows: Array, k: Array, v: Array, allowed: Array):
-        highest, total, mean = carry
-        scores = jnp.einsum("BKGTH,BKSH->BKGTS", rows, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(allowed[:, None, None], scores * H**-0.5, NOTHING)
-        new_highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
-        weights = jnp.exp(scores - new_highest)
-        shrink = jnp.exp(highest - new_highest)
-        added = jnp.einsum(
-            "BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
-        total = total * shrink + weights.sum(axis=-1, keepdims=True)
-        return new_highest, total, mean * shrink + added
-
-    def add_block(j: Array | int, carry: tuple[Array, Array, Array]):
-        first = jnp.minimum(j * block, S - block)  # the last block overlaps the one before
-        k, v = (lax.dynamic_slice_in_dim(x, first, block, 2) for x in stored)
-        column = first + jnp.arange(block)[None]
-        is_new = (column < length[:, None]) & (column >= j * block)
-        return add(carry, rows, k, v, is_new[:, None])
-
-    carry = (
+    softmax = Softmax(
         jnp.full((*rows.shape[:4], 1), NOTHING),
         jnp.zeros((*rows.shape[:4], 1)),
         jnp.zeros(rows.shape, jnp.float32),
@@ -232,13 +219,42 @@ def _attend_rows(
     if own[0].shape[2]:
         # The barrier keeps XLA on GPU from fusing this product with the cache's, for which it
         # would copy the cache.
-        carry = add(carry, lax.optimization_barrier(rows), *own, can_attend)
-    if block == S:
-        _, total, mean = add_block(0, carry)
-    else:
-        num_blocks = (highest_of_groups(length.max()) + block - 1) // block
-        _, total, mean = lax.fori_loop(0, num_blocks, add_block, carry)
+        softmax = _add_rows(softmax, lax.optimization_barrier(rows), *own, can_attend)
+    _, total, mean = add_stored(softmax, rows, stored, length)
     return merge_heads((mean / total).astype(q.dtype).reshape(B, N, T, H))
+
+
+def _add_rows(softmax: Softmax, rows: Array, k: Array, v: Array, allowed: Array) -> Softmax:
+    highest, total, mean = softmax
+    scores = jnp.einsum("BKGTH,BKSH->BKGTS", rows, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(allowed[:, None, None], scores * rows.shape[-1] ** -0.5, NOTHING)
+    new_highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
+    weights = jnp.exp(scores - new_highest)
+    shrink = jnp.exp(highest - new_highest)
+    added = jnp.einsum(
+        "BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    total = total * shrink + weights.sum(axis=-1, keepdims=True)
+    return Softmax(new_highest, total, mean * shrink + added)
+
+
+def _add_blocks(
+    block: int, softmax: Softmax, rows: Array, stored: tuple[Array, Array], length: Array
+) -> Softmax:
+    """Adds block after block, up to the longest sequence."""
+    S = stored[0].shape[2]
+
+    def add_block(j: Array | int, softmax: Softmax) -> Softmax:
+        first = jnp.minimum(j * block, S - block)  # the last block overlaps the one before
+        k, v = (lax.dynamic_slice_in_dim(x, first, block, 2) for x in stored)
+        column = first + jnp.arange(block)[None]
+        is_new = (column < length[:, None]) & (column >= j * block)
+        return _add_rows(softmax, rows, k, v, is_new[:, None])
+
+    if block == S:
+        return add_block(0, softmax)
+    num_blocks = (highest_of_groups(length.max()) + block - 1) // block
+    return lax.fori_loop(0, num_blocks, add_block, softmax)
 
 
 _UNROLLED = 8  # sequences written without a loop

@@ -1,0 +1,134 @@
+"""Attention over the rows in use of a cache on NVIDIA GPUs, by a kernel that comes with JAX.
+
+A loop of unknown length makes a GPU ask the host at every turn, so XLA's own attention reads a
+cache to its end. A kernel knows itself where to stop. Several programs share a cache:
+
+    [ committed .............. | not used yet ............ ]
+    [ split 0     | split 1    |        | split 2          ]
+
+Each keeps a running softmax over its split, for a block of queries; without rows it returns at
+once.
+"""
+
+import re
+import warnings
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from poss_jax.shapes import Array, Float, Int
+
+_BLOCK = 64  # queries of a program at most, and cache rows per turn of its loop
+_PROGRAMS = 128  # about the processors of a large GPU
+_MOST_SPLITS = 16
+
+
+class Softmax(NamedTuple):
+    """A running softmax.
+
+    Attributes:
+      highest: highest score so far.
+      total: sum of the weights, relative to `highest`.
+      mean: values under these weights, not yet divided by `total`.
+    """
+
+    highest: Array  # [B K G T 1] float32
+    total: Array  # [B K G T 1] float32
+    mean: Array  # [B K G T H] float32
+
+
+def has_kernel(q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> bool:
+    """Tells whether the kernel serves these arrays: two bytes wide, on one device."""
+    fits = q.dtype.itemsize == k.dtype.itemsize == 2 and q.shape[-1] in (64, 128)
+    is_alone = jax.sharding.get_abstract_mesh().empty
+    return fits and k.shape[2] % _BLOCK == 0 and is_alone and _runs() and kernel() is not None
+
+
+@cache
+def _runs() -> bool:
+    """Tells whether the GPU at hand is new enough; without one, whether JAX compiles ahead."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return jax.__version_info__ < (0, 11)  # later ones ask the GPU at hand
+    return bool(re.match(r"[89]\.|\d\d\.", getattr(device, "compute_capability", "")))
+
+
+@cache
+def kernel() -> Any:
+    """Loads the kernel; None if this version of JAX lacks it."""
+    try:
+        with warnings.catch_warnings():  # deprecated since JAX 0.11
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from jax.experimental.pallas.ops.gpu import decode_attention
+    except ImportError:
+        return None
+    return decode_attention.attn_forward_kernel
+
+
+def add_used_rows(
+    softmax: Softmax,
+    q: Float[Array, "B K G T H"],
+    stored: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
+    length: Int[Array, " B"],
+    *,
+    interpret: bool = False,
+) -> Softmax:
+    """Adds the first rows of a cache to a softmax.
+
+    Args:
+      softmax: over other rows.
+      q: rotated queries, in groups that share keys.
+      stored: keys and values.
+      length: rows that each sequence's queries attend.
+      interpret: run without a GPU.
+    """
+    B, K, G, T, H = q.shape
+    splits = _attend_splits(q.reshape(B, K, G * T, H), *stored, length, interpret=interpret)
+    parts = Softmax(*(part.reshape(-1, B, K, G, T, part.shape[-1]) for part in splits))
+    # Without the barrier XLA may compute invalid values, says JAX's own caller of the kernel.
+    highest = lax.optimization_barrier(jnp.maximum(softmax.highest, parts.highest.max(axis=0)))
+    shrink, shrinks = jnp.exp(softmax.highest - highest), jnp.exp(parts.highest - highest[None])
+    return Softmax(
+        highest,
+        softmax.total * shrink + (parts.total * shrinks).sum(axis=0),
+        softmax.mean * shrink + (parts.mean * shrinks).sum(axis=0),
+    )
+
+
+def _attend_splits(
+    q: Array, k: Array, v: Array, length: Array, *, interpret: bool
+) -> tuple[Array, Array, Array]:
+    """Highest scores and sums [P B K R 1], and weighted values [P B K R H], of P splits."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    (B, K, R, H), S = q.shape, k.shape[2]
+    queries = min(max(16, pl.next_power_of_2(R)), _BLOCK)
+    num_blocks = pl.cdiv(R, queries)
+    num_splits = min(max(1, _PROGRAMS // (B * K * num_blocks)), _MOST_SPLITS)
+    rows = pl.cdiv(S, num_splits * _BLOCK) * _BLOCK
+    num_splits = pl.cdiv(S, rows)
+    query = pl.BlockSpec((None, None, queries, H), lambda i, j, n: (n // K, n % K, i, 0))
+    split = pl.BlockSpec((None, None, rows, H), lambda i, j, n: (n // K, n % K, j, 0))
+    used = pl.BlockSpec((None,), lambda i, j, n: (n // K,))
+    mean = pl.BlockSpec((None, None, None, queries, H), lambda i, j, n: (j, n // K, n % K, i, 0))
+    sums = pl.BlockSpec((None, None, None, queries), lambda i, j, n: (j, n // K, n % K, i))
+    shapes = [
+        jax.ShapeDtypeStruct((num_splits, B, K, R, *last), jnp.float32) for last in ((H,), (), ())
+    ]
+    call = pl.pallas_call(
+        partial(kernel(), sm_scale=H**-0.5, block_k=_BLOCK, block_h=queries, num_heads=R),
+        grid=(num_blocks, num_splits, B * K),
+        in_specs=[query, split, split, None, used],
+        out_specs=[mean, sums, sums],
+        out_shape=shapes,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="attend_used_rows",
+    )
+    with jax.numpy_dtype_promotion("standard"):  # the kernel multiplies flags
+        values, totals, highest = call(q, k, v, None, length)
+    return highest[..., None], totals[..., None], values
