@@ -17,8 +17,8 @@ import pytest
 from convert_sources import run
 from gguf_files import draw_tensors, write_gguf
 from golden import ROOT_E3
+from made_up import made_up_report
 from programs import Runs, write_lines
-from test_bench import made_up_report
 
 from poss_jax.config.models import TreeConfig
 from poss_jax.convert.reading import PUBLISHED

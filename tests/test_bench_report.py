@@ -1,0 +1,363 @@
+"""The numbers and tables of a benchmark, worked out by hand, and its page."""
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_up import (
+    CELL,
+    DIVERSE,
+    Page,
+    answer,
+    made_up_answers,
+    made_up_group,
+    made_up_report,
+    value,
+)
+
+from infer.bench import page as page_module
+from infer.bench.answer_files import write_answer_files
+from infer.bench.brief import describe, format_brief
+from infer.bench.page import write_page
+from infer.bench.report import check_output, format_report
+from infer.bench.summary import Grid, make_grid, summarise, summarise_group
+from poss_jax.config.reading import UserError
+from poss_jax.program.tables import align
+
+
+def test_looping_questions_are_told_apart() -> None:
+    group = made_up_group()
+    assert (group["questions"], group["looping_questions"]) == (2, [1])
+    plain, draft = group["methods"]["plain"], group["methods"]["draft"]
+    assert (plain["all"]["equal_outputs"], plain["all"]["answers"]) == (2, 2)
+    assert draft["all"]["equal_outputs"] == 1  # the second pass differs
+    assert draft["not_looping"]["equal_outputs"] == 1 == draft["not_looping"]["answers"]
+    assert draft["all"]["looping_share"] == 0.5
+    assert (plain["all"]["same_text"], draft["all"]["same_text"]) == (1, 1)
+
+
+def test_text_is_the_same_up_to_the_first_difference() -> None:
+    def grid(*outputs: list[int]) -> Grid:
+        return Grid([[[answer((0, "m", i), ids, [], [], 1.0) for i, ids in enumerate(outputs)]]])
+
+    plain = grid([1, 2, 3, 4], [5, 6], [7, 8])
+    other = grid([1, 2, 9, 4], [5, 6], [9])
+    assert summarise(other, plain)["same_text"] == 4 / 8
+
+
+def test_numbers_of_a_method() -> None:
+    rows = made_up_group()["methods"]["draft"]
+    one, both = rows["not_looping"], rows["all"]
+    assert value(one["acceptance_length"]) == pytest.approx(1 + 5 / 3)
+    assert value(one["pooled_acceptance_length"]) == pytest.approx(1 + 5 / 3)
+    # 4 tokens before the end of the 8, only the first round had begun
+    assert value(one["whole_rounds_acceptance_length"]) == 4
+    # offered 4 2 1, accepted 3 1 1: three rounds of three, one of two, the only one, not it
+    assert value(one["positionwise_acceptance"]) == [1, 1 / 2, 1, 0]
+    assert value(one["positions_reached"]) == pytest.approx([1, 1 / 3, 1 / 3, 0])
+    assert value(one["tokens_per_second"]) == 16
+    assert value(one["speed_up"]) == 4  # the medians of two passes: 2 s and 0.5 s
+    assert one["acceptance_length"]["low"] is both["acceptance_length"]["low"] is None  # too few
+    assert value(both["acceptance_length"]) == pytest.approx((1 + 5 / 3 + 3) / 2)
+    assert value(both["pooled_acceptance_length"]) == pytest.approx(1 + 9 / 5)
+    expected = [4 / 5, pytest.approx(2 / 3), 1, 1 / 2]
+    assert value(both["positionwise_acceptance"]) == expected
+    assert value(both["tokens_per_second"]) == pytest.approx(16 / 1.5)
+    assert value(both["speed_up"]) == pytest.approx(5 / 1.5)
+    assert both["rounds_by_accepted"] == [1, 2, 0, 1, 1]
+    # Two passes of both questions: 0.5, 0.5, 0.5 and 1.5 s, a quarter of each for the first token.
+    assert both["first_token_milliseconds"] == {"p50": 125, "p90": pytest.approx(300)}
+    assert both["token_milliseconds"]["p50"] == 1000 * 0.5 / 8
+
+
+def test_rounds_deeper_than_the_table_count_as_a_whole() -> None:
+    plain = answer((0, "plain", 0), DIVERSE, [0] * 11, [0] * 11, 1.0)
+    deep = answer((0, "draft", 0), DIVERSE, [10], [12], 1.0)
+    grids = {
+        name: make_grid({one.key: one}, [CELL], name, repeats=1, num_questions=1)
+        for name, one in (("plain", plain), ("draft", deep))
+    }
+    rows = summarise_group(grids, "plain")["methods"]["draft"]["all"]
+    assert value(rows["pooled_acceptance_length"]) == value(rows["acceptance_length"]) == 11
+    assert value(rows["positionwise_acceptance"]) == [1] * 8
+
+
+def rounds_until(limit: int, accepted: list[int]) -> list[tuple[int, int]]:
+    """What each round of a text accepted, and how much of that the limit left."""
+    rounds, length = [], 1
+    for count in accepted:
+        if length < limit:
+            rounds.append((count, min(count, limit - length)))
+        length += count + 1
+    return rounds
+
+
+@pytest.mark.parametrize("limit", [20, 33, 64])
+def test_whole_rounds_are_counted_as_by_vllm(limit: int) -> None:
+    """vLLM stops with the round that reaches its limit, and counts all that this accepted."""
+    depth, draw = 5, random.Random(limit)
+    texts = [[draw.randint(0, depth) for _ in range(limit)] for _ in range(4)]
+    kept = [[left for _, left in rounds_until(limit, text)] for text in texts]
+    answers = [
+        answer((0, "draft", question), [0] * limit, cut, [depth] * len(cut), 1.0)
+        for question, cut in enumerate(kept)
+    ]
+    grid = Grid([[answers]])
+    of_vllm = [whole for text in texts for whole, _ in rounds_until(limit - depth, text)]
+    got = value(summarise(grid, grid)["whole_rounds_acceptance_length"])
+    assert got == pytest.approx(1 + sum(of_vllm) / len(of_vllm))
+
+
+def test_drafts_are_compared_without_looping_answers_too() -> None:
+    answers = {one.key: one for one in made_up_answers()}
+    for key, one in list(answers.items()):
+        if key.method == "draft":
+            other = key._replace(method="other")
+            answers[other] = replace(one, key=other)
+    grids = {
+        name: make_grid(answers, [CELL], name, repeats=2, num_questions=2)
+        for name in ("plain", "draft", "other")
+    }
+    group = summarise_group(grids, "plain")
+    assert len(group["comparisons"]) == 1
+    (pair,) = group["comparisons_not_looping"]
+    assert pair["acceptance_length"]["p_value"] == 1  # of the one question that is left
+    text = format_report(made_up_report() | {"groups": [made_up_report()["groups"][0] | group]})
+    assert text.count("| other - draft |") == 2
+
+
+def test_answers_without_a_round_are_left_out_of_acceptance() -> None:
+    """As where the first token ends the text, or is all that was asked for."""
+    one, none = answer((0, "d", 0), DIVERSE, [3], [4], 1.0), answer((0, "d", 1), [1], [], [], 1.0)
+    answers = {one.key: one, none.key: none}
+    for name in ("plain", "e"):
+        for known in (one, none):
+            key = known.key._replace(method=name)
+            answers[key] = replace(known, key=key)
+    longer = answer((0, "e", 0), DIVERSE, [5], [6], 1.0)
+    answers[longer.key] = longer
+    grids = {
+        name: make_grid(answers, [CELL], name, repeats=1, num_questions=2)
+        for name in ("plain", "d", "e")
+    }
+    group = summarise_group(grids, "plain")
+    (pair,) = group["comparisons"]
+    means = [value(group["methods"][name]["all"]["acceptance_length"]) for name in ("d", "e")]
+    assert means == [4, 6] and value(pair["acceptance_length"]["difference"]) == 2
+    nothing = summarise_group({name: grid.of([1]) for name, grid in grids.items()}, "plain")
+    (pair,) = nothing["comparisons"]
+    assert value(pair["acceptance_length"]["difference"]) is None
+    table = format_report(made_up_report() | {"groups": [made_up_report()["groups"][0] | nothing]})
+    (row,) = {line for line in table.splitlines() if line.startswith("| d |  |  | 1 | 1.00 |")}
+    assert row.endswith("| 1 of 1 |")
+
+
+def test_answer_files_are_those_of_the_last_report_and_have_names_of_their_own(
+    tmp_path: Path,
+) -> None:
+    one = answer((0, "a b", 0), DIVERSE, [3], [4], 1.0)
+    same = replace(one, key=one.key._replace(method="a-b"))
+    write_answer_files([one], tmp_path)
+    write_answer_files([one, same], tmp_path)
+    assert len(list(tmp_path.glob("eagle/*/*/*.jsonl"))) == 2
+    write_answer_files([same], tmp_path)
+    assert len(list(tmp_path.glob("spec-bench/*/*/*.jsonl"))) == 1
+
+
+def test_only_files_of_a_report_are_overwritten(tmp_path: Path) -> None:
+    model = tmp_path / "eagle" / "model.json"
+    model.parent.mkdir()
+    model.write_text("{}")
+    write_answer_files([], tmp_path)
+    assert model.exists()
+    with pytest.raises(UserError, match="is not empty; name another folder"):
+        check_output(tmp_path, overwrite=True)
+    (tmp_path / "report.json").write_text("{}")
+    check_output(tmp_path, overwrite=True)
+
+
+def test_the_original_scripts_find_the_numbers_of_the_table(tmp_path: Path) -> None:
+    """The arithmetic of the evaluation scripts of PosS and Spec-Bench, on the files written."""
+    write_answer_files(made_up_answers(), tmp_path)
+    both = made_up_group()["methods"]["draft"]["all"]
+    name = "made%20up/model_answer/draft-temperature-0-seed-0.jsonl"
+    eagle, spec = (
+        [
+            json.loads(line)["choices"][0]
+            for line in (tmp_path / kind / name).read_text().splitlines()
+        ]
+        for kind in ("eagle", "spec-bench")
+    )
+    per_question = [sum(one["accept_length"]) / len(one["accept_length"]) + 1 for one in eagle]
+    assert sum(per_question) / 2 == pytest.approx(value(both["acceptance_length"]))
+    pooled = [count for one in spec for count in one["accept_lengths"]]
+    assert sum(pooled) / len(pooled) == pytest.approx(value(both["pooled_acceptance_length"]))
+    for choice in (*eagle, *spec):
+        assert choice["new_tokens"] == [8] and choice["wall_time"] == [0.5]
+    line = json.loads((tmp_path / "spec-bench" / name).read_text().splitlines()[1])
+    assert (line["question_id"], line["category"]) == ("q1", "writing")
+
+
+def test_report_is_printed_as_tables() -> None:
+    expected = """\
+8 new tokens, 2 repeats; in brackets 95 % intervals over questions, where there are 8 or more
+
+## made up, temperature 0
+
+2 questions; 1 of them loop (distinct 4-grams below 0.5)
+
+| method | acceptance length | pooled | tokens/s | speed-up | equal |
+|---|---|---|---|---|---|
+| plain | 1.00 | 1.00 | 3 | 1.00 | 2 of 2 |
+| draft | 2.83 | 2.80 | 11 | 3.33 | 1 of 2 |
+
+<details><summary>positions and times</summary>
+
+| method | accepted at positions 1, 2, ... | first token ms | p90 | ms per token | p90 |
+|---|---|---|---|---|---|
+| plain |  | 750.0 | 750.0 | 375.00 | 375.00 |
+| draft | 80%, 67%, 100%, 50% | 125.0 | 300.0 | 62.50 | 150.00 |
+
+</details>
+
+without those whose answers loop
+
+"""
+    report = made_up_report()
+    text = format_report(report)
+    assert text.startswith(expected)
+    report["groups"][0]["looping_questions"] = [0, 1]
+    assert "without those" not in format_report(report)
+    assert "| draft | 2.67 | 2.67 | 16 | 4.00 | 1 of 1 |" in text
+    assert max(line.count(" | ") for line in text.splitlines()) < 8
+    for table in (
+        "| plain | no draft | 1,234 | 0.00 | 1,024 + 64 | 1.0 | 1.50 | 0.0125 |",
+        "| draft | 4/2/9 | 1,234 | 0.00 | 1,024 + 64 | 2.2 | 1.50 | 0.0125 |",
+        "| draft | 1.50 | 2.00 | 0.00 | 0.50 | 5.00 | 0.80 |",
+        "autoregressive loop 3.00 ms per token, plain decode step 2.50 ms: ratio 1.20; floor 1.50 "
+        "ms: 50% of the loop",
+        "abacus: 10.0 GB/s, 200 GFLOP/s",
+        "| plain | verify | 2.50 | 0.010 | 0.250 | 2.000 | 12% |",
+    ):
+        assert table in text.splitlines()
+
+
+def test_texts_of_a_method_with_sampled_drafts_are_not_compared() -> None:
+    report = made_up_report()
+    report["methods"]["draft"]["drafting"] = "sampled"
+    lines = format_report(report).splitlines()
+    assert lines[1].startswith("outputs are not compared: with sampled drafts")
+    plain, draft = (
+        next(one for one in lines if f"| {name} |" in one) for name in ("plain", "draft")
+    )
+    assert plain.endswith("| 2 of 2 |") and draft.endswith("|  |")
+
+
+def test_a_terminal_is_shown_what_fits_it() -> None:
+    report = made_up_report()
+    assert (
+        format_brief(report)
+        == """\
+made up, temperature 0, 2 questions
+       tokens per pass  tokens/s  speed-up (95 %)  equal texts
+plain             1.00       3.2             1.00       2 of 2
+draft             2.83      10.7             3.33       1 of 2
+
+draft wrote 2 texts 3.33 x as fast as decoding without a draft.
+Tokens per pass of the target: draft 2.80; without a draft 1.
+1 of 2 texts with drafts equal those without, token for token."""
+    )
+    rows = report["groups"][0]["methods"]["draft"]["all"]
+    rows["equal_outputs"] = 2
+    assert describe(report)[0].startswith("draft wrote the same 2 texts 3.33 x as fast")
+    report["methods"]["draft"]["drafting"] = "sampled"
+    assert len(describe(report)) == 2 and "2 of 2" in format_brief(report)
+    assert "draft             2.83      10.7             3.33\n" in format_brief(report)
+    only_plain = report | {"methods": {"plain": report["methods"]["plain"]}}
+    assert describe(only_plain) == ["Without a draft: 3.2 tokens/s."]
+
+
+def test_columns_of_a_terminal_are_aligned() -> None:
+    rows = [["long", "c", ""], ["d", "", ""]]
+    assert align(["", "b", "empty"], rows) == ["      b", "long  c", "d"]
+    wide = align(["a", *["two words"] * 9], [["b", *range(9)]])
+    assert wide[0].split() == ["two"] * 9 and wide[1].split() == ["a", *["words"] * 9]
+
+
+def test_phases_are_left_out_where_none_were_measured() -> None:
+    report = made_up_report()
+    del report["roofline"], report["autoregressive_step_milliseconds"]
+    for entry in report["methods"].values():
+        for key in ("phase_milliseconds", "phases_to_round", "costs"):
+            del entry[key]
+    assert format_report(made_up_report()).startswith(format_report(report))
+    assert "## Phases" not in format_report(report)
+
+
+@pytest.mark.parametrize("has_plots", [True, False])
+def test_the_page_holds_everything_and_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_plots: bool
+) -> None:
+    if has_plots:
+        pytest.importorskip("matplotlib")
+    else:
+        monkeypatch.setattr(page_module, "find_spec", lambda name: None)
+    report = made_up_report()
+    report["groups"][0]["methods"]["draft"]["all"]["acceptance_length"] |= {"low": 2.67, "high": 3}
+    write_page(report, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert page.tags["table"] == 4 and page.tags["svg"] == (4 if has_plots else 1)
+    assert ("d1", "def") in page.coloured and ("d2", " f(") in page.coloured
+    assert "a &lt; b" in text and "# a &amp; b" in text
+    assert "2.83" in text and "2.67 to 3.00" in text and "python -m infer.bench" in text
+    assert "1 loop and are left out of the figures" in text
+    assert not [link for link in page.links if not link.startswith("#")]
+    assert "script" not in page.tags
+
+
+def test_the_page_opens_with_the_answer_and_folds_away_what_few_read(tmp_path: Path) -> None:
+    report = made_up_report()
+    write_page(report, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    order = [describe(report)[0], "<svg", "1 of 2 texts equal", describe(report)[1], "<details>"]
+    places = [text.index(words) for words in (*order, "<table>")]
+    assert places == sorted(places)
+    outside = Page(re.sub("<details>.*?</details>", "", text, flags=re.DOTALL))
+    assert [row[:3] for row in outside.rows] == [
+        ["method", "speed-up", "equal"],
+        ["plain", "1.00", "2 of 2"],
+        ["draft", "3.33", "1 of 2"],
+    ]
+    assert "prefers-color-scheme: dark" in text and text.count("<dt>") >= 7
+
+
+def test_figures_of_the_page_are_named_and_described_and_tables_narrow(tmp_path: Path) -> None:
+    write_page(made_up_report(), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert all(page.names) and len(set(page.names)) == page.tags["svg"]
+    assert page.tags["desc"] == page.tags["svg"] == page.tags["title"] - 1
+    assert "<desc>draft 3.33, without a draft 1.</desc>" in text
+    if len(page.names) > 1:
+        assert "accepted, given all before by draft position. draft: 1.00, 0.500, 1.00," in text
+        assert "#000000" not in text
+    assert max(map(len, page.rows)) == 8
+    assert text.count('<div class="scroll"') == page.tags["table"]
+
+
+def test_the_page_has_no_negative_time_and_no_floor_above_a_time(tmp_path: Path) -> None:
+    report = made_up_report()
+    draft = report["methods"]["draft"]
+    draft["phase_milliseconds"] |= {"draft/level1": -0.125}
+    unknown = draft["costs"]["verify"] | {"floor_to_measured": None}
+    above = unknown | {"floor_milliseconds": 3.75, "floor_to_measured": 1.875}
+    draft["costs"] = {"verify": above, "draft/level1": unknown}
+    write_page(report, tmp_path / "report.html")
+    rows = Page((tmp_path / "report.html").read_text()).rows
+    assert ["plain", "verify", "2.00", "0.250", "12 %", "2.50", "0.010"] in rows
+    assert ["draft", "verify", "2.00", "", "", "2.50", "0.010"] in rows
+    assert ["draft", "draft/level1", "too short to time", "", "", "2.50", "0.010"] in rows
