@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from poss_jax.config.decoding import (
     SamplingConfig,
 )
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
-from poss_jax.config.reading import UserError, build_config, config_to_dict, load_config, read_yaml
+from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.config.regenerate import RegenerateConfig
 from poss_jax.config.training import OptimizerConfig, SpecialistsConfig, TrainConfig
 
@@ -38,11 +37,6 @@ LAYER = LlamaConfig(
     eos_token_ids=(1, 2),
 )
 DRAFT_RUN = {"stage": "draft", "output": "runs/x", "target": "models/t", "num_epochs": 2}
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
 
 
 # --------------------------------------------------------------------------------------------------
@@ -216,84 +210,6 @@ def test_long_values_are_cut():
     assert len(str(caught.value)) < 300
 
 
-def test_overrides_win_over_file_and_base(tmp_path):
-    write(
-        tmp_path / "base.yaml",
-        "{stage: draft, output: a, target: t, num_tokens: 9, seed: 1, "
-        "optimizer: {learning_rate: 1e-4, b1: 0.5}}",
-    )
-    (tmp_path / "runs").mkdir()
-    run = write(
-        tmp_path / "runs" / "run.yaml",
-        "base: ../base.yaml\noutput: b\nseed: 2\noptimizer: {learning_rate: 2.0e-4}\n",
-    )
-    config = load_config(TrainConfig, run)
-    assert (config.output, config.seed, config.target) == ("b", 2, "t")
-    assert config.optimizer == OptimizerConfig(learning_rate=2e-4, b1=0.5)
-
-    overrides = [
-        "seed=3",
-        "optimizer.learning_rate=1e-3",
-        "optimizer.clip_value=null",
-        "specialists.positions_per_specialist=[3, 3]",
-        "specialists.depth=6",
-        "data.source=a=b.txt",
-    ]
-    config = load_config(TrainConfig, run, overrides)
-    assert config.seed == 3
-    assert config.optimizer == OptimizerConfig(learning_rate=1e-3, b1=0.5, clip_value=None)
-    assert config.specialists.positions_per_specialist == (3, 3)
-    assert config.data.source == "a=b.txt"
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("seed", "override 'seed': want section.key=value"),
-        ("=3", "override '=3': want section.key=value"),
-        ("seed=[1", "override 'seed=[1': want a YAML value after the ="),
-        ("optimizer.b3=1", "override 'optimizer.b3=1': unknown key 'optimizer.b3'; did you mean"),
-        ("optimizer={b3: 1}", "override 'optimizer={b3: 1}': unknown key 'optimizer.b3'; did"),
-        ("optimizer={b1: x}", "override 'optimizer={b1: x}': b1: Input should be a valid number"),
-        ("stage=x", "override 'stage=x': Input should be "),
-        ("seed.x=1", "seed: Input should be a valid integer"),
-    ],
-)
-def test_bad_overrides(tmp_path, override, message):
-    run = write(tmp_path / "run.yaml", "{stage: draft, output: a, target: t, num_tokens: 9}")
-    with pytest.raises(UserError) as caught:
-        load_config(TrainConfig, run, [override])
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("- a\n- b\n", "want a mapping of keys, got list"),
-        ("", "want a mapping of keys, got NoneType"),
-        ("stage: [draft\n", "not valid YAML: while parsing"),
-        ("base: missing.yaml\n", "missing.yaml: No such file or directory"),
-        ("base: run.yaml\n", "base: want the path of another YAML file, got 'run.yaml'"),
-        ("base: 3\n", "base: want the path of another YAML file, got 3"),
-    ],
-)
-def test_bad_files(tmp_path, text, message):
-    run = write(tmp_path / "run.yaml", text)
-    with pytest.raises(UserError) as caught:
-        load_config(TrainConfig, run)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_missing_and_binary_files(tmp_path):
-    with pytest.raises(UserError, match="No such file or directory; give the path of a YAML file"):
-        load_config(TreeConfig, tmp_path / "nowhere.yaml")
-    binary = tmp_path / "binary.yaml"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="not valid YAML"):
-        load_config(TreeConfig, binary)
-
-
 # --------------------------------------------------------------------------------------------------
 # Numbers
 
@@ -419,104 +335,6 @@ def test_epochs_of_too_many_tokens_are_refused_once_the_rows_are_known():
         UserError, match=r"num_epochs 1e\+06: num_tokens: Input should be less than"
     ):
         run.with_budget(10**12)
-
-
-# --------------------------------------------------------------------------------------------------
-# Limits of YAML
-
-RUN = "{stage: draft, output: a, target: t, num_tokens: 9}"
-LAUGHS = "a: &a [1, 1]\n" + "".join(
-    f"{after}: &{after} [*{before}, *{before}, *{before}, *{before}]\n"
-    for before, after in zip("abcdefghijklmnop", "bcdefghijklmnopq", strict=True)
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("2024-13-45", "month must be in 1..12"),
-        ("9" * 5000, "Exceeds the limit (4300 digits)"),
-        ("[" * 1000, "nested too deep"),
-        ("&a [*a]", "aliases stand for more than 50,000 values"),
-        ("&a {<<: *a}", "aliases stand for more than 50,000 values"),
-        ("{b1: 1, b1: 2}", "the key 'b1' is given twice"),
-        ("{? [a] : 1}", "found unhashable key"),
-        ('"a\\0b"', "text with a character that no text may hold"),
-        ('"\\ud800"', "text with a character that no text may hold"),
-        ("!!bool maybe", "'maybe'"),
-        ("!!timestamp x", ""),
-        ("!!python/object:os.system x", "could not determine a constructor"),
-        ("x" * 2**18 + "y", "want at most 262,144 characters"),
-        ("=", "could not determine a constructor"),
-    ],
-    ids=lambda text: text[:20],
-)
-def test_yaml_beyond_the_limits(tmp_path, text, problem):
-    override = refused(tmp_path, RUN, f"output={text}")
-    assert "override 'output=" in override and len(override) < 700
-    for message in (override, refused(tmp_path, f"output: {text}")):
-        assert problem in message
-
-
-def refused(folder: Path, text: str, *overrides: str) -> str:
-    run = write(folder / "run.yaml", text)
-    with pytest.raises(UserError) as caught:
-        load_config(TrainConfig, run, overrides)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_aliases_that_stand_for_more_than_was_written(tmp_path):
-    assert "more than 50,000 values" in refused(tmp_path, LAUGHS)
-    write(tmp_path / "base.yaml", "data: &d {x: *d}\n")
-    refusal = refused(tmp_path, "base: base.yaml\ndata: &d {x: *d}\n")
-    assert "more than 50,000 values" in refusal
-
-
-def test_merged_keys_are_not_given_twice(tmp_path):
-    shared = write(tmp_path / "y", "x: &x {b1: 0.5}\noptimizer: {<<: *x, b2: 0.6}\ndrafts: *x")
-    assert read_yaml(shared)["optimizer"] == {"b1": 0.5, "b2": 0.6}
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("seed" * 3000 + "=1", "unknown key 'seedseed"),
-        (".".join("a" * 5000) + "=1", "want section.key=value"),
-        ("output=2024-12-12", "Input should be a valid string, got datetime.date("),
-        ("optimizer.b1=true", "override 'optimizer.b1=true': want a number, got True"),
-    ],
-    ids=lambda text: text[:20],
-)
-def test_overrides_of_odd_sizes_and_types(tmp_path, override, message):
-    error = refused(tmp_path, RUN, override)
-    assert message in error and len(error) < 400
-
-
-def test_files_without_end_are_refused():
-    with pytest.raises(UserError, match="config /dev/zero: not valid YAML: want at most"):
-        load_config(TreeConfig, "/dev/zero")
-
-
-def test_bases_in_a_row_end(tmp_path):
-    for i in range(30):
-        write(tmp_path / f"{i}.yaml", f"base: {i + 1}.yaml")
-    with pytest.raises(UserError, match=r"20\.yaml: base: want the path of another YAML file"):
-        load_config(TreeConfig, tmp_path / "0.yaml")
-
-
-def test_a_base_too_long_for_a_path_is_cut_in_the_message(tmp_path):
-    write(tmp_path / "a.yaml", f"base: '{'9' * 6000}'")
-    with pytest.raises(UserError, match=r"9\.\.\.: File name too long; give the path") as caught:
-        load_config(TreeConfig, tmp_path / "a.yaml")
-    assert len(str(caught.value)) < 1000
-
-
-def test_bases_in_a_circle(tmp_path):
-    write(tmp_path / "a.yaml", "base: b.yaml")
-    write(tmp_path / "b.yaml", "base: a.yaml")
-    with pytest.raises(UserError, match=r"b\.yaml: base: want the path of another YAML file"):
-        load_config(TreeConfig, tmp_path / "a.yaml")
 
 
 def test_steps_spend_the_budget():
