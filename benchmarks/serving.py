@@ -143,7 +143,7 @@ def running(words: Sequence[str]) -> Iterator[tuple[int, str]]:
         # Drain the rest of its stderr, or a full pipe would block the server.
         threading.Thread(target=list, args=[process.stderr], daemon=True).start()
         try:
-            while httpx.get(f"{found[1]}/ready").status_code != 200:
+            while not httpx.get(f"{found[1]}/ready").json().get("is_compiled"):
                 time.sleep(0.5)
             yield process.pid, found[1]
         finally:

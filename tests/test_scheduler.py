@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 from unittest.mock import MagicMock
 
 import jax
@@ -368,22 +367,6 @@ def test_a_cancelled_text_frees_its_slot(engine: Engine, cold: Scheduler):
 def test_a_request_ends_at_its_deadline(engine: Engine, cold: Scheduler):
     *_, last = cold.submit(engine.prepare([1], 250), timeout=0.0)
     assert last.answer.stop_reason == "cancelled" and last.answer.output_ids == []
-
-
-def test_requests_that_are_given_up_leave_the_queue_of_the_warm_up(
-    engine: Engine, warm: Scheduler, monkeypatch: pytest.MonkeyPatch
-):
-    run, finished, before = warm._steps.run, [], warm.stats.finished["cancelled"]
-
-    def given_up(*args: Any) -> Any:
-        if not finished:
-            warm.submit(engine.prepare([1], 250)).cancel()
-        finished.append(warm.stats.finished["cancelled"] - before)
-        return run(*args)
-
-    monkeypatch.setattr(warm._steps, "run", given_up)
-    warm.warm_up()
-    assert finished[:2] == [0, 1]
 
 
 def test_a_full_queue_refuses(engine: Engine, cold: Scheduler):

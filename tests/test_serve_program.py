@@ -213,7 +213,7 @@ def test_it_ends_when_decoding_fails(
     def fail(self: Scheduler) -> None:
         raise MemoryError("no room for a program")
 
-    monkeypatch.setattr(Scheduler, "_compile_all", fail)
+    monkeypatch.setattr(Scheduler, "_compile", fail)
     with pytest.raises(SystemExit) as ended:
         main(["--target", runs.model("target"), "--port", "0", *SMALL])
     assert ended.value.code == 1

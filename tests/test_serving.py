@@ -58,8 +58,9 @@ def served(runs: Runs) -> Iterator[Served]:
     engine = Engine.load(runs.model("target"), runs.model("poss2"), tree=TREE)
     with serving(engine, sampling=ServedSampling(temperature=0.0), max_queue=300) as served:
         assert served.get("/ready").status_code == 503
-        until(lambda: served.service.is_ready, seconds=300)
-        assert served.get("/ready").status_code == 200
+        until(lambda: served.service.is_compiled, seconds=300)
+        ready = served.get("/ready")
+        assert ready.status_code == 200 and ready.json()["is_compiled"]
         yield served
         assert served.scheduler.error is None
 
@@ -131,8 +132,8 @@ def test_requests_of_all_kinds_compile_nothing(
 @pytest.mark.parametrize("error", [None, MemoryError("no memory")])
 def test_a_service_that_failed_is_not_ready(error: Exception | None) -> None:
     service: Any = object.__new__(Service)
-    service.is_warm, service.is_draining = True, False
-    service.scheduler = SimpleNamespace(error=error)
+    service.is_draining = False
+    service.scheduler = SimpleNamespace(error=error, warmth=SimpleNamespace(sizes=(1,)))
     assert service.is_ready == (error is None)
 
 

@@ -617,7 +617,7 @@ def test_stop_strings_of_a_server_are_checked_as_it_starts(
 def test_an_application_that_fails_ends_its_thread(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Scheduler, "_compile_all", lambda self: None)
+    monkeypatch.setattr(Scheduler, "warm_up", lambda self: None)
     app = create_app(served.service.config, served.engine)
 
     async def fail() -> None:

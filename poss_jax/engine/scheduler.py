@@ -30,10 +30,12 @@ from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.slots import Slots
 from poss_jax.engine.steps import Pace, Rounds, count_rounds, read_rounds
 from poss_jax.engine.streams import Stream
+from poss_jax.engine.warm_up import WarmUp
 from poss_jax.shapes import Params
 
 _LOG = logging.getLogger(__package__)
 _PATIENCE = 16  # steps for which a batch stays larger than its texts need
+_POLL_SECONDS = 0.1
 
 
 class QueueFull(Exception):
@@ -57,7 +59,7 @@ class Stats:
       prompt_tokens: tokens of prompts.
       cached_tokens: those of them that were not read, since earlier prompts began with them.
       finished: answers by stop reason.
-      compilations: programs compiled after `warm_up`.
+      compilations: programs that texts waited for although there was a `warm_up`.
     """
 
     rounds: int = 0
@@ -80,6 +82,7 @@ class Scheduler:
       stats: counts since it was made.
       max_length: most tokens of prompt and answer together.
       num_slots: most texts decoded at once.
+      warmth: what is compiled; None: nothing was compiled beforehand.
       is_closed: True once `close` was called; unfinished requests end as cancelled.
       error: what ended the thread; None while it runs.
     """
@@ -104,6 +107,8 @@ class Scheduler:
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
         self._is_draining = self.is_closed = self._counts = False
+        self.warmth: WarmUp | None = None
+        self._failure: BaseException | None = None  # of another thread
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="poss-scheduler", daemon=True)
         self._thread.start()
@@ -170,8 +175,19 @@ class Scheduler:
         return self._num_texts() + (self._reading is not None)
 
     def warm_up(self) -> None:
-        """Compiles all programs; afterwards requests of any kind compile nothing."""
-        self._call(self._compile_all)
+        """Compiles all programs in the order of use; afterwards requests compile nothing.
+
+        Requests are answered meanwhile, with what is compiled. On several hosts they wait, since
+        all processes must run the same steps in the same order.
+        """
+        self._call(self._begin_warm_up)
+        try:
+            self._compile()
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify()
+            raise Closed("compiling failed") from error
 
     def update_weights(self, params: Params) -> None:
         """Replaces the target's parameters, once all running requests have ended.
@@ -258,7 +274,12 @@ class Scheduler:
         with self._changed:
             if self._is_idle():
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self.is_closed or self._calls or not self._is_idle())
+            self._changed.wait_for(
+                lambda: self.is_closed or self._calls or self._failure or not self._is_idle()
+            )
+            is_busy = self._calls or self._under_way or any(self._streams())
+            if self._waiting and not (is_busy or self._can_begin()):
+                self._changed.wait(_POLL_SECONDS)  # for the warm-up
             return not (self.is_closed and self._is_idle())
 
     def _is_idle(self) -> bool:
@@ -275,6 +296,8 @@ class Scheduler:
 
     def _turn(self) -> None:
         """Reads parts of prompts, starts a round, and delivers the round before."""
+        if self._failure is not None:
+            raise self._failure
         self._drop_cancelled()
         if self._calls and not any(self._streams()):
             while self._under_way:
@@ -310,12 +333,12 @@ class Scheduler:
         """
         num_texts = self._num_texts()
         num_wanted = len(self._waiting) + (self._reading is not None)
-        num_places = self.num_slots - num_texts
+        num_places = self._most_texts() - num_texts
         return max(min(num_wanted, num_places) // max(num_texts, 1), 1)
 
     def _admit(self) -> None:
         """Reads the next part of a prompt: all of it if no text is being decoded."""
-        if self._reading is None and self._waiting and self._has_room():
+        if self._reading is None and self._can_begin() and self._has_room():
             with self._changed:  # `drain` and `close` find the stream in one place
                 stream = self._waiting.popleft()
                 self._reading = stream, 0
@@ -338,12 +361,26 @@ class Scheduler:
                 self._reading, self._active[slot] = None, stream
             self._expect(self._steps.insert(slot), {0: stream})
 
+    def _can_begin(self) -> bool:
+        """True if a request waits, and what it needs first is compiled."""
+        with suppress(IndexError):  # a cancelled request may leave the queue
+            has_logprobs = self._waiting[0].has_logprobs
+            return self.warmth is None or self.warmth.serves(has_logprobs=has_logprobs)
+        return False
+
+    def _most_texts(self) -> int:
+        """Most texts that can be decoded at once with what is compiled."""
+        return max(self._sizes(), default=0)
+
+    def _sizes(self) -> Sequence[int]:
+        return self._slots.sizes if self.warmth is None else self.warmth.sizes
+
     def _has_room(self) -> bool:
         """Makes room for one more text if there is any."""
         num_texts = self._num_texts()
         if num_texts < self._slots.size:
             return True
-        larger = [size for size in self._slots.sizes if size > self._slots.size]
+        larger = [size for size in self._sizes() if size > self._slots.size]
         num_wanted = num_texts + len(self._waiting)
         for size in larger:  # one after the other: these are compiled
             if self._slots.size < num_wanted:
@@ -376,7 +413,9 @@ class Scheduler:
             [stream.prompt for stream in texts.values()],
             has_logprobs=any(stream.has_logprobs for stream in texts.values()),
         )
-        is_awaited = self._reading or (self._waiting and len(texts) < self.num_slots)
+        if self.warmth is not None:
+            program = self.warmth.nearest(program, self._slots.size)
+        is_awaited = self._reading or (self._waiting and len(texts) < self._most_texts())
         num_rounds = 1 if is_awaited else self._pace.num_rounds
         if len(texts) < self._slots.size:  # keep steps short for the next request
             num_rounds = max(num_rounds // 4, 1)
@@ -434,24 +473,26 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------
     # Compilation
 
-    def _compile_all(self) -> None:
-        """Runs every step once in every size, with texts that end at once."""
-        for size in [*self._slots.sizes, *self._slots.sizes[-2::-1]]:
-            if size != self._slots.size:
-                self._steps.resize(size, ())
-            for prompt in self._slots.samples():
-                self._steps.extend(self._steps.begin(prompt), self._slots.num_chunks(prompt))
-                read_rounds(self._steps.insert(0))
-            programs = {one for n in range(1, size + 1) for one in self._slots.programs(n)}
-            for program in sorted(programs, key=repr):
-                if self.is_closed:
-                    return
-                read_rounds(self._steps.run(program, ()))
-                self._drop_cancelled()
-        self._active = [None] * self._slots.size
+    def _begin_warm_up(self) -> None:
+        if isinstance(self._steps, Leader):
+            self.warmth = WarmUp(self._steps)
+            self._compile()
+            self._active = [None] * self._slots.size
+        else:
+            self.warmth = WarmUp(self._slots.shapes())
         if not self._counts:
             self._counts = True  # set before the thread ends; `close` reads it afterwards
             jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
+
+    def _compile(self) -> None:
+        """Compiles what is left to compile."""
+        for _ in self.warmth or ():
+            with self._changed:
+                self._changed.notify()
+            if self._steps is not self._slots:  # this is the scheduler's thread
+                self._drop_cancelled()
+            if self.is_closed:
+                return
 
     def _count_compilation(self, event: str, duration_secs: float, **about: Any) -> None:
         is_ours = threading.current_thread() is self._thread

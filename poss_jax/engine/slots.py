@@ -12,6 +12,7 @@ On several hosts every process makes the same slots and calls them in the same o
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from poss_jax.engine.device import cache_bytes, check_memory, prefill_chunks
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.grammar import Guide
 from poss_jax.engine.guided import first_masks, run_guided
-from poss_jax.engine.prefixes import make_prefixes, name_blocks
+from poss_jax.engine.prefixes import Prefixes, make_prefixes, name_blocks
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, lay_out
 from poss_jax.engine.steps import Rounds
 from poss_jax.engine.trees import cover_trees, tree_for
@@ -177,22 +178,37 @@ class Slots:
         rotations = [rope.rotation(length) for rope in ropes]
         return name_blocks(prompt.ids, rotations, chunk=self.chunk)
 
+    def shapes(self) -> "Slots":
+        """Slots of the same shapes that hold nothing: their steps compile, and run nothing."""
+        other = copy(self)
+        held = other.weights, other._request, other._state
+        other.weights, other._request, other._state = steps.shapes_of(held)
+        other._reading = other._last_read = None
+        other.prefixes = Prefixes(self.prefixes.most)
+        return other
+
     def samples(self) -> list[PreparedPrompt]:
         """Prompts that cover every way of reading: the last one begins like the one before."""
         lengths = (1, self.chunk + 1, self.chunk + 2)
         return [PreparedPrompt([0] * n, 1, SamplingConfig(temperature=1.0)) for n in lengths]
 
-    def programs(self, num_texts: int) -> list[Program]:
-        """All kinds of round that this number of texts may need."""
-        tree = self._trees[num_texts - 1]
-        kinds = [(False, False), (True, False)] + ([(True, True)] if self.max_logprobs else [])
-        return [Program(tree, *kind) for kind in kinds]
+    def programs(self, size: int) -> list[Program]:
+        """All kinds of round that a batch of some size needs, those of most requests first."""
+        trees = dict.fromkeys(self._tree(n, size) for n in range(1, size + 1))
+        kinds = [(True, False), (False, False)] + ([(True, True)] if self.max_logprobs else [])
+        return [Program(tree, *kind) for kind in kinds for tree in trees]
 
     def choose_program(self, prompts: Sequence[PreparedPrompt], *, has_logprobs: bool) -> Program:
         """The cheapest round that serves these texts; log-probabilities imply sampling."""
         is_sampled = has_logprobs or not all(prompt.sampling.is_plain for prompt in prompts)
         is_guided = any(prompt.guide for prompt in prompts)
-        return Program(self._trees[len(prompts) - 1], is_sampled, has_logprobs, is_guided)
+        tree = self._tree(len(prompts), self.size)
+        return Program(tree, is_sampled, has_logprobs, is_guided)
+
+    def _tree(self, num_texts: int, size: int) -> TreeConfig | None:
+        """The tree for some texts; a batch that is about to shrink keeps that of more texts."""
+        fewest = 1 + max((one for one in self.sizes if one < size), default=0)
+        return self._trees[max(num_texts, fewest) - 1]
 
     # ----------------------------------------------------------------------------------------------
     # Steps, the same on all processes

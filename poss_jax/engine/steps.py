@@ -3,7 +3,8 @@
     decode_batch   all rounds in one step, for answers that nobody streams
     run_step       a few rounds: one step runs while the host reads the one before
 
-Slots read prompts and run rounds in the steps that follow; the scheduler chooses which.
+Slots read prompts and run rounds in the steps that follow; the scheduler chooses which. Given the
+shapes of weights (`shapes_of`) in place of weights, these steps compile and return shapes.
 """
 
 import time
@@ -183,16 +184,39 @@ def _move(
     return request, state.replace(output=output)
 
 
+def shapes_of(tree: Any) -> Any:
+    """Shapes, dtypes and places of the arrays of a tree, as a step of slots takes them."""
+
+    def shape_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        place = leaf.sharding if leaf.committed else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+    return jax.tree.map(shape_of, tree)
+
+
+def _jit(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Jits a step of slots."""
+    jitted = jax.jit(on_mesh(function), static_argnums=1, **settings)
+
+    @wraps(function)
+    def run_or_compile(weights: Weights, *args: Any) -> Any:
+        if not isinstance(weights.target["norm"]["scale"], jax.ShapeDtypeStruct):
+            return jitted(weights, *args)
+        return jitted.lower(weights, *args).compile().out_info  # JAX keeps what is compiled
+
+    return run_or_compile
+
+
 # Created arrays follow the placement of the arguments, so unused weights stay arguments.
-allocate = jax.jit(on_mesh(_make_empty), static_argnums=1, keep_unused=True)
-put = jax.jit(on_mesh(_put), static_argnums=1, keep_unused=True)  # faster than jax.device_put
-begin = jax.jit(on_mesh(speculate.begin_prefill), static_argnums=1, keep_unused=True)
-extend = jax.jit(on_mesh(speculate.run_chunks), static_argnums=1, donate_argnums=3)
-cut_block = jax.jit(on_mesh(_cut_block), static_argnums=1)
-append_block = jax.jit(on_mesh(_append_block), static_argnums=1, donate_argnums=3)
-score = jax.jit(on_mesh(scoring.score_chunk), static_argnums=1, donate_argnums=3)
-insert = jax.jit(on_mesh(_insert), static_argnums=1, donate_argnums=(2, 3))
-resize = jax.jit(on_mesh(_move), static_argnums=1)
+allocate = _jit(_make_empty, keep_unused=True)
+put = _jit(_put, keep_unused=True)  # faster than jax.device_put
+begin = _jit(speculate.begin_prefill, keep_unused=True)
+extend = _jit(speculate.run_chunks, donate_argnums=3)
+cut_block = _jit(_cut_block)
+append_block = _jit(_append_block, donate_argnums=3)
+score = _jit(scoring.score_chunk, donate_argnums=3)
+insert = _jit(_insert, donate_argnums=(2, 3))
+resize = _jit(_move)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,7 +324,7 @@ def _pack(
 start = jax.jit(on_mesh(speculate.start), static_argnums=1)
 run_round = jax.jit(on_mesh(speculate.run_round), static_argnums=1, donate_argnums=3)
 run_rounds = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1, donate_argnums=3)
-_step = jax.jit(on_mesh(_run_step), static_argnums=1, donate_argnums=3)
+_step = _jit(_run_step, donate_argnums=3)
 
 
 def run_step(

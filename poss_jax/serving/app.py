@@ -54,6 +54,7 @@ from poss_jax.version import __version__
 _LOG = logging.getLogger(__package__)
 _KEEP_ALIVE_SECONDS = 10.0
 _POLL_SECONDS = 0.25
+_PROGRESS_SECONDS = 5.0
 _LARGE_BYTES = 2**16
 _SLOW = [name.encode() for name in GRAMMAR_FIELDS]
 _CSP = (
@@ -119,7 +120,6 @@ class Service:
       engine: target and draft.
       scheduler: decodes.
       metrics: what /metrics shows.
-      is_warm: all programs are compiled.
       is_draining: running answers finish, no new ones start.
     """
 
@@ -128,7 +128,7 @@ class Service:
         self.limits = replace(config, max_length=scheduler.max_length)
         self.metrics = Metrics(scheduler)
         self.model = config.model_name or as_path(config.target).name
-        self.is_warm = self.is_draining = False
+        self.is_draining = False
         self._reader_of_large, self._scorer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def close(self) -> None:
@@ -161,8 +161,14 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """True if the server takes requests."""
-        return self.is_warm and not self.is_draining and self.scheduler.error is None
+        """True if the server answers requests; some programs may still be compiled."""
+        is_warm = self.scheduler.warmth is not None and bool(self.scheduler.warmth.sizes)
+        return is_warm and not self.is_draining and self.scheduler.error is None
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if nothing is left to compile."""
+        return self.scheduler.warmth is not None and self.scheduler.warmth.is_done
 
     @property
     def about_model(self) -> dict[str, Any]:
@@ -357,11 +363,15 @@ def guarded(
 
 
 async def _warm_up(service: Service) -> None:
-    begun = time.monotonic()
-    _LOG.warning("compiling, which takes longer the first time; requests wait")
-    await asyncio.to_thread(service.scheduler.warm_up)
-    service.is_warm = True
-    _LOG.warning("ready after %.0f s of compilation", time.monotonic() - begun)
+    """Compiles in another thread, and logs how far it is."""
+    begun, scheduler = time.monotonic(), service.scheduler
+    compiling = asyncio.create_task(asyncio.to_thread(scheduler.warm_up))
+    while not (await asyncio.wait([compiling], timeout=_PROGRESS_SECONDS))[0]:
+        if scheduler.warmth is not None:
+            _LOG.warning("%s%s", "ready; " if service.is_ready else "", scheduler.warmth)
+    with suppress(Closed):  # the scheduler has logged why
+        await compiling
+        _LOG.warning("%s in %.0f s", scheduler.warmth, time.monotonic() - begun)
 
 
 def _add_state(app: FastAPI) -> None:
@@ -381,10 +391,13 @@ def _add_state(app: FastAPI) -> None:
 
     @app.get("/ready")
     async def ready(request: Request) -> Response:
-        """Ready: warmed up, and not draining."""
-        if not service_of(request).is_ready:
-            raise ApiError(503, "starting or draining", retry_after=1)
-        return JSONResponse({"status": "ok"})
+        """Ready: answers requests. Some sizes of batch may still be compiled."""
+        service = service_of(request)
+        if not service.is_ready:
+            doing = "draining" if service.is_draining else f"starting: {service.scheduler.warmth}"
+            raise ApiError(503, doing, retry_after=1)
+        about = {"is_compiled": service.is_compiled, "progress": str(service.scheduler.warmth)}
+        return JSONResponse({"status": "ok", **about})
 
     @app.get("/version")
     async def version() -> Response:

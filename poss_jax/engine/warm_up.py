@@ -1,0 +1,123 @@
+"""The warm-up: compiles the steps of slots in the order of use; texts need not wait for all.
+
+    reading, insert, rounds of the first size ─► all of the second size ─► ... of the last size
+                            └─ from here on texts are decoded
+
+Steps of `Slots.shapes` run nothing, so they compile in another thread while texts are decoded. No
+text depends on the size of its batch or on the kind of its rounds, so none depends on what is
+compiled.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.slots import Program, Slots
+from poss_jax.engine.steps import Rounds
+
+_ROUND_WEIGHT = 6  # rounds take about six times as long to compile as other steps
+
+
+class _Task(NamedTuple):
+    run: Callable[[], Any]
+    program: Program | None = None  # rounds that it compiles
+    size: int | None = None  # batch size that can be used from then on
+
+
+class WarmUp:
+    """What is compiled, and what is still to come; iterating over it compiles, task by task.
+
+    Attributes:
+      sizes: batch sizes that are compiled, ascending; texts can be decoded once there is one.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          slots: `Slots.shapes` of others; or slots to run every step on, or their `Leader`.
+        """
+        self.sizes: tuple[int, ...] = ()
+        self._first = slots.sizes[0]
+        self._rounds: list[Program] = []  # of the first size
+        self._tasks = list(_list_tasks(slots))
+        self._num_done, self._begun = 0, time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[None]:
+        self._begun = time.monotonic()
+        for task in self._tasks:
+            jax.block_until_ready(task.run())
+            self._num_done += 1
+            if task.program is not None and task.size == self._first:
+                self._rounds.append(task.program)
+            if task.size is not None and task.size not in self.sizes:
+                self.sizes = (*self.sizes, task.size)
+            yield
+
+    @property
+    def is_done(self) -> bool:
+        """True if all is compiled."""
+        return self._num_done == len(self._tasks)
+
+    def __str__(self) -> str:
+        total = len(self._tasks)
+        if self.is_done:
+            return f"compiled {total} of {total}"
+        done, all_of_them = (_weigh(self._tasks[:end]) for end in (self._num_done, total))
+        seconds = (time.monotonic() - self._begun) * (all_of_them - done) / max(done, 1)
+        left = f", about {seconds:.0f} s left" if done else ""
+        return f"compiling {self._num_done + 1} of {total}{left}"
+
+    def serves(self, *, has_logprobs: bool) -> bool:
+        """Tells whether texts can be decoded, with log-probabilities if these are wanted."""
+        return any(one.has_logprobs or not has_logprobs for one in self._rounds)
+
+    def nearest(self, program: Program, size: int) -> Program:
+        """Rounds that give the same text and are compiled, at best those asked for."""
+        if size != self._first or program.is_guided or program in self._rounds:
+            return program
+        return next(
+            one
+            for one in self._rounds
+            if one.is_sampled >= program.is_sampled and one.has_logprobs >= program.has_logprobs
+        )
+
+
+def _weigh(tasks: list[_Task]) -> int:
+    return sum(_ROUND_WEIGHT if task.program else 1 for task in tasks)
+
+
+def _list_tasks(slots: Slots) -> Iterator[_Task]:
+    """All steps in the order of use; the last one returns to the first size."""
+    first = slots.sizes[0]
+    yield from (_Task(partial(_read, slots, prompt)) for prompt in slots.samples())
+    for size in slots.sizes:
+        if (size, slots.size) != (first, first):
+            yield _Task(partial(_resize, slots, size))
+        yield _Task(partial(_insert, slots))
+        for program in slots.programs(size):
+            yield _Task(partial(slots.run, program, ()), program, first if size == first else None)
+        if size != first:
+            yield _Task(partial(_resize, slots, first), size=size)
+
+
+def _read(slots: Slots, prompt: PreparedPrompt) -> None:
+    slots.extend(slots.begin(prompt), slots.num_chunks(prompt))
+
+
+def _insert(slots: Slots) -> Rounds:
+    _read(slots, slots.samples()[0])
+    return slots.insert(0)
+
+
+def _resize(slots: Slots, size: int) -> None:
+    """Brings an empty batch to a size, by way of all sizes in between."""
+    while (at := slots.sizes.index(slots.size)) != (goal := slots.sizes.index(size)):
+        slots.resize(slots.sizes[at + (1 if goal > at else -1)], ())

@@ -1,0 +1,168 @@
+"""The warm-up: texts are decoded while programs are compiled, and do not depend on which are."""
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from models import one_layout
+from test_scheduler import SETTINGS, alone, draw_engine, wait_until
+
+from poss_jax.config.decoding import SamplingConfig
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.scheduler import Closed, Scheduler
+from poss_jax.engine.slots import Program, Slots
+from poss_jax.engine.streams import Stream
+from poss_jax.engine.warm_up import WarmUp
+
+SAMPLED = SamplingConfig(temperature=1.0, seed=7)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    with one_layout(num_biased=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poss_jax.engine.device._LEAST_ROWS", 512)
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return draw_engine()
+
+
+class Gate:
+    """Lets a warm-up run task by task."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._allowed = threading.Semaphore(0)
+        ahead = WarmUp.__iter__
+
+        def one_by_one(warmth: WarmUp) -> Iterator[None]:
+            tasks = ahead(warmth)
+            while self._allowed.acquire() and next(tasks, self) is not self:
+                yield
+
+        monkeypatch.setattr(WarmUp, "__iter__", one_by_one)
+
+    def open(self, num_tasks: int = 1000) -> None:
+        self._allowed.release(num_tasks)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@pytest.fixture
+def warming(engine: Engine, gate: Gate) -> Iterator[Scheduler]:
+    """A scheduler whose warm-up waits for the gate."""
+    scheduler = Scheduler(Slots(engine, sizes=(1, 2), max_length=300, max_logprobs=3))
+    thread = threading.Thread(target=scheduler.warm_up)
+    thread.start()
+    yield scheduler
+    gate.open()
+    thread.join()
+    scheduler.close()
+
+
+def until_sizes(scheduler: Scheduler, gate: Gate, sizes: tuple[int, ...]) -> None:
+    """Compiles until the batch may have these sizes."""
+    wait_until(lambda: scheduler.warmth is not None)
+    warmth = scheduler.warmth
+    assert warmth is not None
+    while warmth.sizes != sizes:
+        num_done = warmth._num_done
+        gate.open(1)
+        wait_until(lambda before=num_done: warmth._num_done > before or scheduler.error)
+        assert scheduler.error is None
+
+
+def test_texts_are_the_same_while_it_compiles(
+    engine: Engine, warming: Scheduler, gate: Gate
+) -> None:
+    prompts = [engine.prepare([5, i], 6, one) for i, one in enumerate(SETTINGS)]
+    for sizes in ((1,), (1, 2)):
+        until_sizes(warming, gate, sizes)
+        streams = [warming.submit(prompt) for prompt in prompts]
+        for stream, prompt in zip(streams, prompts, strict=True):
+            assert [*stream][-1].answer.output_ids == alone(engine, prompt).output_ids
+    assert warming.stats.compilations == 0
+
+
+def test_a_request_waits_for_what_it_needs(engine: Engine, warming: Scheduler, gate: Gate) -> None:
+    prompt = engine.prepare([1, 2], 5, SAMPLED)
+    given_up = warming.submit(prompt)
+    given_up.cancel()
+    assert [*given_up][-1].answer.stop_reason == "cancelled"
+    until_sizes(warming, gate, (1,))
+    wants_logprobs = warming.submit(prompt, has_logprobs=True)
+    time.sleep(0.2)
+    assert warming.num_waiting == 1 and warming.num_running == 0
+    gate.open()
+    chunks = [*wants_logprobs]
+    assert chunks[-1].answer.output_ids == alone(engine, prompt).output_ids
+    assert sum(len(chunk.logprobs) for chunk in chunks) == 5
+
+
+def test_a_text_that_runs_changes_its_program(
+    engine: Engine, warming: Scheduler, gate: Gate
+) -> None:
+    """A greedy text begins with sampled rounds, the only ones there are."""
+    until_sizes(warming, gate, (1,))
+    used: list[Program] = []
+    choose = WarmUp.nearest
+
+    def record(warmth: WarmUp, program: Program, size: int) -> Program:
+        used.append(choose(warmth, program, size))
+        return used[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WarmUp, "nearest", record)
+        prompt = engine.prepare([3], 200)
+        stream = warming.submit(prompt)
+        next(iter(stream))
+        gate.open()
+        assert [*stream][-1].answer.output_ids == alone(engine, prompt).output_ids
+    assert used[0].is_sampled
+
+
+def test_it_fails_with_the_compiler(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(Slots(engine, sizes=(1,), max_length=300))
+    waiting: list[Stream] = []
+
+    def fail(self: Slots, *_: Any) -> None:
+        waiting.append(scheduler.submit(engine.prepare([1], 9)))
+        raise MemoryError("no room for a program")
+
+    monkeypatch.setattr(Slots, "insert", fail)
+    with pytest.raises(Closed):
+        scheduler.warm_up()
+    with pytest.raises(Closed):
+        list(waiting[0])
+    assert isinstance(scheduler.error, MemoryError)
+    scheduler.close()
+
+
+def test_it_says_how_far_it_is(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One task took a second; two more, `insert` and three rounds weigh 2 + 1 + 3 x 6."""
+    warmth = WarmUp(Slots(engine, sizes=(1,), max_length=300, max_logprobs=3).shapes())
+    clock = SimpleNamespace(monotonic=iter((100.0, 101.0)).__next__)
+    monkeypatch.setattr("poss_jax.engine.warm_up.time", clock)
+    monkeypatch.setattr("poss_jax.engine.warm_up._read", lambda *_: None)
+    next(iter(warmth))
+    assert str(warmth) == "compiling 2 of 7, about 21 s left"
+
+
+def test_the_order_of_use(engine: Engine) -> None:
+    slots = Slots(engine, sizes=(1, 4), max_length=300, max_logprobs=3)
+    small, none = engine.trees[1], None
+    assert slots.programs(1) == [
+        Program(small, True, False),
+        Program(small, False, False),
+        Program(small, True, True),
+    ]
+    assert [one.tree for one in slots.programs(4)] == [small, none] * 3
+    slots = Slots(engine, sizes=(1, 3, 4), max_length=300)
+    assert [one.tree for one in slots.programs(4)] == [none] * 2  # 4 texts and more
