@@ -1,15 +1,16 @@
 r"""Serves a target with OpenAI's API, speculatively if a draft is given.
 
-Takes model folders (see `python -m poss_jax.convert`), without --target the model that `make chat`
-fetches. Listens at 127.0.0.1:8000; http://127.0.0.1:8000/ is a chat page. If the environment
-variable POSS_API_KEY is set, requests must carry it. SIGTERM lets running answers finish, SIGINT
-cuts them; a second signal exits at once. Needs `pip install 'poss-jax[serve]'`.
+MODEL is a model folder, or a checkpoint that is converted once: a folder, a GGUF file or a Hub id;
+without it the model that `make chat` fetches is served. Listens at 127.0.0.1:8000;
+http://127.0.0.1:8000/ is a chat page. If the environment variable POSS_API_KEY is set, requests
+must carry it. SIGTERM lets running answers finish, SIGINT cuts them; a second signal exits at once.
+Needs `pip install 'poss-jax[serve]'`.
 
 With several processes (start them as in docs/training.md, "Several hosts"), the model is split
 over all their devices, and the first process listens.
 
     python -m infer.serve
-    python -m infer.serve --target DIR --draft DIR --batch-size 32
+    python -m infer.serve MODEL --draft DRAFT --batch-size 32
     curl http://127.0.0.1:8000/v1/completions \
         -H 'Content-Type: application/json' -d '{"prompt": "Once"}'
 """
@@ -21,22 +22,36 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
 
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import read_arguments
-from poss_jax.program.output import waiting
+from poss_jax.program.output import print_summary, waiting
 from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
+if TYPE_CHECKING:
+    from poss_jax.engine.slots import Slots
+
+_ACTIONS = {
+    "--precompile-only": {
+        "action": "store_true",
+        "help": "Compile all programs into the cache folder and exit, as for a container's image.",
+    }
+}
 _SWITCH_SECONDS = 0.0005  # the thread that feeds the device must not wait for HTTP
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses arguments and serves until a signal comes."""
     start_processes()  # before options ask for the device's default tree
-    config, _ = read_arguments(ServeConfig, arguments, prog="infer.serve", doc=__doc__)
+    config, args = read_arguments(
+        ServeConfig, arguments, prog="infer.serve", doc=__doc__, actions=_ACTIONS
+    )
     with waiting("importing JAX ..."):
         import jax
 
@@ -49,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ImportError as error:
         raise UserError(f"{error.name} is missing; pip install 'poss-jax[serve]'") from error
     config, key = _on_all_devices(config), read_api_key()
+    if args.precompile_only:
+        _precompile(make_slots(load_engine(config), config))
+        return
     if jax.process_index() > 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process 0 drains, and then dismisses
         follow(make_slots(load_engine(config), config))
@@ -64,6 +82,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         server.run(sockets=[sock])
     if server.error is not None:
         raise SystemExit(1)  # the log has it
+
+
+def _precompile(slots: "Slots") -> None:
+    """Compiles all programs, which JAX keeps in its cache folder."""
+    import jax
+
+    from poss_jax.engine.warm_up import WarmUp
+
+    warmth = WarmUp(slots.shapes())
+    for _ in tqdm(warmth, desc="compiling", disable=None):
+        pass
+    folder = jax.config.jax_compilation_cache_dir
+    print_summary({"programs": len(warmth), "folder": folder}, f"{warmth}, in {folder}")
 
 
 def _on_all_devices(config: ServeConfig) -> ServeConfig:

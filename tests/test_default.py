@@ -15,7 +15,7 @@ from programs import Runs, refusal
 
 import poss_jax
 from infer.generate import main as generate
-from poss_jax.bundled import default
+from poss_jax.bundled import conversion, default
 from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.decoding import BenchConfig, GenerateConfig
@@ -56,7 +56,7 @@ def converted(environment: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr("poss_jax.convert.plan.plan_target", plan)
-    monkeypatch.setattr(default, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(conversion, "subprocess", SimpleNamespace(run=run))
     return sources
 
 

@@ -78,7 +78,8 @@ def test_options_win_over_overrides_and_overrides_over_the_file(tmp_path: Path) 
         ("--temprature 1", "unknown option --temprature; did you mean --temperature?"),
         ("--temprature=1", "unknown option --temprature; did you mean --temperature?"),
         ("sampling.temprature=1", "temprature=1': unknown key 'sampling.temprature'; did you mean"),
-        ("word", "override 'word': want section.key=value"),
+        ("word", "'word' and --target: both name the target; leave out one"),
+        ("a=1 word", "override 'word': want section.key=value"),
         ("--config nowhere", "config nowhere: No such file"),
         (
             "sampling.top_k=-1",
@@ -139,7 +140,7 @@ def test_help_fits_a_screen(
     monkeypatch.chdir(CONFIGS.parent)
     printed = shown_help(GenerateConfig, "--help", doc=DOC, capsys=capsys)
     lines = printed.splitlines()
-    assert lines[0] == "usage: poss generate [options] [section.key=value ...]"
+    assert lines[0] == "usage: poss generate [MODEL] [options] [section.key=value ...]"
     assert len(lines) <= 45 and max(map(len, lines)) <= 80
     assert lines[2] == "Does something." and "at length" not in printed
     assert "    poss generate --prompt x --output \\\n        answers.jsonl\n" in printed

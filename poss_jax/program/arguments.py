@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+from poss_jax.config.decoding import AnswerConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.numbers import INT32_MAX
 from poss_jax.config.reading import (
@@ -118,8 +119,9 @@ def read_arguments(
     options = list_options(kind, also)
     parser = _make_parser(kind, options, actions, prog=prog, doc=doc, words=words)
     args = parser.parse_intermixed_args(words)
-    values = read_values(args.config, args.overrides)
-    given_as = name_overrides(args.overrides)
+    model, overrides = _split_model(kind, args)
+    values = read_values(args.config, overrides) | model
+    given_as = name_overrides(overrides) | dict.fromkeys(model, "MODEL")
     if getattr(args, "tree", None) is not None:
         _set_tree(values, args.tree, kind)
         given_as["tree"] = "--tree"
@@ -144,6 +146,20 @@ def read_arguments(
     return config, args
 
 
+def _split_model(kind: Any, args: argparse.Namespace) -> tuple[dict[str, str], Sequence[str]]:
+    """Takes MODEL, the target, from the arguments in front of overrides."""
+    first = next(iter(args.overrides), "=")
+    if "=" in first or not _takes_model(kind):
+        return {}, args.overrides
+    if args.target is not None:
+        raise UserError(f"{shorten(first)} and --target: both name the target; leave out one")
+    return {"target": first}, args.overrides[1:]
+
+
+def _takes_model(kind: Any) -> bool:
+    return issubclass(kind, AnswerConfig)
+
+
 # --------------------------------------------------------------------------------------------------
 # Help: what most people need on one screen, or all
 
@@ -161,7 +177,7 @@ def _make_parser(
     shows_all = "--help-all" in words
     parser = Parser(
         module=prog,
-        usage="%(prog)s [options] [section.key=value ...]",
+        usage=f"%(prog)s {'[MODEL] ' * _takes_model(kind)}[options] [section.key=value ...]",
         description=describe(doc, shows_all=shows_all),
         epilog=_describe_other_keys(kind, options, shows_all=shows_all),
         add_help=False,

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from poss_jax.bundled.conversion import find_model
 from poss_jax.bundled.default import default_drafts, default_target
 from poss_jax.config.decoding import SMOLLM2, AnswerConfig, BenchConfig
 from poss_jax.config.paths import as_path
@@ -11,14 +12,16 @@ from poss_jax.program.arguments import check_depths
 
 
 def load_engine(config: AnswerConfig) -> Engine:
-    """Loads the models of a config; the default target comes with a draft.
+    """Loads the models of a config, converted if need be; the default target comes with a draft.
 
     Raises:
-      UserError: what `Engine.load` or `read_trees` refuses.
+      UserError: what `find_model`, `Engine.load` or `read_trees` refuses.
     """
     target, draft = config.target, config.draft
     if target == SMOLLM2:
         target, draft = default_target(), draft or next(iter(default_drafts().values()), None)
+    target = find_model(str(target))
+    draft = draft and find_model(str(draft), target=target)
     trees = {} if config.trees is None else read_trees(as_path(config.trees))
     check_depths(trees.values())
     return Engine.load(
