@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.training import ObjectiveConfig
-from poss_jax.model.families.eagle import join
-from poss_jax.model.layers import DecoderLayer, merge_heads, rope_frequencies
+from poss_jax.model.families import family_of
+from poss_jax.model.layers import merge_heads, rope_frequencies
 from poss_jax.shapes import Array, Params
 
 
@@ -38,7 +38,7 @@ def plain_gradients(
         def loss_fn(draft: Params, versions: list[Array], index: int = index):
             specialist = jax.tree.map(lambda leaf: leaf[index], draft["specialists"])
             prediction = _predict(
-                draft["fc"],
+                draft,
                 specialist,
                 config,
                 batch.embedded,
@@ -56,7 +56,7 @@ def plain_gradients(
 
 
 def _predict(
-    fc: Params,
+    draft: Params,
     specialist: Params,
     config: DraftConfig,
     embedded: Array,
@@ -64,15 +64,16 @@ def _predict(
     hidden: float,
 ) -> Array:
     # `hidden`: score of what a row may not attend; its values count for nothing.
-    layer = DecoderLayer(config.layer, has_input_norm=False).bind({"params": specialist})
+    family = family_of(config)
+    layer = family.layer(config).bind({"params": specialist})
     B, T, _ = embedded.shape
     row = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     frequencies = rope_frequencies(config.layer.rope, config.layer.head_dim, jnp.full(B, T))
-    x = [join({"fc": fc}, config, embedded, features) for features in versions]
-    q = layer.queries(x[-1], row, frequencies)
+    x = [family.join(draft, config, embedded, features) for features in versions]
+    q = layer.queries(layer.normed(x[-1]), row, frequencies)
     K, H = config.layer.num_kv_heads, config.layer.head_dim
     q = q.reshape(B, K, -1, T, H)
-    both = [layer.keys_values(version, row, frequencies) for version in x]
+    both = [layer.keys_values(layer.normed(version), row, frequencies) for version in x]
     behind = jnp.arange(T)[:, None] - jnp.arange(T)[None]
     shown = jnp.maximum(0, len(versions) - 1 - behind)  # version at every row and column
     scores = jnp.full((B, K, q.shape[2], T, T), hidden)

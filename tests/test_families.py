@@ -55,7 +55,7 @@ def gained(monkeypatch):
 def test_an_unknown_family_is_named():
     config = dataclasses.replace(CONFIG, family="gainde")
     with pytest.raises(
-        UserError, match=r"draft family: want one of eagle, eagle3, gained, got 'gainde'"
+        UserError, match=r"draft family: want one of eagle, eagle3, mtp, gained, got 'gainde'"
     ):
         family_of(config)
 

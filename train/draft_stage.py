@@ -121,17 +121,17 @@ class DraftStage:
                 f"specialists.start: a draft of the family {draft.family} starts at random; leave "
                 "it out"
             )
-        if family.is_trained_in_chains and wanted.kv == "shared":
+        if wanted.kv == "shared" and not family.may_share_kv:
             raise UserError(
-                f"specialists.kv: drafts of the family {draft.family} always share one stream of "
-                "keys and values, with separate projections; leave it out"
+                f"specialists.kv: specialists of the family {draft.family} have separate "
+                "projections of keys and values; leave it out"
             )
         self.config = replace(
             draft,
             positions_per_specialist=wanted.positions_per_specialist,
             layers_per_specialist=wanted.layers_per_specialist,
             trained_depth=wanted.depth,
-            kv=draft.kv if family.is_trained_in_chains else wanted.kv,
+            kv=wanted.kv if family.may_share_kv else draft.kv,
         )
 
     def _refuse_other_models(self, folder: AnyPath) -> None:
@@ -252,7 +252,7 @@ class DraftStage:
         """See `Stage`; a draft's own head starts as the target's rows for its tokens."""
         passes = self._run.specialists.start == "pass_through"
         pass_through = family_of(self.config).pass_through if passes else None
-        is_tied = self.config.kv == "shared" and not family_of(self.config).is_trained_in_chains
+        is_tied = self.config.kv == "shared" and family_of(self.config).may_share_kv
 
         def stack(draft: Params) -> Params:
             return draft | {"specialists": stack_layers(draft["specialists"])}

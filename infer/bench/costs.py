@@ -126,7 +126,8 @@ def describe_workload(
     if config.draft is None:
         return work
     specialists, further = weights.draft["specialists"], weights.draft.get("further", [])
-    size = len(specialists) * _layer_weights(config.draft.layer, _input_width(config.draft))
+    size = _layer_weights(config.draft.layer, _input_width(config.draft))
+    size = len(specialists) * (size + _project_weights(config.draft))
     size += len(further) * _layer_weights(config.draft.layer)
     return replace(
         work,
@@ -209,6 +210,7 @@ def draft_level(work: Workload, depth: int) -> Cost:
     looped draft pass its further layers, too.
     """
     draft = _draft_of(work)
+    project = _project_weights(draft)
     layer, width, top_k = draft.layer, _input_width(draft), work.tree.top_k
     if depth == 0 and draft.num_further:  # the last of its layers
         width = layer.hidden_size
@@ -222,6 +224,7 @@ def draft_level(work: Workload, depth: int) -> Cost:
             rows,
             work.specialist_bytes,
         ),
+        _product(project, new or rows, work.specialist_bytes),
         _cache_rows(work, layer, work.batch * attended + new),
         Cost(flops=_attention_flops(layer, rows * attended)),
         _draft_head(work, rows),
@@ -280,6 +283,7 @@ def _commit_pairs(work: Workload, rows: int, *, attended: int, pairs: float) -> 
     widths = [_input_width(draft), *[layer.hidden_size] * further]
     key_values = [_key_value_weights(layer, width) for width in widths]
     weights = (streams - len(widths)) * key_values[0] + sum(key_values)
+    weights += streams * _project_weights(draft)
     for width, key_value in zip(widths[:-1], key_values[:-1], strict=True):
         weights += _layer_weights(layer, width) - key_value
     return add_costs(
@@ -337,7 +341,13 @@ def _input_width(draft: DraftConfig) -> int:
 
 def _fuse_weights(draft: DraftConfig) -> int:
     """Weights of `fc`, which joins a feature of the target to an embedding or to a state."""
-    return prod(item_shapes(draft)["fc"]["weight"])
+    return prod(item_shapes(draft)["fc"]["weight"]) if "fc" in item_shapes(draft) else 0
+
+
+def _project_weights(draft: DraftConfig) -> int:
+    """Weights that join both halves in a specialist of its own projection."""
+    specialist = item_shapes(draft)["specialists/0"]
+    return prod(specialist["project"]["weight"]) if "project" in specialist else 0
 
 
 def _feed_back_weights(draft: DraftConfig) -> int:

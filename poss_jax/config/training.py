@@ -137,12 +137,13 @@ class SpecialistsConfig:
       depth: Number of positions that training drafts.
       fc_bias: Give the projection of the draft's input a bias.
       kv: `per_specialist`, or `shared`: all specialists of an eagle draft have the same key and
-        value projections, and one cache. An eagle3 draft always has one cache and separate
-        projections.
+        value projections, and one cache. Other families always have separate projections, eagle3
+        one cache.
       num_frozen: Number of specialists, from the first, that are not trained; the parameters that
         all share are then frozen, too.
-      family: Kind of draft: `eagle` (EAGLE-2, HASS, PosS) or `eagle3` (EAGLE-3, and PosS on it);
-        null takes init_draft's, or eagle.
+      family: Kind of draft: `eagle` (EAGLE-2, HASS, PosS), `eagle3` (EAGLE-3, and PosS on it) or
+        `mtp` (multi-token prediction: a whole layer of the target per specialist); null takes
+        init_draft's, or eagle.
       aux_layers: Layers of the target whose inputs an eagle3 draft reads; null takes 2, n/2 and
         n - 3 of n layers.
       draft_vocabulary: File of the tokens that the draft can propose, written by

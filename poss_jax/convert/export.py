@@ -136,6 +136,11 @@ def _choose_layout(draft: Model, form: str | None, specialist: int | None) -> La
     """Finds the layout to write; by default the first one that holds what is to be written."""
     config, folder = draft.record.draft, draft.folder
     layouts = [layout for layout in LAYOUTS if layout.family == config.family]
+    if not layouts:
+        raise UserError(
+            f"{folder} is a draft of the family {config.family}, which no layout holds; it stays "
+            "with poss_jax"
+        )
     if config.num_further:
         layouts = _layouts_of_stacks(draft, form, layouts)
     number = config.num_specialists

@@ -29,7 +29,7 @@ from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import NOTHING
 from poss_jax.model.sharding import split_batch
-from poss_jax.model.specialists import KEY_VALUE, further_layer
+from poss_jax.model.specialists import further_layer, key_value_params
 from poss_jax.model.target import encode_layer
 from poss_jax.shapes import Array, Float, Int, Params
 
@@ -170,9 +170,10 @@ def predict(
     frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
     of_tokens = split_batch(family.join_tokens(shared, inputs.embedded))
     x = split_batch(family.join_features(shared, of_tokens, depth.versions[depth.index]))
-    q = group_heads(layer.queries(x, position, frequencies), config.layer.num_kv_heads)
-    attention = {n: p for n, p in specialist["attention"].items() if n in KEY_VALUE}
-    weights = {"shared": shared, "attention": attention, "of_tokens": of_tokens}
+    q = group_heads(
+        layer.queries(layer.normed(x), position, frequencies), config.layer.num_kv_heads
+    )
+    weights = {"shared": shared, "layer": key_value_params(specialist), "of_tokens": of_tokens}
     rows = Diagonals(depth.versions, depth.index, position, frequencies)
     k, v = _keys_values(config, weights, rows, age=depth.index)
     base = attend_documents(q, k, v, inputs.documents, depth.index, block=block)
@@ -239,7 +240,7 @@ class Terms(NamedTuple):
     """Arrays for which the softmax over version 0 and all diagonals has gradients.
 
     Attributes:
-      weights: `{"shared", "attention", "of_tokens"}`, parameters of keys and values.
+      weights: `{"shared", "layer", "of_tokens"}`, parameters of keys and values.
       queries: rotated queries, in groups that share keys.
       base: softmax over version 0.
     """
@@ -318,10 +319,10 @@ def _keys_values(
 ) -> tuple[Array, Array]:
     """Keys and values [B K T H] of the version of an age (0: the newest)."""
     family = family_of(config)
-    layer = family.layer(config).bind({"params": {"attention": weights["attention"]}})
+    layer = family.layer(config).bind({"params": weights["layer"]})
     features = rows.versions[rows.depth - age]
     x = family.join_features(weights["shared"], weights["of_tokens"], features)
-    return layer.keys_values(x, rows.position, rows.frequencies)
+    return layer.keys_values(layer.normed(x), rows.position, rows.frequencies)
 
 
 def _diagonal_scores(q: Array, k: Array, age: Array, position: Array) -> Array:

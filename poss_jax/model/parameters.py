@@ -13,7 +13,8 @@ Flax leaves say which of them a config has, and their shapes. Weights are kept i
     fc              {"weight": [D, 2D], "bias": [D] with fc_bias}, of a draft; of EAGLE-3, [D, nD]
                     where it reads n layers of the target
     specialists/0   a layer without input_norm; of EAGLE-3, with input_norm and feature_norm, and
-                    "q", "k" and "v" of inputs [2D]
+                    "q", "k" and "v" of inputs [2D]; of MTP, with input_norm, token_norm,
+                    feature_norm, output_norm and "project" {"weight": [D, 2D]}
     further/0 ...   further layers of the first specialist, as the target's, if it has several
     fc_norm         of EAGLE-3 with fc_norm: {"scale": [nD]}, or {"low", "middle", "high"}, each
                     {"scale": [D]}

@@ -14,6 +14,7 @@ from poss_jax.shapes import Array, Int, Params
 KEY_VALUE = ("k", "v", "k_norm")
 """Parameters of attention that keys and values depend on."""
 
+_AFTER_ATTENTION = ("mlp_norm", "mlp", "output_norm")
 
 # A specialist is initialised like one of this many layers: its output starts small.
 _DRAWN_AMONG = 16
@@ -41,6 +42,7 @@ class Family:
       feed_back: (params, config, predicted features) -> the state that the next specialist reads.
       pass_through: random parameters -> a draft that predicts the feature it reads; None: the
         family has no such start.
+      may_share_kv: whether specialists may have the same key and value projections, and one cache.
       is_trained_in_chains: whether training follows a chain after every row, with gradients
         through all of it, rather than all rows of one depth after the other.
     """
@@ -56,6 +58,7 @@ class Family:
     fuse: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, features: features
     feed_back: Callable[[Params, DraftConfig, Array], Array] = lambda params, config, h: h
     pass_through: Callable[[Params], Params] | None = None
+    may_share_kv: bool = False
     is_trained_in_chains: bool = False
 
 
@@ -112,6 +115,13 @@ def extend_specialists(draft: Params, num_specialists: int) -> Params:
     """Extends a list of specialists with copies of the last one: how PosS starts from EAGLE."""
     have = draft["specialists"]
     return draft | {"specialists": have + [have[-1]] * (num_specialists - len(have))}
+
+
+def key_value_params(specialist: Params) -> Params:
+    """The parameters of a specialist that its keys and values depend on."""
+    attention = {n: p for n, p in specialist["attention"].items() if n in KEY_VALUE}
+    before = {n: p for n, p in specialist.items() if n not in _AFTER_ATTENTION}
+    return before | {"attention": attention}
 
 
 def share_keys_values(draft: Params, reduce: Callable[[Array], Array]) -> Params:

@@ -4,10 +4,11 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError
 from poss_jax.model.families.eagle import EAGLE
 from poss_jax.model.families.eagle3 import EAGLE3
+from poss_jax.model.families.mtp import MTP
 from poss_jax.model.specialists import Family
 from poss_jax.shapes import Array, Params
 
-FAMILIES: dict[str, Family] = {"eagle": EAGLE, "eagle3": EAGLE3}
+FAMILIES: dict[str, Family] = {"eagle": EAGLE, "eagle3": EAGLE3, "mtp": MTP}
 """The families by their name in a draft's config."""
 
 

@@ -86,4 +86,5 @@ EAGLE = Family(
     join_features=join_features,
     read=read,
     pass_through=pass_through,
+    may_share_kv=True,
 )

@@ -1,0 +1,148 @@
+"""Specialists like multi-token-prediction modules: arithmetic, training, decoding, files."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import predict_depths, random_draft, random_target, random_tokens, stacked, tiny_llama
+from oracle import Shape
+from plain_step import PlainBatch, plain_gradients
+from programs import DRAFT, Runs, config_file, generate, refusal
+from test_deep import norm, run_layer
+from test_recursion import draft_chains
+
+from infer.bench import costs
+from infer.bench.costs import Workload
+from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.record import read_record
+from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
+from poss_jax.config.reading import UserError
+from poss_jax.config.training import ObjectiveConfig, StepConfig
+from poss_jax.convert.__main__ import main as convert
+from poss_jax.learn.recursion import DraftInputs
+from poss_jax.learn.step import draft_gradients
+from poss_jax.learn.task import DraftTask, prepare_draft_data
+from poss_jax.model.documents import TrainBatch
+from poss_jax.model.families import init_draft
+from poss_jax.model.parameters import place_tree
+from poss_jax.model.sharding import make_mesh
+from poss_jax.model.specialists import attach
+from train.main import main
+
+LLAMA = tiny_llama()
+CONFIG = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=3, family="mtp")
+T = 14
+RUN = DRAFT | {
+    "specialists": {"family": "mtp", "positions_per_specialist": [1, 1], "depth": 2},
+    "objective": {"feature_weight": 0.0, "probability_weight": 1.0, "top_k_weight": 0.0},
+}
+
+
+def follow_a_chain(draft: Any, embedded: Any, features: Any, start: int) -> list[np.ndarray]:
+    """What the chain that starts at a row predicts, with nothing kept from step to step."""
+    known, predictions = list(features[: start + 1]), []
+    for step in range(CONFIG.trained_depth):
+        one = draft["specialists"][CONFIG.specialist_at(step)]
+        tokens = norm(embedded[: len(known)], one["token_norm"]["scale"])
+        states = norm(np.stack(known), one["feature_norm"]["scale"])
+        rows = np.concatenate([tokens, states], axis=1) @ one["project"]["weight"].T
+        predictions.append(norm(run_layer(one, rows), one["output_norm"]["scale"])[-1])
+        known.append(predictions[-1])
+    return predictions
+
+
+def test_training_and_drafting_equal_a_float64_forward() -> None:
+    target, draft = random_target(LLAMA), random_draft(CONFIG)
+    tokens = random_tokens(LLAMA, 1, T + 1)
+    features = jax.random.normal(jax.random.key(3), (1, T, LLAMA.hidden_size))
+    embedded = target["embed"]["weight"][tokens[:, 1:]]
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (draft, embedded, features))
+    starts = np.arange(T - 2)
+    wanted = np.array([follow_a_chain(wide[0], wide[1][0], wide[2][0], s) for s in starts])
+    inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
+    trained = predict_depths(stacked(draft), CONFIG, inputs, 3, block=4)
+    drafted = draft_chains(CONFIG, attach(draft, target), tokens, features, starts, 3)
+    for depth in range(3):
+        of_rows = trained[depth, 0, starts + depth]
+        np.testing.assert_allclose(of_rows, wanted[:, depth], atol=2e-5)
+        np.testing.assert_allclose(drafted[depth], wanted[:, depth], atol=2e-5)
+
+
+@pytest.mark.optimised
+def test_gradients_equal_a_plain_step() -> None:
+    """Gradients reach all that keys and values of earlier versions depend on."""
+    llama = tiny_llama(num_layers=1, vocab_size=7)
+    draft = stacked(random_draft(replace(CONFIG, layer=llama)))
+    task = DraftTask(
+        target=llama,
+        draft=replace(CONFIG, layer=llama),
+        objective=ObjectiveConfig(top_k=3, feature_noise=0.0),
+        step=StepConfig(vocabulary_chunk=5, attention_block=7),
+    )
+    tokens, target = random_tokens(llama, 2, 10), stacked(random_target(llama))
+    batch = TrainBatch(tokens, jnp.ones_like(tokens, bool), jnp.ones_like(tokens))
+    data = jax.jit(prepare_draft_data, static_argnums=1)(target, task, batch)
+    head = target["head"]["weight"]
+    got, losses = jax.jit(draft_gradients, static_argnums=2)(draft, head, task, data)
+    rows = data.inputs.features, data.inputs.embedded, data.targets.features, data.loss_mask
+    plain = jax.jit(plain_gradients, static_argnums=(2, 3))
+    of_depths, want = plain(draft, head, task.draft, task.objective, PlainBatch(*rows))
+    np.testing.assert_allclose(losses.total, of_depths, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(np.asarray(a - b)) <= 1e-5 * np.linalg.norm(np.asarray(b))
+
+
+def test_speculative_equals_autoregressive() -> None:
+    tree = TreeConfig(depth=4, top_k=3, total_tokens=14)
+    Shape(LLAMA, CONFIG, tree, 3, is_sampled=True).check_pairs()
+
+
+def test_every_parameter_has_a_place_on_a_mesh() -> None:
+    draft, mesh = random_draft(CONFIG), make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    assert jax.tree.structure(place_tree(draft, mesh)) == jax.tree.structure(draft)
+
+
+def test_a_round_reads_every_projection() -> None:
+    """A drafted position reads a specialist whole; a commit reads what keys depend on."""
+    work = Workload(
+        target=LLAMA,
+        draft=replace(CONFIG, positions_per_specialist=(1, 1)),
+        tree=TreeConfig(depth=2, top_k=1, total_tokens=3),
+        cache_bytes=0,
+    )
+    shapes = random_draft(CONFIG)["specialists"][0]
+    size = sum(leaf.size for leaf in jax.tree.leaves(shapes) if leaf.ndim > 1)
+    head = LLAMA.vocab_size * LLAMA.hidden_size
+    assert costs.draft_level(work, 1).bytes == 4 * (size + head)
+    read = [shapes["project"], shapes["attention"]["k"], shapes["attention"]["v"]]
+    assert costs.commit(work).bytes == 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(read))
+
+
+def test_a_run_trains_every_parameter_and_the_texts_stay(runs: Runs, tmp_path: Path) -> None:
+    main(["--config", config_file(runs, tmp_path, RUN)])
+    model, target = tmp_path / "run/model", runs.model("target")
+    record, draft = load_draft(model, target=read_record(target))
+    assert (record.method, record.draft.family) == ("poss1-mtp", "mtp")
+    start = init_draft(record.draft, jax.random.key(0))
+    for norms in ("token_norm", "feature_norm", "output_norm"):
+        moved = draft["specialists"][1][norms]["scale"] != start["specialists"][1][norms]["scale"]
+        assert np.asarray(moved).any()
+    prompts = ["--prompt", "def area_7"]
+    alone = generate(target, None, tmp_path, *prompts)
+    drafted = generate(target, str(model), tmp_path, *prompts)
+    assert [one["text"] for one in drafted] == [one["text"] for one in alone]
+    arguments = ["--model", str(model), "--target", target, "--output", str(tmp_path / "out")]
+    assert "of the family mtp, which no layout holds" in refusal(convert, "export", *arguments)
+
+
+def test_what_is_refused(runs: Runs, tmp_path: Path) -> None:
+    config = config_file(runs, tmp_path, RUN)
+    shared = refusal(main, "--config", config, "specialists.kv=shared")
+    assert "specialists of the family mtp have separate projections" in shared
+    deep = replace(CONFIG, layers_per_specialist=(2,))
+    with pytest.raises(UserError, match="a specialist of the family mtp has one layer"):
+        init_draft(deep, jax.random.key(0))
