@@ -55,16 +55,13 @@ def find_features(
     num_rows = len(prepared.train) + len(prepared.validation)
     width = (len(draft.aux_layers) + 1) * record.llama.hidden_size
     shape = num_rows, config.data.sequence_length, width
-    if prepared.files and draft.aux_layers:
-        raise UserError(
-            "data.source brings features, which are final hidden states; a draft of the "
-            f"family {draft.family} reads inner states: give texts or chats"
-        )
     if prepared.files and config.features.cache is not None:
         raise UserError("features.cache: data.source brings features; leave out the cache")
     if prepared.files:
         tokens = np.concatenate([prepared.train.tokens, prepared.validation.tokens])
-        return FeatureFiles(prepared.files, shape, np.dtype(dtype), tokens)
+        files = FeatureFiles(prepared.files, shape, np.dtype(dtype), tokens)
+        files.check_states()
+        return files
     if config.features.cache is None:
         return None
     made_from = {

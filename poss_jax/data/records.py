@@ -11,7 +11,7 @@ from typing import Any
 
 from poss_jax.config.data import DataConfig
 from poss_jax.config.json_reading import JsonError, check_text, parse_json
-from poss_jax.config.paths import AnyPath, file_size, read_text
+from poss_jax.config.paths import AnyPath, as_path, file_size, local_path, read_text
 from poss_jax.config.reading import UserError, one_line
 from poss_jax.data.files import existing_files, matching_files
 
@@ -26,6 +26,12 @@ _SKIPPED = re.compile(  # other people's code, tests, and files that are tables
 _SMALLEST, _LARGEST = 1024, 1 << 18  # bytes of a module; larger ones are tables
 _STDLIB = "python"  # as a package
 _SUFFIXES = (".txt", ".json", ".jsonl")
+_SAVED = ("state.json", "dataset_dict.json")  # in a folder that `datasets` has saved
+_UNREADABLE = {
+    ".ckpt.gz": "compressed files cannot be mapped into memory; unpack them: gunzip -r FOLDER",
+    ".safetensors": "hidden states of speculators lack the target's last norm; give the folder of "
+    "its data set for the tokens, and features.cache for states of our own",
+}
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -57,6 +63,8 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
       UserError: no such file or data set, or a JSON list that breaks off.
     """
     source = config.source
+    if why := next((why for end, why in _UNREADABLE.items() if source.endswith(end)), ""):
+        raise UserError(f"data.source {source!r}: {why}")
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         yield from ((name, _read_module(path)) for name, path in _list_modules(root))
@@ -65,6 +73,8 @@ def read_records(config: DataConfig) -> Iterator[tuple[str, Record]]:
     elif source.endswith(_SUFFIXES) or matching_files(source):
         for path in existing_files(source):
             yield from _read_text(path) if path.suffix == ".txt" else _read_json(path)
+    elif any((as_path(source) / name).is_file() for name in _SAVED):
+        yield from _read_saved(config)
     else:
         yield from _read_hub(config)
 
@@ -163,6 +173,23 @@ def _parse_line(line: bytes) -> Record:
 
 def _check_object(value: Any) -> Record:
     return value if isinstance(value, dict) else Broken("not a JSON object", type(value).__name__)
+
+
+def _read_saved(config: DataConfig) -> Iterator[tuple[str, Record]]:
+    """Reads a folder that `datasets` has saved, as speculators prepares its data."""
+    folder = str(local_path(config.source, "data.source"))
+    try:
+        import datasets
+
+        found: Any = datasets.load_from_disk(folder)
+        rows = found if isinstance(found, datasets.Dataset) else found[config.split]
+        for number, row in enumerate(rows.with_format(None)):  # it may ask for torch
+            yield f"{folder} row {number}", row
+    except Exception as error:  # Arrow and the system raise many kinds
+        raise UserError(
+            f"data.source {folder!r}: want a folder with a data set that `datasets` has saved (and "
+            f"with data.split {config.split!r}, if it has several); it fails: {one_line(error)}"
+        ) from error
 
 
 def _read_hub(config: DataConfig) -> Iterator[tuple[str, Record]]:
