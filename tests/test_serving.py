@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
+from chat_oracle import TOOL
 from models import one_layout
 from programs import Runs
 from serving import MODEL, Served, serving, until
@@ -281,6 +282,32 @@ def test_text_is_never_cut_within_a_character(served: Served, client: openai.Ope
     assert_places(choice, served.engine)
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_forced_call(
+    served: Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    template = "{{ tools[0].function.name }}{{ messages[-1].content }}<tool_call>"
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", template)
+    schema = {"properties": {"n": {"enum": ["a", "b"]}}, "required": ["n"]}
+    schema |= {"type": "object", "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}
+    options: Any = {"tools": [tool], "tool_choice": "required", "max_tokens": 120, "seed": SEED}
+    options |= {"temperature": 1.0, "parallel_tool_calls": False}
+    patient = client.with_options(timeout=600)  # programs for grammars are compiled when needed
+    reply = ask(patient, stream=is_streamed, **options)
+    if is_streamed:
+        choices = [event.choices[0] for event in reply]
+        called = [one for choice in choices for one in choice.delta.tool_calls or []]
+        said = "".join(choice.delta.content or "" for choice in choices)
+    else:
+        choices, said = reply.choices, reply.choices[0].message.content or ""
+        called = choices[0].message.tool_calls
+    (call,) = called
+    assert (call.function.name, call.type, said) == ("pick", "function", "")
+    assert json.loads(call.function.arguments)["n"] in ("a", "b")
+    assert choices[-1].finish_reason == "tool_calls"
+
+
 # --------------------------------------------------------------------------------------------------
 # Continuation
 
@@ -532,7 +559,7 @@ def test_usage_counts_what_was_cached(served: Served, client: openai.OpenAI) -> 
 @pytest.mark.parametrize(
     ("param", "options"),
     [
-        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("tools", {"tools": [TOOL]}),  # its template has none
         ("response_format", {"response_format": {"type": "xml"}}),
         ("modalities", {"modalities": ["audio"]}),
         ("top_logprobs", {"top_logprobs": 2}),

@@ -12,6 +12,7 @@ from test_asking import user
 from test_messages import Tokenising
 
 from poss_jax.config.decoding import ServeConfig
+from poss_jax.config.reading import UserError
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, Round
 from poss_jax.engine.text import Piece
 from poss_jax.serving.bodies import ApiError, ChatRequest, TokenizeRequest, parse_body
@@ -37,7 +38,8 @@ def caller(form: str, **more: Any) -> Caller:
 
 def read(form: str, *parts: str, **more: Any) -> tuple[str, list[Any]]:
     """Text and calls of an answer that comes in parts; none is taken back or comes twice."""
-    reader = CallReader(caller(form, **more))
+    both = frozenset({"weather", "time"})
+    reader = CallReader(caller(form, **more)._replace(names=both))
     shown = [reader.push(part, is_last=False) for part in parts]
     shown.append(reader.push("", is_last=True))
     assert "".join(text for text, _ in shown) == reader.text
@@ -115,7 +117,9 @@ def test_one_call_at_a_time() -> None:
 def ask(name: str, messages: Any = None, **fields: Any) -> Job:
     fields = {"messages": messages or [user("hi")], "tools": [TOOL]} | fields
     body = parse_body(ChatRequest, json.dumps(fields).encode())
-    return read_chat(Tokenising(tokenizer_of(name)), CONFIG, body)
+    engine = Tokenising(tokenizer_of(name))
+    engine.stop_ids = [engine.tokenizer.eos_token_id]
+    return read_chat(engine, CONFIG, body)
 
 
 def written(name: str, messages: Any, **settings: Any) -> list[int]:
@@ -177,6 +181,17 @@ def test_calls_of_the_history_are_written_as_the_template_wants(form: str, as_te
     assert ask(CALLING[form], chats[0]).prompts[0].ids == expected
 
 
+JSON = {"type": "json_object"}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def with_schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "time", "parameters": schema, **more}}
+
+
 @pytest.mark.parametrize(
     ("name", "param", "fields"),
     [
@@ -186,6 +201,16 @@ def test_calls_of_the_history_are_written_as_the_template_wants(form: str, as_te
         ("chatml, tools", "tools", {"tools": [{"type": "web", "function": {"name": "a"}}]}),
         ("chatml, tools", "tools", {"tools": [TOOL] * 129}),
         ("chatml, tools", "tool_choice", {"tool_choice": "any"}),
+        ("chatml, tools", "tool_choice", {"tool_choice": {"type": "function"}}),
+        ("chatml, tools", "tool_choice", {"tool_choice": named("other")}),
+        ("chatml, tools", "tool_choice", {"tool_choice": "required", "tools": []}),
+        ("chatml, tools", "response_format", {"tool_choice": "required", "response_format": JSON}),
+        ("chatml, tools", "tools", {"tool_choice": "required", "ignore_eos": True}),
+        (
+            "chatml, tools",
+            "tools",
+            {"tool_choice": "required", "tools": [with_schema({"$ref": "#/x"})]},
+        ),
         ("chatml, tools", "functions", {"functions": [TOOL["function"]]}),
     ],
     ids=str,
@@ -201,6 +226,67 @@ def test_tools_count_as_text() -> None:
     with pytest.raises(ApiError) as caught:
         ask(CALLING["hermes"], tools=[large])
     assert caught.value.code == "context_length_exceeded"
+
+
+# --------------------------------------------------------------------------------------------------
+# Grammars
+
+ZONE = {"$defs": {"Zone": {"enum": ["UTC", "CET"]}}, "type": "object", "required": ["zone"]}
+ZONE |= {"properties": {"zone": {"$ref": "#/$defs/Zone"}}, "additionalProperties": False}
+TIME = with_schema(ZONE, strict=True)
+
+
+def write(form: str, *calls: dict[str, Any]) -> str:
+    """An answer of calls in a form."""
+    key = FORMS[form].key  # type: ignore[index]
+    given = [json.dumps({"name": one["name"], key: one["arguments"]}) for one in calls]
+    if form == "hermes":
+        return "\n".join(map(HERMES, given))
+    return "; ".join(given) if form == "llama3" else f"[TOOL_CALLS][{', '.join(given)}]"
+
+
+def matches(job: Job, text: str) -> bool:
+    """Whether an answer may be this text and then end."""
+    tokenizer = tokenizer_of(CALLING[str(job.caller and find_form(job.caller))])
+    (prompt,) = job.prompts
+    assert prompt.guide is not None
+    guide = prompt.guide.copy()
+    try:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        guide.advance([*ids, tokenizer.eos_token_id])
+    except UserError:
+        return False
+    return True
+
+
+def find_form(caller: Caller) -> str:
+    return next(name for name, form in FORMS.items() if form == caller.form)
+
+
+@pytest.mark.parametrize("form", CALLING)
+@pytest.mark.parametrize("choice", ["auto", "required", "time"])
+def test_what_an_answer_may_be(form: str, choice: str) -> None:
+    """A strict tool has its schema if it is called, any tool if a call is forced."""
+    given: Any = choice if choice != "time" else named("time")
+    job = ask(CALLING[form], tools=[TOOL, TIME], tool_choice=given)
+    right, wrong = ({"name": "time", "arguments": {"zone": zone}} for zone in ("UTC", "EST"))
+    is_forced, is_named = choice != "auto", choice == "time"
+    assert matches(job, write(form, right)) and not matches(job, write(form, wrong))
+    assert matches(job, write(form, LISBON)) == (not is_named)
+    assert matches(job, "It is late. ") == (not is_forced)
+    assert matches(job, "") == (not is_forced)
+    assert not matches(job, write(form, right)[:-1])
+    has_two = form != "llama3" and not is_named
+    assert matches(job, write(form, right, LISBON)) == has_two
+    for calls in ([right], [right, LISBON])[: 1 + has_two]:
+        assert read(form, write(form, *calls)) == ("", calls)
+
+
+def test_tools_that_are_not_strict_leave_answers_free() -> None:
+    assert ask(CALLING["hermes"]).prompts[0].guide is None
+    job = ask(CALLING["hermes"], tool_choice="required", parallel_tool_calls=False)
+    assert matches(job, write("hermes", LISBON))
+    assert not matches(job, write("hermes", LISBON, PORTO))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from poss_jax.config.reading import UserError, one_line
 from poss_jax.data.tokenizer import errors_of_tokenizer
 
 # As `json.dumps` writes it. With free white space a text need not end, and little is certain.
-_LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+JSON_LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 # Bounds of a grammar's memory (about 2 kB per state) and of the time to compile it (1 s).
 _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 100_000, "verbose_errors": False}
 _MOST_CHARACTERS = 2**16
@@ -46,7 +46,7 @@ class Grammar:
     def json_schema(cls, schema: dict[str, Any], name: str = "json_schema") -> "Grammar":
         """JSON of a schema, in one line; the schema's `x-guidance` may ask for another layout."""
         with _errors_of(name):
-            source = _llguidance().LLMatcher.grammar_from_json_schema(schema, defaults=_LAYOUT)
+            source = _llguidance().LLMatcher.grammar_from_json_schema(schema, defaults=JSON_LAYOUT)
         return cls(source, name)
 
     @classmethod

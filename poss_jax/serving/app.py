@@ -56,7 +56,7 @@ _KEEP_ALIVE_SECONDS = 10.0
 _POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 5.0
 _LARGE_BYTES = 2**16
-_SLOW = [name.encode() for name in GRAMMAR_FIELDS]
+_SLOW = [name.encode() for name in (*GRAMMAR_FIELDS, "tool_choice", "strict")]
 _CSP = (
     "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'"

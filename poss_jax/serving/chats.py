@@ -12,7 +12,7 @@ from poss_jax.config.reading import cut
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import Rendering, escapes_arguments
 from poss_jax.serving.bodies import ApiError, ChatFields, ChatRequest, Message
-from poss_jax.serving.tools import FORMS, Caller, find_format
+from poss_jax.serving.tools import FORMS, Caller, call_grammar, find_format, marks_of
 
 _LOG = logging.getLogger(__package__)
 _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
@@ -76,8 +76,7 @@ def read_caller(
       ApiError: the model cannot be told of tools, its calls cannot be read, or a choice of tools
         that is not served.
     """
-    if body.tool_choice not in (None, "auto", "none"):
-        raise ApiError(400, "tool_choice: want auto or none", param="tool_choice")
+    named = _read_choice(body)
     if not tools:
         return None
     template = ""
@@ -89,8 +88,41 @@ def read_caller(
     if form is None:
         message = "calls of this model's chat template have no known form; start with --tool-format"
         raise ApiError(400, f"tools: {message}", param="tools")
-    names = frozenset(tool["function"]["name"] for tool in tools)
-    return Caller(FORMS[form], names, is_single=body.parallel_tool_calls is False)
+    is_single = named is not None or body.parallel_tool_calls is False
+    caller = Caller(FORMS[form], frozenset(tool["function"]["name"] for tool in tools), is_single)
+    is_forced = named is not None or body.tool_choice == "required"
+    if not (is_forced or any(tool["function"].get("strict") for tool in tools)):
+        return caller
+    if body.response_format or body.structured_outputs:
+        message = "not served together with strict tools or a forced call"
+        raise ApiError(400, f"response_format: {message}", param="response_format")
+    allowed = [tool for tool in tools if named in (None, tool["function"]["name"])]
+    if not allowed:
+        raise ApiError(400, "tool_choice: want the name of a tool", param="tool_choice")
+    special = marks_of(engine.tokenizer, caller.form)
+    given: Any = {"is_forced": is_forced, "is_single": is_single}
+    return caller._replace(grammar=call_grammar(caller.form, allowed, special, **given))
+
+
+def _read_choice(body: ChatRequest) -> str | None:
+    """The name of the function that is to be called; None: none is named.
+
+    Raises:
+      ApiError: no choice of the API, or one without tools.
+    """
+    choice = body.tool_choice
+    if choice in (None, "auto", "none"):
+        return None
+    if not body.tools:
+        raise ApiError(400, "tool_choice: want tools with it", param="tool_choice")
+    if choice == "required":
+        return None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        message = "want auto, none, required or the name of a function"
+        raise ApiError(400, f"tool_choice: {message}", param="tool_choice")
+    return name
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,17 @@ _OBJECT = {"type": "object"}
 _HARMLESS = ("disable_any_whitespace",)
 
 
-def read_grammar(body: CommonRequest) -> Grammar | None:
+def read_grammar(body: CommonRequest, of_calls: Grammar | None) -> Grammar | None:
     """Reads what the answer of a request must match; None: any text.
+
+    Args:
+      body: the request.
+      of_calls: what its tools demand, with which it has no other field.
 
     Raises:
       UserError: both fields, ones that cannot be served, or `ignore_eos`, since EOS ends a match.
     """
-    given = [_read_response_format(body), _read_structured_outputs(body)]
+    given = [_read_response_format(body), _read_structured_outputs(body), of_calls]
     grammars = [grammar for grammar in given if grammar is not None]
     if len(grammars) == 2:
         raise UserError("structured_outputs: want this or response_format, got both")

@@ -31,7 +31,7 @@ from poss_jax.serving.bodies import (
 )
 from poss_jax.serving.chats import read_caller, read_messages, read_rendering
 from poss_jax.serving.grammars import GRAMMAR_FIELDS, read_grammar
-from poss_jax.serving.tools import Caller
+from poss_jax.serving.tools import Caller, marks_of
 
 _LOG = logging.getLogger(__package__)
 _MOST_LOGPROBS = 200_000  # per reply, unless one full-length choice has more
@@ -77,9 +77,7 @@ class _Chat(NamedTuple):
 
     def shown_ids(self, tokenizer: Any) -> list[int]:
         """Special tokens that mark calls."""
-        marks = self.caller.form[:2] if self.caller else ()
-        added = tokenizer.added_tokens_decoder if marks else {}
-        return [token for token, one in added.items() if one.special and one.content in marks]
+        return list(marks_of(tokenizer, self.caller.form).values()) if self.caller else []
 
 
 def read_completion(engine: Engine, config: ServeConfig, body: CompletionRequest) -> Job:
@@ -128,7 +126,8 @@ def read_chat(engine: Engine, config: ServeConfig, body: ChatRequest) -> Job:
     limit = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     rendering = read_rendering(engine, body, messages)
-    caller = read_caller(engine, config, body, rendering.tools)
+    with _refusing("tools"):
+        caller = read_caller(engine, config, body, rendering.tools)
     chat = _Chat(rendering, caller)
     return _make_job(engine, config, body, [messages], limit=limit, logprobs=logprobs, chat=chat)
 
@@ -244,7 +243,7 @@ def _prepare_choices(
     sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
     num_continued, is_chat, prepared = 0, chat is not None and chat.is_new_message, []
     with _refusing("structured_outputs"):
-        grammar = read_grammar(body)
+        grammar = read_grammar(body, chat and chat.caller and chat.caller.grammar)
     if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
         num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
     shown_ids = chat.shown_ids(engine.tokenizer) if chat else ()
@@ -279,7 +278,7 @@ def _refusing(param: str) -> Iterator[None]:
         raise ApiError(400, message, param=param, code="context_length_exceeded") from error
     except UserError as error:
         named = str(error).partition(":")[0]
-        is_other = named in ("logit_bias", "continued_tokens", *GRAMMAR_FIELDS)
+        is_other = named in ("logit_bias", "continued_tokens", "tools", *GRAMMAR_FIELDS)
         raise ApiError(400, str(error), param=named if is_other else param) from error
 
 

@@ -11,13 +11,16 @@ import json
 import re
 import secrets
 import string
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from poss_jax.config.json_reading import JsonError, check_text, parse_json
 from poss_jax.config.models import ToolFormat
+from poss_jax.engine.grammar import JSON_LAYOUT, Grammar
 
 _ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # what Mistral's templates want; others take any
+_TEXT = r"TEXT: /(.|\n)*/"
 _BETWEEN = " \n\t;,"  # calls without an end mark
 
 
@@ -28,17 +31,31 @@ class CallForm(NamedTuple):
       begin: mark before calls.
       end: mark after each; "": calls end with the answer.
       bare: letter that begins calls without a mark, if the answer begins with it; "": none.
+      one: grammar of a single call, in llguidance's Lark.
+      many: grammar of one or several; "": only one is written.
+      key: name of the arguments.
     """
 
     begin: str
     end: str = ""
     bare: str = ""
+    one: str = "call"
+    many: str = ""
+    key: str = "arguments"
 
 
+_LISTED = 'begin "[" call {} "]"'
 FORMS: dict[ToolFormat, CallForm] = {
-    "hermes": CallForm("<tool_call>", "</tool_call>"),
-    "mistral": CallForm("[TOOL_CALLS]"),
-    "llama3": CallForm("<|python_tag|>", bare="{"),
+    "hermes": CallForm(
+        "<tool_call>",
+        "</tool_call>",
+        one=r'begin "\n" call "\n" end',
+        many=r'begin "\n" call "\n" end ("\n" begin "\n" call "\n" end)*',
+    ),
+    "mistral": CallForm(
+        "[TOOL_CALLS]", one=_LISTED.format(""), many=_LISTED.format('(", " call)*')
+    ),
+    "llama3": CallForm("<|python_tag|>", bare="{", key="parameters"),
 }
 
 
@@ -49,11 +66,13 @@ class Caller(NamedTuple):
       form: how calls are written.
       names: functions that exist; a call without a mark must be of one of them.
       is_single: at most one call is given to the client.
+      grammar: what the answer must match; None: anything.
     """
 
     form: CallForm
     names: frozenset[str]
     is_single: bool = False
+    grammar: Grammar | None = None
 
 
 def find_format(template: str) -> ToolFormat | None:
@@ -63,6 +82,60 @@ def find_format(template: str) -> ToolFormat | None:
     if "[TOOL_CALLS]" in template:
         return None if "[ARGS]" in template else "mistral"
     return "llama3" if re.search(r"<\|python_tag\|>|\bparameters\b", template) else None
+
+
+def marks_of(tokenizer: Any, form: CallForm) -> dict[str, int]:
+    """Ids of the marks that are special tokens, which are text only if asked for."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {one.content: token for token, one in added if one.special and one.content in form[:2]}
+
+
+def call_grammar(
+    form: CallForm,
+    tools: Sequence[dict[str, Any]],
+    special: Mapping[str, int],
+    *,
+    is_forced: bool,
+    is_single: bool,
+) -> Grammar:
+    """A grammar of answers whose calls are of these tools, with arguments of their schemas.
+
+    Args:
+      form: how calls are written.
+      tools: as the API has them.
+      special: id of each mark that is a special token.
+      is_forced: the answer is calls and nothing else; otherwise text may stand before and after
+        them, and only strict tools have their schemas.
+      is_single: at most one call.
+
+    Raises:
+      UserError: a schema is too large, or cannot be served.
+    """
+    functions = [tool["function"] for tool in tools]
+    lines = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
+    for i, function in enumerate(functions):
+        has_schema = is_forced or function.get("strict")
+        schema = (function.get("parameters") if has_schema else None) or {"type": "object"}
+        head = f'{{"name": {json.dumps(function["name"])}, "{form.key}": '
+        lines.append(f'call_{i}: {json.dumps(head)} args_{i} "}}"')
+        lines.append(f"args_{i}: %json {json.dumps({'x-guidance': JSON_LAYOUT} | schema)}")
+    marks = {mark: json.dumps(mark) for mark in form[:2]}
+    marks |= {mark: f"<[{token}]>" for mark, token in special.items()}
+    if form.end:
+        lines.append(f"end: {marks[form.end]}")
+    calls = form.one if is_single or not form.many else form.many
+    if is_forced:
+        return _lark(f"start: {calls}", f"begin: {marks[form.begin]}", *lines)
+    if form.bare:  # text that begins otherwise
+        plain = rf"PLAIN: /\s*([^\s{form.bare}](.|\n)*)?/"
+        return _lark(f"start: {calls} | PLAIN", plain, *lines)
+    lazy = "" if form.begin in special else "[lazy]"
+    begin = f"begin{lazy}: TEXT {marks[form.begin]}"
+    return _lark(f"start: ({calls}){'?' if is_single else '*'} TEXT", _TEXT, begin, *lines)
+
+
+def _lark(*lines: str) -> Grammar:
+    return Grammar.lark("\n".join(lines), "tools")
 
 
 class CallReader:
