@@ -279,8 +279,8 @@ def compare_held_out(config: StudyConfig, last: dict[Run, dict[str, Any]]) -> di
       last: metrics of every run's last validation.
 
     Returns:
-      A row like those of `compare_variants`, whose intervals and p-values over questions are
-      unknown; it also has the cosine of drafted and true features (EAGLE-3 predicts none).
+      A row as `compare_variants` gives, without intervals and p-values over questions; it also has
+      the cosine of drafted and true features (EAGLE-3 predicts none).
     """
     variants = {}
     for variant in config.variants:

@@ -121,7 +121,7 @@ def test_specialists_start_from_a_layer(runs: Runs, run: Path, tmp_path: Path) -
         ({"objective": {"top_k_weight": 0.0}}, "predict no feature of the target; set it to 0"),
         ({"objective": E3["objective"] | {"zero_scores": True}}, "set it to false"),
         ({"specialists": {"family": "eagle3", "aux_layers": [1]}}, "want two or more"),
-        ({"specialists": E3["specialists"] | {"start": "pass_through"}}, "starts at random"),
+        ({"specialists": E3["specialists"] | {"start": "pass_through"}}, "start at random"),
         ({"specialists": {"aux_layers": [0, 1], "depth": 3}}, "reads none of the target's layers"),
         ({"specialists": E3["specialists"] | {"aux_layers": [1, 2]}}, "got 2"),
         ({"specialists": E3["specialists"] | {"kv": "shared"}}, "leave it out"),

@@ -18,6 +18,7 @@ from poss_jax.checkpoint.folder import load_draft, load_target, read_draft
 from poss_jax.checkpoint.record import ModelRecord, new_record, read_record
 from poss_jax.checkpoint.whole import write_file
 from poss_jax.config.json_reading import JsonError, parse_json
+from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
@@ -105,27 +106,8 @@ class DraftStage:
             self._check_init_draft(record)
             draft = record.draft
             self._vocabulary = record.draft_vocabulary or self._vocabulary
+        self._refuse_unfit(draft)
         family = family_of(draft)
-        if family.is_trained_in_chains and self._run.objective.feature_weight:
-            raise UserError(
-                f"objective.feature_weight: drafts of the family {draft.family} predict no feature "
-                "of the target; set it to 0"
-            )
-        if family.is_trained_in_chains and self._run.objective.zero_scores:
-            raise UserError(
-                f"objective.zero_scores: drafts of the family {draft.family} attend no version of "
-                "features that it could count for; set it to false"
-            )
-        if wanted.start == "pass_through" and family.pass_through is None:
-            raise UserError(
-                f"specialists.start: a draft of the family {draft.family} starts at random; leave "
-                "it out"
-            )
-        if wanted.kv == "shared" and not family.may_share_kv:
-            raise UserError(
-                f"specialists.kv: specialists of the family {draft.family} have separate "
-                "projections of keys and values; leave it out"
-            )
         self.config = replace(
             draft,
             positions_per_specialist=wanted.positions_per_specialist,
@@ -133,6 +115,23 @@ class DraftStage:
             trained_depth=wanted.depth,
             kv=wanted.kv if family.may_share_kv else draft.kv,
         )
+
+    def _refuse_unfit(self, draft: DraftConfig) -> None:
+        """Refuses settings that have no meaning for drafts of this family."""
+        objective, wanted, family = self._run.objective, self._run.specialists, family_of(draft)
+        in_chains, passes = family.is_trained_in_chains, wanted.start == "pass_through"
+        for key, is_unfit, reason in (
+            ("objective.feature_weight", in_chains and objective.feature_weight,
+             "predict no feature of the target; set it to 0"),
+            ("objective.zero_scores", in_chains and objective.zero_scores,
+             "attend no earlier versions of features; set it to false"),
+            ("specialists.kv", wanted.kv == "shared" and not family.may_share_kv,
+             "have separate projections of keys and values; leave it out"),
+            ("specialists.start", passes and family.pass_through is None,
+             "start at random; leave it out"),
+        ):  # fmt: skip
+            if is_unfit:
+                raise UserError(f"{key}: drafts of the family {draft.family} {reason}")
 
     def _refuse_other_models(self, folder: AnyPath) -> None:
         """Refuses to continue with other models than the run began with, and records them."""
