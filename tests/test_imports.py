@@ -1,6 +1,7 @@
 """Keeps the layering: who may import whom, who may touch torch, files and the terminal."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,18 @@ def test_what_is_allowed(path: str, source: str):
 def test_map_shows_the_imports():
     found = MAP.search(PAGE.read_text())
     assert found and found[0] == draw(ROOT), "run python tests/house_map.py"
+
+
+def test_walks_name_what_there_is():
+    lines = (ROOT / "docs" / "walks.md").read_text().splitlines()
+    walk = re.compile(r" +([\w/]+\.py) +([\w.]+(?:, [\w.]+)*)(?=  | ->|$)")
+    found = [match.groups() for line in lines if (match := walk.match(line))]
+    assert len(found) > 30
+    for path, names in found:
+        place = ROOT / path if path.startswith(("train", "infer")) else ROOT / "poss_jax" / path
+        for name in names.split(", "):
+            is_there = re.search(rf"\b(def|class) {name.rpartition('.')[2]}\b", place.read_text())
+            assert is_there or f"\n{name} = " in place.read_text(), f"{path}: no {name}"
 
 
 def test_map_is_drawn_in_layers_without_implied_arrows(tmp_path: Path):
