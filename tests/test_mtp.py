@@ -142,7 +142,7 @@ def test_a_run_trains_every_parameter_and_the_texts_stay(runs: Runs, tmp_path: P
 def test_what_is_refused(runs: Runs, tmp_path: Path) -> None:
     config = config_file(runs, tmp_path, RUN)
     shared = refusal(main, "--config", config, "specialists.kv=shared")
-    assert "specialists of the family mtp have separate projections" in shared
+    assert "drafts of the family mtp have separate projections" in shared
     deep = replace(CONFIG, layers_per_specialist=(2,))
     with pytest.raises(UserError, match="a specialist of the family mtp has one layer"):
         init_draft(deep, jax.random.key(0))

@@ -107,13 +107,12 @@ class DraftStage:
             draft = record.draft
             self._vocabulary = record.draft_vocabulary or self._vocabulary
         self._refuse_unfit(draft)
-        family = family_of(draft)
         self.config = replace(
             draft,
             positions_per_specialist=wanted.positions_per_specialist,
             layers_per_specialist=wanted.layers_per_specialist,
             trained_depth=wanted.depth,
-            kv=wanted.kv if family.may_share_kv else draft.kv,
+            kv=wanted.kv if family_of(draft).may_share_kv else draft.kv,
         )
 
     def _refuse_unfit(self, draft: DraftConfig) -> None:
