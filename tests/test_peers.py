@@ -10,7 +10,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.peers, pytest.mark.optimised]
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs/results/peers"
-DRAFTED, TOKENS = 5, 64
+TOKENS = 64
 
 Results = dict[str, Any]
 
@@ -43,6 +43,7 @@ def peer(name: str, script: str, *arguments: str, jobs: Any = None) -> str:
         pytest.skip(f"needs {python.parent.parent.name}: make test-peers")
     command = [str(python), str(ROOT / f"tests/peers/{script}.py"), *arguments]
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    env |= {"PYTHONPATH": str(ROOT / "examples/vllm")}
     text = json.dumps(jobs)
     done = subprocess.run(command, input=text, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -68,21 +69,45 @@ def report() -> Iterator[list[dict[str, str]]]:
 # --------------------------------------------------------------------------------------------------
 # vLLM: the same texts, and as many accepted tokens at every position
 
-# Draft, layout, options of the export, and layers of the target that it shall read.
-CASES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
-    "eagle": ("eagle", "eagle", {}, ()),
-    "eagle3": ("eagle3_full", "eagle3", {}, ()),
-    "sglang": ("eagle3_full", "sglang", {}, ()),
-    "speculators": ("eagle3_full", "speculators", {}, ()),
-    "specforge, a part of the vocabulary": ("poss3_e3", "specforge", {"specialist": 0}, ()),
-    "speculators, a part of the vocabulary": ("poss3_e3", "speculators", {"specialist": 0}, ()),
-    "sglang, other layers": ("eagle3_full", "sglang", {}, (1, 4, 6)),
-    "speculators, other layers": ("eagle3_full", "speculators", {}, (1, 4, 6)),
+
+class Case(NamedTuple):
+    """A draft of the fixtures, and how it is exported and run.
+
+    Attributes:
+      draft: its name.
+      layout: what it is exported in.
+      specialist: the one that is exported; None: all.
+      layers: layers of the target that it shall read instead of its own.
+      drafted: number of tokens drafted per round.
+      poss: whether vLLM loads examples/vllm, and writes all texts together.
+    """
+
+    draft: str
+    layout: str
+    specialist: int | None = None
+    layers: tuple[int, ...] = ()
+    drafted: int = 5
+    poss: bool = False
+
+
+CASES = {
+    "eagle": Case("eagle", "eagle"),
+    "eagle3": Case("eagle3_full", "eagle3"),
+    "sglang": Case("eagle3_full", "sglang"),
+    "speculators": Case("eagle3_full", "speculators"),
+    "specforge, a part of the vocabulary": Case("poss3_e3", "specforge", 0),
+    "speculators, a part of the vocabulary": Case("poss3_e3", "speculators", 0),
+    "sglang, other layers": Case("eagle3_full", "sglang", layers=(1, 4, 6)),
+    "speculators, other layers": Case("eagle3_full", "speculators", layers=(1, 4, 6)),
+    "PosS-3 on EAGLE-3, its three specialists": Case("poss3_e3", "poss", drafted=8, poss=True),
+    "PosS-3 on EAGLE-3, specialist 0 alone": Case("poss3_e3", "sglang", 0, drafted=8, poss=True),
+    "PosS-3, its two specialists": Case("poss3", "poss", drafted=6, poss=True),
+    "PosS-3, specialist 0 alone": Case("poss3", "eagle", 0, drafted=6, poss=True),
 }
 ALONE = "speculators, given the draft alone"  # which says where the target is
 REFUSED = {
-    "specforge, all tokens": ("eagle3_full", "specforge", "draft_id_to_target_id"),
-    "poss, EAGLE-3": ("poss3_e3", "poss", "AssertionError"),
+    "specforge, all tokens": (Case("eagle3_full", "specforge"), "draft_id_to_target_id"),
+    "poss, EAGLE-3, without examples/vllm": (Case("poss3_e3", "poss"), "AssertionError"),
 }
 
 
@@ -90,11 +115,15 @@ def place(folder: Path, case: str) -> Path:
     return folder / case.replace(", ", "-").replace(" ", "-")
 
 
-def export(folder: Path, case: str, form: str, golden: Golden, **flags: Any) -> Path:
-    out = place(folder, case)
-    if form == "speculators":
+def export(folder: Path, name: str, case: Case, golden: Golden) -> Path:
+    layers, model = case.layers, golden.draft_folder
+    flags: dict[str, Any] = {"specialist": case.specialist} if case.specialist is not None else {}
+    if case.layout == "speculators":
         flags["verifier"] = folder / golden.target_folder.parent.name
-    run("export", target=golden.target_folder, output=out, format=form, **flags)
+    if layers:
+        model = reading(golden, folder / f"{name}-model", layers)
+    out = place(folder, name)
+    run("export", model=model, target=golden.target_folder, output=out, format=case.layout, **flags)
     return out
 
 
@@ -111,13 +140,19 @@ def prompts_of(golden: Golden) -> list[list[int]]:
     return [json.loads(line)["prompt_ids"] for line in lines]
 
 
-def job(golden: Golden, target: Path, draft: Path | None) -> dict[str, Any]:
-    values = {"model": str(target), "prompts": prompts_of(golden), "max_tokens": TOKENS}
-    if draft is None:
-        return values
-    method = "eagle" if golden.draft_config.family == "eagle" else "eagle3"
-    chosen = {"model": str(draft), "method": method, "num_speculative_tokens": DRAFTED}
-    return values | {"speculative": chosen}
+def task(golden: Golden, model: Path, **more: Any) -> dict[str, Any]:
+    return {"model": str(model), "prompts": prompts_of(golden), "max_tokens": TOKENS} | more
+
+
+def plan(folder: Path, name: str, case: Case, golden: Golden) -> dict[str, Any]:
+    """Exports a draft, and says what vLLM shall do with it."""
+    chosen = {
+        "model": str(export(folder, name, case, golden)),
+        "method": "eagle" if case.layout == "eagle" else "eagle3",
+        "num_speculative_tokens": case.drafted,
+    }
+    target = folder / golden.target_folder.parent.name
+    return task(golden, target, speculative=chosen, poss=case.poss)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +163,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Golden]:
     root = tmp_path_factory.getbasetemp() / "golden"
-    models = {name: load_golden(root, name) for name in ("eagle", "eagle3_full", "poss3_e3")}
+    names = {case.draft for case in CASES.values()}
+    models = {name: load_golden(root, name) for name in sorted(names)}
     for golden in models.values():
         target = folder / golden.target_folder.parent.name
         if not target.exists():
@@ -138,16 +174,10 @@ def models(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def of_vllm(folder: Path, models: dict[str, Golden]) -> Results:
-    jobs = {}
-    for case, (name, form, flags, layers) in CASES.items():
-        golden = models[name]
-        model = reading(golden, folder / f"{case}-model", layers) if layers else golden.draft_folder
-        draft = export(folder, case, form, golden, model=model, **flags)
-        jobs[case] = job(golden, folder / golden.target_folder.parent.name, draft)
-    for case, (name, form, _) in REFUSED.items():
-        draft = export(folder, case, form, models[name], model=models[name].draft_folder)
-        jobs[case] = job(models[name], folder / models[name].target_folder.parent.name, draft)
-    jobs[ALONE] = job(models["eagle3_full"], place(folder, "speculators"), None)
+    cases = CASES | {name: case for name, (case, _) in REFUSED.items()}
+    late = sorted(cases, key=lambda name: cases[name].poss)  # the plugin stays once it is loaded
+    jobs = {name: plan(folder, name, cases[name], models[cases[name].draft]) for name in late}
+    jobs[ALONE] = task(models["eagle3_full"], place(folder, "speculators"))
     return json.loads(peer("vllm", "vllm_answers", jobs=jobs).splitlines()[-1])
 
 
@@ -177,12 +207,13 @@ def test_vllm_accepts_as_many_tokens_at_every_position(
     of_vllm: Results,
     report: list[dict[str, str]],
 ) -> None:
-    name = CASES[case][0] if case in CASES else "eagle3_full"
-    drafted = DRAFTED if case in CASES else models[name].draft_config.trained_depth
+    exported = case if case in CASES else "speculators"
+    golden, drafted = models[CASES[exported].draft], CASES[exported].drafted
+    if case == ALONE:
+        drafted = golden.draft_config.trained_depth
     found = of_vllm[case]
     assert "error" not in found, found
-    exported = case if case in CASES else "speculators"
-    texts, rounds, accepted = count_ours(folder, exported, models[name], drafted)
+    texts, rounds, accepted = count_ours(folder, exported, golden, drafted)
     assert (found["texts"], found["rounds"], found["accepted"]) == (texts, rounds, accepted)
     shares = " ".join(f"{n / rounds:.4f}" for n in accepted)
     said = (
@@ -196,7 +227,7 @@ def test_vllm_refuses_what_the_documentation_says(
     case: str, of_vllm: Results, report: list[dict[str, str]]
 ) -> None:
     error = of_vllm[case]["error"]
-    assert REFUSED[case][2] in error
+    assert REFUSED[case][1] in error
     said = f"refused: {error.split('. ')[0].strip(': ')}"
     report.append({"peer": f"vLLM {of_vllm['vllm']}", "what": case, "result": said})
 
@@ -249,10 +280,9 @@ def of_speculators(folder: Path, models: dict[str, Golden]) -> str:
     for name, (layer, changes) in MADE.items():
         usual = {"draft_vocab_size": 260, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
         jobs[name] = {"layer": layer, "make": usual | changes, "verifier": verifier}
-    for name, method in LOADED.items():
-        golden = models[method]
-        flags = {"model": golden.draft_folder, "specialist": 0}
-        jobs[name] = {"draft": str(export(folder, f"{name}-out", "speculators", golden, **flags))}
+    for name, draft in LOADED.items():
+        made = export(folder, f"{name}-out", Case(draft, "speculators", 0), models[draft])
+        jobs[name] = {"draft": str(made)}
     for seed, (name, one) in enumerate(jobs.items()):
         layers = one.get("make", {}).get("eagle_aux_hidden_state_layer_ids", [2, 4, 5])
         np.savez(folder / f"{name}.npz", **draw(len(layers), seed))

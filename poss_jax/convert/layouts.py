@@ -184,9 +184,12 @@ def _describe_eagle(draft: Outgoing) -> dict[str, Any]:
             f"{draft.origin}: the original code has no draft layers with {', '.join(wrong)}; such "
             "a draft stays with poss_jax"
         )
+    # With several specialists vLLM runs it as EAGLE-3 (examples/vllm), on the last hidden state.
+    features = {"eagle_config": {"use_aux_hidden_state": False}}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        **(features if config.num_specialists > 1 else {}),
         **layer_json(layer, draft.dtype),
         "num_hidden_layers": 1,  # for any number of specialists, as in the published drafts
         "tie_word_embeddings": layer.tie_embeddings,
@@ -352,6 +355,7 @@ def _refuse(draft: Outgoing, wrong: list[str]) -> None:
 # Their rows
 
 _ENGINES = "vLLM and SGLang"
+_PLUGIN = "vLLM with the plugin examples/vllm of poss_jax"
 
 LAYOUTS = (
     Layout(
@@ -365,7 +369,7 @@ LAYOUTS = (
     Layout(
         "poss",
         family="eagle",
-        readers="the original PosS code",
+        readers=f"the original PosS code, and {_PLUGIN}",
         describe=_describe_eagle,
         has_embedding=True,
     ),
@@ -381,7 +385,7 @@ LAYOUTS = (
     Layout(
         "poss",
         family="eagle3",
-        readers="the PosS authors' forks of SpecForge and vLLM",
+        readers=f"the PosS authors' forks of SpecForge and vLLM, and {_PLUGIN}",
         describe=_describe_poss,
         maps="subset",
         note="The fork of vLLM chooses specialists only where the folder's name holds `poss`, and "

@@ -1,9 +1,11 @@
 """Answers prompts greedily with vLLM, in vLLM's own environment: reads jobs, prints results.
 
 Standard input is a JSON object of jobs by name: `model` (folder), `prompts` (token ids),
-`max_tokens`, and optionally `speculative`, vLLM's `speculative_config`. The last line of the output
-is a JSON object of results by name: `texts` (token ids), and with a draft `rounds` and `accepted`
-(rounds that accepted each position), as vLLM counts them; or `error`, why vLLM refused.
+`max_tokens`, and optionally `speculative`, vLLM's `speculative_config`, and `poss`: whether the
+plugin of examples/vllm is loaded, and texts are written together; it stays for later jobs. The last
+line of the output is a JSON object of results by name: `texts` (token ids), and with a draft
+`rounds` and `accepted` (rounds that accepted each position), as vLLM counts them; or `error`, why
+vLLM refused.
 """
 
 import json
@@ -19,17 +21,25 @@ os.environ |= {
 
 
 def answer(
-    model: str, prompts: list[list[int]], max_tokens: int, speculative: dict[str, Any] | None = None
+    model: str,
+    prompts: list[list[int]],
+    max_tokens: int,
+    speculative: dict[str, Any] | None = None,
+    poss: bool = False,
 ) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
+    if poss:
+        from poss_vllm import register
+
+        register()
     llm = LLM(
         model,
         dtype="float32",
         enforce_eager=True,
         skip_tokenizer_init=True,
         disable_log_stats=False,
-        max_num_seqs=1,
+        max_num_seqs=len(prompts) if poss else 1,
         speculative_config=speculative,
     )
     before = read_counters(llm)
