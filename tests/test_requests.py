@@ -20,7 +20,14 @@ from poss_jax.serving.bodies import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from poss_jax.serving.requests import Job, read_chat, read_completion, read_text, read_tokens
+from poss_jax.serving.requests import (
+    Job,
+    read_chat,
+    read_completion,
+    read_text,
+    read_tokenizer,
+    read_tokens,
+)
 
 CONFIG = ServeConfig(target="none")
 OPEN = [user("hi"), assistant("The answer")]
@@ -125,6 +132,15 @@ def test_ids_to_text_and_back() -> None:
 def test_a_text_or_a_chat_is_tokenised(fields: Any) -> None:
     with pytest.raises(ApiError, match="prompt: want this or messages"):
         read_text(engine(), CONFIG, TokenizeRequest(**fields))
+
+
+def test_a_text_without_the_special_tokens_that_a_tokenizer_adds() -> None:
+    one = Tokenising(make_tokenizer("byte level", single="<s> $A"))
+    bare = read_text(one, CONFIG, TokenizeRequest(prompt="</s>a", add_special_tokens=False))
+    assert read_text(one, CONFIG, TokenizeRequest(prompt="</s>a")) == [1, *bare] != bare
+    body = CompletionRequest(prompt="</s>a", add_special_tokens=False)
+    assert read_completion(one, CONFIG, body).prompts[0].ids == bare
+    assert read_tokenizer(one)["eos_token"] == "</s>"
 
 
 def test_ids_that_are_no_tokens() -> None:

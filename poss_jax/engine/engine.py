@@ -358,9 +358,12 @@ class Engine:
     def _grammars(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer, self.target_config.vocab_size, self.stop_ids)
 
-    def encode(self, prompt: Prompt, rendering: Rendering | None = None) -> list[int]:
+    def encode(
+        self, prompt: Prompt, rendering: Rendering | None = None, *, is_bare: bool = False
+    ) -> list[int]:
         """Turns a prompt into token ids (see `encode_prompt`)."""
-        return encode_prompt(prompt, self.tokenizer, self.target_config.vocab_size, rendering)
+        V = self.target_config.vocab_size
+        return encode_prompt(prompt, self.tokenizer, V, rendering, is_bare=is_bare)
 
     def check_stop(self, stop: Sequence[str], max_new_tokens: int) -> None:
         """Refuses stop strings that no answer can hold (see `text.check_stop`)."""

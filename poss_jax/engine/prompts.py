@@ -98,7 +98,12 @@ class HostRequest(NamedTuple):
 
 
 def encode_prompt(
-    prompt: Prompt, tokenizer: Any, vocab_size: int, rendering: Rendering | None = None
+    prompt: Prompt,
+    tokenizer: Any,
+    vocab_size: int,
+    rendering: Rendering | None = None,
+    *,
+    is_bare: bool = False,
 ) -> list[int]:
     """Turns a prompt into token ids.
 
@@ -111,6 +116,7 @@ def encode_prompt(
       tokenizer: the target's tokenizer; None accepts token ids only.
       vocab_size: size of the target's vocabulary.
       rendering: how messages are written; None: asking for an answer.
+      is_bare: a text gets only the special tokens that it spells out.
 
     Raises:
       UserError: the prompt is not a sequence, is empty, holds ids outside the vocabulary, text
@@ -125,7 +131,7 @@ def encode_prompt(
     if len(prompt) == 0:
         raise UserError("prompt: want at least one token, got an empty prompt; write something")
     if isinstance(prompt, str):
-        return _check_range(_encode_text(prompt, tokenizer), vocab_size)
+        return _check_range(_encode_text(prompt, tokenizer, is_bare=is_bare), vocab_size)
     if isinstance(prompt[0], dict):
         return _check_range(_encode_chat(prompt, tokenizer, rendering or Rendering()), vocab_size)
     return _check_range(list(map(_token_id, prompt)), vocab_size)
@@ -280,12 +286,13 @@ def _check_range(ids: list[int], vocab_size: int) -> list[int]:
     return ids
 
 
-def _encode_text(text: str, tokenizer: Any) -> list[int]:
+def _encode_text(text: str, tokenizer: Any, *, is_bare: bool) -> list[int]:
     _check_tokenizer(tokenizer)
     if lone_surrogates(text):
         raise UserError("prompt: want text as UTF-8, got half a character; convert it")
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    encoded = call_tokenizer(tokenizer, text, add_special_tokens=not has_bos)
+    adds_special = not (has_bos or is_bare)
+    encoded = call_tokenizer(tokenizer, text, add_special_tokens=adds_special)
     return _check_some(list(encoded["input_ids"]), text, tokenizer)
 
 

@@ -16,7 +16,13 @@ from poss_jax.serving.bodies import (
     add_schemas,
     schema_of,
 )
-from poss_jax.serving.requests import read_chat, read_completion, read_text, read_tokens
+from poss_jax.serving.requests import (
+    read_chat,
+    read_completion,
+    read_text,
+    read_tokenizer,
+    read_tokens,
+)
 
 if TYPE_CHECKING:
     from poss_jax.serving.app import Service
@@ -67,6 +73,11 @@ def add_api(app: FastAPI) -> None:
         """The text of token ids."""
         _, text = await service_of(request).read(request, DetokenizeRequest, read_tokens)
         return JSONResponse({"prompt": text})
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info(request: Request) -> Response:
+        """Special tokens and the chat template."""
+        return JSONResponse(read_tokenizer(service_of(request).engine))
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> Response:

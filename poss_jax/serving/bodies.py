@@ -179,6 +179,7 @@ class CompletionRequest(CommonRequest):
     suffix: str | None = None
     continued_tokens: Annotated[int, Field(ge=0)] | None = None
     continued_chat: bool | None = None
+    add_special_tokens: bool | None = None  # vLLM's; null: those that the tokenizer adds
 
 
 class ContentPart(BaseModel):
@@ -228,6 +229,7 @@ class TokenizeRequest(ChatFields):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    add_special_tokens: bool | None = None
 
 
 class DetokenizeRequest(BaseModel):

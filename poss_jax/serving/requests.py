@@ -141,7 +141,8 @@ def read_text(engine: Engine, config: ServeConfig, body: TokenizeRequest) -> lis
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: want this or messages", param="prompt")
     if body.messages is None:
-        return _encode(engine, config, body.prompt or "")
+        is_bare = body.add_special_tokens is False
+        return _encode(engine, config, body.prompt or "", is_bare=is_bare)
     messages = read_messages(engine, body.messages)
     return _encode(engine, config, messages, read_rendering(engine, body, messages))
 
@@ -160,11 +161,28 @@ def read_tokens(engine: Engine, config: ServeConfig, body: DetokenizeRequest) ->
 
 
 def _encode(
-    engine: Engine, config: ServeConfig, prompt: Prompt, rendering: Rendering | None = None
+    engine: Engine,
+    config: ServeConfig,
+    prompt: Prompt,
+    rendering: Rendering | None = None,
+    *,
+    is_bare: bool = False,
 ) -> list[int]:
     """Token ids of a prompt; far more text than fits is refused before it is rendered."""
     with _refusing(_check_size(engine, config, prompt, rendering)):
-        return engine.encode(prompt, rendering)
+        return engine.encode(prompt, rendering, is_bare=is_bare)
+
+
+def read_tokenizer(engine: Engine) -> dict[str, Any]:
+    """The tokenizer as evaluators ask for it: special tokens and the chat template.
+
+    Raises:
+      ApiError: the model has none.
+    """
+    if engine.tokenizer is None:
+        raise ApiError(404, "this model has no tokenizer")
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+    return {name: getattr(engine.tokenizer, name) for name in names}
 
 
 def _refuse(body: CommonRequest, *names: str) -> None:
@@ -242,13 +260,15 @@ def _prepare_choices(
     """Prepares all choices; without a limit they get the room there is, up to the default."""
     sampling, stop_ids = _read_sampling(config.sampling, body), _read_stop_ids(engine, body)
     num_continued, is_chat, prepared = 0, chat is not None and chat.is_new_message, []
+    is_bare = False
     with _refusing("structured_outputs"):
         grammar = read_grammar(body, chat and chat.caller and chat.caller.grammar)
     if isinstance(body, CompletionRequest):  # a chat may hold anything under these names
         num_continued, is_chat = body.continued_tokens or 0, bool(body.continued_chat)
+        is_bare = body.add_special_tokens is False
     shown_ids = chat.shown_ids(engine.tokenizer) if chat else ()
     for index, prompt in enumerate(prompts):
-        ids = _encode(engine, config, prompt, chat and chat.rendering)
+        ids = _encode(engine, config, prompt, chat and chat.rendering, is_bare=is_bare)
         with _refusing(_prompt_field(prompt)):
             one = engine.prepare(
                 ids,
