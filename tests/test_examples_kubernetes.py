@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from poss_jax.config.decoding import ServeConfig
-from poss_jax.engine.scheduler import Scheduler, Stats
+from poss_jax.engine.scheduler import Scheduler
+from poss_jax.engine.stats import Stats
 from poss_jax.program.arguments import read_arguments
 
 pytest.importorskip("fastapi")

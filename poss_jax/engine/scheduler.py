@@ -14,11 +14,11 @@ Texts equal `Engine.generate` with the same settings and seed, regardless of the
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from poss_jax.engine.answers import Chunk, Round
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.slots import Slots
+from poss_jax.engine.stats import Stats
 from poss_jax.engine.steps import Pace, Rounds, count_rounds, read_rounds
 from poss_jax.engine.streams import Stream
 from poss_jax.engine.warm_up import WarmUp
@@ -44,33 +45,6 @@ class QueueFull(Exception):
 
 class Closed(Exception):
     """The scheduler takes no more requests."""
-
-
-@dataclass
-class Stats:
-    """Counts since the scheduler was made.
-
-    Attributes:
-      rounds: rounds that were run.
-      drafts: trees drafted, one per text and round.
-      drafted: positions those trees offered along the accepted path.
-      accepted: how often a draft was accepted, by position from 1.
-      tokens: tokens delivered.
-      prompt_tokens: tokens of prompts.
-      cached_tokens: those of them that were not read, since earlier prompts began with them.
-      finished: answers by stop reason.
-      compilations: programs that texts waited for although there was a `warm_up`.
-    """
-
-    rounds: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    accepted: Counter[int] = field(default_factory=Counter)
-    tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-    compilations: int = 0
 
 
 class Scheduler:
@@ -106,7 +80,7 @@ class Scheduler:
         self._pace = Pace()
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._changed = threading.Condition()
-        self._is_draining = self.is_closed = self._counts = False
+        self._is_draining = self.is_closed = False
         self.warmth: WarmUp | None = None
         self._failure: BaseException | None = None  # of another thread
         self.error: BaseException | None = None
@@ -235,9 +209,7 @@ class Scheduler:
                 stream.cancel()
             self._changed.notify_all()
         self._thread.join()
-        if self._counts:
-            jax.monitoring.unregister_event_duration_listener(self._count_compilation)
-            self._counts = False
+        self.stats.stop_watching()
 
     def _call(self, function: Callable[[], None]) -> None:
         """Runs a function on the scheduler's thread while no text is decoded."""
@@ -480,9 +452,7 @@ class Scheduler:
             self._active = [None] * self._slots.size
         else:
             self.warmth = WarmUp(self._slots.shapes())
-        if not self._counts:
-            self._counts = True  # set before the thread ends; `close` reads it afterwards
-            jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
+        self.stats.watch_compilations(self._thread)
 
     def _compile(self) -> None:
         """Compiles what is left to compile."""
@@ -493,10 +463,3 @@ class Scheduler:
                 self._drop_cancelled()
             if self.is_closed:
                 return
-
-    def _count_compilation(self, event: str, duration_secs: float, **about: Any) -> None:
-        is_ours = threading.current_thread() is self._thread
-        if is_ours and event == "/jax/core/compile/backend_compile_duration":
-            self.stats.compilations += 1
-            name = about.get("fun_name", "a program")
-            _LOG.warning("compiled %s after the warm-up, in %.1f s", name, duration_secs)

@@ -45,16 +45,16 @@ class WarmUp:
         self._first = slots.sizes[0]
         self._rounds: list[Program] = []  # of the first size
         self._tasks = list(_list_tasks(slots))
-        self._num_done, self._begun = 0, time.monotonic()
+        self._num_done, self._begun, self._finished = 0, 0.0, 0.0
 
     def __len__(self) -> int:
         return len(self._tasks)
 
     def __iter__(self) -> Iterator[None]:
         self._begun = time.monotonic()
-        for task in self._tasks:
+        for task in self._tasks[self._num_done :]:
             jax.block_until_ready(task.run())
-            self._num_done += 1
+            self._num_done, self._finished = self._num_done + 1, time.monotonic()
             if task.program is not None and task.size == self._first:
                 self._rounds.append(task.program)
             if task.size is not None and task.size not in self.sizes:
@@ -67,13 +67,17 @@ class WarmUp:
         return self._num_done == len(self._tasks)
 
     def __str__(self) -> str:
-        total = len(self._tasks)
-        if self.is_done:
+        done, total = self._num_done, len(self._tasks)
+        if done == total:
             return f"compiled {total} of {total}"
-        done, all_of_them = (_weigh(self._tasks[:end]) for end in (self._num_done, total))
-        seconds = (time.monotonic() - self._begun) * (all_of_them - done) / max(done, 1)
-        left = f", about {seconds:.0f} s left" if done else ""
-        return f"compiling {self._num_done + 1} of {total}{left}"
+        about = f", about {self._seconds_left(done):.0f} s left" if done else ""
+        return f"compiling {done + 1} of {total}{about}"
+
+    def _seconds_left(self, done: int) -> float:
+        """Seconds until all is compiled, if the rest takes as long as what is done."""
+        per_weight = (self._finished - self._begun) / _weigh(self._tasks[:done])
+        seconds = per_weight * _weigh(self._tasks[done:]) - (time.monotonic() - self._finished)
+        return max(seconds, per_weight * _weigh(self._tasks[done + 1 :]))
 
     def serves(self, *, has_logprobs: bool) -> bool:
         """Tells whether texts can be decoded, with log-probabilities if these are wanted."""
