@@ -60,7 +60,11 @@ ENGINES = {
     "eight devices": lambda: random_engine(POSS, EIGHT),
     "eight devices, two heads": lambda: random_engine(E3, EIGHT),
 }
-SLOW = ("deep, int8", "eight devices, two heads")
+MARKS = {
+    "eagle3 in bfloat16": [pytest.mark.optimised],
+    "deep, int8": [pytest.mark.slow],
+    "eight devices, two heads": [pytest.mark.slow],
+}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -68,7 +72,7 @@ SLOW = ("deep, int8", "eight devices, two heads")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in ENGINES]
+    "kind", [pytest.param(kind, marks=MARKS.get(kind, [])) for kind in ENGINES]
 )
 def test_caches_are_those_of_a_prompt_read_whole(kind: str):
     engine = ENGINES[kind]()
@@ -123,9 +127,8 @@ def names(ids: Sequence[int]) -> list[bytes]:
 def keep_all(prefixes: Prefixes, ids: Sequence[int]) -> int:
     """Reads a prompt; returns how many of its blocks were there."""
     num_found = len(prefixes.find(names(ids)))
-    for index in range(num_found, len(names(ids))):
-        prefixes.keep(names(ids), index, lambda: Block(KeysValues([], []), None))
-    prefixes.renew(names(ids))
+    new = range(num_found, len(names(ids)))
+    prefixes.keep(names(ids), new, lambda index: Block(KeysValues([], []), None))
     return num_found
 
 

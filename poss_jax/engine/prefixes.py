@@ -60,7 +60,7 @@ class Prefixes:
 
     def find(self, names: Sequence[bytes]) -> list[Block]:
         """Finds the blocks that a prompt begins with."""
-        self.renew(names)
+        self._renew(names)
         found = []
         for name in names:
             if name not in self._blocks:
@@ -68,18 +68,26 @@ class Prefixes:
             found.append(self._blocks[name])
         return found
 
-    def keep(self, names: Sequence[bytes], index: int, cut: Callable[[], Block]) -> None:
-        """Keeps a block of a prompt, unless only blocks of the same prompt could make room."""
-        if names[index] in self._blocks or not self.most:
-            return
-        if len(self._blocks) == self.most:
-            oldest = next(iter(self._blocks))
-            if oldest in names:
-                return
-            del self._blocks[oldest]
-        self._blocks[names[index]] = cut()
+    def keep(self, names: Sequence[bytes], new: range, cut: Callable[[int], Block]) -> None:
+        """Keeps new blocks of a prompt, as long as blocks of other prompts can make room.
 
-    def renew(self, names: Sequence[bytes]) -> None:
+        Args:
+          names: names of all blocks of the prompt.
+          new: indices of the new ones.
+          cut: copies the block of an index.
+        """
+        for index in new:
+            if names[index] in self._blocks:
+                continue
+            if len(self._blocks) == self.most:
+                oldest = next(iter(self._blocks), names[index])
+                if oldest in names:
+                    break
+                del self._blocks[oldest]
+            self._blocks[names[index]] = cut(index)
+        self._renew(names)
+
+    def _renew(self, names: Sequence[bytes]) -> None:
         """Marks the blocks of a prompt as just used, the first one last."""
         for name in reversed(names):
             if name in self._blocks:

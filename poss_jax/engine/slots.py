@@ -13,7 +13,6 @@ On several hosts every process makes the same slots and calls them in the same o
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -244,17 +243,18 @@ class Slots:
                 config, bounds = self._config._replace(chunk=size), (np.int32(start), np.int32(end))
                 prefill = steps.extend(self.weights, config, request, prefill, bounds)
         self._reading = self._reading._replace(prefill=prefill)
-        for index in range(first, min(last, len(names))):
+
+        def cut(index: int) -> steps.Block:
             start = np.int32(index * chunk)
-            cut = partial(steps.cut_block, self.weights, self._config, request, prefill, start)
-            self.prefixes.keep(names, index, cut)
+            return steps.cut_block(self.weights, self._config, request, prefill, start)
+
+        self.prefixes.keep(names, range(first, min(last, len(names))), cut)
 
     def insert(self, slot: int) -> Rounds:
         """Chooses the first new token and gives the text a slot."""
         assert self._reading is not None, "want begin first"
-        prompt, one, prefill, names = self._reading
+        prompt, one, prefill, _ = self._reading
         self._reading, self._last_read = None, self._reading
-        self.prefixes.renew(names)
         batch = self._request, self._state, one, prefill, np.int32(slot)
         guides = {} if prompt.guide is None else {0: prompt.guide}
         masks = [first_masks(guides, 1, self._config.target.vocab_size)] if guides else []

@@ -6,6 +6,8 @@ poss:kv_cache_usage_perc
 poss:time_to_first_token_seconds     histograms, from the arrival of a request
 poss:time_per_output_token_seconds
 poss:e2e_request_latency_seconds
+poss:prefix_cache_queries_total      counters: tokens of prompts; those that were not read, since
+poss:prefix_cache_hits_total         earlier prompts began with them
 poss:spec_decode_num_accepted_tokens_per_pos_total     counter by position, the first is 0
 """
 
