@@ -111,6 +111,7 @@ class DraftStage:
             draft,
             positions_per_specialist=wanted.positions_per_specialist,
             layers_per_specialist=wanted.layers_per_specialist,
+            widths_per_specialist=wanted.widths_per_specialist,
             trained_depth=wanted.depth,
             kv=wanted.kv if family_of(draft).may_share_kv else draft.kv,
         )
@@ -162,12 +163,13 @@ class DraftStage:
                 f"which init_draft {self._run.init_draft} has, got "
                 f"{len(wanted.positions_per_specialist)}"
             )
-        if wanted.layers_per_specialist[0] <= draft.num_further:
-            raise UserError(
-                f"specialists.layers_per_specialist: want {draft.num_further + 1} or more in the "
-                f"first specialist, which init_draft {self._run.init_draft} has, got "
-                f"{wanted.layers_per_specialist[0]}"
-            )
+        for name in ("layers_per_specialist", "widths_per_specialist"):
+            has, got = (getattr(one, name)[0] for one in (draft, wanted))
+            if got < has:
+                raise UserError(
+                    f"specialists.{name}: want {has} or more in the first specialist, which "
+                    f"init_draft {self._run.init_draft} has, got {got}"
+                )
         if wanted.num_frozen > draft.num_specialists:
             raise UserError(
                 f"specialists.num_frozen: want at most {draft.num_specialists}, which init_draft "

@@ -169,6 +169,8 @@ class DraftConfig:
         span the last specialist continues.
       layers_per_specialist: how many layers each specialist has, 1 where none is given; see
         `check_layers`.
+      widths_per_specialist: width of each specialist's MLP in multiples of the layer's, 1 where
+        none is given; only the first may have more.
       trained_depth: number of draft positions the rollout was trained on.
       fc_bias: whether the fusion layer has a bias.
       family: name of the draft family, see `poss_jax.model.families`.
@@ -189,6 +191,9 @@ class DraftConfig:
     layers_per_specialist: LayerCounts = Field(
         default=(1,), exclude_if=lambda layers: max(layers) == 1
     )
+    widths_per_specialist: LayerCounts = Field(
+        default=(1,), exclude_if=lambda widths: max(widths) == 1
+    )
     trained_depth: Depth = 1
     fc_bias: bool = False
     family: str = Field(default="eagle", exclude_if=lambda family: family == "eagle")
@@ -206,6 +211,7 @@ class DraftConfig:
     def __post_init__(self) -> None:
         spans, may_loop = self.positions_per_specialist, self.family == "eagle3"
         check_layers(self.layers_per_specialist, spans, may_loop=may_loop)
+        check_widths(self.widths_per_specialist, spans)
 
     @property
     def num_specialists(self) -> int:
@@ -216,6 +222,11 @@ class DraftConfig:
     def num_further(self) -> int:
         """Number of layers of the first specialist after its first one."""
         return self.layers_per_specialist[0] - 1
+
+    @property
+    def num_wide(self) -> int:
+        """Number of MLPs of the first specialist's first layer after its own."""
+        return self.widths_per_specialist[0] - 1
 
     @property
     def is_looped(self) -> bool:
@@ -234,6 +245,7 @@ class DraftConfig:
         """Name of the method, by spans and trained depth."""
         spans = self.positions_per_specialist
         deep = f"-deep{self.num_further + 1}" if self.num_further else ""
+        deep += f"-wide{self.num_wide + 1}" if self.num_wide else ""
         first_family = self.family == "eagle"
         if len(spans) == 1 and not first_family:
             return self.family + deep
@@ -281,6 +293,19 @@ def check_layers(layers: tuple[int, ...], spans: tuple[int, ...], *, may_loop: b
         f"layers_per_specialist: {problem}, got {list(layers)} for positions_per_specialist "
         f"{list(spans)}; want such as [3, 1, 1] for [1, 1, 1]"
     )
+
+
+def check_widths(widths: tuple[int, ...], spans: tuple[int, ...]) -> None:
+    """Refuses widths that specialists of these spans cannot have.
+
+    Raises:
+      ValueError: a specialist that is not the first is wider than the layer.
+    """
+    if len(widths) > len(spans) or max(widths[1:], default=1) > 1:
+        raise ValueError(
+            f"widths_per_specialist: only the first specialist may be wider, got {list(widths)} "
+            f"for positions_per_specialist {list(spans)}; want such as [4, 1, 1] for [1, 1, 1]"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

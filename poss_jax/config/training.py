@@ -14,6 +14,7 @@ from poss_jax.config.models import (
     MeshConfig,
     Spans,
     check_layers,
+    check_widths,
 )
 from poss_jax.config.numbers import (
     Count,
@@ -134,6 +135,8 @@ class SpecialistsConfig:
       layers_per_specialist: Number of layers of each specialist, 1 where none is given. Only the
         first may have more, and then drafts one position: [3, 1, 1] for positions [1, 1, 1]. A
         single one of `family: eagle3` may have more, too, which all positions pass.
+      widths_per_specialist: Width of each specialist's MLP in multiples of the target's, 1 where
+        none is given. Only the first may have more: [4, 1, 1] for positions [1, 1, 1].
       depth: Number of positions that training drafts.
       fc_bias: Give the projection of the draft's input a bias.
       kv: `per_specialist`, or `shared`: all specialists of an eagle draft have the same key and
@@ -154,6 +157,7 @@ class SpecialistsConfig:
 
     positions_per_specialist: Spans = (1,)
     layers_per_specialist: LayerCounts = (1,)
+    widths_per_specialist: LayerCounts = (1,)
     depth: Depth = 1
     fc_bias: bool = False
     kv: Literal["per_specialist", "shared"] = "per_specialist"
@@ -166,6 +170,7 @@ class SpecialistsConfig:
     def __post_init__(self) -> None:
         spans, may_loop = self.positions_per_specialist, self.family == "eagle3"
         check_layers(self.layers_per_specialist, spans, may_loop=may_loop)
+        check_widths(self.widths_per_specialist, spans)
         num_specialists = len(spans)
         if self.num_frozen >= num_specialists:
             raise ValueError(

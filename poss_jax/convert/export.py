@@ -141,6 +141,11 @@ def _choose_layout(draft: Model, form: str | None, specialist: int | None) -> La
             f"{folder} is a draft of the family {config.family}, which no layout holds; it stays "
             "with poss_jax"
         )
+    if config.num_wide:
+        raise UserError(
+            f"{folder} has a specialist {config.num_wide + 1} times as wide, which no layout "
+            "holds; export a draft whose widths_per_specialist are 1"
+        )
     if config.num_further:
         layouts = _layouts_of_stacks(draft, form, layouts)
     number = config.num_specialists

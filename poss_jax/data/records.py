@@ -182,7 +182,7 @@ def _read_saved(config: DataConfig) -> Iterator[tuple[str, Record]]:
         import datasets
 
         found: Any = datasets.load_from_disk(folder)
-        rows = found if isinstance(found, datasets.Dataset) else found[config.split]
+        rows: Any = found if isinstance(found, datasets.Dataset) else found[config.split]
         for number, row in enumerate(rows.with_format(None)):  # it may ask for torch
             yield f"{folder} row {number}", row
     except Exception as error:  # Arrow and the system raise many kinds

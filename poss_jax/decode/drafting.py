@@ -18,7 +18,7 @@ the stream that reads them:
     [ committed pairs ]   [ level 1: W rows | level 2: W rows | ... ]
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -96,15 +96,15 @@ def commit_pairs(
         for index in range(num_streams)
     ]
     causal = jnp.tril(jnp.ones((len(x), x.shape[1], x.shape[1]), bool))
-    layer, stream = _specialist(params, config, 0), 0
+    layer, stream, wide = _specialist(params, config, 0), 0, params.get("wide", [])
     for following in _further_layers(params, config):
         q = layer.queries(layer.normed(x), positions, cache.frequencies)
         stored = cache.k[stream], cache.v[stream]
-        x = layer.finish(x, attend_cached(q, stored, cache.length, rows[stream], causal))
+        x = layer.finish(x, attend_cached(q, stored, cache.length, rows[stream], causal), wide)
         # Adds 0. Without this dependency XLA copies the caches: see `speculate.commit`.
         is_positive = (x[:, 0, 0] > 0).astype(jnp.int32)
         cache = cache.replace(length=cache.length + jnp.minimum(is_positive, 0))
-        layer, stream = following, len(rows)
+        layer, stream, wide = following, len(rows), []
         rows.append(_keys_values(layer, cache, x, positions))
     k, v = map(list, zip(*rows, strict=True))
     return commit_rows(cache, KeysValues(k, v), num_pairs), x
@@ -270,7 +270,9 @@ def _run_level(
 ) -> Array:
     """Features of one level's rows."""
     layer, stream = _layer_at(params, config, depth)
-    return _run_layer(layer, stream, cache, own, beam, x, depth)
+    is_wide = config.specialist_at(depth) == 0 and not (depth == 0 and config.num_further)
+    wide = params.get("wide", []) if is_wide else []
+    return _run_layer(layer, stream, cache, own, beam, x, depth, wide)
 
 
 def _run_further(
@@ -304,13 +306,14 @@ def _run_layer(
     beam: Beam,
     x: Array,
     depth: int,
+    wide: Sequence[Params] = (),
 ) -> Array:
-    """Runs one level's rows, which share a position, through a layer."""
+    """Runs one level's rows, which share a position, through a layer, and MLPs that widen it."""
     q = layer.queries(layer.normed(x), _positions_of(cache, x, depth), cache.frequencies)
     k, v = cache.k[stream], cache.v[stream]
     own = own or (k[:, :, :0], v[:, :, :0])
     attended = attend_cached(q, (k, v), cache.length, own, beam.ancestors)
-    return layer.finish(x, attended)
+    return layer.finish(x, attended, wide)
 
 
 def _positions_of(cache: KVCache, x: Array, depth: int) -> Array:

@@ -37,7 +37,7 @@ from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import NOTHING, DecoderLayer
 from poss_jax.model.sharding import gather_head, split_batch
-from poss_jax.model.specialists import further_layer
+from poss_jax.model.specialists import finish_first, further_layer
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
@@ -130,11 +130,13 @@ def follow(
     embedded = jnp.roll(inputs.embedded, -index, axis=1)
     of_tokens = family.join_tokens(shared, embedded)
     hidden, new = split_batch(family.join_features(shared, of_tokens, state)), []
+    wide = shared.get("wide", [])
     for layer, stream in zip(layers, streams, strict=True):
         hidden, one = _follow_layer(
-            layer, config, inputs.documents, index, hidden, stream, block=block
+            layer, config, inputs.documents, index, hidden, stream, wide, block=block
         )
         new.append(one)
+        wide = []  # they belong to the first layer
     if not config.is_looped:
         hidden = run_further(shared, config, inputs, hidden, index, block=block)
     return hidden, tuple(new)
@@ -147,6 +149,7 @@ def _follow_layer(
     index: Array,
     x: Array,
     stream: Stream,
+    wide: list[Params],
     *,
     block: int,
 ) -> tuple[Array, Stream]:
@@ -160,7 +163,8 @@ def _follow_layer(
     no_lag = jnp.array(0)
     context = attend_documents(q, stream.keys[0], stream.values[0], documents, no_lag, block=block)
     mean = _add_own_rows(q, stream, index, context)
-    return split_batch(layer.finish(x, ungroup_heads(mean).astype(x.dtype))), new
+    attended = ungroup_heads(mean).astype(x.dtype)
+    return split_batch(finish_first(layer, config, index, wide, x, attended)), new
 
 
 def chain_gradients(

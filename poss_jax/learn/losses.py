@@ -138,7 +138,8 @@ def describe_targets(
 
     log_z, *means, tokens, is_known = _by_chunks(jax.checkpoint(of_chunk), chunk, features)
     likely = None if log_z is None else Likely(proposed, features, log_z)
-    return TargetRows(features, *means, likely, tokens, is_known)
+    expected, top_expected, top_mass = means
+    return TargetRows(features, expected, top_expected, top_mass, likely, tokens, is_known)
 
 
 def draft_losses(

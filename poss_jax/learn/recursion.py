@@ -29,7 +29,7 @@ from poss_jax.model.documents import frequencies_in, positions_in
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import NOTHING
 from poss_jax.model.sharding import split_batch
-from poss_jax.model.specialists import further_layer, key_value_params
+from poss_jax.model.specialists import finish_first, further_layer, key_value_params
 from poss_jax.model.target import encode_layer
 from poss_jax.shapes import Array, Float, Int, Params
 
@@ -180,7 +180,8 @@ def predict(
     if zero_scores:
         base = _add_zero_scores(base, position)
     mean: Any = _add_ages(config, rows, Terms(weights, q, base))  # custom_vjp loses its type
-    hidden = layer.finish(x, ungroup_heads(mean).astype(x.dtype))
+    attended, wide = ungroup_heads(mean).astype(x.dtype), shared.get("wide", [])
+    hidden = finish_first(layer, config, depth.index, wide, x, attended)
     return run_further(shared, config, inputs, hidden, depth.index, block=block)
 
 

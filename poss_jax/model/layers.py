@@ -7,7 +7,8 @@ versions of one row.
 """
 
 import itertools
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,12 @@ def layer_rows(path: str, torch: str) -> dict[str, Parameter]:
         f"{path}/*/{inner}": row._replace(torch=f"{torch}.*.{row.torch}")
         for inner, row in DECODER_LAYER.items()
     }
+
+
+def mlp_rows(path: str, torch: str) -> dict[str, Parameter]:
+    """Rows of a list of MLPs."""
+    rows = layer_rows(path, torch).items()
+    return {name.replace("/mlp/", "/"): row for name, row in rows if "/mlp/" in name}
 
 
 def rms_norm(
@@ -331,11 +338,19 @@ class DecoderLayer(nn.Module):
         return both[:, :, :-1].reshape(q.shape), both[:, :, -1], v
 
     def finish(
-        self, hidden: Float[Array, "B T D"], attended: Float[Array, "B T NH"]
+        self,
+        hidden: Float[Array, "B T D"],
+        attended: Float[Array, "B T NH"],
+        wide: Sequence[Params] = (),
     ) -> Float[Array, "B T D"]:
-        """Adds the attention output and the MLP to the residual."""
+        """Adds the attention output and the MLP to the residual, and the MLPs of a wide layer."""
         hidden = hidden + self.attention.o(attended)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        normed = self.mlp_norm(hidden)
+        hidden = hidden + self.mlp(normed)
+        for params in wide:
+            more: Any = MLP(self.config, parent=None).apply({"params": params}, normed)
+            hidden += more
+        return hidden
 
     def __call__(
         self,
@@ -365,15 +380,20 @@ def fuse_layer(params: Params, config: LlamaConfig, *, parts: Literal["kv", "qkv
       config: its shape.
       parts: attention projections to join: keys and values, or all three.
     """
-    attention, mlp = params["attention"], params["mlp"]
+    attention = params["attention"]
     if "k" in attention:
         joined = _interleave([attention[part] for part in parts], config.num_kv_heads)
         attention = {name: attention[name] for name in attention if name not in parts}
         attention |= {parts: joined}
-    if "gate" in mlp:
-        both = jax.tree.map(lambda *leaves: jnp.stack(leaves), mlp["gate"], mlp["up"])
-        mlp = {"gate_up": both, "down": mlp["down"]}
-    return params | {"attention": attention, "mlp": mlp}
+    return params | {"attention": attention, "mlp": fuse_mlp(params["mlp"])}
+
+
+def fuse_mlp(mlp: Params) -> Params:
+    """Joins gate and up of an MLP; a fused one is returned unchanged."""
+    if "gate" not in mlp:
+        return mlp
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), mlp["gate"], mlp["up"])
+    return {"gate_up": both, "down": mlp["down"]}
 
 
 def _interleave(linears: list[Params], num_groups: int) -> Params:

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from poss_jax.config.models import DraftConfig, LlamaConfig
-from poss_jax.model.layers import DecoderLayer, Parameter, fuse_layer, init_layer
-from poss_jax.shapes import Array, Int, Params
+from poss_jax.model.layers import MLP, DecoderLayer, Parameter, fuse_layer, fuse_mlp, init_layer
+from poss_jax.shapes import Array, Float, Int, Params
 
 KEY_VALUE = ("k", "v", "k_norm")
 """Parameters of attention that keys and values depend on."""
@@ -25,8 +27,8 @@ class Family:
     """All that decoding, training, checkpoints and the converter know about a kind of draft.
 
     Parameters are `{"specialists": [...]}`, `{"further": [...]}` (the layers of a deep first
-    specialist after its first one) and the shared ones. Features are a specialist's predictions,
-    and the inputs of the next one.
+    specialist after its first one), `{"wide": [...]}` (MLPs that a wide one adds to its own) and
+    the shared ones. Features are a specialist's predictions, and the inputs of the next one.
 
     Attributes:
       parameters: the table, path -> `Parameter`.
@@ -87,26 +89,51 @@ def further_layer(config: DraftConfig) -> DecoderLayer:
 
 
 def deepen(draft: Params, config: DraftConfig, key: Array) -> Params:
-    """Adds the further layers that a draft lacks; they return their input until they are trained.
+    """Adds the further layers and MLPs that a draft lacks; they add nothing until they are trained.
 
     Args:
       draft: specialists listed or stacked.
-      config: its shape with these layers.
+      config: its shape with these layers and MLPs.
       key: random key.
     """
-    have = draft.get("further", [])
-    if len(have) == config.num_further:
-        return draft
-    keys = jax.random.split(jax.random.fold_in(key, 1), config.num_further)[len(have) :]
-    new = [silence(init_layer(further_layer(config), one)) for one in keys]
-    return draft | {"further": have + new}
+    mlp, rows = MLP(config.layer), jnp.zeros((1, 1, config.layer.hidden_size))
+    kinds: dict[str, tuple[int, Callable[[Array], Params]]] = {
+        "further": (config.num_further, partial(init_layer, further_layer(config))),
+        "wide": (config.num_wide, lambda key: dict(mlp.init(key, rows)["params"])),
+    }
+    for number, (name, (count, draw)) in enumerate(kinds.items(), start=1):
+        have = draft.get(name, [])
+        if len(have) < count:
+            keys = jax.random.split(jax.random.fold_in(key, number), count)[len(have) :]
+            draft = draft | {name: have + [silence(draw(one)) for one in keys]}
+    return draft
+
+
+def finish_first(
+    layer: DecoderLayer,
+    config: DraftConfig,
+    depth: Int[Array, ""],
+    wide: Sequence[Params],
+    x: Float[Array, "B T width"],
+    attended: Float[Array, "B T NH"],
+) -> Float[Array, "B T D"]:
+    """Finishes rows of a specialist's layer, with the MLPs in `wide` if it is the first's."""
+    if not wide or config.num_specialists == 1:
+        return layer.finish(x, attended, wide)
+    module, variables = layer.unbind()
+
+    def finish(wide: Sequence[Params]) -> Array:
+        return module.bind(variables).finish(x, attended, wide)
+
+    is_first = depth < config.positions_per_specialist[0]
+    return lax.cond(is_first, lambda: finish(wide), lambda: finish(()))
 
 
 def silence(specialist: Params) -> Params:
-    """Makes a layer return its input: its output projections become zero."""
+    """Makes a layer or an MLP add nothing: its output projections become zero."""
 
     def zero_outputs(path: tuple[Any, ...], leaf: Array) -> Array:
-        return jnp.zeros_like(leaf) if path[1].key in ("o", "down") else leaf
+        return jnp.zeros_like(leaf) if {"o", "down"} & {step.key for step in path} else leaf
 
     return jax.tree.map_with_path(zero_outputs, specialist)
 
@@ -167,8 +194,9 @@ def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None =
 def fuse_draft(draft: Params, config: DraftConfig) -> Params:
     """Fuses the projections of every layer that read the same rows (`fuse_layer`)."""
 
-    def fused(layers: list[Params]) -> list[Params]:
-        return [fuse_layer(one, config.layer, parts="kv") for one in layers]
+    def fused(one: Params) -> Params:
+        is_layer = "attention" in one
+        return fuse_layer(one, config.layer, parts="kv") if is_layer else fuse_mlp(one)
 
     lists = {name: part for name, part in draft.items() if isinstance(part, list)}
-    return draft | {name: fused(layers) for name, layers in lists.items()}
+    return draft | {name: list(map(fused, layers)) for name, layers in lists.items()}

@@ -9,6 +9,7 @@ that drafted it (EAGLE-3, arXiv 2503.01840). Variants norm in other places:
 `norm_before_residual`, `fc_norm` and `output_norm` of the config.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from poss_jax.model.layers import (
     RMSNorm,
     layer_rows,
     linear_rows,
+    mlp_rows,
     norm_row,
     rms_norm,
 )
@@ -53,12 +55,15 @@ class Specialist(DecoderLayer):
         return jnp.concatenate([self.input_norm(embedded), self.feature_norm(state)], axis=-1)
 
     def finish(
-        self, hidden: Float[Array, "B T both"], attended: Float[Array, "B T NH"]
+        self,
+        hidden: Float[Array, "B T both"],
+        attended: Float[Array, "B T NH"],
+        wide: Sequence[Params] = (),
     ) -> Float[Array, "B T D"]:
         """Adds the attention output and the MLP to the state."""
         state = jnp.split(hidden, 2, axis=-1)[1]
         return super().finish(
-            self.feature_norm(state) if self.norm_before_residual else state, attended
+            self.feature_norm(state) if self.norm_before_residual else state, attended, wide
         )
 
 
@@ -202,6 +207,7 @@ EAGLE3 = Family(
         **norm_row("fc_norm/high", "fc_norm.2"),
         **layer_rows("specialists", "layers"),
         **layer_rows("further", "further_layers"),
+        **mlp_rows("wide", "wide_mlps"),
         **norm_row("specialists/*/feature_norm", "layers.*.hidden_norm"),
         **norm_row("norm", "norm"),
         "head/weight": Parameter("lm_head.weight", WIDENS),

@@ -10,6 +10,7 @@ positions but the target's embedding and head. The modules of such models are tr
 target; ours are trained afterwards, on a frozen one (arXiv 2610.00888), by EAGLE's recursion.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,8 +20,16 @@ from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import UserError
 from poss_jax.model.families.eagle import read
 from poss_jax.model.families.eagle3 import join_features, join_tokens
-from poss_jax.model.layers import DecoderLayer, Linear, RMSNorm, layer_rows, linear_rows, norm_row
-from poss_jax.model.specialists import Family, draw_specialists
+from poss_jax.model.layers import (
+    DecoderLayer,
+    Linear,
+    RMSNorm,
+    layer_rows,
+    linear_rows,
+    mlp_rows,
+    norm_row,
+)
+from poss_jax.model.specialists import Family, deepen, draw_specialists
 from poss_jax.shapes import Array, Float, Params
 
 
@@ -39,10 +48,13 @@ class Specialist(DecoderLayer):
         return super().normed(self._joined(hidden))
 
     def finish(
-        self, hidden: Float[Array, "B T both"], attended: Float[Array, "B T NH"]
+        self,
+        hidden: Float[Array, "B T both"],
+        attended: Float[Array, "B T NH"],
+        wide: Sequence[Params] = (),
     ) -> Float[Array, "B T D"]:
         """Adds the attention output and the MLP to the projected rows, and norms the sum."""
-        return self.output_norm(super().finish(self._joined(hidden), attended))
+        return self.output_norm(super().finish(self._joined(hidden), attended, wide))
 
     def _joined(self, hidden: Float[Array, "B T both"]) -> Float[Array, "B T D"]:
         embedded, feature = jnp.split(hidden, 2, axis=-1)
@@ -56,7 +68,8 @@ def init(config: DraftConfig, key: Array) -> Params:
         raise UserError("layers_per_specialist: a specialist of the family mtp has one layer")
     keys = jax.random.split(key, config.num_specialists)
     width = 2 * config.layer.hidden_size
-    return {"specialists": draw_specialists(layer, config, list(keys), width=width)}
+    draft = {"specialists": draw_specialists(layer, config, list(keys), width=width)}
+    return deepen(draft, config, key)
 
 
 def layer(config: DraftConfig) -> Specialist:
@@ -89,6 +102,7 @@ MTP = Family(
         **linear_rows("specialists/*/project", "layers.*.eh_proj", (("tensor", "fsdp"), None)),
         **layer_rows("specialists", "layers"),
         **norm_row("specialists/*/output_norm", "layers.*.shared_head.norm"),
+        **mlp_rows("wide", "wide_mlps"),
     },
     init=init,
     layer=layer,

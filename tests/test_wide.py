@@ -1,0 +1,188 @@
+"""A first specialist with a wider MLP: its arithmetic, its start, its training and its files."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import (
+    IDENTITY,
+    make_engine,
+    predict_depths,
+    random_draft,
+    random_target,
+    random_tokens,
+    stacked,
+    tiny_llama,
+)
+from oracle import Shape
+from programs import POSS2, Runs, config_file, generate, refusal
+from test_deep import run_layer
+from test_eagle3_variants import CONFIG as OF_EAGLE3
+from test_eagle3_variants import STEPS, T, draft_chains, train_chains
+from test_recursion import draft_chains as draft_rows
+
+from infer.bench import costs
+from infer.bench.costs import Workload
+from poss_jax.checkpoint.folder import load_draft
+from poss_jax.checkpoint.record import new_record, read_record
+from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
+from poss_jax.convert.__main__ import main as convert
+from poss_jax.engine.engine import Engine
+from poss_jax.learn.recursion import DraftInputs
+from poss_jax.model.parameters import place_tree
+from poss_jax.model.quantise import Quantised, quantise_target
+from poss_jax.model.sharding import make_mesh
+from poss_jax.model.specialists import attach, deepen
+from train.main import main
+
+LLAMA = tiny_llama()
+PLAIN = DraftConfig(layer=LLAMA, positions_per_specialist=(2, 1), trained_depth=3)
+WIDE = replace(PLAIN, widths_per_specialist=(3,))
+BOTH = replace(WIDE, positions_per_specialist=(1, 2), layers_per_specialist=(2,))
+PROMPTS = [[1, 2, 3], [9]]
+RUN = POSS2 | {
+    "specialists": {
+        "positions_per_specialist": [1, 2],
+        "widths_per_specialist": [2, 1],
+        "depth": 3,
+    },
+    "num_tokens": 6 * 64,
+}
+
+
+def widened(layer: Any, wide: list[Any]) -> Any:
+    """The layer with one MLP that holds all of them."""
+    parts = [layer["mlp"], *wide]
+    stack = {
+        name: {"weight": np.concatenate([one[name]["weight"] for one in parts], axis=axis)}
+        for name, axis in (("gate", 0), ("up", 0), ("down", 1))
+    }
+    return layer | {"mlp": stack}
+
+
+def follow_a_chain(
+    config: DraftConfig, draft: Any, embedded: Any, features: Any, start: int
+) -> list[np.ndarray]:
+    """What the chain that starts at a row predicts, with nothing kept from step to step."""
+    known, predictions = list(features[: start + 1]), []
+    first = widened(draft["specialists"][0], draft["wide"])
+    for step in range(config.trained_depth):
+        rows = np.concatenate([embedded[: len(known)], np.stack(known)], axis=1)
+        rows, index = rows @ draft["fc"]["weight"].T, config.specialist_at(step)
+        rows = run_layer(first if index == 0 else draft["specialists"][index], rows)
+        for layer in draft.get("further", []) if index == 0 else []:
+            rows = run_layer(layer, rows)
+        predictions.append(rows[-1])
+        known.append(rows[-1])
+    return predictions
+
+
+@pytest.mark.parametrize("config", [WIDE, BOTH], ids=["wide", "wide and deep"])
+def test_training_and_drafting_equal_a_float64_forward(config: DraftConfig) -> None:
+    target, draft = random_target(LLAMA), random_draft(config)
+    tokens = random_tokens(LLAMA, 1, 15)
+    features = jax.random.normal(jax.random.key(3), (1, 14, LLAMA.hidden_size))
+    embedded = target["embed"]["weight"][tokens[:, 1:]]
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (draft, embedded, features))
+    starts = np.arange(12)
+    wanted = np.array([follow_a_chain(config, wide[0], wide[1][0], wide[2][0], s) for s in starts])
+    inputs = DraftInputs(features, embedded, jnp.ones((1, 14), jnp.int32))
+    trained = predict_depths(stacked(draft), config, inputs, 3, block=4)
+    drafted = draft_rows(config, attach(draft, target), tokens, features, starts, 3)
+    for depth in range(3):
+        of_rows = trained[depth, 0, starts + depth]
+        np.testing.assert_allclose(of_rows, wanted[:, depth], atol=3e-5)
+        np.testing.assert_allclose(drafted[depth], wanted[:, depth], atol=3e-5)
+
+
+def test_chains_of_eagle3_draft_what_they_are_trained_to() -> None:
+    """And the wide MLPs take part in the first specialist's steps alone."""
+    config = replace(OF_EAGLE3, widths_per_specialist=(2,))
+    target, draft = random_target(LLAMA), random_draft(config)
+    tokens = random_tokens(LLAMA, 1, T + STEPS)
+    features = jax.random.normal(jax.random.key(0), (1, T, 3 * LLAMA.hidden_size))
+    embedded = target["embed"]["weight"][tokens[0, 1:]]
+    narrow = {name: part for name, part in draft.items() if name != "wide"}
+    trained, without = (
+        train_chains(config, attach(stacked(one), target), embedded[:T], features)
+        for one in (draft, narrow)
+    )
+    chain = draft_chains(config, attach(draft, target), tokens, features)
+    for step, got in enumerate(chain):
+        np.testing.assert_allclose(trained[step, : T - step], got[: T - step], atol=2e-4)
+    assert np.abs(trained[0] - without[0]).max() > 0.1
+
+
+def test_speculative_equals_autoregressive() -> None:
+    tree = TreeConfig(depth=4, top_k=3, total_tokens=14)
+    Shape(LLAMA, BOTH, tree, 3, is_sampled=True).check_pairs()
+
+
+def test_a_draft_is_widened_without_a_jump() -> None:
+    target, draft = random_target(LLAMA), random_draft(PLAIN)
+    grown = deepen(draft, WIDE, jax.random.key(0))
+    assert len(grown["wide"]) == 2 and grown["wide"][0]["up"]["weight"].any()
+    tree = TreeConfig(depth=3, top_k=3, total_tokens=9)
+    plain, wide = (
+        make_engine(LLAMA, target, config, one, tree=tree).generate(
+            PROMPTS, max_new_tokens=20, batch_size=2
+        )
+        for one, config in ((draft, PLAIN), (grown, WIDE))
+    )
+    assert plain == wide and sum(plain[0].accepted_per_round) > 0
+
+
+def test_a_wide_draft_of_8_bits_writes_the_same_texts() -> None:
+    target = quantise_target(random_target(LLAMA), "int8")
+    record = new_record(LLAMA, IDENTITY, tokenizer_from=None, quantised="int8")
+    alone = Engine(record, target, tree=TreeConfig(depth=3, top_k=2, total_tokens=6))
+    wide = alone.with_draft(new_record(WIDE, IDENTITY, tokenizer_from=None), random_draft(WIDE))
+    assert all(isinstance(one["down"]["weight"], Quantised) for one in wide.weights.draft["wide"])
+    texts, drafted = (
+        [one.output_ids for one in engine.generate(PROMPTS, max_new_tokens=20, batch_size=2)]
+        for engine in (alone, wide)
+    )
+    assert texts == drafted
+
+
+def test_every_parameter_has_a_place_on_a_mesh() -> None:
+    draft, mesh = random_draft(BOTH), make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    assert jax.tree.structure(place_tree(draft, mesh)) == jax.tree.structure(draft)
+
+
+def test_the_cost_card_reads_the_wide_mlps_where_they_are() -> None:
+    work = Workload(target=LLAMA, tree=TreeConfig(depth=3, top_k=1, total_tokens=4), cache_bytes=0)
+    mlp = 3 * LLAMA.hidden_size * LLAMA.intermediate_size
+    plain, wide, both, deep = (
+        replace(work, draft=config)
+        for config in (PLAIN, WIDE, BOTH, replace(BOTH, widths_per_specialist=(1,)))
+    )
+    more = [costs.draft_level(wide, d).bytes - costs.draft_level(plain, d).bytes for d in range(3)]
+    assert more == [4 * 2 * mlp, 4 * 2 * mlp, 0]
+    assert costs.commit(wide).bytes == costs.commit(plain).bytes
+    assert costs.draft_level(both, 0).bytes == costs.draft_level(deep, 0).bytes
+    assert costs.commit(both).bytes - costs.commit(deep).bytes == 4 * 2 * mlp
+
+
+def test_a_run_trains_the_wide_mlps_and_the_texts_stay(runs: Runs, tmp_path: Path) -> None:
+    main(["--config", config_file(runs, tmp_path, RUN, init_draft=runs.model("eagle"))])
+    model, target = tmp_path / "run/model", runs.model("target")
+    record, draft = load_draft(model, target=read_record(target))
+    assert (record.method, record.draft.widths_per_specialist) == ("poss12-wide2", (2, 1))
+    assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(draft["wide"]))
+    prompts = ["--prompt", "def area_7"]
+    alone = generate(target, None, tmp_path, *prompts)
+    drafted = generate(target, str(model), tmp_path, *prompts)
+    assert [one["text"] for one in drafted] == [one["text"] for one in alone]
+    arguments = ["--model", str(model), "--target", target, "--output", str(tmp_path / "out")]
+    assert "2 times as wide, which no layout holds" in refusal(convert, "export", *arguments)
+
+
+@pytest.mark.parametrize("widths", [(1, 2), (2, 1, 1)])
+def test_only_the_first_may_be_wide(widths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="only the first specialist may be wider, got"):
+        replace(PLAIN, widths_per_specialist=widths)
