@@ -1,4 +1,4 @@
-"""How near an int8 or fp8 target is to itself in full precision: perplexity, tokens, texts.
+"""Compares an int8 or fp8 target with itself in full precision: perplexity, tokens, texts.
 
 Both read the same English prose, Python's own manual (`pydoc_data`), in windows of --length tokens,
 and continue the questions greedily. A draft changes no text of the target it is verified with; this

@@ -355,7 +355,7 @@ def _fuse_weights(draft: DraftConfig) -> int:
 
 
 def _project_weights(draft: DraftConfig) -> int:
-    """Weights that join both halves in a specialist of its own projection."""
+    """Weights that join both halves in a specialist that has a projection."""
     specialist = item_shapes(draft)["specialists/0"]
     return prod(specialist["project"]["weight"]) if "project" in specialist else 0
 
