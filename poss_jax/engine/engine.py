@@ -139,10 +139,8 @@ class Engine:
             on accelerators, 4/4/16 on CPU.
           dtype: dtype of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
           max_length: most tokens of prompt and answer; None: what the target was made for.
-          drafting: how the draft proposes tokens to sampled texts: `coupled` uses the noise that
-            the target samples with, `argmax` takes the most likely tokens, both with the same
-            output; `sampled` draws tokens and keeps them by a ratio test, with outputs that are
-            the same in distribution only.
+          drafting: how the draft proposes tokens to sampled texts: `coupled` and `argmax` leave
+            the output as it is, `sampled` in distribution only (see `DecodingConfig`).
           allow_target_mismatch: use a draft made for other weights of the same shape.
           draft_vocabulary: file of the tokens that the draft may propose (see `python -m
             train.draft_vocab`); None: the one tuned with the trees, else the folder's, usually all
