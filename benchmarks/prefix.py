@@ -1,7 +1,8 @@
 """Time to first token in chats of eight turns, with and without the prefix cache.
 
 Two schedulers share the engine; every turn is asked of both, one after the other, and their answers
-must be equal. Without --target the default model and its first draft answer.
+must be equal. Time of the processor, summed over its cores, is measured too: it depends less on
+what else runs. Without --target the default model and its first draft answer.
 
 Prints a table, and as its last line one JSON object; --output keeps report.json and report.md.
 
@@ -34,7 +35,8 @@ SYSTEM = (
     "cooking. Be friendly and short. If you do not know something, say so and name a shelf where "
     "the reader may look. Never recommend more than three books at once."
 )
-TOPICS = ("whales", "bread", "the moon", "old ships")
+TOPICS = ("whales", "bread")
+CLOCKS = ("milliseconds", "processor_milliseconds")
 TURNS = (
     "What should I know about {}?",
     "Explain the most surprising part in simple words.",
@@ -47,15 +49,15 @@ TURNS = (
 )
 
 
-def ask(scheduler: Scheduler, prompt: PreparedPrompt) -> tuple[float, Generation]:
-    """Milliseconds until the first token, and the answer."""
-    begun = time.perf_counter()
+def ask(scheduler: Scheduler, prompt: PreparedPrompt) -> tuple[dict[str, float], Generation]:
+    """Milliseconds until the first token, also those of the processor, and the answer."""
+    begun, used = time.perf_counter(), time.process_time()
     chunks = iter(scheduler.submit(prompt))
     first = next(chunks)
-    milliseconds = 1000 * (time.perf_counter() - begun)
+    spans = time.perf_counter() - begun, time.process_time() - used
     answer = [first, *chunks][-1].answer
     assert answer is not None
-    return milliseconds, answer
+    return dict(zip(CLOCKS, (1000 * one for one in spans), strict=True)), answer
 
 
 def play_chats(
@@ -74,8 +76,8 @@ def play_chats(
                 "turn": turn,
                 "prompt_tokens": len(prompt.ids),
                 "cached_tokens": answer.cached_tokens,
-                "milliseconds_without": without,
-                "milliseconds": cached,
+                "without": without,
+                "with": cached,
             }
 
 
@@ -108,15 +110,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def format_report(report: dict[str, Any]) -> str:
     """Writes the report in Markdown: medians over the chats."""
-    columns = ("prompt_tokens", "cached_tokens", "milliseconds_without", "milliseconds")
-    rows = []
+    counts, rows = ("prompt_tokens", "cached_tokens"), []
     for turn in range(1, len(TURNS) + 1):
         of_turn = [row for row in report["rows"] if row["turn"] == turn]
-        medians = [np.median([row[name] for row in of_turn]) for name in columns]
-        ratio = np.median([row[columns[2]] / row[columns[3]] for row in of_turn])
-        rows.append((turn, *(f"{one:.0f}" for one in medians), f"{ratio:.1f}"))
-    head = ["turn", "prompt tokens", "of them cached", "first token without, ms", "with", "ratio"]
-    total, cached = (sum(row[name] for row in report["rows"]) for name in columns[:2])
+        cells = [f"{np.median([row[name] for row in of_turn]):.0f}" for name in counts]
+        for clock in CLOCKS:
+            times = np.array(
+                [[row[kind][clock] for kind in ("without", "with")] for row in of_turn]
+            )
+            cells += [f"{one:.0f}" for one in np.median(times, axis=0)]
+            cells.append(f"{np.median(times[:, 0] / times[:, 1]):.1f}")
+        rows.append((turn, *cells))
+    head = ["turn", "prompt tokens", "of them cached"]
+    head += ["first token without, ms", "with", "ratio"]
+    head += ["processor without, ms", "with", "ratio"]
+    total, cached = (sum(row[name] for row in report["rows"]) for name in counts)
     lines = [
         f"{len(TOPICS)} chats, blocks of {report['chunk']} tokens, medians. All answers were equal."
         f" {100 * cached / total:.0f} % of the prompts' tokens were cached, in "
