@@ -309,7 +309,8 @@ def _run_layer(
     wide: Sequence[Params] = (),
 ) -> Array:
     """Runs one level's rows, which share a position, through a layer, and MLPs that widen it."""
-    q = layer.queries(layer.normed(x), _positions_of(cache, x, depth), cache.frequencies)
+    positions = _positions_of(cache, x, depth)
+    q = layer.queries(layer.normed(x), positions, cache.frequencies)
     k, v = cache.k[stream], cache.v[stream]
     own = own or (k[:, :, :0], v[:, :, :0])
     attended = attend_cached(q, (k, v), cache.length, own, beam.ancestors)

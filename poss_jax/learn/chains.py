@@ -126,6 +126,9 @@ def follow(
     layers = [family.layer(config).bind({"params": specialist})]
     if config.is_looped:
         layers += [further_layer(config).bind({"params": one}) for one in shared["further"]]
+    position = positions_in(inputs.documents) + index
+    frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
+    rotary = position, frequencies
     # A chain that has left its document reads another one's tokens and is not trained.
     embedded = jnp.roll(inputs.embedded, -index, axis=1)
     of_tokens = family.join_tokens(shared, embedded)
@@ -133,7 +136,7 @@ def follow(
     wide = shared.get("wide", [])
     for layer, stream in zip(layers, streams, strict=True):
         hidden, one = _follow_layer(
-            layer, config, inputs.documents, index, hidden, stream, wide, block=block
+            layer, config, inputs.documents, rotary, index, hidden, stream, wide, block=block
         )
         new.append(one)
         wide = []  # they belong to the first layer
@@ -146,6 +149,7 @@ def _follow_layer(
     layer: DecoderLayer,
     config: DraftConfig,
     documents: Array,
+    rotary: tuple[Array, Array],
     index: Array,
     x: Array,
     stream: Stream,
@@ -153,12 +157,13 @@ def _follow_layer(
     *,
     block: int,
 ) -> tuple[Array, Stream]:
-    """Runs one layer of a step; returns its rows, and their keys and values."""
-    position = positions_in(documents) + index
-    frequencies = frequencies_in(documents, config.layer.rope, config.layer.head_dim)
+    """Runs one layer of a step; returns its rows, and their keys and values.
+
+    `rotary` holds the rows' positions and frequencies, `wide` further MLPs of the layer.
+    """
     normed = layer.normed(x)
-    q = group_heads(layer.queries(normed, position, frequencies), config.layer.num_kv_heads)
-    new = Stream(*layer.keys_values(normed, position, frequencies))
+    q = group_heads(layer.queries(normed, *rotary), config.layer.num_kv_heads)
+    new = Stream(*layer.keys_values(normed, *rotary))
     stream = _write(stream, new, index)
     no_lag = jnp.array(0)
     context = attend_documents(q, stream.keys[0], stream.values[0], documents, no_lag, block=block)
