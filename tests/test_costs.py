@@ -57,6 +57,8 @@ def test_target_by_hand() -> None:
 
 def test_draft_by_hand() -> None:
     first, second, third = (costs.draft_level(WORK, depth) for depth in range(3))
+    windowed = replace(WORK, draft=replace(SPANS, window=2))
+    assert costs.draft_level(windowed, 0).bytes == first.bytes - 4 * (2 * 1 * PAIR)
     assert first.bytes == 4 * (QO + MLP + HEAD + 2 * 7 * PAIR)
     assert first.flops == 2 * 2 * (QO + MLP + HEAD) + 4 * 2 * 3 * (2 * 7)
     # Two new rows of each sequence are written, and attended with the context.

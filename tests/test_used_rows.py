@@ -109,4 +109,5 @@ def test_a_gpu_computes_what_a_cpu_does(queries):
     got = jax.jit(attend_cached)(*args)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         want = jax.jit(attend_cached)(*jax.device_get(args))
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=0.02)
+    got, want = (np.asarray(x, np.float32) for x in (got, want))
+    np.testing.assert_allclose(got, want, atol=0.02)

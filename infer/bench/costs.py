@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from poss_jax.config.models import ACCELERATOR_TREE, DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode.state import DecodeConfig, Weights
+from poss_jax.model.cache import NUM_SINKS
 from poss_jax.model.parameters import item_shapes
 from poss_jax.model.target import compute_dtype
 
@@ -220,7 +221,7 @@ def draft_level(work: Workload, depth: int) -> Cost:
     rows, new = (work.batch, 0) if depth == 0 else (work.batch * top_k, work.batch * top_k)
     if depth and draft.stream_at(depth) != draft.stream_at(depth - 1):
         new *= depth
-    attended = work.context + depth * top_k
+    attended = _draft_context(work) + depth * top_k
     costs = [
         _product(
             _layer_weights(layer, width)
@@ -257,10 +258,17 @@ def commit(work: Workload) -> Cost:
         return Cost()
     rows = work.batch * (work.tree.max_accepted + 1)
     moved = 2 * work.target.num_layers * rows  # read and written
-    attended = work.batch * work.context
-    pairs = rows * (work.context + work.tree.max_accepted + 1)
+    context = _draft_context(work)
+    attended = work.batch * context
+    pairs = rows * (context + work.tree.max_accepted + 1)
     draft = _commit_pairs(work, rows, attended=attended, pairs=pairs)
     return _cache_rows(work, work.target, moved) + draft
+
+
+def _draft_context(work: Workload) -> int:
+    """Context rows that a draft attends."""
+    window = _draft_of(work).window
+    return work.context if window is None else min(work.context, NUM_SINKS + window)
 
 
 def _target_pass(work: Workload, num_rows: int) -> Cost:

@@ -110,6 +110,7 @@ def _decode_by(way: MethodConfig, config: BenchConfig, engine: Engine) -> Engine
             way.draft,
             allow_target_mismatch=config.allow_target_mismatch,
             vocabulary=way.draft_vocabulary or config.draft_vocabulary,
+            window=way.draft_window or config.draft_window,
         )
     if way.drafting is not None:
         engine = engine.with_tree(engine.trees, drafting=way.drafting)

@@ -33,7 +33,10 @@ def autotune(
     """Prints predictions and measurements, and writes the fastest trees of every draft."""
     # With an explicit tree the engine does not look for trees that were tuned before.
     baseline, *decoders = load_decoders(replace(config, tree=config.tree or default_tree()))
-    allowed = {"allow_target_mismatch": config.allow_target_mismatch}
+    allowed = {
+        "allow_target_mismatch": config.allow_target_mismatch,
+        "window": config.draft_window,
+    }
     tried = {
         one.name: {config.draft_vocabulary: one.engine}
         | {

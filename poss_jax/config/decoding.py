@@ -117,6 +117,8 @@ class DecodingConfig:
       allow_target_mismatch: Use a draft made for other weights of the same shape.
       draft_vocabulary: JSON file of the tokens that drafts may propose (docs/generate.md, "Draft
         vocabularies"); for drafts that share the target's head.
+      draft_window: How many of the newest tokens drafts attend, besides the first four
+        (docs/generate.md, "Long contexts"); null takes the draft's own, usually all tokens.
       quantise: Round the target's matrices to 8 bits on loading (docs/generate.md, "Quantised
         targets"); null keeps the stored type.
       mesh: Grid of devices (docs/generate.md, "Several devices"); null takes one.
@@ -129,6 +131,7 @@ class DecodingConfig:
     drafting: Drafting = "coupled"
     allow_target_mismatch: bool = False
     draft_vocabulary: str | None = None
+    draft_window: Count | None = None
     quantise: Quantisation | None = None
     mesh: MeshConfig | None = None
 
@@ -154,8 +157,9 @@ class AnswerConfig(DecodingConfig):
         if self.trees is not None and self.tree is not None:
             raise ValueError("trees: want it alone, got a tree, too; leave out one of them")
         has_draft = self.draft is not None or self.target == SMOLLM2
-        if self.draft_vocabulary is not None and not has_draft:
-            raise ValueError("draft_vocabulary limits a draft; give draft, too")
+        for name in ("draft_vocabulary", "draft_window"):
+            if getattr(self, name) is not None and not has_draft:
+                raise ValueError(f"{name} limits a draft; give draft, too")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -324,6 +328,7 @@ class MethodConfig:
       tree: Size of the draft tree.
       drafting: How the draft proposes tokens to sampled texts.
       draft_vocabulary: JSON file of the tokens that the draft may propose.
+      draft_window: How many of the newest tokens the draft attends.
       quantise: Type that the target's matrices are rounded to.
     """
 
@@ -331,10 +336,11 @@ class MethodConfig:
     tree: TreeConfig | None = None
     drafting: Drafting | None = None
     draft_vocabulary: str | None = None
+    draft_window: Count | None = None
     quantise: Quantisation | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tree", "drafting", "draft_vocabulary"):
+        for name in ("tree", "drafting", "draft_vocabulary", "draft_window"):
             if self.draft is None and getattr(self, name) is not None:
                 raise ValueError(f"{name}: is a draft's; give draft, too")
 
@@ -371,15 +377,17 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
     drift: bool = False
 
     def __post_init__(self) -> None:
-        if self.draft_vocabulary is not None and not (self.ways or self.target == SMOLLM2):
-            raise ValueError("draft_vocabulary limits drafts; give drafts, too")
+        for name in ("draft_vocabulary", "draft_window"):
+            given = getattr(self, name) is not None
+            if given and not (self.ways or self.target == SMOLLM2):
+                raise ValueError(f"{name} limits drafts; give drafts, too")
         if twice := self.drafts.keys() & self.methods.keys():
             raise ValueError(f"methods: {min(twice)} is a draft's name, too; choose another")
         for name in ("datasets", "temperatures", "seeds"):
             if len(set(values := getattr(self, name))) < len(values):
                 raise ValueError(f"{name}: want each once, got {list(values)}")
         if self.drift:
-            for name in ("quantise", "draft_vocabulary", "mesh", "methods"):
+            for name in ("quantise", "draft_vocabulary", "draft_window", "mesh", "methods"):
                 if getattr(self, name):
                     raise ValueError(f"drift: is measured on models as they are; leave out {name}")
             _ = self.by_depth  # checked before any work

@@ -184,6 +184,8 @@ class DraftConfig:
         of it is normed by itself.
       output_norm: `head` if only the head reads normed features, `fed_back` if the next
         specialist does, too; None: neither.
+      window: how many of the newest context rows decoding attends, besides the first four; None:
+        all.
     """
 
     layer: LlamaConfig
@@ -207,6 +209,7 @@ class DraftConfig:
     output_norm: Literal["head", "fed_back"] | None = Field(
         default="head", exclude_if=lambda norm: norm == "head"
     )
+    window: Count | None = Field(default=None, exclude_if=lambda rows: rows is None)
 
     def __post_init__(self) -> None:
         spans, may_loop = self.positions_per_specialist, self.family == "eagle3"

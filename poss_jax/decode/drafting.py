@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode.sampling import Sampling, Text, lower_unlikely, shift_logits
 from poss_jax.decode.tree import Beam, Candidates, expand, join_levels, next_beam, root_beam
-from poss_jax.model.cache import KeysValues, KVCache, attend_cached, commit_rows
+from poss_jax.model.cache import KeysValues, KVCache, attend_cached, commit_rows, newest_rows
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import DecoderLayer
 from poss_jax.model.ranking import top_k as best_of
@@ -99,8 +99,8 @@ def commit_pairs(
     layer, stream, wide = _specialist(params, config, 0), 0, params.get("wide", [])
     for following in _further_layers(params, config):
         q = layer.queries(layer.normed(x), positions, cache.frequencies)
-        stored = cache.k[stream], cache.v[stream]
-        x = layer.finish(x, attend_cached(q, stored, cache.length, rows[stream], causal), wide)
+        attended = _attend(config, cache, stream, q, rows[stream], causal)
+        x = layer.finish(x, attended, wide)
         # Adds 0. Without this dependency XLA copies the caches: see `speculate.commit`.
         is_positive = (x[:, 0, 0] > 0).astype(jnp.int32)
         cache = cache.replace(length=cache.length + jnp.minimum(is_positive, 0))
@@ -272,7 +272,7 @@ def _run_level(
     layer, stream = _layer_at(params, config, depth)
     is_wide = config.specialist_at(depth) == 0 and not (depth == 0 and config.num_further)
     wide = params.get("wide", []) if is_wide else []
-    return _run_layer(layer, stream, cache, own, beam, x, depth, wide)
+    return _run_layer(layer, config, stream, cache, own, beam, x, depth, wide)
 
 
 def _run_further(
@@ -293,13 +293,14 @@ def _run_further(
     for index, layer in enumerate(_further_layers(params, config)):
         own = _keys_values(layer, cache, x, _positions_of(cache, x, depth))
         own = _append(before[index], own) if before else own
-        x = _run_layer(layer, index + 1, cache, own, beam, x, depth)
+        x = _run_layer(layer, config, index + 1, cache, own, beam, x, depth)
         grown.append(own)
     return x, grown
 
 
 def _run_layer(
     layer: DecoderLayer,
+    config: DraftConfig,
     stream: int,
     cache: KVCache,
     own: tuple[Array, Array] | None,
@@ -311,10 +312,24 @@ def _run_layer(
     """Runs one level's rows, which share a position, through a layer, and MLPs that widen it."""
     positions = _positions_of(cache, x, depth)
     q = layer.queries(layer.normed(x), positions, cache.frequencies)
-    k, v = cache.k[stream], cache.v[stream]
-    own = own or (k[:, :, :0], v[:, :, :0])
-    attended = attend_cached(q, (k, v), cache.length, own, beam.ancestors)
+    own = own or (cache.k[stream][:, :, :0], cache.v[stream][:, :, :0])
+    attended = _attend(config, cache, stream, q, own, beam.ancestors)
     return layer.finish(x, attended, wide)
+
+
+def _attend(
+    config: DraftConfig,
+    cache: KVCache,
+    stream: int,
+    q: Array,
+    own: tuple[Array, Array],
+    can_attend: Array,
+) -> Array:
+    """Attends the committed pairs of a stream that the draft may see, and own rows."""
+    stored, length = (cache.k[stream], cache.v[stream]), cache.length
+    if config.window is not None:
+        stored, length = newest_rows(stored, length, config.window)
+    return attend_cached(q, stored, length, own, can_attend)
 
 
 def _positions_of(cache: KVCache, x: Array, depth: int) -> Array:

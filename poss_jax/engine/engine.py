@@ -12,6 +12,7 @@ Without a draft the same calls decode autoregressively, and give the same text.
 import secrets
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -126,6 +127,7 @@ class Engine:
         drafting: Drafting = "coupled",
         allow_target_mismatch: bool = False,
         draft_vocabulary: str | AnyPath | None = None,
+        draft_window: int | None = None,
         quantise: Quantisation | None = None,
         mesh: MeshConfig | Mesh | None = None,
     ) -> "Engine":
@@ -145,6 +147,8 @@ class Engine:
           draft_vocabulary: file of the tokens that the draft may propose (see `python -m
             train.draft_vocab`); None: the one tuned with the trees, else the folder's, usually all
             tokens.
+          draft_window: how many of the newest tokens the draft attends, besides the first four;
+            None: all, unless its folder says otherwise.
           quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
             folder holds. The layers of a draft are rounded like its target's.
           mesh: grid of devices: `tensor` cuts weights and caches, `data` the batch; every device
@@ -174,6 +178,7 @@ class Engine:
             dtype=dtype,
             allow_target_mismatch=allow_target_mismatch,
             vocabulary=draft_vocabulary,
+            window=draft_window,
         )
 
     def load_draft(
@@ -183,6 +188,7 @@ class Engine:
         dtype: Any = None,
         allow_target_mismatch: bool = False,
         vocabulary: str | AnyPath | None = None,
+        window: int | None = None,
     ) -> "Engine":
         """Returns an engine of the same target with the draft of a model folder (see `load`)."""
         record, params = load_draft(
@@ -198,6 +204,8 @@ class Engine:
         if vocabulary is not None:
             tokens = read_draft_vocabulary(vocabulary, self.target_config.vocab_size)
             record = with_vocabulary(record, tokens.tolist(), origin=str(draft))
+        if window is not None:
+            record = replace(record, config=replace(record.draft, window=window))
         return self.with_draft(record, params, tuned=tuned and tuned.trees)
 
     def with_draft(

@@ -149,6 +149,35 @@ def take_rows(rows: KeysValues, index: Int[Array, "B A"]) -> KeysValues:
     return KeysValues([taken(k) for k in rows.k], [taken(v) for v in rows.v])
 
 
+NUM_SINKS = 4
+
+
+def newest_rows(
+    stored: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
+    length: Int[Array, " B"],
+    window: int,
+) -> tuple[tuple[Array, Array], Int[Array, " B"]]:
+    """Takes the first and the newest committed rows of a layer, and counts them.
+
+    Queries attend the first rows whatever they hold (sinks, arXiv 2309.17453):
+
+        [ 0 1 2 3 | ............ | newest ] not used yet
+    """
+    size = stored[0].shape[2]
+    if size <= NUM_SINKS + window:
+        return stored, length
+    first = jnp.clip(length - window, NUM_SINKS, size - window)
+
+    def take(rows: Array) -> Array:
+        def newest(rows: Array, first: Array) -> Array:
+            return lax.dynamic_slice_in_dim(rows, first, window, 1)
+
+        return jnp.concatenate([rows[:, :, :NUM_SINKS], jax.vmap(newest)(rows, first)], axis=2)
+
+    k, v = map(take, stored)
+    return (k, v), jnp.minimum(length, NUM_SINKS + window)
+
+
 def attend_cached(
     q: Float[Array, "B N T H"],
     stored: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],

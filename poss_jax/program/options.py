@@ -32,6 +32,7 @@ def load_engine(config: AnswerConfig) -> Engine:
         drafting=config.drafting,
         allow_target_mismatch=config.allow_target_mismatch,
         draft_vocabulary=config.draft_vocabulary,
+        draft_window=config.draft_window,
         quantise=config.quantise,
         mesh=config.mesh,
     )

@@ -1,0 +1,74 @@
+"""Drafts that attend the newest rows only: what they see, and texts that stay the target's own."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import tiny_llama
+from oracle import Shape
+from programs import refusal
+from test_used_rows import arrays
+
+from benchmarks.options import python_model
+from infer.generate import main
+from poss_jax.config.models import DraftConfig, TreeConfig
+from poss_jax.engine.engine import Engine
+from poss_jax.model.cache import attend_cached, newest_rows
+
+LLAMA = tiny_llama()
+DRAFTS = {
+    "eagle": DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2)),
+    "deep": DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), layers_per_specialist=(3, 1)),
+    "eagle3": DraftConfig(layer=LLAMA, family="eagle3", kv="shared", aux_layers=(0, 1)),
+}
+TREE = TreeConfig(depth=3, top_k=3, total_tokens=12)
+
+
+def test_newest_rows_drawn():
+    #        0 1 2 3 | 4 5 6 7 8 9 | not used
+    rows = jnp.arange(12.0).reshape(1, 1, 12, 1)
+    (k, _), count = newest_rows((rows, rows), jnp.array([10], jnp.int32), 3)
+    assert k.ravel().tolist() == [0, 1, 2, 3, 7, 8, 9]
+    assert count.tolist() == [7]
+    (k, _), count = newest_rows((rows, rows), jnp.array([5], jnp.int32), 3)
+    assert k.ravel().tolist()[:5] == [0, 1, 2, 3, 4]
+    assert count.tolist() == [5]
+
+
+@pytest.mark.parametrize("window", [1, 59, 60])
+def test_a_window_leaves_out_the_rows_between(window):
+    """Rows that the window leaves out become own rows that no query attends."""
+    q, (k, v), length, own, among = arrays((4, 2), 64, 6, 6, [3, 40, 64])
+    stored, used = newest_rows((k, v), length, window)
+    got = jax.jit(attend_cached)(q, stored, used, own, among)
+    row = jnp.arange(64)[None]
+    is_seen = (row < length[:, None]) & ((row < 4) | (row >= length[:, None] - window))
+    is_seen = jnp.broadcast_to(is_seen[:, None], (3, 6, 64))
+    joined = tuple(jnp.concatenate(pair, axis=2) for pair in zip((k, v), own, strict=True))
+    both = jnp.concatenate([is_seen, among], axis=2)
+    want = jax.jit(attend_cached)(q, (k, v), jnp.zeros_like(length), joined, both)
+    np.testing.assert_allclose(got, want, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["deep", "eagle3", pytest.param("eagle", marks=pytest.mark.slow)])
+def test_speculative_equals_autoregressive(name):
+    draft = replace(DRAFTS[name], window=5)
+    Shape(LLAMA, draft, TREE, 3, is_sampled=True).check_pairs(10)
+
+
+def test_an_engine_with_a_window_writes_the_same_text():
+    target, draft = python_model("target"), python_model("poss3")
+    texts = []
+    for window in (None, 2):
+        engine = Engine.load(target, draft, tree=TREE, draft_window=window)
+        assert engine.draft_config is not None and engine.draft_config.window == window
+        texts += engine.generate(["def read_lines(path):\n"], max_new_tokens=24)
+    assert texts[0].output_ids == texts[1].output_ids
+    assert texts[0].mean_acceptance_length != texts[1].mean_acceptance_length
+
+
+def test_a_window_wants_a_draft():
+    words = ["--target", "models/x", "--prompt", "y", "--draft-window", "64"]
+    assert "draft_window limits a draft; give draft, too" in refusal(main, *words)
