@@ -40,7 +40,7 @@ def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[st
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    return write_source(tmp_path / "tiny-llama", target_tensors())
+    return write_source(tmp_path / "tiny-llama-3.2", target_tensors())
 
 
 def test_a_checkpoint_is_converted_once(
@@ -51,7 +51,7 @@ def test_a_checkpoint_is_converted_once(
 ) -> None:
     folder = Path(find_model(str(checkpoint)))
     assert folder.parent == tmp_path / "cache" / "models"
-    assert folder.name.startswith("tiny-llama-") and read_record(folder).llama.vocab_size == 16
+    assert folder.name.startswith("tiny-llama-3.2-") and read_record(folder).llama.vocab_size == 16
     assert f"converting {checkpoint} into {folder}, once" in caplog.text
     assert "MB" in caplog.text
     assert find_model(str(checkpoint)) == find_model(f"{checkpoint}/") == folder

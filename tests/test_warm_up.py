@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, Scheduler
 from poss_jax.engine.slots import Program, Slots
 from poss_jax.engine.streams import Stream
-from poss_jax.engine.warm_up import WarmUp
+from poss_jax.engine.warm_up import WarmUp, _Task
 
 SAMPLED = SamplingConfig(temperature=1.0, seed=7)
 
@@ -154,6 +155,16 @@ def test_it_says_how_far_it_is(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
     next(iter(warmth))
     assert str(warmth) == "compiling 2 of 7, about 21 s left"
     assert str(warmth) == "compiling 2 of 7, about 20 s left"  # one takes longer than it should
+
+
+def test_nothing_is_compiled_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    tasks = [_Task(partial(ran.append, index)) for index in range(3)]
+    monkeypatch.setattr("poss_jax.engine.warm_up._list_tasks", lambda slots: tasks)
+    warmth = WarmUp(Slots(engine, sizes=(1,), max_length=300))
+    next(iter(warmth))
+    assert (ran, warmth.is_done) == ([0], False)
+    assert (len([*warmth]), len([*warmth]), ran, warmth.is_done) == (2, 0, [0, 1, 2], True)
 
 
 def test_the_order_of_use(engine: Engine) -> None:

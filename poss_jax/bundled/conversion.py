@@ -37,7 +37,7 @@ def find_model(source: str, *, target: str | Path | None = None) -> str | Path:
         return source  # a model folder, or nothing
     facts = [*(_list_files(path.resolve()) if is_local else [source]), str(target)]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    name = path.resolve().stem if is_local else source.replace("/", "--")
+    name = path.resolve().name.removesuffix(".gguf") if is_local else source.replace("/", "--")
     kind = ["target"] if target is None else ["draft", "--target", str(target)]
     return convert_once(f"{name}-{digest[:8]}", lambda: path if is_local else source, *kind)
 
