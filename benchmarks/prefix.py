@@ -65,7 +65,7 @@ def play_chats(
 ) -> Iterator[dict[str, Any]]:
     """A row per turn of every chat; `schedulers` are without and with the prefix cache."""
     for topic in tqdm(TOPICS, unit="chat"):
-        messages = [{"role": "system", "content": SYSTEM}]
+        messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
         for turn, question in enumerate(TURNS, start=1):
             messages.append({"role": "user", "content": question.format(topic)})
             prompt = engine.prepare(messages, max_new_tokens)
