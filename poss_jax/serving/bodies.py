@@ -56,10 +56,11 @@ _KINDS = {
 
 def _tool(tool: Any) -> Any:
     """Checks a tool; the chat template gets it as it was sent."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    is_known = isinstance(tool, dict) and tool.get("type") == "function"
-    if not (is_known and isinstance(name, str) and _FUNCTION.fullmatch(name)):
+    given = tool if isinstance(tool, dict) and tool.get("type") == "function" else {}
+    function = given.get("function")
+    function = function if isinstance(function, dict) else {}
+    name = function.get("name")
+    if not (isinstance(name, str) and _FUNCTION.fullmatch(name)):
         raise ValueError(
             "want the type function, and a function with a name of up to 64 letters, digits, "
             "dots, _ and -"

@@ -129,7 +129,7 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
     """Gives arguments as objects if they are JSON; other arguments stay as they are."""
 
     def parsed(call: Any) -> Any:
-        function = call.get("function") if isinstance(call, dict) else None
+        function: Any = call.get("function") if isinstance(call, dict) else None
         try:
             arguments = parse_json(function["arguments"])
         except (JsonError, LookupError, TypeError):
