@@ -1,13 +1,17 @@
-"""`response_format` and `structured_outputs` as the server reads them: without weights."""
+"""`response_format` and `structured_outputs` as the server reads and answers them."""
 
+import json
 from typing import Any
 
+import jsonschema_rs
 import pytest
+from serving import MODEL, serving, until
+from test_grammar import PERSON, TREE, draw_engine
 from test_messages import Tokenising
 from test_text import BYTE_LEVEL
 
-from poss_jax.config.decoding import ServeConfig
-from poss_jax.engine.grammar import Guide
+from poss_jax.config.decoding import SamplingConfig, ServeConfig
+from poss_jax.engine.grammar import Grammar, Guide
 from poss_jax.serving.bodies import ApiError, CompletionRequest
 from poss_jax.serving.requests import read_completion
 
@@ -122,3 +126,27 @@ def test_deep_grammars_do_not_overflow_the_stack(engine: Tokenising) -> None:
     rules = [f'r{i}: "a" r{i + 1} | r{i + 1} "b"' for i in range(1800)]
     text = "\n".join(["start: r0", *rules, 'r1800: "c"'])
     guide_of(engine, structured_outputs={"grammar": text})
+
+
+def test_a_server_answers_as_the_engine_does() -> None:
+    """Streamed and whole."""
+    engine = draw_engine(TREE)
+    grammar = Grammar.json_schema(PERSON)
+    sampling = SamplingConfig(temperature=1.0, seed=7)
+    (want,) = engine.decode([engine.prepare("a é", 60, sampling, grammar=grammar)])
+    with serving(engine, batch_size=1, slots=(1,), max_logprobs=0, max_length=100) as served:
+        until(lambda: served.service.is_ready, seconds=300)
+        formats = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+        for is_streamed in (False, True):
+            reply = served.client().completions.create(
+                model=MODEL,
+                prompt="a é",
+                max_tokens=60,
+                seed=7,
+                stream=is_streamed,
+                extra_body={"response_format": formats},
+            )
+            events = list(reply) if is_streamed else [reply]
+            assert "".join(event.choices[0].text for event in events) == want.text
+        assert served.scheduler.error is None
+    jsonschema_rs.validate(PERSON, json.loads(str(want.text)))

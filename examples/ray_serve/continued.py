@@ -22,7 +22,7 @@ Event = dict[str, Any]
 _SILENCE_SECONDS = 30.0  # a server that is alive writes a comment every 10 s
 # Fields that a continuation lacks or sets itself.
 _REPLACED = {"messages", "prompt", "n", "best_of", "echo", "suffix", "max_completion_tokens"}
-_REPLACED |= {"logprobs", "top_logprobs", "tools", "functions", "response_format", "modalities"}
+_REPLACED |= {"logprobs", "top_logprobs", "tools", "functions", "modalities"}
 
 
 class Died(Exception):
