@@ -16,6 +16,7 @@ from copy import copy
 from itertools import pairwise
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from poss_jax.config.decoding import SamplingConfig
@@ -197,10 +198,17 @@ class Slots:
         kinds = [(True, False), (False, False)] + ([(True, True)] if self.max_logprobs else [])
         return [Program(tree, *kind) for kind in kinds for tree in trees]
 
+    def guided_programs(self, size: int) -> list[Program]:
+        """The kinds of round with grammars, if there can be any, but for log-probabilities."""
+        can_guide = self.engine.tokenizer is not None and jax.process_count() == 1
+        guided = [one._replace(is_guided=True) for one in self.programs(size)]
+        return [one for one in guided if can_guide and one.is_sampled and not one.has_logprobs]
+
     def choose_program(self, prompts: Sequence[PreparedPrompt], *, has_logprobs: bool) -> Program:
-        """The cheapest round that serves these texts; log-probabilities imply sampling."""
-        is_sampled = has_logprobs or not all(prompt.sampling.is_plain for prompt in prompts)
+        """The cheapest round that serves these texts; all but the plainest imply sampling."""
         is_guided = any(prompt.guide for prompt in prompts)
+        is_plain = all(prompt.sampling.is_plain for prompt in prompts)
+        is_sampled = has_logprobs or is_guided or not is_plain
         tree = self._tree(len(prompts), self.size)
         return Program(tree, is_sampled, has_logprobs, is_guided)
 
@@ -255,10 +263,10 @@ class Slots:
         assert self._reading is not None, "want begin first"
         prompt, one, prefill, _ = self._reading
         self._reading, self._last_read = None, self._reading
-        batch = self._request, self._state, one, prefill, np.int32(slot)
         guides = {} if prompt.guide is None else {0: prompt.guide}
-        masks = [first_masks(guides, 1, self._config.target.vocab_size)] if guides else []
-        self._request, self._state, first = steps.insert(self.weights, self._config, *batch, *masks)
+        masks = first_masks(guides, 1, self._config.target.vocab_size)
+        batch = self._request, self._state, one, prefill, np.int32(slot), masks
+        self._request, self._state, first = steps.insert(self.weights, self._config, *batch)
         return first
 
     def run(

@@ -156,11 +156,11 @@ def _insert(
     one: Request,
     prefill: Prefill,
     slot: Int[Array, ""],
-    *allowed: UInt[Array, "1 words"],
+    allowed: UInt[Array, "1 words"],
 ) -> tuple[Request, DecodeState, "Rounds"]:
     """Chooses the first token of a prompt that was read, and gives the text a slot."""
     out = end_prefill(weights.target, prefill, one.lengths)
-    first = speculate.first_state(weights, config, one, out, *allowed)
+    first = speculate.first_state(weights, config, one, out, allowed)
 
     def place(stored: Array, new: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(stored, new, slot, 0)
@@ -194,7 +194,7 @@ def shapes_of(tree: Any) -> Any:
     return jax.tree.map(shape_of, tree)
 
 
-def _jit(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+def jit_step(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Jits a step of slots."""
     jitted = jax.jit(on_mesh(function), static_argnums=1, **settings)
 
@@ -208,15 +208,15 @@ def _jit(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
 
 
 # Created arrays follow the placement of the arguments, so unused weights stay arguments.
-allocate = _jit(_make_empty, keep_unused=True)
-put = _jit(_put, keep_unused=True)  # faster than jax.device_put
-begin = _jit(speculate.begin_prefill, keep_unused=True)
-extend = _jit(speculate.run_chunks, donate_argnums=3)
-cut_block = _jit(_cut_block)
-append_block = _jit(_append_block, donate_argnums=3)
-score = _jit(scoring.score_chunk, donate_argnums=3)
-insert = _jit(_insert, donate_argnums=(2, 3))
-resize = _jit(_move)
+allocate = jit_step(_make_empty, keep_unused=True)
+put = jit_step(_put, keep_unused=True)  # faster than jax.device_put
+begin = jit_step(speculate.begin_prefill, keep_unused=True)
+extend = jit_step(speculate.run_chunks, donate_argnums=3)
+cut_block = jit_step(_cut_block)
+append_block = jit_step(_append_block, donate_argnums=3)
+score = jit_step(scoring.score_chunk, donate_argnums=3)
+insert = jit_step(_insert, donate_argnums=(2, 3))
+resize = jit_step(_move)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def _pack(
 start = jax.jit(on_mesh(speculate.start), static_argnums=1)
 run_round = jax.jit(on_mesh(speculate.run_round), static_argnums=1, donate_argnums=3)
 run_rounds = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1, donate_argnums=3)
-_step = _jit(_run_step, donate_argnums=3)
+_step = jit_step(_run_step, donate_argnums=3)
 
 
 def run_step(

@@ -1,7 +1,7 @@
 """The warm-up: compiles the steps of slots in the order of use; texts need not wait for all.
 
     reading, insert, rounds of the first size ─► all of the second size ─► ... of the last size
-                            └─ from here on texts are decoded
+                            └─ from here on texts are decoded              ─► rounds with grammars
 
 Steps of `Slots.shapes` run nothing, so they compile in another thread while texts are decoded. No
 text depends on the size of its batch or on the kind of its rounds, so none depends on what is
@@ -99,7 +99,7 @@ def _weigh(tasks: list[_Task]) -> int:
 
 
 def _list_tasks(slots: Slots) -> Iterator[_Task]:
-    """All steps in the order of use; the last one returns to the first size."""
+    """All steps in the order of use, grammars last; the last one returns to the first size."""
     first = slots.sizes[0]
     yield from (_Task(partial(_read, slots, prompt)) for prompt in slots.samples())
     for size in slots.sizes:
@@ -110,6 +110,9 @@ def _list_tasks(slots: Slots) -> Iterator[_Task]:
             yield _Task(partial(slots.run, program, ()), program, first if size == first else None)
         if size != first:
             yield _Task(partial(_resize, slots, first), size=size)
+    for size in slots.sizes:
+        for program in slots.guided_programs(size):
+            yield _Task(partial(_run_at, slots, size, program), program)
 
 
 def _read(slots: Slots, prompt: PreparedPrompt) -> None:
@@ -119,6 +122,14 @@ def _read(slots: Slots, prompt: PreparedPrompt) -> None:
 def _insert(slots: Slots) -> Rounds:
     _read(slots, slots.samples()[0])
     return slots.insert(0)
+
+
+def _run_at(slots: Slots, size: int, program: Program) -> Rounds:
+    """Runs an empty round in a size, and returns to the first one."""
+    _resize(slots, size)
+    rounds = slots.run(program, ())
+    _resize(slots, slots.sizes[0])
+    return rounds
 
 
 def _resize(slots: Slots, size: int) -> None:
