@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
@@ -20,16 +21,15 @@ from poss_jax.engine.guided import Walk, no_masks
 from poss_jax.engine.prompts import PreparedPrompt
 
 EOS, VOCAB = 1, len(BYTE_LEVEL)
-LLAMA = tiny_llama(
-    num_layers=1, vocab_size=VOCAB, max_position_embeddings=400, eos_token_ids=(EOS,)
-)
-POSS = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2))
+LLAMA = tiny_llama(vocab_size=VOCAB, max_position_embeddings=400, eos_token_ids=(EOS,))
+LAYER = replace(LLAMA, num_layers=1)
+POSS = DraftConfig(layer=LAYER, positions_per_specialist=(1, 2))
 E3 = DraftConfig(
-    layer=LLAMA,
+    layer=LAYER,
     positions_per_specialist=(2,),
     family="eagle3",
     kv="shared",
-    aux_layers=(0,),
+    aux_layers=(0, 1),
     head_size=128,
 )
 TREE = TreeConfig(depth=4, top_k=4, total_tokens=12)
@@ -70,7 +70,7 @@ def draw_engine(
     """A target that nearly always knows the next token; without a tree it decodes alone."""
     target, draft = certain_pair(LLAMA, POSS, sharpness=1.0, disorder=0.3)
     pair = () if tree is None else (config, draft if config is POSS else None)
-    vocabulary = range(0, 256, 2) if config is E3 else None
+    vocabulary = tuple(range(0, 256, 2)) if config is E3 else None
     engine = make_engine(LLAMA, target, *pair, tree=tree, vocabulary=vocabulary, drafting=drafting)
     engine.tokenizer = BYTE_LEVEL
     return engine
