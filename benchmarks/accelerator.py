@@ -9,6 +9,7 @@ small machines too.
 
     python -m benchmarks.accelerator --output docs/results/accelerator
     python -m benchmarks.accelerator --only decode --methods poss3 --batch-size 8
+    python -m benchmarks.accelerator --only decode --room 8192  # caches that are mostly unused
 """
 
 import argparse
@@ -306,7 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show("PyTorch, ms per token: " + ", ".join(f"{k} {v:.2f}" for k, v in torch.items()))
     if args.only != "train":
         engines = make_engines(llama, args.methods, args.draft_vocabulary)
-        prompts = [PreparedPrompt(tokens, 8 * args.rounds)] * args.batch_size
+        num_new = max(8 * args.rounds, args.room - args.prompt)
+        prompts = [PreparedPrompt(tokens, num_new)] * args.batch_size
         for name, engine in engines.items():
             for tree in args.trees if name != PLAIN else args.trees[:1]:
                 row = measure_decoding(
@@ -346,6 +348,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "vocab-size": 128256,
         "draft-vocabulary": 32000,
         "prompt": 512,
+        "room": 1,
         "batch-size": 1,
         "rounds": 32,
         "repeats": 3,
