@@ -174,7 +174,7 @@ def llm_prompts(server: Server) -> str:
         about = {"model_id": "here", "model_name": server.model, "api_base": server.url}
         Path(folder, "extra-openai-models.yaml").write_text(json.dumps([about]))
         words = ["-m", "here", "-o", "max_tokens", "16", "--key", "none", QUESTION]
-        assert run("llm", *words, LLM_USER_PATH=folder).strip()
+        assert run("llm", *words, LLM_USER_PATH=folder, LLM_LOAD_PLUGINS="").strip()
     return ""
 
 
