@@ -16,6 +16,7 @@ over all their devices, and the first process listens.
 """
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -86,14 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _precompile(slots: "Slots") -> None:
     """Compiles all programs, which JAX keeps in its cache folder."""
-    import jax
-
     from poss_jax.engine.warm_up import WarmUp
 
     warmth = WarmUp(slots.shapes())
     for _ in tqdm(warmth, desc="compiling", disable=None):
         pass
-    folder = jax.config.jax_compilation_cache_dir
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # see `run_program`
     print_summary({"programs": len(warmth), "folder": folder}, f"{warmth}, in {folder}")
 
 

@@ -12,6 +12,7 @@ from models import one_layout
 from test_scheduler import SETTINGS, alone, draw_engine, wait_until
 
 from poss_jax.config.decoding import SamplingConfig
+from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.scheduler import Closed, Scheduler
 from poss_jax.engine.slots import Program, Slots
@@ -68,6 +69,12 @@ def warming(engine: Engine, gate: Gate) -> Iterator[Scheduler]:
     scheduler.close()
 
 
+def answer_of(stream: Stream) -> Generation:
+    answer = [*stream][-1].answer
+    assert answer is not None
+    return answer
+
+
 def until_sizes(scheduler: Scheduler, gate: Gate, sizes: tuple[int, ...]) -> None:
     """Compiles until the batch may have these sizes."""
     wait_until(lambda: scheduler.warmth is not None)
@@ -88,7 +95,7 @@ def test_texts_are_the_same_while_it_compiles(
         until_sizes(warming, gate, sizes)
         streams = [warming.submit(prompt) for prompt in prompts]
         for stream, prompt in zip(streams, prompts, strict=True):
-            assert [*stream][-1].answer.output_ids == alone(engine, prompt).output_ids
+            assert answer_of(stream).output_ids == alone(engine, prompt).output_ids
     assert warming.stats.compilations == 0
 
 
@@ -96,13 +103,14 @@ def test_a_request_waits_for_what_it_needs(engine: Engine, warming: Scheduler, g
     prompt = engine.prepare([1, 2], 5, SAMPLED)
     given_up = warming.submit(prompt)
     given_up.cancel()
-    assert [*given_up][-1].answer.stop_reason == "cancelled"
+    assert answer_of(given_up).stop_reason == "cancelled"
     until_sizes(warming, gate, (1,))
     wants_logprobs = warming.submit(prompt, has_logprobs=True)
     time.sleep(0.2)
     assert warming.num_waiting == 1 and warming.num_running == 0
     gate.open()
     chunks = [*wants_logprobs]
+    assert chunks[-1].answer is not None
     assert chunks[-1].answer.output_ids == alone(engine, prompt).output_ids
     assert sum(len(chunk.logprobs) for chunk in chunks) == 5
 
@@ -125,7 +133,7 @@ def test_a_text_that_runs_changes_its_program(
         stream = warming.submit(prompt)
         next(iter(stream))
         gate.open()
-        assert [*stream][-1].answer.output_ids == alone(engine, prompt).output_ids
+        assert answer_of(stream).output_ids == alone(engine, prompt).output_ids
     assert used[0].is_sampled
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.slots import Program, Slots
 from poss_jax.engine.steps import Rounds
@@ -35,7 +36,7 @@ class WarmUp:
       sizes: batch sizes that are compiled, ascending; texts can be decoded once there is one.
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots | Leader) -> None:
         """Compiles nothing yet.
 
         Args:
@@ -98,7 +99,7 @@ def _weigh(tasks: list[_Task]) -> int:
     return sum(_ROUND_WEIGHT if task.program else 1 for task in tasks)
 
 
-def _list_tasks(slots: Slots) -> Iterator[_Task]:
+def _list_tasks(slots: Slots | Leader) -> Iterator[_Task]:
     """All steps in the order of use, grammars last; the last one returns to the first size."""
     first = slots.sizes[0]
     yield from (_Task(partial(_read, slots, prompt)) for prompt in slots.samples())
@@ -115,16 +116,16 @@ def _list_tasks(slots: Slots) -> Iterator[_Task]:
             yield _Task(partial(_run_at, slots, size, program), program)
 
 
-def _read(slots: Slots, prompt: PreparedPrompt) -> None:
+def _read(slots: Slots | Leader, prompt: PreparedPrompt) -> None:
     slots.extend(slots.begin(prompt), slots.num_chunks(prompt))
 
 
-def _insert(slots: Slots) -> Rounds:
+def _insert(slots: Slots | Leader) -> Rounds:
     _read(slots, slots.samples()[0])
     return slots.insert(0)
 
 
-def _run_at(slots: Slots, size: int, program: Program) -> Rounds:
+def _run_at(slots: Slots | Leader, size: int, program: Program) -> Rounds:
     """Runs an empty round in a size, and returns to the first one."""
     _resize(slots, size)
     rounds = slots.run(program, ())
@@ -132,7 +133,7 @@ def _run_at(slots: Slots, size: int, program: Program) -> Rounds:
     return rounds
 
 
-def _resize(slots: Slots, size: int) -> None:
+def _resize(slots: Slots | Leader, size: int) -> None:
     """Brings an empty batch to a size, by way of all sizes in between."""
     while (at := slots.sizes.index(slots.size)) != (goal := slots.sizes.index(size)):
         slots.resize(slots.sizes[at + (1 if goal > at else -1)], ())
