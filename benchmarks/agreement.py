@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
          f"{row['same_tokens']:.1f}", row["same_texts"])
         for name, row in rows.items()
     ]  # fmt: skip
-    report = {"rows": rows, "options": vars(args), "provenance": provenance()}
+    report = {"rows": rows, "provenance": provenance()}
     show_report(report, "\n".join(format_rows(head, cells)), args.output)
 
 

@@ -244,7 +244,7 @@ def try_all(server: Server, clients: Sequence[str]) -> list[str]:
             try:
                 remark = one(server)
                 works = f"yes{': ' + remark if remark else ''}"
-            except Exception as error:  # whatever a client raises
+            except Exception as error:  # clients raise all kinds
                 works = f"no: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             lines.append(f"| {name} | {(one.__doc__ or '').rstrip('.')} | {works} |")
             print(lines[-1], flush=True)

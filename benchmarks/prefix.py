@@ -50,7 +50,7 @@ TURNS = (
 
 
 def ask(scheduler: Scheduler, prompt: PreparedPrompt) -> tuple[dict[str, float], Generation]:
-    """Milliseconds until the first token, also those of the processor, and the answer."""
+    """Milliseconds until the first token, by clock and by processor, and the answer."""
     begun, used = time.perf_counter(), time.process_time()
     chunks = iter(scheduler.submit(prompt))
     first = next(chunks)

@@ -117,7 +117,7 @@ def _check_target_width(source: Source, hidden_size: int) -> None:
     if wanted not in (None, hidden_size):
         raise UserError(
             f"{source.folder}: target_hidden_size {shorten(wanted)}: this draft has another width "
-            f"than its target, {hidden_size}, and so an embedding of its own; poss_jax has no such "
+            f"than its target, {hidden_size}, and so its own embedding; poss_jax has no such "
             "drafts, take another draft of this target"
         )
 

@@ -170,7 +170,7 @@ def _choose_layout(draft: Model, form: str | None, specialist: int | None) -> La
 
 
 def _layouts_of_stacks(draft: Model, form: str | None, layouts: Sequence[Layout]) -> list[Layout]:
-    """Finds the layouts of a draft with a deep specialist: one that has no other beside it."""
+    """Finds the layouts of a draft with a deep specialist, which must be its only one."""
     config, stacks = draft.record.draft, [layout for layout in layouts if layout.is_stack]
     what = f"{draft.folder} has a specialist of {config.num_further + 1} layers"
     if not config.is_looped:

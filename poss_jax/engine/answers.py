@@ -197,7 +197,7 @@ class LiveAnswer:
         """Adds one more round to an answer that has not ended.
 
         Raises:
-          UserError: the answer's grammar is too complex to go on.
+          UserError: the answer's grammar has become too complex.
         """
         tokens = new.tokens
         depths = [i + 1 if i < (new.num_accepted or 0) else 0 for i in range(len(tokens))]

@@ -144,20 +144,17 @@ class Engine:
           drafting: how the draft proposes tokens to sampled texts: `coupled` and `argmax` leave
             the output as it is, `sampled` in distribution only (see `DecodingConfig`).
           allow_target_mismatch: use a draft made for other weights of the same shape.
-          draft_vocabulary: file of the tokens that the draft may propose (see `python -m
-            train.draft_vocab`); None: the one tuned with the trees, else the folder's, usually all
-            tokens.
-          draft_window: how many of the newest tokens the draft attends, besides the first four;
-            None: all, unless its folder says otherwise.
+          draft_vocabulary: file of the tokens that the draft may propose (see `train.draft_vocab`);
+            None: the one tuned with the trees, else the folder's, usually all tokens.
+          draft_window: newest tokens that the draft attends; None: its folder's, usually all.
           quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
             folder holds. The layers of a draft are rounded like its target's.
           mesh: grid of devices: `tensor` cuts weights and caches, `data` the batch; every device
             loads its own part. None: one device.
 
         Raises:
-          UserError: a folder is missing or broken, the draft does not fit the target, the
-            vocabulary does not fit the draft, the target is quantised already, the mesh does not
-            fit the devices, or the target's weights do not fit their memory.
+          UserError: a folder is missing or broken, the target is quantised already, or something
+            does not fit: draft, vocabulary, mesh, or weights into memory.
         """
         mesh, dtype = decoding_mesh(mesh), dtype or default_dtype()
         record, params = load_fused(target, dtype, quantise=quantise, mesh=mesh)

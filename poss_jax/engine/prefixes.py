@@ -101,7 +101,7 @@ class Prefixes:
 def make_prefixes(
     weights: Weights, config: DecodeConfig, most_bytes: int, *, batch_size: int
 ) -> Prefixes:
-    """Makes a prefix cache of so many bytes per device, or of half the memory left if that is less.
+    """Makes a prefix cache, which takes at most half the memory that is left.
 
     Args:
       weights: parameters of target and draft.

@@ -16,7 +16,7 @@ def score_prompt(
 ) -> list[TokenLogprobs]:
     """Scores every token of a prompt but the first, as answers' tokens are scored.
 
-    It may run beside other decoding: each chunk waits for its turn on the device.
+    Other decoding may run meanwhile: each chunk waits for its turn on the device.
 
     Args:
       engine: holds the target.

@@ -193,7 +193,7 @@ class Slots:
         return [PreparedPrompt([0] * n, 1, SamplingConfig(temperature=1.0)) for n in lengths]
 
     def programs(self, size: int) -> list[Program]:
-        """All kinds of round that a batch of some size needs, those of most requests first."""
+        """All kinds of round that a batch of some size needs, the most frequent first."""
         trees = dict.fromkeys(self._tree(n, size) for n in range(1, size + 1))
         kinds = [(True, False), (False, False)] + ([(True, True)] if self.max_logprobs else [])
         return [Program(tree, *kind) for kind in kinds for tree in trees]
@@ -213,7 +213,7 @@ class Slots:
         return Program(tree, is_sampled, has_logprobs, is_guided)
 
     def _tree(self, num_texts: int, size: int) -> TreeConfig | None:
-        """The tree for some texts; a batch that is about to shrink keeps that of more texts."""
+        """The tree for some texts; one for more if the batch is about to shrink."""
         fewest = 1 + max((one for one in self.sizes if one < size), default=0)
         return self._trees[max(num_texts, fewest) - 1]
 

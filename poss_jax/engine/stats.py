@@ -22,7 +22,7 @@ class Stats:
       accepted: how often a draft was accepted, by position from 1.
       tokens: tokens delivered.
       prompt_tokens: tokens of prompts.
-      cached_tokens: those of them that were not read, since earlier prompts began with them.
+      cached_tokens: prompt tokens copied from earlier prompts instead of read.
       finished: answers by stop reason.
       compilations: programs that texts waited for although there was a `warm_up`.
     """

@@ -71,8 +71,7 @@ class TextStream:
         Args:
           token: its id.
           depth: see `Piece`.
-          may_stop: False shows it whatever it spells; before others, such as those of a text that
-            is to have a least length.
+          may_stop: False: look for no stop string, as before `min_tokens`; only for first tokens.
         """
         pieces = self._decoder.push(token, depth=depth)
         return self._add(pieces) if may_stop else pieces

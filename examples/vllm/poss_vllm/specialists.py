@@ -7,7 +7,7 @@ the position computes each:
     run            first: new tokens   second    third     fourth
     spans 3, 3     specialist 0        0         0         1
 
-Keys and values lie in vLLM's paged cache. The first run overwrites those of drafted rows.
+Keys and values lie in vLLM's paged cache. The first run overwrites drafted rows.
 """
 
 from typing import Any
