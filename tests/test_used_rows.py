@@ -13,10 +13,10 @@ from test_golden import check_rounds
 
 from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
 from poss_jax.decode import drafting
-from poss_jax.model import target
+from poss_jax.model import target, used_rows
 from poss_jax.model.cache import attend_by, attend_cached
 from poss_jax.model.sharding import make_mesh
-from poss_jax.model.used_rows import add_used_rows, kernel
+from poss_jax.model.used_rows import add_used_rows, agrees, kernel
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="this version of JAX has no such kernel")
 
@@ -100,6 +100,14 @@ def test_devices_that_share_a_cache_use_no_kernel():
     with jax.set_mesh(make_mesh(MeshConfig(data=1, tensor=2), jax.devices()[:2])):
         program = jax.jit(attend_cached).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton" not in program
+
+
+def test_a_kernel_that_fails_or_differs_is_not_used(monkeypatch, caplog):
+    assert agrees(interpret=True) and not caplog.text
+    attend = used_rows._attend_splits
+    monkeypatch.setattr(used_rows, "_attend_splits", lambda q, *a, **b: attend(2 * q, *a, **b))
+    assert not agrees(interpret=True) and "it is off by" in caplog.text
+    assert not agrees() and "ValueError: Only interpret mode" in caplog.text  # on a CPU
 
 
 @pytest.mark.device

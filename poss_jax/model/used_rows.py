@@ -10,8 +10,10 @@ Each keeps a running softmax over its split, for a block of queries; without row
 once.
 """
 
+import logging
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from poss_jax.shapes import Array, Float, Int
 _BLOCK = 64  # queries of a program at most, and cache rows per turn of its loop
 _PROGRAMS = 128  # about the processors of a large GPU
 _MOST_SPLITS = 16
+_LOG = logging.getLogger(__name__)
 
 
 class Softmax(NamedTuple):
@@ -49,11 +52,36 @@ def has_kernel(q: Float[Array, "B N T H"], k: Float[Array, "B K S H"]) -> bool:
 
 @cache
 def _runs() -> bool:
-    """Tells whether the GPU at hand is new enough; without one, whether JAX compiles ahead."""
+    """Tells whether the GPU at hand runs the kernel; without one, whether JAX compiles ahead."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return jax.__version_info__ < (0, 11)  # later ones ask the GPU at hand
-    return bool(re.match(r"[89]\.|\d\d\.", getattr(device, "compute_capability", "")))
+    is_new = re.match(r"[89]\.|\d\d\.", getattr(device, "compute_capability", ""))
+    return bool(is_new) and agrees()
+
+
+def agrees(*, interpret: bool = False) -> bool:
+    """Tries the kernel on a small cache; logs why if it fails, or differs from a softmax."""
+    try:
+        with ThreadPoolExecutor(1) as pool:  # this thread may be tracing a program
+            error = pool.submit(_measure_error, interpret=interpret).result()
+        reason = "" if error < 0.05 else f"it is off by {error:.2g}"
+    except Exception as failure:  # of any part of the compiler
+        reason = f"{type(failure).__name__}: {failure}".partition("\n")[0]
+    if reason:
+        _LOG.warning("attention reads caches to their end; the kernel for used rows: %s", reason)
+    return not reason
+
+
+def _measure_error(*, interpret: bool) -> float:
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 1, 2 * _BLOCK, 64), jnp.bfloat16)
+    shape, used = (1, *q.shape[:-1]), _BLOCK + 6
+    nothing = Softmax(*(jnp.zeros((*shape, n), jnp.float32) for n in (1, 1, 64)))
+    attend = jax.jit(partial(add_used_rows, interpret=interpret))
+    found = attend(nothing, q[None], (k, v), jnp.array([used]))
+    q, k, v = (array.astype(jnp.float32) for array in (q, k[..., :used, :], v[..., :used, :]))
+    want = jax.nn.softmax(q @ k.mT * 64**-0.5) @ v
+    return float(jnp.abs((found.mean / found.total)[0] - want).max())
 
 
 @cache
