@@ -246,7 +246,7 @@ def test_a_resumed_run_asks_for_preemption_by_the_steps_of_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    for name in ("Journal", "Profiler", "put_batch", "batch_at", "_check_in"):
+    for name in ("RunLog", "Profiler", "put_batch", "batch_at", "_check_in"):
         monkeypatch.setattr(loop, name, MagicMock())
     monkeypatch.setattr(loop, "preemption_notice", lambda: nullcontext(asked.append))
     config = MagicMock(num_steps=8, checkpoint_every=100, validate_every=100)

@@ -20,10 +20,10 @@ class DataConfig:
     """Source of texts or chats, the tokens to train on, and the layout of rows.
 
     Attributes:
-      source: A .txt, .json or .jsonl file or glob, the id of a data set on the Hub, the folder of a
-        saved one, or `stdlib` (Python's standard library), `packages` (it and all installed
-        packages), `packages:NAME,NAME` (these packages). Stage draft also takes .ckpt files of
-        tokens and features.
+      source: A .txt, .json or .jsonl file or glob, a data set's id on the Hub or folder, or
+        `stdlib` (Python's standard library), `packages` (it and all installed packages),
+        `packages:NAME,NAME` (these packages). Stage draft also takes .ckpt files of tokens and
+        features.
       subset: Configuration of the Hub data set.
       split: Split of the Hub data set, or of the saved one.
       format: Format of the records: `chat` (messages, conversations), `pairs` (question and answer,
