@@ -29,6 +29,7 @@ from poss_jax.engine.leader import Leader, follow
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.engine.scheduler import Scheduler
 from poss_jax.engine.slots import Slots
+from poss_jax.program.running import UNEXPECTED
 
 REQUESTS = [  # prompt, new tokens, settings
     ([1, 2, 3], 12, SamplingConfig()),
@@ -263,10 +264,14 @@ def ask(address: str, **body: Any) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("told", "codes"),
-    [(signal.SIGTERM, [0, 0]), (signal.SIGKILL, [-signal.SIGKILL, -signal.SIGABRT])],
+    [
+        (signal.SIGTERM, [{0}, {0}]),
+        # JAX aborts the other process, unless that finds the store of steps gone first.
+        (signal.SIGKILL, [{-signal.SIGKILL}, {-signal.SIGABRT, UNEXPECTED}]),
+    ],
 )
 def test_two_processes_serve_one_model_and_end_together(
-    fixtures: Path, tmp_path: Path, told: signal.Signals, codes: list[int]
+    fixtures: Path, tmp_path: Path, told: signal.Signals, codes: list[set[int]]
 ) -> None:
     models = fixtures / "format_v1"
     engine = Engine.load(models / "target", models / "draft", tree=TREE)
@@ -281,5 +286,6 @@ def test_two_processes_serve_one_model_and_end_together(
             assert ask(address, prompt=prompt, max_tokens=12, **one) == answer.output_ids
         processes[0].send_signal(told)
         logs = [(tmp_path / f"log-{index}").read_text() for index in range(2)]
-        assert [process.wait(60) for process in processes] == codes, logs
+        for process, wanted in zip(processes, codes, strict=True):
+            assert process.wait(60) in wanted, logs
     assert "listening at" in logs[0] and "listening at" not in logs[1]
