@@ -73,7 +73,7 @@ def format_table(report: dict[str, Any]) -> str:
          f"{one['milliseconds_per_round']:.0f}")
         for name, one in report["runs"].items()
     ]  # fmt: skip
-    table = format_rows(["", *columns, "tokens per round", "ms per round"], rows)
+    table = format_rows(["", *columns, "tokens per round", "ms per round and prompt"], rows)
     equal, of = report["equal"], report["runs"]["grammar, no draft"]["answers"]
     return "\n".join([*table, "", f"With the draft {equal} of {of} texts are those without."])
 
