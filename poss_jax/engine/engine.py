@@ -149,8 +149,7 @@ class Engine:
           draft_window: newest tokens that the draft attends; None: its folder's, usually all.
           quantise: round the target's matrices to this type, int8 or fp8; None keeps what its
             folder holds. The layers of a draft are rounded like its target's.
-          mesh: grid of devices: `tensor` cuts weights and caches, `data` the batch; every device
-            loads its own part. None: one device.
+          mesh: grid of devices, which load their own parts (see `MeshConfig`); None: one device.
 
         Raises:
           UserError: a folder is missing or broken, the target is quantised already, or something
