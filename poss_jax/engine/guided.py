@@ -7,6 +7,7 @@ The draft knows what a grammar allows after the root. Deeper nodes that it forbi
 tokens that are certain take their places: such as the name of the next field.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,12 +88,14 @@ def run_guided(
     is_text = mark(texts, batch_size)
     first = first_masks(guides, batch_size, vocab_size)
     state, drafted = _begin(weights, config, request, state, is_text, first)
+    # A drawn child that the target accepts is kept, so all nodes of such trees need their masks.
+    seconds = math.inf if isinstance(drafted[0], DrawnTree) else _WALK_SECONDS
     tokens, parents = map(_read, (drafted[0].tokens, drafted[0].parents))
     masks = no_masks(vocab_size, *tokens.shape)
 
     def walk(index: int) -> None:
         row = Walk(guides[index], tokens[index], parents[index], masks[index])
-        row.mend(depth=config.max_accepted)
+        row.mend(depth=config.max_accepted, seconds=seconds)
 
     list(_WALKERS.map(walk, guides))
     return _end(weights, config, request, state, drafted, (tokens, parents), masks)
@@ -135,9 +138,9 @@ class Walk:
         self._tokens, self._parents, self._masks = tokens, parents, masks
         self._leaves: dict[int, list[int]] = {}  # reached, without reached children: their paths
         self._free = set(range(1, len(tokens)))
-        self._until = time.monotonic() + _WALK_SECONDS
+        self._until = math.inf
 
-    def mend(self, *, depth: int) -> None:
+    def mend(self, *, depth: int, seconds: float = math.inf) -> None:
         """Fills the masks, and replaces forbidden nodes by certain ones.
 
         A forbidden node becomes its own parent, so that no path reaches it; so do those for which
@@ -145,7 +148,9 @@ class Walk:
 
         Args:
           depth: longest path the tree may have.
+          seconds: time there is.
         """
+        self._until = time.monotonic() + seconds
         children: list[list[int]] = [[] for _ in self._tokens]
         for node, parent in enumerate(self._parents[1:].tolist(), start=1):
             children[parent].append(node)
