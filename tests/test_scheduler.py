@@ -198,6 +198,29 @@ def test_every_text_is_that_of_generate(engine: Engine, warm: Scheduler):
     wait_until(lambda: warm.num_running == 0)
 
 
+def test_texts_are_the_same_without_drafts(engine: Engine, warm: Scheduler):
+    prompts = [one._replace(drafts=i % 3 > 0) for i, one in enumerate(draw_prompts(engine, 12))]
+    first = warm.submit(prompts[0])
+    next(iter(first))  # the draft rests until others come
+    for prompt, stream in zip(prompts, [first, *warm.submit_all(prompts[1:])], strict=True):
+        answer, expected = [*stream][-1].answer, alone(engine, prompt._replace(drafts=True))
+        assert answer.output_ids == expected.output_ids
+        assert prompt.drafts or not any(answer.accepted_per_round)
+    (answer,) = engine.decode(prompts[:1])
+    assert not any(answer.accepted_per_round)
+    assert warm.stats.compilations == 0
+
+
+def test_the_draft_rests_if_nobody_wants_it(engine: Engine):
+    slots = Slots(engine, sizes=(1, 2), max_length=100)
+    one = PreparedPrompt([1], 5, drafts=False)
+    others = [one._replace(drafts=True), one._replace(guide=MagicMock())]
+    chosen = [slots.choose_program([it], has_logprobs=False) for it in (one, *others)]
+    assert [program.is_draftless for program in chosen] == [True, False, False]
+    slots.resize(2, ())
+    assert not slots.choose_program([one, one], has_logprobs=False).is_draftless
+
+
 def test_requests_that_come_at_any_time(engine: Engine, warm: Scheduler):
     prompts = draw_prompts(engine, 12, seed=1)
     got: dict[int, list[int]] = {}

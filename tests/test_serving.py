@@ -152,6 +152,21 @@ def test_texts_are_those_of_generate(
     assert texts(complete(client, PROMPTS[0], stream=is_streamed, **options)) == [expected[0].text]
 
 
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_texts_are_the_same_without_drafts(
+    served: Served, client: openai.OpenAI, options: dict[str, Any]
+) -> None:
+    stats, (expected,) = served.scheduler.stats, offline(served.engine, PROMPTS[:1], options)
+    compiled = stats.compilations
+    reply = complete(client, PROMPTS[0], draft=False, **options)
+    assert reply.choices[0].text == expected.text
+    assert reply.usage.speculation["rounds"] == len(expected.output_ids) - 1
+    mixed = complete(client, PROMPTS[0], draft=False, n=2, **options)
+    assert mixed.choices[0].text == expected.text
+    assert mixed.usage.speculation["accepted_tokens"] == 0
+    assert stats.compilations == compiled
+
+
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
 @pytest.mark.parametrize("num_prompts", [1, 2])
 def test_choices_have_seeds_of_their_own(
@@ -179,6 +194,9 @@ def test_without_a_seed_texts_differ(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_chats(served: Served, client: openai.OpenAI, name: str) -> None:
     (expected,) = offline(served.engine, [CHAT])
+    undrafted = ask(client, **{name: N}, extra_body={"draft": False})
+    assert undrafted.choices[0].message.content == expected.text
+    assert undrafted.usage.speculation["accepted_tokens"] == 0
     whole = ask(client, **{name: N})
     assert whole.choices[0].message.content == expected.text
     assert whole.choices[0].message.role == "assistant"

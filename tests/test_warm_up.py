@@ -155,14 +155,14 @@ def test_it_fails_with_the_compiler(engine: Engine, monkeypatch: pytest.MonkeyPa
 
 
 def test_it_says_how_far_it_is(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One task took a second; two more, `insert` and three rounds weigh 2 + 1 + 3 x 6."""
+    """One task took a second; two more, `insert` and five rounds weigh 2 + 1 + 5 x 6."""
     warmth = WarmUp(Slots(engine, sizes=(1,), max_length=300, max_logprobs=3).shapes())
     clock = SimpleNamespace(monotonic=iter((100.0, 101.0, 101.2, 999.0)).__next__)
     monkeypatch.setattr("poss_jax.engine.warm_up.time", clock)
     monkeypatch.setattr("poss_jax.engine.warm_up._read", lambda *_: None)
     next(iter(warmth))
-    assert str(warmth) == "compiling 2 of 7, about 21 s left"
-    assert str(warmth) == "compiling 2 of 7, about 20 s left"  # one takes longer than it should
+    assert str(warmth) == "compiling 2 of 9, about 33 s left"
+    assert str(warmth) == "compiling 2 of 9, about 32 s left"  # one takes longer than it should
 
 
 def test_nothing_is_compiled_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,5 +184,7 @@ def test_the_order_of_use(engine: Engine) -> None:
         Program(small, True, True),
     ]
     assert [one.tree for one in slots.programs(4)] == [small, none] * 3
+    draftless = [Program(none, sampled, is_draftless=True) for sampled in (True, False)]
+    assert slots.rare_programs(1) == draftless and slots.rare_programs(4) == []
     slots = Slots(engine, sizes=(1, 3, 4), max_length=300)
     assert [one.tree for one in slots.programs(4)] == [none] * 2  # 4 texts and more

@@ -166,6 +166,7 @@ def finish_round(
     """The round after drafting: verify, accept, commit; `allowed` after every node, None: all."""
     out = verify_tree(weights, config, state, tree)
     with jax.named_scope("accept"):
+        tree = _drop_drafts(tree, request)
         chosen = choose_tokens(request, state, tree, forbid(out.logits, allowed), noise)
         acceptance = accept(tree, chosen, max_accepted=config.max_accepted)
         logprobs = _path_logprobs(config, out.logits, acceptance)
@@ -273,6 +274,14 @@ def choose_tokens(
     if isinstance(tree, rejection.DrawnTree):
         return rejection.choose_drawn(tree, chosen, logits, noise, request.sampling, text)
     return chosen
+
+
+def _drop_drafts(tree: Tree, request: Request) -> Tree:
+    """Makes drafted nodes their own parents where no drafts are wanted, so no path has them."""
+    if request.drafts is None:
+        return tree
+    nodes = jnp.arange(tree.tokens.shape[1])[None]
+    return tree.replace(parents=jnp.where(request.drafts[:, None], tree.parents, nodes))
 
 
 @jax.named_scope("commit")

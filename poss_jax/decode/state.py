@@ -81,6 +81,7 @@ class Request(struct.PyTreeNode):
       sampling: how tokens are chosen; None is the argmax of the target's logits.
       output_starts: position from which a prompt's tokens count as output (of a continued
         answer) for penalties on the output; None: its end.
+      drafts: False accepts no drafted token; None: every text may.
     """
 
     tokens: Array  # [B P] int32
@@ -89,6 +90,7 @@ class Request(struct.PyTreeNode):
     stop_ids: Array  # [B num_stop] int32
     sampling: Sampling | None = None
     output_starts: Array | None = None  # [B] int32
+    drafts: Array | None = None  # [B] bool
 
 
 class DraftState(struct.PyTreeNode):

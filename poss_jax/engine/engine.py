@@ -320,6 +320,7 @@ class Engine:
         is_chat: bool | None = None,
         shown_ids: Sequence[int] = (),
         grammar: Grammar | None = None,
+        drafts: bool = True,
     ) -> PreparedPrompt:
         """Tokenises a prompt and checks it, its settings and its limit: nobody does so again.
 
@@ -334,6 +335,7 @@ class Engine:
           is_chat: the answer is decoded alone; None: if the prompt holds messages.
           shown_ids: special tokens whose names belong to the answer's text.
           grammar: what the answer must match; one cut by its limit is only a beginning.
+          drafts: False decodes it without drafts.
 
         Raises:
           UserError: what `encode_prompt` refuses, a biased token outside the vocabulary, nothing
@@ -353,7 +355,7 @@ class Engine:
             raise UserError("continued_tokens: want fewer than the prompt has")
         is_chat = isinstance(prompt[0], dict) if is_chat is None else is_chat
         guide = grammar and self._grammars.compile(grammar, ids[len(ids) - num_continued :])
-        of_text = num_continued, is_chat, shown_ids, guide
+        of_text = num_continued, is_chat, shown_ids, guide, drafts
         return PreparedPrompt(ids, max_new_tokens, sampling, stop_ids, *of_text)
 
     @cached_property

@@ -59,6 +59,7 @@ class PreparedPrompt(NamedTuple):
         continuation of the prompt.
       shown_ids: special tokens whose names belong to the answer's text, such as marks of calls.
       guide: the grammar that the answer must match, before its next token; None: any text.
+      drafts: False decodes it without drafts.
     """
 
     ids: list[int]
@@ -69,6 +70,7 @@ class PreparedPrompt(NamedTuple):
     is_chat: bool = False
     shown_ids: Sequence[int] = ()
     guide: Guide | None = None
+    drafts: bool = True
 
     def choice(self, index: int) -> "PreparedPrompt":
         """The same prompt with the seed of another answer (see `prompt_seed`)."""
@@ -95,6 +97,7 @@ class HostRequest(NamedTuple):
     stop_ids: np.ndarray
     sampling: dict[str, np.ndarray] | None  # fields of `Sampling`
     output_starts: np.ndarray | None
+    drafts: np.ndarray | None
 
 
 def encode_prompt(
@@ -227,6 +230,7 @@ def lay_out(
     lengths = np.asarray([len(prompt.ids) for prompt in prompts], np.int32)
     continued = np.asarray([prompt.num_continued for prompt in prompts], np.int32)
     settings = [prompt.sampling for prompt in prompts]
+    drafts = np.asarray([prompt.drafts for prompt in prompts])
     has_all = num_biased is not None
     has_sampling = has_all or not all(one.is_plain for one in settings)
     return HostRequest(
@@ -236,6 +240,7 @@ def lay_out(
         stop_ids=np.asarray([[*ids, *[-1] * (width - len(ids))] for ids in stop_ids], np.int32),
         sampling=_lay_out_sampling(settings, num_biased) if has_sampling else None,
         output_starts=lengths - continued if has_all or continued.any() else None,
+        drafts=drafts if has_all or not drafts.all() else None,
     )
 
 

@@ -49,12 +49,15 @@ class Program(NamedTuple):
       is_sampled: whether any text has sampling settings.
       has_logprobs: whether any text wants log-probabilities.
       is_guided: whether any text has a grammar.
+      is_draftless: no text wants drafts, so the draft rests; after a round with no tree it may be
+        needed again, and reads along.
     """
 
     tree: TreeConfig | None
     is_sampled: bool = False
     has_logprobs: bool = False
     is_guided: bool = False
+    is_draftless: bool = False
 
 
 class _Reading(NamedTuple):
@@ -198,17 +201,26 @@ class Slots:
         kinds = [(True, False), (False, False)] + ([(True, True)] if self.max_logprobs else [])
         return [Program(tree, *kind) for kind in kinds for tree in trees]
 
-    def guided_programs(self, size: int) -> list[Program]:
-        """The kinds of round with grammars, if there can be any, but for log-probabilities."""
+    def rare_programs(self, size: int) -> list[Program]:
+        """Rounds without drafts and rounds with grammars, if there can be any."""
+        draftless = [Program(None, one, is_draftless=True) for one in (True, False)]
+        sampled = [one for one in self.programs(size) if one[1:] == (True, False, False, False)]
+        guided = [one._replace(is_guided=True) for one in sampled]
         can_guide = self.engine.tokenizer is not None and jax.process_count() == 1
-        guided = [one._replace(is_guided=True) for one in self.programs(size)]
-        return [one for one in guided if can_guide and one.is_sampled and not one.has_logprobs]
+        return draftless * self._can_rest(size) + guided * can_guide
+
+    def _can_rest(self, size: int) -> bool:
+        """True if a batch of some size has rounds without the draft; larger ones do not."""
+        return self._config.draft is not None and size == self.sizes[0]
 
     def choose_program(self, prompts: Sequence[PreparedPrompt], *, has_logprobs: bool) -> Program:
         """The cheapest round that serves these texts; all but the plainest imply sampling."""
         is_guided = any(prompt.guide for prompt in prompts)
         is_plain = all(prompt.sampling.is_plain for prompt in prompts)
         is_sampled = has_logprobs or is_guided or not is_plain
+        wants_drafts = is_guided or any(prompt.drafts for prompt in prompts)
+        if self._can_rest(self.size) and not wants_drafts:
+            return Program(None, is_sampled, has_logprobs, is_draftless=True)
         tree = self._tree(len(prompts), self.size)
         return Program(tree, is_sampled, has_logprobs, is_guided)
 
@@ -291,11 +303,15 @@ class Slots:
         request = self._request
         if not program.is_sampled:
             request = request.replace(sampling=None)
-        batch = self.weights, config, request, self._state
+        state, draft = self._state, self._state.draft
+        if program.is_draftless:
+            config, state = config._replace(draft=None), state.replace(draft=None)
+        batch = self.weights, config, request, state
         if program.is_guided:
-            self._state, rounds = run_guided(*batch, texts=texts, guides=guides or {})
+            state, rounds = run_guided(*batch, texts=texts, guides=guides or {})
         else:
-            self._state, rounds = steps.run_step(*batch, texts=texts, num_rounds=num_rounds)
+            state, rounds = steps.run_step(*batch, texts=texts, num_rounds=num_rounds)
+        self._state = state.replace(draft=draft) if program.is_draftless else state
         return rounds
 
     def resize(self, size: int, order: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """The warm-up: compiles the steps of slots in the order of use; texts need not wait for all.
 
     reading, insert, rounds of the first size ─► all of the second size ─► ... of the last size
-                            └─ from here on texts are decoded              ─► rounds with grammars
+                            └─ from here on texts are decoded                 ─► rare rounds
 
 Steps of `Slots.shapes` run nothing, so they compile in another thread while texts are decoded. No
 text depends on the size of its batch or on the kind of its rounds, so none depends on what is
@@ -100,7 +100,7 @@ def _weigh(tasks: list[_Task]) -> int:
 
 
 def _list_tasks(slots: Slots | Leader) -> Iterator[_Task]:
-    """All steps in the order of use, grammars last; the last one returns to the first size."""
+    """All steps in the order of use; the last one returns to the first size."""
     first = slots.sizes[0]
     yield from (_Task(partial(_read, slots, prompt)) for prompt in slots.samples())
     for size in slots.sizes:
@@ -112,8 +112,9 @@ def _list_tasks(slots: Slots | Leader) -> Iterator[_Task]:
         if size != first:
             yield _Task(partial(_resize, slots, first), size=size)
     for size in slots.sizes:
-        for program in slots.guided_programs(size):
-            yield _Task(partial(_run_at, slots, size, program), program)
+        for program in slots.rare_programs(size):
+            run = partial(_run_at, slots, size, program)
+            yield _Task(run, program, size if program.is_draftless else None)
 
 
 def _read(slots: Slots | Leader, prompt: PreparedPrompt) -> None:

@@ -162,6 +162,7 @@ class CommonRequest(BaseModel):
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    draft: bool | None = None  # ours; False decodes without drafts
 
 
 class CompletionRequest(CommonRequest):

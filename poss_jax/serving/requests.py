@@ -281,6 +281,7 @@ def _prepare_choices(
                 is_chat=is_chat,
                 shown_ids=shown_ids,
                 grammar=grammar,
+                drafts=body.draft is not False,
             )
         first = index * (body.n or 1)
         prepared += [one.choice(first + choice) for choice in range(body.n or 1)]
