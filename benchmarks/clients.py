@@ -116,6 +116,20 @@ def openai_parses(server: Server) -> str:
     return ""
 
 
+def openai_responds(server: Server) -> str:
+    """`responses.parse`, and a forced call by `responses.stream`."""
+    responses = openai_client(server).responses
+    options: Any = {"model": server.model, "input": QUESTION, "temperature": 0}
+    options |= {"max_output_tokens": SHORT["max_tokens"]}
+    found = responses.parse(text_format=city_class(), **options).output_parsed
+    assert found.city in ("Lisbon", "Porto")
+    tool = {"type": "function", **TOOL["function"]}
+    with responses.stream(tools=[tool], tool_choice="required", **options) as events:
+        (call,) = events.get_final_response().output
+    assert json.loads(call.arguments)["city"] in ("Lisbon", "Porto")
+    return ""
+
+
 def litellm_calls(server: Server) -> str:
     """A chat, and a forced call."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network
@@ -223,7 +237,10 @@ def city_class() -> Any:
 
 
 TRIES: dict[str, Sequence[Try]] = {
-    "openai": (openai_streams, openai_calls, openai_returns_results, openai_parses),
+    "openai": (
+        *(openai_streams, openai_calls, openai_returns_results, openai_parses),
+        openai_responds,
+    ),
     "litellm": (litellm_calls,),
     "langchain-openai": (langchain_streams, langchain_binds, langchain_structures),
     "instructor": (instructor_makes,),

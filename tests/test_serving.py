@@ -222,6 +222,15 @@ def test_a_chat_samples_as_generate_does(served: Served, client: openai.OpenAI) 
     assert [one.message.content for one in reply.choices] == [one.text for one in expected]
 
 
+def test_a_response_is_the_answer_to_a_chat(served: Served, client: openai.OpenAI) -> None:
+    (expected,) = offline(served.engine, [CHAT])
+    options: Any = {"model": MODEL, "input": CHAT, "max_output_tokens": N}
+    whole = client.responses.create(**options)
+    *_, last = client.responses.create(stream=True, **options)
+    assert whole.output_text == last.response.output_text == expected.text
+    assert whole.usage.output_tokens == N and whole.status == "incomplete"
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_stop_strings(served: Served, client: openai.OpenAI, is_streamed: bool) -> None:
     (whole,) = offline(served.engine, PROMPTS[:1])

@@ -117,9 +117,13 @@ def test_one_call_at_a_time() -> None:
 def ask(name: str, messages: Any = None, **fields: Any) -> Job:
     fields = {"messages": messages or [user("hi")], "tools": [TOOL]} | fields
     body = parse_body(ChatRequest, json.dumps(fields).encode())
+    return read_chat(engine_of(name), CONFIG, body)
+
+
+def engine_of(name: str) -> Tokenising:
     engine = Tokenising(tokenizer_of(name))
     engine.stop_ids = [engine.tokenizer.eos_token_id]
-    return read_chat(engine, CONFIG, body)
+    return engine
 
 
 def written(name: str, messages: Any, **settings: Any) -> list[int]:

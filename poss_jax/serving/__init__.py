@@ -4,6 +4,7 @@ app.py         the ASGI application: endpoints, life cycle
 bodies.py      bodies of requests: their fields, received, bounded, parsed; errors of the API
 requests.py    bodies -> jobs for the scheduler
 replies.py     chunks of answers -> bodies and events
+responses.py   /v1/responses, translated to chats and back
 guard.py       checks of every request: key, size, id, access log, slow readers
 server.py      uvicorn's server: draining, slow clients
 metrics.py     what /metrics shows

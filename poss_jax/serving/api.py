@@ -23,6 +23,7 @@ from poss_jax.serving.requests import (
     read_tokenizer,
     read_tokens,
 )
+from poss_jax.serving.responses import ResponseRequest, read_response, response_writer
 
 if TYPE_CHECKING:
     from poss_jax.serving.app import Service
@@ -60,6 +61,13 @@ def add_api(app: FastAPI) -> None:
         body, job = await service.read(request, ChatRequest, read_chat)
         return await service.answer(request, body, job)
 
+    @app.post("/v1/responses", openapi_extra=schema_of(ResponseRequest))
+    async def responses(request: Request) -> Response:
+        """Answers an input of messages, calls and their results."""
+        service = service_of(request)
+        body, (chat, job) = await service.read(request, ResponseRequest, read_response)
+        return await service.answer(request, chat, job, response_writer(body, service.model))
+
     @app.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, as /v1/completions would read it, or of a chat."""
@@ -84,7 +92,8 @@ def add_api(app: FastAPI) -> None:
         page = _list_endpoints(app.openapi())
         return HTMLResponse(page, headers={"content-security-policy": _CSP})
 
-    add_schemas(app, CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    kinds = CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest
+    add_schemas(app, *kinds)
 
 
 def add_errors(app: FastAPI) -> None:

@@ -47,7 +47,7 @@ from poss_jax.serving.bodies import (
 from poss_jax.serving.grammars import GRAMMAR_FIELDS
 from poss_jax.serving.guard import PATIENCE, Guard
 from poss_jax.serving.metrics import Metrics
-from poss_jax.serving.replies import Reply, write_body, write_events
+from poss_jax.serving.replies import OWN_WRITER, Reply, Writer
 from poss_jax.serving.requests import Job
 from poss_jax.version import __version__
 
@@ -56,7 +56,7 @@ _KEEP_ALIVE_SECONDS = 10.0
 _POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 5.0
 _LARGE_BYTES = 2**16
-_SLOW = [name.encode() for name in (*GRAMMAR_FIELDS, "tool_choice", "strict")]
+_SLOW = [name.encode() for name in (*GRAMMAR_FIELDS, "json_schema", "tool_choice", "strict")]
 _CSP = (
     "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'"
@@ -217,7 +217,9 @@ class Service:
             )
             raise
 
-    async def answer(self, request: Request, body: CommonRequest, job: Job) -> Response:
+    async def answer(
+        self, request: Request, body: CommonRequest, job: Job, writer: Writer = OWN_WRITER
+    ) -> Response:
         """Answers a request, as one body or as a stream of events."""
         arrived = time.monotonic()
         options = body.stream_options
@@ -239,9 +241,9 @@ class Service:
         chunks = merge(streams, patience=_KEEP_ALIVE_SECONDS, interval=interval)
         chunks = self._timed(chunks, arrived)
         if body.stream:
-            return _Events(write_events(reply, chunks), streams)
+            return _Events(writer.events(reply, chunks), streams)
         try:
-            return await _until_disconnected(request, write_body(reply, chunks))
+            return await _until_disconnected(request, writer.body(reply, chunks))
         finally:
             _cancel(streams)
 

@@ -19,7 +19,7 @@ from poss_jax.engine.slots import MOST_BIASED
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 MOST_CHOICES = 128
-_MOST_MESSAGES = 4_000
+MOST_MESSAGES = 4_000
 MOST_STOPS = 16
 FOREIGN: dict[str, Any] = dict.fromkeys(
     (
@@ -51,6 +51,7 @@ NumTokens = Annotated[int, Field(ge=1, lt=2**31)]  # messages repeat it, so it m
 _KINDS = {
     "prompt": f"want text, token ids, or a list of up to {MOST_CHOICES} of either",
     "stop": "want text or a list of texts",
+    "input": "want text or a list of items",
 }
 
 
@@ -200,7 +201,7 @@ class Message(BaseModel):
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
 
 
 class ChatFields(BaseModel):
@@ -269,6 +270,18 @@ def parse_body(kind: type[BodyT], content: bytes) -> BodyT:
         raise ApiError(400, f"body: want at most {_MOST_CONTAINERS:,} lists and objects")
     try:
         return kind.model_validate_json(content, strict=True)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_input=False)[0]) from error
+
+
+def check_body(kind: type[BodyT], values: dict[str, Any]) -> BodyT:
+    """Makes the body of a request from values that were parsed already.
+
+    Raises:
+      ApiError: a wrong value in a field.
+    """
+    try:
+        return kind.model_validate(values, strict=True)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_input=False)[0]) from error
 

@@ -5,9 +5,9 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from poss_jax.engine.answers import Chunk, Generation, TokenLogprobs, answer_anchor
 from poss_jax.engine.engine import Engine
@@ -19,7 +19,7 @@ from poss_jax.serving.requests import Job
 from poss_jax.serving.tools import CallReader
 
 DONE = b"data: [DONE]\n\n"
-_KEEP_ALIVE = b": waiting\n\n"
+KEEP_ALIVE = b": waiting\n\n"
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _PART = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")
 
@@ -279,9 +279,7 @@ class Reply:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
-async def write_body(
-    reply: Reply, chunks: AsyncIterator[tuple[int, Chunk] | None]
-) -> dict[str, Any]:
+async def write_body(reply: Reply, chunks: Chunks) -> dict[str, Any]:
     """The whole reply, once all its choices have ended."""
     async for item in chunks:
         if item is not None:
@@ -296,7 +294,7 @@ async def write_events(reply: Reply, chunks: Chunks) -> AsyncIterator[bytes]:
             yield event(first)
         async for item in chunks:
             if item is None:
-                yield _KEEP_ALIVE
+                yield KEEP_ALIVE
             elif (data := reply.take(*item)) is not None:
                 yield event(data)
         if (last := reply.last_event()) is not None:
@@ -304,6 +302,16 @@ async def write_events(reply: Reply, chunks: Chunks) -> AsyncIterator[bytes]:
         yield DONE
     except ApiError as error:
         yield event(error.body())
+
+
+class Writer(NamedTuple):
+    """How a reply is written: as a whole, or in server-sent events."""
+
+    body: Callable[[Reply, Chunks], Coroutine[Any, Any, dict[str, Any]]]
+    events: Callable[[Reply, Chunks], AsyncIterator[bytes]]
+
+
+OWN_WRITER = Writer(write_body, write_events)
 
 
 def event(data: Any) -> bytes:

@@ -1,0 +1,292 @@
+"""/v1/responses, translated: a request -> a chat's, the chat's reply -> items and their events.
+
+created ─► item added ─► text or arguments, bit by bit ─► item done ─► next item ... ─► completed
+"""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from poss_jax.config.decoding import ServeConfig
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.streams import Chunks
+from poss_jax.serving.bodies import (
+    MOST_MESSAGES,
+    ApiError,
+    ChatRequest,
+    CommonRequest,
+    ContentPart,
+    NumTokens,
+    check_body,
+)
+from poss_jax.serving.replies import KEEP_ALIVE, Reply, Writer, event
+from poss_jax.serving.requests import Job, read_chat
+
+_HELD = ("previous_response_id", "conversation", "prompt", "background", "context_management")
+_OF_CHATS = ("n", "max_tokens", "response_format", "logprobs", "top_logprobs", "max_tool_calls")
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+_PLAIN = {"type": "text"}
+_TEXTS = ("input_text", "output_text", "text")
+
+Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
+
+
+class Item(BaseModel):
+    """Part of the input: a message, a call that the model made, or the result of one."""
+
+    type: str = "message"
+    role: str | None = None
+    content: Content = ""
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content = ""
+
+
+class ResponseRequest(CommonRequest):
+    """Body of /v1/responses; fields that only we have work as in chats."""
+
+    input: str | Annotated[list[Item], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: NumTokens | None = None
+    text: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+
+
+def read_response(
+    engine: Engine, config: ServeConfig, body: ResponseRequest
+) -> tuple[ChatRequest, Job]:
+    """Turns a request into a chat's, and that into a job.
+
+    Raises:
+      ApiError: something in it cannot be served.
+    """
+    _check(body)
+    common = body.model_dump(include=set(CommonRequest.model_fields), exclude_none=True)
+    fields = (body.model_extra or {}) | common
+    fields |= {"messages": _read_input(body), "max_completion_tokens": body.max_output_tokens}
+    fields |= {"tools": list(map(_read_tool, body.tools or ())) or None}
+    fields |= {"parallel_tool_calls": body.parallel_tool_calls, "tool_choice": body.tool_choice}
+    if isinstance(choice := body.tool_choice, dict) and choice.get("type") == "function":
+        fields["tool_choice"] = _nest(choice)
+    if (form := _form_of(body)).get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": form}
+    fields["response_format"] = None if form == _PLAIN else form
+    try:
+        chat = check_body(ChatRequest, fields)
+        return chat, read_chat(engine, config, chat)
+    except ApiError as error:
+        if error.param not in _NAMES:
+            raise
+        name, about = _NAMES[error.param], error.message.partition(": ")[2] or error.message
+        raise ApiError(400, f"{name}: {about}", param=name, code=error.code) from error
+
+
+def _check(body: ResponseRequest) -> None:
+    """Refuses what needs a memory, and what is not served here."""
+    extra = body.model_extra or {}
+    for name in _HELD:
+        if extra.get(name):
+            raise ApiError(400, f"{name}: not served, since nothing is stored", param=name)
+    refused = [name for name in _OF_CHATS if getattr(body, name, extra.get(name))]
+    refused += ["truncation"] if body.truncation not in (None, "disabled") else []
+    refused += ["include"] if set(body.include or ()) - {"reasoning.encrypted_content"} else []
+    for name in refused:
+        raise ApiError(400, f"{name}: not served by /v1/responses", param=name)
+
+
+def _form_of(body: ResponseRequest) -> dict[str, Any]:
+    form = (body.text or {}).get("format") or _PLAIN
+    if not isinstance(form, dict):
+        raise ApiError(400, "text: want an object as format", param="text")
+    return form
+
+
+def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise ApiError(400, "tools: want the type function; no other is served", param="tools")
+    return _nest(tool)
+
+
+def _nest(function: dict[str, Any]) -> dict[str, Any]:
+    """A function as chats have it."""
+    fields = {name: value for name, value in function.items() if name != "type"}
+    return {"type": "function", "function": fields}
+
+
+def _read_input(body: ResponseRequest) -> list[dict[str, Any]]:
+    """The messages of the input; calls belong to the assistant's message before them."""
+    items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    for item in items:
+        match item:
+            case Item(type="message", role=str(role)):
+                messages.append({"role": role, "content": _read_text(item.content)})
+            case Item(type="function_call", call_id=str(called), name=str(name)):
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                function = {"name": name, "arguments": item.arguments or "{}"}
+                call = {"id": called, "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case Item(type="function_call_output", call_id=str(called)):
+                text = _read_text(item.output)
+                messages.append({"role": "tool", "tool_call_id": called, "content": text})
+            case _:
+                wanted = (
+                    "messages with a role, function_call and function_call_output with a call_id"
+                )
+                raise ApiError(400, f"input: want {wanted}", param="input")
+    return messages
+
+
+def _read_text(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    if any(part.type not in _TEXTS for part in content):
+        raise ApiError(400, "input: only content of type input_text is served", param="input")
+    return "".join(part.text or "" for part in content)
+
+
+def response_writer(body: ResponseRequest, model: str) -> Writer:
+    """How the reply to a chat is written as the response of this model to a request."""
+    output = _Output(body, model)
+
+    async def write_body(reply: Reply, chunks: Chunks) -> dict[str, Any]:
+        events = [one async for one in output.write(reply, chunks) if one is not None]
+        return events[-1]["response"]
+
+    async def write_events(reply: Reply, chunks: Chunks) -> AsyncIterator[bytes]:
+        try:
+            async for one in output.write(reply, chunks):
+                yield KEEP_ALIVE if one is None else _to_bytes(one)
+        except ApiError as error:
+            about = {"code": error.code, "message": error.message, "param": error.param}
+            yield _to_bytes(output.event("error", **about))
+
+    return Writer(write_body, write_events)
+
+
+class _Output:
+    """Items of a response, and the events that tell of them."""
+
+    def __init__(self, body: ResponseRequest, model: str) -> None:
+        names = {"instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user"}
+        fields = body.model_dump(include=names)
+        fields |= {"tools": body.tools or [], "tool_choice": body.tool_choice or "auto"}
+        fields |= {"parallel_tool_calls": body.parallel_tool_calls is not False}
+        fields |= {"text": {"format": _form_of(body)}, "truncation": "disabled", "store": False}
+        fields |= {"id": _new_id("resp"), "object": "response", "created_at": int(time.time())}
+        fields |= dict.fromkeys(("previous_response_id", "error", "incomplete_details", "usage"))
+        self._begun = fields | {"model": model, "status": "in_progress", "output": []}
+        self._items: list[dict[str, Any]] = []
+        self._text: str | None = None  # of the message under way
+        self._num_events = 0
+
+    async def write(self, reply: Reply, chunks: Chunks) -> AsyncIterator[dict[str, Any] | None]:
+        """Gives all events, in OpenAI's order; None while nothing comes."""
+        for state in ("created", "in_progress"):
+            yield self.event(f"response.{state}", response=self._begun)
+        async for item in chunks:
+            if item is None:
+                yield None
+            elif (data := reply.take(*item)) is not None:
+                for one in self._add(data["choices"][0]["delta"]):
+                    yield one
+        whole = reply.body()
+        is_cut = whole["choices"][0]["finish_reason"] == "length"
+        status = "incomplete" if is_cut else "completed"
+        for one in self._end_message(status, is_wanted=not self._items):
+            yield one
+        ended = {"status": status, "output": self._items, "usage": _read_usage(whole["usage"])}
+        ended |= {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
+        yield self.event(f"response.{status}", response=self._begun | ended)
+
+    def _add(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Adds what a chunk adds to a chat's message."""
+        if text := delta.get("content"):
+            yield from self._begin_message()
+            self._text = (self._text or "") + text
+            yield self._of_item("output_text.delta", content_index=0, delta=text, logprobs=[])
+        for call in delta.get("tool_calls", ()):
+            yield from self._end_message("completed")
+            arguments, kind = call["function"]["arguments"], "function_call_arguments"
+            item = {"type": "function_call", "id": _new_id("fc"), "call_id": call["id"]}
+            item |= call["function"]
+            yield self._begin_item(item | {"status": "in_progress", "arguments": ""})
+            yield self._of_item(f"{kind}.delta", delta=arguments)
+            yield self._of_item(f"{kind}.done", name=item["name"], arguments=arguments)
+            yield self._end_item(status="completed", arguments=arguments)
+
+    def _begin_message(self) -> Iterator[dict[str, Any]]:
+        """Begins a message unless one is under way."""
+        if self._text is None:
+            item = {"type": "message", "id": _new_id("msg"), "role": "assistant", "content": []}
+            yield self._begin_item(item | {"status": "in_progress"})
+            yield self._of_item("content_part.added", content_index=0, part=_part(""))
+            self._text = ""
+
+    def _end_message(self, status: str, *, is_wanted: bool = False) -> Iterator[dict[str, Any]]:
+        """Ends the message under way; an empty one if it is wanted."""
+        if is_wanted:
+            yield from self._begin_message()
+        if self._text is not None:
+            part, self._text = _part(self._text), None
+            done: Any = {"text": part["text"], "logprobs": []}
+            yield self._of_item("output_text.done", content_index=0, **done)
+            yield self._of_item("content_part.done", content_index=0, part=part)
+            yield self._end_item(status=status, content=[part])
+
+    def _begin_item(self, item: dict[str, Any]) -> dict[str, Any]:
+        self._items.append(item)
+        return self.event("response.output_item.added", output_index=self._last, item=item)
+
+    def _end_item(self, **fields: Any) -> dict[str, Any]:
+        self._items[-1] = item = self._items[-1] | fields
+        return self.event("response.output_item.done", output_index=self._last, item=item)
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        place = {"item_id": self._items[-1]["id"], "output_index": self._last}
+        return self.event(f"response.{kind}", **place, **fields)
+
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """The next event."""
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+    @property
+    def _last(self) -> int:
+        return len(self._items) - 1
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(16)}"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _read_usage(usage: dict[str, Any]) -> dict[str, Any]:
+    """A chat's usage as responses have it."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+        "speculation": usage["speculation"],
+    }
+
+
+def _to_bytes(data: dict[str, Any]) -> bytes:
+    return f"event: {data['type']}\n".encode() + event(data)
