@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -52,6 +53,8 @@ from poss_jax.model.parameters import split_items
 from poss_jax.program.arguments import at_least
 from poss_jax.program.running import Parser, run_program
 from train.claims import changed_settings, claim_folder, saved_config
+from train.loop import validation_batches
+from train.stages import open_stage
 
 SIMULATED = "simulated_acceptance_length"
 Difference = Callable[[str, str], dict[str, Any]]
@@ -133,10 +136,12 @@ def study(config: StudyConfig, *, num_jobs: int = 1) -> dict[str, Any]:
     runs = config.runs()
     train_all(config, runs, num_jobs)
     validations = {run: read_validations(config, run) for run in runs}
+    last = {run: lines[-1] for run, lines in validations.items()}
+    batches = {} if config.trees else {run: validate(config, run) for run in runs}
     return {
         "baseline": next(iter(config.variants)),
         "seeds": list(config.seeds),
-        "held_out": compare_held_out(config, {run: all_[-1] for run, all_ in validations.items()}),
+        "held_out": compare_held_out(config, last, batches),
         "rows": [row for tree in config.trees for row in measure(config, runs, tree)],
         "curves": {
             run.name: [(line["step"], line[SIMULATED]) for line in lines]
@@ -271,16 +276,34 @@ def read_validations(config: StudyConfig, run: Run) -> list[dict[str, Any]]:
     return [metrics for metrics in map(json.loads, lines) if SIMULATED in metrics]
 
 
-def compare_held_out(config: StudyConfig, last: dict[Run, dict[str, Any]]) -> dict[str, Any]:
+def validate(config: StudyConfig, run: Run) -> list[dict[str, Any]]:
+    """Validates the model of a run again; returns the metrics of every batch of held-out rows."""
+    folder = folder_of(config, run)
+    settings = load_config(TrainConfig, folder / "config.yaml")
+    settings = replace(settings, init_draft=str(folder / "model"))
+    with tempfile.TemporaryDirectory() as scratch:
+        shutil.copy(folder / "data.npz", scratch)
+        stage = open_stage(settings, Path(scratch))
+        stage.load_weights()
+    params, batches = stage.init_params(), validation_batches(settings, stage)
+    return [stage.validate(params, [batch])[0] for batch in batches]
+
+
+def compare_held_out(
+    config: StudyConfig,
+    last: dict[Run, dict[str, Any]],
+    batches: dict[Run, list[dict[str, Any]]],
+) -> dict[str, Any]:
     """Compares variants on the held-out texts of training.
 
     Args:
       config: the study.
       last: metrics of every run's last validation.
+      batches: the same of every batch of its rows, or nothing: then nothing is tested.
 
     Returns:
-      A row as `compare_variants` gives, without intervals and p-values over questions; it also has
-      the cosine of drafted and true features (EAGLE-3 predicts none).
+      A row as `compare_variants` gives, with batches instead of questions. It also has the cosine
+      of drafted and true features (EAGLE-3 predicts none), and compares acceptance at position 1.
     """
     variants = {}
     for variant in config.variants:
@@ -296,8 +319,20 @@ def compare_held_out(config: StudyConfig, last: dict[Run, dict[str, Any]]) -> di
         }
 
     def difference(variant: str, other: str) -> dict[str, Any]:
-        mean, its = (variants[name]["acceptance_length"]["value"] for name in (variant, other))
-        return {"difference": _without_interval(mean - its), "p_value": None}
+        if not batches:
+            mean, its = (variants[one]["acceptance_length"]["value"] for one in (variant, other))
+            return {"difference": _without_interval(mean - its), "p_value": None}
+        seeds = {*config.seeds_of(variant)} & {*config.seeds_of(other)}
+
+        def of(name: str, number: Callable[[dict[str, Any]], float]) -> np.ndarray:
+            runs = [batches[Run(name, seed)] for seed in sorted(seeds)]
+            return np.array([[number(batch) for batch in one] for one in runs]).T
+
+        length, first = (
+            compare(*(of(name, number) for name in (other, variant)))
+            for number in (lambda one: one[SIMULATED], lambda one: one["cumulative_acceptance"][0])
+        )
+        return length | {"first_position": first}
 
     return compare_pairs(config, variants, difference)
 

@@ -1,5 +1,6 @@
 """The report of `benchmarks.study`: tables of what was compared, and figures."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ DEPTHS = {"pos": "positionwise_acceptance", "cosine": "feature_cosine"}
 
 def format_study(report: dict[str, Any]) -> str:
     """Writes the report in Markdown."""
+    unit = "questions" if report["rows"] else "batches of held-out rows"
     lines = [
         f"Training seeds {report['seeds']}, or the first of them. Acceptance lengths are averaged "
-        "over seeds, per question; in brackets 95 % intervals over questions; difference from "
-        f"{report['baseline']} with the same seeds; p of the paired permutation test over "
-        "questions, at least 0.0002, and of Welch's t-test over training seeds, not corrected for "
-        "the number of comparisons."
+        f"over seeds; in brackets 95 % intervals over {unit}; difference from "
+        f"{report['baseline']} with the same seeds; p of the paired permutation test over {unit}, "
+        "at least 0.0002, and of Welch's t-test over training seeds, not corrected for the number "
+        "of comparisons."
     ]
     for row in report["rows"]:
         lines += [
@@ -44,7 +46,8 @@ def format_row(row: dict[str, Any]) -> list[str]:
         name: max(len(one.get(key, ())) for one in row["variants"].values())
         for name, key in DEPTHS.items()
     }
-    rounds, tests = row.get("round_milliseconds", {}), ["difference", "p", "p over seeds"]
+    tests = ["difference", "p", "p over seeds", "at pos 1", "p at pos 1"]
+    rounds = row.get("round_milliseconds", {})
     head = ["variant", "seeds", "acceptance length", "seeds apart", *tests, "round ms"]
     head += [f"{name} {depth}" for name, count in most.items() for depth in range(1, count + 1)]
     table = []
@@ -63,21 +66,32 @@ def format_row(row: dict[str, Any]) -> list[str]:
             known = [f"{number:{form}}" for number in one.get(key, ())]
             cells += known + [""] * (most[name] - len(known))
         table.append(cells)
+    lines = ["", *_format_filled(head, table)]
+    pairs = [(" less ".join(one["pair"]), *format_difference(one)) for one in row["pairs"]]
+    return lines + (["", *_format_filled(["pair", *tests], pairs)] if pairs else [])
+
+
+def _format_filled(head: Sequence[str], table: Sequence[Sequence[str]]) -> list[str]:
+    """Formats a table without its empty columns."""
     columns = [column for column in zip(head, *table, strict=True) if any(column[1:])]
     head, *table = zip(*columns, strict=True)
-    lines = ["", *format_rows(head, table)]
-    pairs = [(" less ".join(one["pair"]), *format_difference(one)) for one in row["pairs"]]
-    return lines + (["", *format_rows(["pair", *tests], pairs)] if pairs else [])
+    return format_rows(head, table)
 
 
-def format_difference(compared: dict[str, Any]) -> tuple[str, str, str]:
-    """A difference, and its p-values over questions and over training seeds."""
-    p_value, over_seeds = compared["p_value"], compared["p_over_seeds"]
+def format_difference(compared: dict[str, Any]) -> tuple[str, ...]:
+    """A difference, its p-values over questions and over training seeds; the same at position 1."""
+    over_seeds, at_first = compared["p_over_seeds"], compared.get("first_position")
     return (
-        format_estimate(compared["difference"], digits=3),
-        "" if p_value is None else f"{p_value:.4f}",
+        *_format_tested(compared, digits=3),
         "" if over_seeds is None else f"{over_seeds:.2g}",
+        *(_format_tested(at_first, digits=4) if at_first else ("", "")),
     )
+
+
+def _format_tested(compared: dict[str, Any], *, digits: int) -> tuple[str, str]:
+    p_value = compared["p_value"]
+    difference = format_estimate(compared["difference"], digits=digits)
+    return difference, "" if p_value is None else f"{p_value:.4f}"
 
 
 def plot(report: dict[str, Any], folder: Path) -> None:

@@ -15,12 +15,11 @@ from models import (
     predict_depths,
     random_draft,
     random_target,
-    random_tokens,
     stacked,
     tiny_llama,
 )
+from plain_chain import check_chains, predict_eagle
 from programs import DRAFT, POSS2, Runs, config_file, generate, metrics, refusal, weights
-from test_recursion import draft_chains
 
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import new_record, read_record
@@ -31,7 +30,7 @@ from poss_jax.convert.__main__ import main as convert
 from poss_jax.engine.engine import Engine
 from poss_jax.learn.recursion import DraftInputs
 from poss_jax.model.quantise import Quantised, quantise_target
-from poss_jax.model.specialists import attach, deepen
+from poss_jax.model.specialists import deepen
 from train import loop
 from train.main import main
 from train.stages import open_stage
@@ -57,69 +56,8 @@ RUN = POSS2 | {
 # Its arithmetic
 
 
-def norm(x: np.ndarray, scale: Any) -> np.ndarray:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + LLAMA.rms_norm_eps) * scale
-
-
-def rotated(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Heads [rows heads H] as complex numbers, each turned by its angle."""
-    half = LLAMA.head_dim // 2
-    angles = positions[:, None] * LLAMA.rope.theta ** (-np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
-    return np.concatenate([turned.real, turned.imag], axis=-1)
-
-
-def run_layer(layer: Any, rows: np.ndarray) -> np.ndarray:
-    """One layer over rows 0, 1, ... in float64; each row attends itself and the rows before it."""
-    of, mlp = layer["attention"], layer["mlp"]
-    normed = norm(rows, layer["input_norm"]["scale"]) if "input_norm" in layer else rows
-    at = np.arange(len(rows))
-    q, k, v = (
-        (normed @ of[name]["weight"].T).reshape(len(rows), -1, LLAMA.head_dim) for name in "qkv"
-    )
-    q, k = rotated(q, at), rotated(k, at)
-    heads = []
-    for head in range(LLAMA.num_heads):
-        group = head * LLAMA.num_kv_heads // LLAMA.num_heads
-        scores = q[:, head] @ k[:, group].T / np.sqrt(LLAMA.head_dim)
-        shares = np.exp(np.where(at[:, None] >= at, scores, -np.inf))
-        heads.append(shares @ v[:, group] / shares.sum(axis=1, keepdims=True))
-    rows = rows + np.concatenate(heads, axis=1) @ of["o"]["weight"].T
-    normed = norm(rows, layer["mlp_norm"]["scale"])
-    gate, up = (normed @ mlp[name]["weight"].T for name in ("gate", "up"))
-    return rows + (gate / (1 + np.exp(-gate)) * up) @ mlp["down"]["weight"].T
-
-
-def follow_a_chain(
-    draft: Any, embedded: np.ndarray, features: np.ndarray, start: int
-) -> list[np.ndarray]:
-    """What the chain that starts at a row predicts, with nothing kept from step to step."""
-    fc, layers = draft["fc"]["weight"], [draft["specialists"][0], *draft["further"]]
-    known, predictions = list(features[: start + 1]), []
-    for step in range(PLAIN.trained_depth):
-        rows = np.concatenate([embedded[: len(known)], np.stack(known)], axis=1) @ fc.T
-        for layer in layers if step == 0 else draft["specialists"][1:]:
-            rows = run_layer(layer, rows)
-        predictions.append(rows[-1])
-        known.append(rows[-1])
-    return predictions
-
-
 def test_training_and_drafting_equal_a_float64_forward() -> None:
-    target, draft = random_target(LLAMA), random_draft(DEEP)
-    tokens = random_tokens(LLAMA, 1, T + 1)
-    features = jax.random.normal(jax.random.key(3), (1, T, LLAMA.hidden_size))
-    embedded = target["embed"]["weight"][tokens[:, 1:]]
-    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (draft, embedded, features))
-    starts = np.arange(T - 2)
-    wanted = np.array([follow_a_chain(wide[0], wide[1][0], wide[2][0], s) for s in starts])
-    inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
-    trained = predict_depths(stacked(draft), DEEP, inputs, 3, block=4)
-    drafted = draft_chains(DEEP, attach(draft, target), tokens, features, starts, 3)
-    for depth in range(3):
-        near: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
-        np.testing.assert_allclose(trained[depth, 0, starts + depth], wanted[:, depth], **near)
-        np.testing.assert_allclose(drafted[depth], wanted[:, depth], **near)
+    check_chains(DEEP, predict_eagle, rtol=1e-5, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------

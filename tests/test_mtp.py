@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import predict_depths, random_draft, random_target, random_tokens, stacked, tiny_llama
+from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 from oracle import Shape
+from plain_chain import check_chains, norm, run_layer
 from plain_step import PlainBatch, plain_gradients
 from programs import DRAFT, Runs, config_file, generate, refusal
-from test_deep import norm, run_layer
-from test_recursion import draft_chains
 
 from infer.bench import costs
 from infer.bench.costs import Workload
@@ -23,53 +22,32 @@ from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.convert.__main__ import main as convert
-from poss_jax.learn.recursion import DraftInputs
 from poss_jax.learn.step import draft_gradients
 from poss_jax.learn.task import DraftTask, prepare_draft_data
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import place_tree
 from poss_jax.model.sharding import make_mesh
-from poss_jax.model.specialists import attach
 from train.main import main
 
 LLAMA = tiny_llama()
 CONFIG = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=3, family="mtp")
-T = 14
 RUN = DRAFT | {
     "specialists": {"family": "mtp", "positions_per_specialist": [1, 1], "depth": 2},
     "objective": {"feature_weight": 0.0, "probability_weight": 1.0, "top_k_weight": 0.0},
 }
 
 
-def follow_a_chain(draft: Any, embedded: Any, features: Any, start: int) -> list[np.ndarray]:
-    """What the chain that starts at a row predicts, with nothing kept from step to step."""
-    known, predictions = list(features[: start + 1]), []
-    for step in range(CONFIG.trained_depth):
-        one = draft["specialists"][CONFIG.specialist_at(step)]
-        tokens = norm(embedded[: len(known)], one["token_norm"]["scale"])
-        states = norm(np.stack(known), one["feature_norm"]["scale"])
-        rows = np.concatenate([tokens, states], axis=1) @ one["project"]["weight"].T
-        predictions.append(norm(run_layer(one, rows), one["output_norm"]["scale"])[-1])
-        known.append(predictions[-1])
-    return predictions
+def predict_mtp(draft: Any, index: int, embedded: np.ndarray, features: np.ndarray) -> np.ndarray:
+    one = draft["specialists"][index]
+    tokens = norm(embedded, one["token_norm"]["scale"])
+    states = norm(features, one["feature_norm"]["scale"])
+    rows = np.concatenate([tokens, states], axis=1) @ one["project"]["weight"].T
+    return norm(run_layer(one, rows), one["output_norm"]["scale"])
 
 
 def test_training_and_drafting_equal_a_float64_forward() -> None:
-    target, draft = random_target(LLAMA), random_draft(CONFIG)
-    tokens = random_tokens(LLAMA, 1, T + 1)
-    features = jax.random.normal(jax.random.key(3), (1, T, LLAMA.hidden_size))
-    embedded = target["embed"]["weight"][tokens[:, 1:]]
-    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (draft, embedded, features))
-    starts = np.arange(T - 2)
-    wanted = np.array([follow_a_chain(wide[0], wide[1][0], wide[2][0], s) for s in starts])
-    inputs = DraftInputs(features, embedded, jnp.ones((1, T), jnp.int32))
-    trained = predict_depths(stacked(draft), CONFIG, inputs, 3, block=4)
-    drafted = draft_chains(CONFIG, attach(draft, target), tokens, features, starts, 3)
-    for depth in range(3):
-        of_rows = trained[depth, 0, starts + depth]
-        np.testing.assert_allclose(of_rows, wanted[:, depth], atol=2e-5)
-        np.testing.assert_allclose(drafted[depth], wanted[:, depth], atol=2e-5)
+    check_chains(CONFIG, predict_mtp, atol=2e-5)
 
 
 @pytest.mark.optimised

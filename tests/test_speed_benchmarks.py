@@ -30,7 +30,7 @@ def test_trees_that_are_refused(text: str, error: str) -> None:
 
 def test_every_specialist_has_its_price_unless_keys_and_values_are_shared() -> None:
     rows = break_even.measure(TreeConfig(), context=2048)
-    assert len(rows) == 3 * 2 * 7 * 8
+    assert len(rows) == 4 * 2 * 7 * 8
     by_draft = {row["draft"]: row for row in rows if (row["target"], row["batch"]) == ("8B", 1)}
     prices = [row["break_even_percent"] for row in by_draft.values()]
     assert prices[0] == prices[4] == 0 < prices[1] < prices[2] < prices[3] < 1 < prices[5]
@@ -58,6 +58,30 @@ def test_a_wide_layer_is_read_whole_at_every_level() -> None:
         assert more == pytest.approx(
             1e3 * 6 * 1e9 * (weights[0] - weights[2]) / bandwidth, rel=0.01
         )
+
+
+def test_what_a_larger_first_specialist_must_gain() -> None:
+    """A chain of 2 emits 1 + a + a/2 tokens, which must grow by the factor that rounds do."""
+    rows = break_even.price_first([0.6, 0.5], context=512)
+    assert len(rows) == 4 * 3 * 3 * 5
+    for row in rows:
+        first = 0.6 + row["break_even_points"] / 100
+        longer = 1 + row["longer_percent"] / 100
+        assert (1 + first + first / 2) / 1.9 == pytest.approx(longer)
+    plain, two, three, *_ = (row["longer_percent"] for row in rows[:5])
+    assert plain == 0 < two < three
+    of_8b = {row["draft"]: row for row in rows if (row["target"], row["batch"]) == ("8B", 1)}
+    deep = of_8b["first of 3 layers"]
+    more = deep["round_milliseconds"] - of_8b["PosS-1"]["round_milliseconds"]
+    layer = 2 * 4096 * (4096 + 1024 + 3 * 14336 / 2)  # weights: q, o, k, v and the MLP
+    bytes_each = DEVICES[deep["device"]].bytes_per_second / 1e3
+    assert more == pytest.approx(2 * 2 * layer / bytes_each, rel=0.01)
+
+
+@pytest.mark.parametrize("share", ["0", "1.5", "half", "nan"])
+def test_shares_that_are_refused(share: str) -> None:
+    with pytest.raises(UserError, match="want a number above 0 and at most 1, got"):
+        break_even.main(["--acceptance", share])
 
 
 def accelerator_sizes() -> list[str]:

@@ -7,14 +7,16 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from programs import DRAFT, Runs, config_file, generate, write_config, write_lines
 
 from benchmarks import study
+from benchmarks.study_report import format_row
 from infer.bench.journal import Answer, Cell, Key, Turn
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.reading import UserError
+from poss_jax.config.reading import UserError, load_config
 from train.main import main as train_main
 
 VARIANTS = {
@@ -81,6 +83,25 @@ def test_variants_are_compared_question_by_question() -> None:
     assert two["positionwise_acceptance"] == [0.5, 0.25]
     assert control["difference"]["value"] == pytest.approx(-1)  # from the first with seed 0
     assert row["pairs"][0]["difference"]["value"] == pytest.approx(-2)
+
+
+def test_held_out_rows_are_compared_batch_by_batch() -> None:
+    config = study.StudyConfig(start="s", variants=VARIANTS, trees={}, seeds=(0, 1))
+    accepted = {"one layer": [[0.5, 0.7], [0.6, 0.6]], "two": [[0.6, 0.8], [0.8, 0.6]]}  # by seed
+    batches = {
+        study.Run(name, seed): [
+            {study.SIMULATED: 1 + 2 * share, "cumulative_acceptance": [share]} for share in shares
+        ]
+        for name, of_seeds in accepted.items()
+        for seed, shares in enumerate(of_seeds)
+    }
+    last = {run: few[-1] for run, few in batches.items()}
+    row = study.compare_held_out(config, last, batches)
+    two = row["variants"]["two"]
+    assert two["difference"]["value"] == pytest.approx(0.2)
+    assert two["first_position"]["difference"]["value"] == pytest.approx(0.1)
+    shown = format_row(row)[1]
+    assert "| at pos 1 | p at pos 1 |" in shown and "cosine" not in shown
 
 
 def test_pairs_are_of_variants() -> None:
@@ -173,6 +194,12 @@ def test_a_study_goes_on_where_it_stopped(
     assert {"positions.svg", "drift.svg", "convergence.svg"} <= {
         path.name for path in (tmp_path / "report").iterdir()
     }
+    settings, run = load_config(study.StudyConfig, config), study.Run("two", 3)
+    best = max(
+        reversed(study.read_validations(settings, run)), key=lambda one: one[study.SIMULATED]
+    )
+    batches = [one["agreement"] for one in study.validate(settings, run)]  # of as many rows each
+    assert np.mean(batches, axis=0) == pytest.approx(best["agreement"])
     variants = VARIANTS | {
         "two": {"specialists": {"positions_per_specialist": [1, 1, 1], "depth": 3}}
     }

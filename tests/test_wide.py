@@ -2,16 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import (
     IDENTITY,
     make_engine,
-    predict_depths,
     random_draft,
     random_target,
     random_tokens,
@@ -19,11 +16,10 @@ from models import (
     tiny_llama,
 )
 from oracle import Shape
+from plain_chain import check_chains, predict_eagle
 from programs import POSS2, Runs, config_file, generate, refusal
-from test_deep import run_layer
 from test_eagle3_variants import CONFIG as OF_EAGLE3
 from test_eagle3_variants import STEPS, T, draft_chains, train_chains
-from test_recursion import draft_chains as draft_rows
 
 from infer.bench import costs
 from infer.bench.costs import Workload
@@ -32,7 +28,6 @@ from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.engine.engine import Engine
-from poss_jax.learn.recursion import DraftInputs
 from poss_jax.model.parameters import place_tree
 from poss_jax.model.quantise import Quantised, quantise_target
 from poss_jax.model.sharding import make_mesh
@@ -54,49 +49,9 @@ RUN = POSS2 | {
 }
 
 
-def widened(layer: Any, wide: list[Any]) -> Any:
-    """The layer with one MLP that holds all of them."""
-    parts = [layer["mlp"], *wide]
-    stack = {
-        name: {"weight": np.concatenate([one[name]["weight"] for one in parts], axis=axis)}
-        for name, axis in (("gate", 0), ("up", 0), ("down", 1))
-    }
-    return layer | {"mlp": stack}
-
-
-def follow_a_chain(
-    config: DraftConfig, draft: Any, embedded: Any, features: Any, start: int
-) -> list[np.ndarray]:
-    """What the chain that starts at a row predicts, with nothing kept from step to step."""
-    known, predictions = list(features[: start + 1]), []
-    first = widened(draft["specialists"][0], draft["wide"])
-    for step in range(config.trained_depth):
-        rows = np.concatenate([embedded[: len(known)], np.stack(known)], axis=1)
-        rows, index = rows @ draft["fc"]["weight"].T, config.specialist_at(step)
-        rows = run_layer(first if index == 0 else draft["specialists"][index], rows)
-        for layer in draft.get("further", []) if index == 0 else []:
-            rows = run_layer(layer, rows)
-        predictions.append(rows[-1])
-        known.append(rows[-1])
-    return predictions
-
-
 @pytest.mark.parametrize("config", [WIDE, BOTH], ids=["wide", "wide and deep"])
 def test_training_and_drafting_equal_a_float64_forward(config: DraftConfig) -> None:
-    target, draft = random_target(LLAMA), random_draft(config)
-    tokens = random_tokens(LLAMA, 1, 15)
-    features = jax.random.normal(jax.random.key(3), (1, 14, LLAMA.hidden_size))
-    embedded = target["embed"]["weight"][tokens[:, 1:]]
-    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (draft, embedded, features))
-    starts = np.arange(12)
-    wanted = np.array([follow_a_chain(config, wide[0], wide[1][0], wide[2][0], s) for s in starts])
-    inputs = DraftInputs(features, embedded, jnp.ones((1, 14), jnp.int32))
-    trained = predict_depths(stacked(draft), config, inputs, 3, block=4)
-    drafted = draft_rows(config, attach(draft, target), tokens, features, starts, 3)
-    for depth in range(3):
-        of_rows = trained[depth, 0, starts + depth]
-        np.testing.assert_allclose(of_rows, wanted[:, depth], atol=3e-5)
-        np.testing.assert_allclose(drafted[depth], wanted[:, depth], atol=3e-5)
+    check_chains(config, predict_eagle, atol=3e-5)
 
 
 def test_chains_of_eagle3_draft_what_they_are_trained_to() -> None:

@@ -105,6 +105,13 @@ class Workload:
     cache_bytes: float = 4.0
 
 
+def stored_in(work: Workload, each: float) -> Workload:
+    """The same way of decoding with every number stored in `each` bytes."""
+    return replace(
+        work, target_bytes=each, specialist_bytes=each, draft_bytes=each, cache_bytes=each
+    )
+
+
 def describe_workload(
     weights: Weights, config: DecodeConfig, *, batch: int, context: int
 ) -> Workload:

@@ -1,7 +1,7 @@
 """Settings of the programs that decode."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -19,6 +19,7 @@ from poss_jax.config.numbers import (
     Count,
     CountOrZero,
     Depth,
+    Fraction,
     OutputPenalty,
     Penalty,
     Port,
@@ -405,6 +406,27 @@ class BenchConfig(ComparisonConfig, DecodingConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class DesignConfig:
+    """What designs of a draft may cost and do gain (docs/experiments.md).
+
+    Attributes:
+      layers: Most layers of all specialists together.
+      device: Device whose cost card gives the time of a round.
+      batch_size: Number of sequences of that round.
+      variation: Acceptance that a position loses per squared distance of its input's drift from the
+        mean of its span. The default is measured: PosS-1 and HASS for SmolLM2.
+      misses_left: Share of the misses at position 1 that is left where the first specialist's
+        layers double. The default is measured, after short training: for SmolLM2.
+    """
+
+    layers: Count
+    device: Literal["v5e", "v5p", "v6e", "h100", "h200"] = "h100"
+    batch_size: Count = 1
+    variation: PositiveOrZero = 0.07
+    misses_left: Fraction = 0.998
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DriftConfig(ComparisonConfig):
     """One analysis of drafts by depth, along the target's own greedy answers.
 
@@ -413,6 +435,7 @@ class DriftConfig(ComparisonConfig):
       max_new_tokens: Most new tokens of an answer; more than depth.
       depth: Number of drafted positions to measure.
       spans: Number of specialists to propose positions_per_specialist for (docs/experiments.md).
+      design: Budget to propose spans and layers for.
       allow_target_mismatch: Use a draft made for other weights of the same shape.
     """
 
@@ -420,6 +443,7 @@ class DriftConfig(ComparisonConfig):
     max_new_tokens: Count = 128
     depth: Depth = 8
     spans: Count | None = None
+    design: DesignConfig | None = None
     allow_target_mismatch: bool = False
 
     def __post_init__(self) -> None:
