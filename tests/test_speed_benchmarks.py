@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from programs import Runs
 
-from benchmarks import accelerator, agreement, break_even
+from benchmarks import accelerator, break_even
 from benchmarks.options import read_tree
 from infer.bench.costs import DEVICES, Device
 from infer.bench.rates import Roofline
@@ -126,22 +125,3 @@ def test_accelerator_beside_torch(
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(report["methods"]) == ["autoregressive"] and not report["training"]
     assert report["torch"]["loop"] > 0
-
-
-def test_what_quantising_changes(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def a", "1")))
-    sizes = "--windows 2 --length 20 --max-new-tokens 4".split()
-    agreement.main(["--target", str(runs.model("target")), "--prompts", str(prompts), *sizes])
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    full, int8 = rows["full"], rows["int8"]
-    assert (full["same_likeliest"], full["same_tokens"], full["same_texts"]) == (1, 4, 2)
-    assert 0 < abs(int8["perplexity"] / full["perplexity"] - 1) < 0.05
-    assert int8["same_likeliest"] <= 1 and int8["same_tokens"] <= 4
-
-
-def test_how_far_texts_are_alike() -> None:
-    assert agreement.num_alike([1, 2, 3], [1, 2, 4]) == 2
-    assert agreement.num_alike([1, 2], [1, 2, 3]) == 2 and agreement.num_alike([], [1]) == 0
