@@ -54,7 +54,7 @@ from poss_jax.program.arguments import at_least
 from poss_jax.program.running import Parser, run_program
 from train.claims import changed_settings, claim_folder, saved_config
 from train.loop import validation_batches
-from train.stages import open_stage
+from train.training import open_stage
 
 SIMULATED = "simulated_acceptance_length"
 Difference = Callable[[str, str], dict[str, Any]]

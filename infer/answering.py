@@ -2,9 +2,11 @@
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,7 @@ from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.paths import as_path, local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.data.rendering import start_renderer
-from poss_jax.decode.metrics import mean_acceptance_length
-from poss_jax.engine.answers import Generation
+from poss_jax.engine.answers import Chunk, Generation, mean_acceptance_length
 from poss_jax.engine.dialogue import (
     PROMPT_KEYS,
     Dialogue,
@@ -29,8 +30,7 @@ from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 from poss_jax.program.options import load_engine
 from poss_jax.program.output import announce, check_new_file, print_summary, waiting
-
-from .screen import Screen
+from poss_jax.program.running import text_marks
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,6 +38,37 @@ _FIRST = "getting ready (longer the first time) ..."
 
 Answers = dict[tuple[int, int], Generation]
 """(index of the record, index of the turn) -> answer."""
+
+
+class Screen:
+    """Writes chunks to standard output, each at once.
+
+    Accepted drafts are green on a terminal (or with FORCE_COLOR), and in brackets elsewhere (or
+    with NO_COLOR).
+    """
+
+    def __init__(self, *, shows_drafts: bool) -> None:
+        self._marks = text_marks() if shows_drafts else ("", "")
+        self._is_in_line = False
+        if shows_drafts:
+            sys.stderr.write("accepted drafts look {}like this{}\n".format(*self._marks))
+
+    def show(self, chunk: Chunk) -> None:
+        """Writes the text that a round added."""
+        before, after = self._marks
+        parts = []
+        for is_drafted, pieces in groupby(chunk.pieces, lambda piece: piece.is_drafted):
+            text = "".join(piece.text for piece in pieces)
+            parts.append(f"{before}{text}{after}" if is_drafted else text)
+        self._is_in_line = True
+        sys.stdout.write("".join(parts))
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        """Begins a new line, if an answer was begun."""
+        if self._is_in_line:
+            sys.stdout.write("\n")
+            self._is_in_line = False
 
 
 def answer_dialogues(

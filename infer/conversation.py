@@ -23,7 +23,7 @@ from poss_jax.program.options import load_engine
 from poss_jax.program.output import waiting
 from poss_jax.program.running import DIM, has_colours
 
-from .screen import Screen
+from .answering import Screen
 
 _HISTORY_LINES = 1000
 

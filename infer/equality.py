@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from poss_jax.config.decoding import BenchConfig, SamplingConfig
+from poss_jax.config.bench import BenchConfig
+from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import Drafting, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import Text, draw_noise, process_logits, shift_logits
@@ -26,7 +27,7 @@ from poss_jax.decode.verify import accept
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.steps import on_mesh
+from poss_jax.engine.rounds import on_mesh
 from poss_jax.engine.trees import default_tree, tree_for
 from poss_jax.program.output import print_summary
 from poss_jax.program.tables import show_rows

@@ -38,7 +38,8 @@ from make_format_v1 import PROMPT, TREE
 from poss_jax import Engine, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.folder import load_draft, load_target
 from poss_jax.decode import speculate
-from poss_jax.model.target import encode, stack_layers
+from poss_jax.model.documents import encode
+from poss_jax.model.target import stack_layers
 
 Dump = Iterator[tuple[str, Any]]  # name, array or text
 

@@ -27,7 +27,7 @@ from infer.tune.search import (
 from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine import trees as tree_files

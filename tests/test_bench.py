@@ -20,7 +20,8 @@ from infer.bench.rates import Roofline
 from infer.bench.report import format_card, format_report
 from infer.bench.settings import need_equal_texts
 from infer.bench.summary import show_example
-from poss_jax.config.decoding import BenchConfig, MethodConfig, SamplingConfig
+from poss_jax.config.bench import BenchConfig, MethodConfig
+from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.models import CPU_TREE, TreeConfig
 from poss_jax.config.reading import UserError, build_config
 from poss_jax.engine.dialogue import read_dialogues

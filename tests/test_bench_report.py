@@ -19,10 +19,9 @@ from made_up import (
 )
 
 from infer.bench import page as page_module
-from infer.bench.answer_files import write_answer_files
-from infer.bench.brief import describe, format_brief
+from infer.bench.journal import write_answer_files
 from infer.bench.page import write_page
-from infer.bench.report import check_output, format_report
+from infer.bench.report import check_output, describe, format_brief, format_report
 from infer.bench.summary import Grid, make_grid, summarise, summarise_group
 from poss_jax.config.reading import UserError
 from poss_jax.program.tables import align

@@ -11,16 +11,9 @@ import jaxtyping
 import pydantic
 import pytest
 
-from poss_jax.config import data, decoding, models, regenerate, training
-from poss_jax.config.decoding import (
-    AnswerConfig,
-    BenchConfig,
-    DecodingConfig,
-    DesignConfig,
-    DriftConfig,
-    GenerateConfig,
-    SamplingConfig,
-)
+from poss_jax.config import bench, data, decoding, models, regenerate, training
+from poss_jax.config.bench import BenchConfig, DesignConfig, DriftConfig
+from poss_jax.config.decoding import AnswerConfig, DecodingConfig, GenerateConfig, SamplingConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, RopeConfig, TreeConfig
 from poss_jax.config.reading import UserError, build_config, config_to_dict
 from poss_jax.config.regenerate import RegenerateConfig
@@ -146,7 +139,7 @@ def test_equal_static_configs_compile_once():
 
 
 def test_round_trip_of_every_field():
-    bench = BenchConfig(target="t", drafts={"poss3": "runs/poss3"}, tree=TreeConfig(depth=2))
+    comparison = BenchConfig(target="t", drafts={"poss3": "runs/poss3"}, tree=TreeConfig(depth=2))
     train = TrainConfig(
         stage="draft",
         output="runs/x",
@@ -156,7 +149,7 @@ def test_round_trip_of_every_field():
         optimizer=OptimizerConfig(clip_value=None),
     )
     assert config_to_dict(train)["specialists"]["positions_per_specialist"] == [3, 3]
-    for config in (bench, train):
+    for config in (comparison, train):
         assert build_config(type(config), config_to_dict(config), origin="twin") == config
 
 
@@ -205,18 +198,12 @@ def test_misspelt_key_is_named_before_the_missing_one():
         build_config(TrainConfig, {"stage": "draft", "outptu": "x"}, origin="run.yaml")
 
 
-def test_long_values_are_cut():
-    with pytest.raises(UserError) as caught:
-        build_config(TrainConfig, DRAFT_RUN | {"seed": ["x" * 100] * 100}, origin="run.yaml")
-    assert len(str(caught.value)) < 300
-
-
 # --------------------------------------------------------------------------------------------------
 # Numbers
 
 KINDS = [
     kind
-    for module in (models, data, training, regenerate, decoding)
+    for module in (models, data, training, regenerate, decoding, bench)
     for kind in vars(module).values()
     if isinstance(kind, type) and kind.__module__ == module.__name__
 ]
@@ -244,10 +231,6 @@ def numbers(schema: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]
     elif isinstance(schema, list):
         for part in schema:
             yield from numbers(part, where)
-
-
-def test_there_are_configs():
-    assert {LlamaConfig, TreeConfig, TrainConfig, OptimizerConfig, SamplingConfig} < set(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -280,33 +263,19 @@ def test_no_number_is_true_or_endless(kind):
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        (SamplingConfig, {"top_k": 3_000_000_000}, "top_k: Input should be less than 2147483648"),
         (SamplingConfig, {"temperature": 1e-30}, "temperature: want no number closer to 0 than"),
         (SamplingConfig, {"logit_bias": {True: 1}}, "logit_bias.1.[key]: want a number"),
         (SamplingConfig, {"logit_bias": {2**31: 1}}, "[key]: Input should be less than 2147483648"),
-        (SamplingConfig, {"logit_bias": {1: 1e40}}, "logit_bias.1: Input should be less than"),
-        (OptimizerConfig, {"b1": 2}, "b1: Input should be less than or equal to 0.999999"),
         (OptimizerConfig, {"b2": 0.99999999}, "b2: Input should be less than or equal to 0.999999"),
-        (OptimizerConfig, {"eps": 0}, "eps: Input should be greater than 0"),
         (OptimizerConfig, {"eps": 1e-50}, "eps: want no number closer to 0 than 1e-30"),
-        (OptimizerConfig, {"learning_rate": -1}, "learning_rate: Input should be greater than 0"),
-        (OptimizerConfig, {"weight_decay": -1}, "weight_decay: Input should be greater than or"),
         (TrainConfig, {"batch_size": True}, "batch_size: want a number, got True"),
-        (TrainConfig, {"seed": -1}, "seed: Input should be greater than or equal to 0"),
         (TrainConfig, {"seed": 2**64}, "seed: Input should be less than 4294967296"),
-        (TrainConfig, {"num_epochs": 1e308}, "num_epochs: Input should be less than or equal to"),
-        (
-            TrainConfig,
-            {"num_epochs": None, "num_tokens": 10**30},
-            "num_tokens: Input should be less than or equal to",
-        ),
         (
             TrainConfig,
             {"num_epochs": None, "num_tokens": 10**17},
             "num_tokens 100000000000000000 are 48828125000000 steps; lower it",
         ),
         (TreeConfig, {"depth": 10**6}, "depth: Input should be less than or equal to 1000"),
-        (LlamaConfig, {"vocab_size": 2**31}, "vocab_size: Input should be less than 2147483648"),
         (
             RopeConfig,
             {"type": "llama3", "high_freq_factor": 1},

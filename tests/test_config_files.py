@@ -168,13 +168,6 @@ def test_files_without_end_are_refused():
         load_config(TreeConfig, "/dev/zero")
 
 
-def test_bases_in_a_row_end(tmp_path):
-    for i in range(30):
-        write(tmp_path / f"{i}.yaml", f"base: {i + 1}.yaml")
-    with pytest.raises(UserError, match=r"20\.yaml: base: want the path of another YAML file"):
-        load_config(TreeConfig, tmp_path / "0.yaml")
-
-
 def test_a_base_too_long_for_a_path_is_cut_in_the_message(tmp_path):
     write(tmp_path / "a.yaml", f"base: '{'9' * 6000}'")
     with pytest.raises(UserError, match=r"9\.\.\.: File name too long; give the path") as caught:

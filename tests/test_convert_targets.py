@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.checkpoint.record import TOKENIZER_FILES, read_record
 from poss_jax.config.reading import UserError
+from poss_jax.model.documents import encode
 from poss_jax.model.linear import linear
-from poss_jax.model.target import encode
 
 # Model type, and what differs from the tiny shape below.
 FAMILIES = {

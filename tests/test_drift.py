@@ -25,7 +25,7 @@ from infer.drift.study import (
 )
 from poss_jax.checkpoint.folder import load_draft, load_target, write_model
 from poss_jax.checkpoint.record import new_record, target_identity
-from poss_jax.config.decoding import DriftConfig
+from poss_jax.config.bench import DriftConfig
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.engine.answers import Generation

@@ -21,7 +21,7 @@ from poss_jax.config.models import CPU_TREE, MeshConfig
 from poss_jax.decode import speculate
 from poss_jax.engine.device import device_memory, least_bytes
 from poss_jax.engine.prompts import prompt_seed, sampling_per_prompt
-from poss_jax.engine.steps import decode_batch
+from poss_jax.engine.rounds import decode_batch
 from poss_jax.engine.trees import Tuned, fit_tree
 from poss_jax.model.sharding import bytes_per_device
 
@@ -197,10 +197,6 @@ def test_chat_templates_that_cannot_be_used(runs: Runs, template: str | None, er
 def test_prompts_that_are_refused(plain: Engine, prompt: Any, error: str) -> None:
     with pytest.raises(UserError, match=re.escape(error)):
         plain.generate([[1], prompt], max_new_tokens=24)
-
-
-def test_longest_prompt_is_taken(plain: Engine) -> None:
-    assert len(plain.prepare([7] * 232, 24).ids) == 232
 
 
 def test_text_with_a_token_that_the_target_does_not_embed(runs: Runs) -> None:
@@ -474,18 +470,3 @@ def test_draft_of_other_weights_needs_permission(runs: Runs, tmp_path: Path) -> 
         Engine.load(folder, runs.model("poss2"))
     engine = Engine.load(folder, runs.model("poss2"), allow_target_mismatch=True)
     assert engine.draft_config == read_record(runs.model("poss2")).draft
-
-
-@pytest.mark.parametrize(
-    ("target", "draft", "error"),
-    [
-        ("nowhere", None, "model folder nowhere does not exist"),
-        ("{target}", "nowhere", "model folder nowhere does not exist"),
-        ("{poss2}", None, "want a target, got a draft"),
-        ("{target}", "{target}", "want a draft, got a target"),
-    ],
-)
-def test_folders_that_are_refused(runs: Runs, target: str, draft: str | None, error: str) -> None:
-    names = {name: runs.model(name) for name in ("target", "poss2")}
-    with pytest.raises(UserError, match=error):
-        Engine.load(target.format(**names), draft and draft.format(**names))

@@ -21,8 +21,9 @@ from poss_jax.config.models import LlamaConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.export import plan_export, write_export
 from poss_jax.convert.layouts import LAYOUTS, Outgoing
+from poss_jax.model.documents import encode
 from poss_jax.model.parameters import flatten_item, item_shapes
-from poss_jax.model.target import encode, stack_layers
+from poss_jax.model.target import stack_layers
 
 ROOT = Path(__file__).parents[1]
 DTYPES = [np.float32, np.float16, jnp.bfloat16]

@@ -18,9 +18,9 @@ from poss_jax.config.training import TrainConfig
 from poss_jax.data.feature_files import FeatureFiles, read_feature_files
 from poss_jax.data.features import RowsWithFeatures
 from poss_jax.data.sources import load_documents
-from poss_jax.model.target import encode
+from poss_jax.model.documents import encode
 from train.main import main
-from train.stages import open_stage
+from train.training import open_stage
 
 pytestmark = pytest.mark.torch
 D = 32

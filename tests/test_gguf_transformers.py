@@ -12,8 +12,8 @@ from models import random_tokens, stacked
 
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.convert.gguf_file import open_gguf
+from poss_jax.model.documents import encode
 from poss_jax.model.linear import linear
-from poss_jax.model.target import encode
 
 pytestmark = pytest.mark.torch
 

@@ -23,10 +23,11 @@ from poss_jax.learn.losses import describe_targets
 from poss_jax.learn.recursion import DraftInputs
 from poss_jax.learn.step import draft_gradients
 from poss_jax.learn.task import DraftData, DraftTask
+from poss_jax.model.documents import encode
 from poss_jax.model.families import family_of
 from poss_jax.model.parameters import flatten_item, item_shapes, split_items, torch_name
 from poss_jax.model.ranking import choose
-from poss_jax.model.target import encode, stack_layers
+from poss_jax.model.target import stack_layers
 
 NO_STOP = jnp.asarray([-1], jnp.int32)
 

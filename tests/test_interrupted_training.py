@@ -22,7 +22,7 @@ from poss_jax.config.training import TrainConfig
 from poss_jax.data.rows import rows_at
 from poss_jax.model.parameters import split_items
 from train.main import main
-from train.stages import open_stage
+from train.training import open_stage
 
 
 def environment() -> dict[str, str]:
@@ -235,7 +235,7 @@ def test_validation_that_is_not_finite_is_not_saved(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = {"validation_loss": [np.nan], "simulated_acceptance_length": 1.0}
-    monkeypatch.setattr("train.stages.DraftStage.validate", lambda *_: (results, None))
+    monkeypatch.setattr("train.draft_stage.DraftStage.validate", lambda *_: (results, None))
     message = refusal(main, "--config", config_file(runs, tmp_path, POSS2))
     assert "step 10 diverged: validation_loss [nan]; nothing is saved yet" in message
     assert checkpoints(tmp_path / "run") == []

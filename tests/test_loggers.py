@@ -13,7 +13,7 @@ import pytest
 from test_run_folder import config_for
 
 from poss_jax.config.reading import UserError
-from train.loggers import check_loggers, open_loggers, scalars
+from train.run_log import check_loggers, open_loggers, scalars
 
 
 def test_scalars_take_lists_apart() -> None:

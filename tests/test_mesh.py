@@ -26,7 +26,7 @@ from poss_jax.decode.tree import root_tree
 from poss_jax.engine import device
 from poss_jax.engine.device import least_bytes
 from poss_jax.engine.live import run_live
-from poss_jax.engine.steps import run_round, start
+from poss_jax.engine.rounds import run_round, start
 from poss_jax.model.quantise import quantise_target
 from poss_jax.model.ranking import top_k
 from poss_jax.model.sharding import decoding_mesh, make_mesh

@@ -2,7 +2,8 @@
 
 import pytest
 
-from poss_jax.decode.metrics import distinct_ngram_share, mean_acceptance_length
+from infer.bench.summary import distinct_ngram_share
+from poss_jax.engine.answers import mean_acceptance_length
 
 
 def test_acceptance_lengths():

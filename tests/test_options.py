@@ -11,7 +11,8 @@ from programs import refusal
 
 from infer.aot.config import AheadConfig
 from poss_jax import SamplingConfig, TreeConfig
-from poss_jax.config.decoding import BenchConfig, DriftConfig, GenerateConfig, ServeConfig
+from poss_jax.config.bench import BenchConfig, DriftConfig
+from poss_jax.config.decoding import GenerateConfig, ServeConfig
 from poss_jax.config.models import CPU_TREE
 from poss_jax.config.reading import UserError, list_keys
 from poss_jax.config.regenerate import RegenerateConfig
@@ -225,25 +226,16 @@ def test_filters_without_temperature_are_said_to_do_nothing(
         ("--temperature -1", "--temperature: Input should be greater than or equal to 0, got '-1'"),
         ("--temperature nan", "--temperature: Input should be a finite number"),
         ("--top-p 0", "--top-p: Input should be greater than 0, got '0'"),
-        ("--top-p nan", "--top-p: Input should be "),
         ("--min-p 1.5", "--min-p: Input should be less than or equal to 1, got '1.5'"),
         ("--repetition-penalty 0", "--repetition-penalty: Input should be greater than 0"),
-        ("--top-k -2", "--top-k: Input should be greater than or equal to 0, got '-2'"),
-        ("--seed 4294967296", "--seed: Input should be less than 4294967296"),
         ("--logit-bias 5", "--logit-bias '5': want ID=VALUE"),
-        ("--logit-bias =1", "--logit-bias '=1': want ID=VALUE"),
         ("--logit-bias a=1", "--logit-bias: a.[key]: Input should be a valid integer"),
         ("--logit-bias -1=1", "argument --logit-bias: expected one argument"),
         ("--logit-bias 5=inf", "--logit-bias: 5: Input should be a finite number, got 'inf'"),
         ("--top-k 3000000000", "--top-k: Input should be less than 2147483648, got '3000000000'"),
         ("--top-k " + "9" * 5000, "--top-k: Unable to parse input string as an integer, exceeded"),
-        ("--seed " + "9" * 5000, "--seed: Unable to parse input string as an integer, exceeded"),
-        ("--temperature 1e999", "--temperature: Input should be "),
         ("--temperature 1e-30", "--temperature: want no number closer to 0 than 1e-20"),
-        ("--repetition-penalty 1e-9", "--repetition-penalty: want no number closer to 0"),
         (f"--logit-bias {'9' * 5000}=1", "Unable to parse input string as an integer, exceeded"),
-        ("--logit-bias 3000000000=1", "[key]: Input should be less than 2147483648"),
-        ("--logit-bias 5=1e40", "--logit-bias: 5: Input should be less than or equal to"),
         (f"--logit-bias {'9' * 5000}", "--logit-bias '999999999999...9999999999999': want ID=VAL"),
         ("--logit-bias 5=1 --logit-bias 5=2", "'5=2': 5 is named already; name another"),
     ],
@@ -251,10 +243,6 @@ def test_filters_without_temperature_are_said_to_do_nothing(
 def test_settings_that_are_refused(arguments: str, error: str) -> None:
     message = refusal(sampling, *arguments.split())
     assert error in message and len(message) < 300
-
-
-def test_a_number_may_begin_with_zeros() -> None:
-    assert sampling(["--top-k", "0" * 30 + "7"]).top_k == 7
 
 
 @pytest.mark.parametrize("option", ["--top-k", "--logit-bias", "--tree-depth"])
@@ -306,6 +294,7 @@ def test_options_do_not_ask_for_devices(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_one_tree_for_all() -> None:
     assert tree([]) is None
+    assert tree(["--tree-depth", "2"]) == TreeConfig(depth=2, top_k=4, total_tokens=16)
     assert tree(["--tree-depth", "2", "--tree-top-k", "3", "--tree-total-tokens", "9"]) == (
         TreeConfig(depth=2, top_k=3, total_tokens=9)
     )
@@ -322,13 +311,7 @@ def test_one_tree_for_all() -> None:
         ("1: {depth: 0}", "trees: 1: depth: Input should be greater than 0, got 0"),
         ("{}", "trees: want batch sizes and their trees, got none"),
         ("- 1", "trees: want a mapping of keys, got list"),
-        ("3000000000: null", "trees: 3000000000: want a batch size, a whole number from 1 on"),
         ("1: null\n1: {depth: 2}", "not valid YAML: the key '1' is given twice"),
-        ("1: {depth: true}", "trees: 1: depth: want a number, got True"),
-        ("1: {top_k: 3000000000}", "trees: 1: top_k: Input should be less than 2147483648"),
-        ("1: 2024-13-45", "not valid YAML: month must be in 1..12"),
-        ("1: &a [*a]", "not valid YAML: aliases stand for more than 50,000 values"),
-        (f"? {'9' * 5000}", "not valid YAML: Exceeds the limit (4300 digits)"),
         (f"1: {'x' * 9000}", "want depth, top_k and total_tokens, or null; got 'xxxxx"),
     ],
 )
@@ -336,20 +319,6 @@ def test_trees_that_are_refused(tmp_path: Path, text: str, error: str) -> None:
     (tmp_path / "trees").write_text(text)
     message = refusal(lambda words: read_trees(Path(words[0])), str(tmp_path / "trees"))
     assert error in message and len(message) < 500
-
-
-@pytest.mark.parametrize(
-    ("option", "error"),
-    [
-        ("--tree-depth=1001", "--tree-depth: Input should be less than or equal to 1000, got"),
-        ("--tree-top-k=0", "--tree-top-k: Input should be greater than 0, got '0'"),
-        ("--tree-top-k=2147483648", "--tree-top-k: Input should be less than 2147483648"),
-        ("--tree-total-tokens=1", "--tree-total-tokens: Input should be greater than 1"),
-        (f"--tree-total-tokens={'9' * 5000}", "--tree-total-tokens: Unable to parse input string"),
-    ],
-)
-def test_trees_out_of_bounds(option: str, error: str) -> None:
-    assert error in refusal(tree, option)
 
 
 @pytest.mark.parametrize(
@@ -417,9 +386,3 @@ def test_trees_of_methods_and_of_files_are_not_too_deep(tmp_path: Path) -> None:
     (tmp_path / "trees").write_text(f"4: {deep}")
     with pytest.raises(UserError, match=error):
         load_engine(read(["--trees", str(tmp_path / "trees")]))
-
-
-def test_a_file_of_trees_stands_alone() -> None:
-    error = refusal(tree, "--trees", "any", "--tree-depth", "2")
-    assert error == "--trees: want it alone, got a tree, too; leave out one of them"
-    assert tree(["--tree-depth", "2"]) == TreeConfig(depth=2, top_k=4, total_tokens=16)

@@ -31,10 +31,11 @@ from infer.generate import main as generate_main
 from poss_jax import Engine, SamplingConfig, TreeConfig, UserError
 from poss_jax.checkpoint.folder import check_quantisation, load_target, read_target, verify_model
 from poss_jax.checkpoint.record import read_record
-from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import DraftConfig, MeshConfig
 from poss_jax.convert.__main__ import main as convert_main
 from poss_jax.decode import speculate
+from poss_jax.model.documents import encode
 from poss_jax.model.linear import linear
 from poss_jax.model.parameters import partition, place_tree, place_weights
 from poss_jax.model.quantise import (
@@ -47,7 +48,6 @@ from poss_jax.model.quantise import (
     unpack,
 )
 from poss_jax.model.sharding import make_mesh
-from poss_jax.model.target import encode
 from train.main import main as train_main
 from train.regenerate import main as regenerate_main
 

@@ -20,7 +20,8 @@ from infer.bench.questions import (
     read_questions,
     read_sets,
 )
-from poss_jax.config.decoding import BenchConfig, SamplingConfig
+from poss_jax.config.bench import BenchConfig
+from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.reading import UserError
 from poss_jax.engine.engine import Engine
 

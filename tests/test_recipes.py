@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.study import StudyConfig
 from infer.aot.config import AheadConfig
-from poss_jax.config.decoding import BenchConfig, DriftConfig
+from poss_jax.config.bench import BenchConfig, DriftConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.reading import load_config, read_yaml
 from poss_jax.config.training import OptimizerConfig, TrainConfig

@@ -11,9 +11,9 @@ from poss_jax.decode import drafting
 from poss_jax.decode.drafting import commit_pairs, join_pairs
 from poss_jax.learn.recursion import DraftInputs, first_version, unroll
 from poss_jax.model.cache import init_cache
+from poss_jax.model.documents import encode
 from poss_jax.model.families import family_of
 from poss_jax.model.specialists import attach
-from poss_jax.model.target import encode
 
 # spans, trained depth, fc bias; and what the layers have besides a Llama's
 METHODS = {

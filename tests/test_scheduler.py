@@ -20,11 +20,12 @@ from poss_jax.engine import models, slots, steps
 from poss_jax.engine.answers import Chunk, Generation, LiveAnswer
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong
+from poss_jax.engine.rounds import read_rounds
 from poss_jax.engine.scheduler import Closed, QueueFull, Scheduler
 from poss_jax.engine.slots import Program, Slots
-from poss_jax.engine.steps import read_rounds
 from poss_jax.engine.streams import Stream, merge
-from poss_jax.model.target import encode, stack_layers
+from poss_jax.model.documents import encode
+from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Params
 
 TREES = {

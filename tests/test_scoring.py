@@ -12,7 +12,8 @@ from poss_jax import Engine
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.models import MeshConfig
 from poss_jax.engine.scoring import score_prompt
-from poss_jax.model.target import encode, stack_layers
+from poss_jax.model.documents import encode
+from poss_jax.model.target import stack_layers
 
 TEXT = np.random.default_rng(0).integers(3, 300, 200).tolist()
 

@@ -24,7 +24,8 @@ from poss_jax import Engine, Generation, SamplingConfig, TreeConfig
 from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.decoding import ServedSampling
 from poss_jax.engine.prompts import prompt_seed
-from poss_jax.model.target import encode, stack_layers
+from poss_jax.model.documents import encode
+from poss_jax.model.target import stack_layers
 from poss_jax.serving.app import Service
 
 N = 24

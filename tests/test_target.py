@@ -15,7 +15,8 @@ from poss_jax.checkpoint.folder import load_target
 from poss_jax.config.models import LlamaConfig, RopeConfig
 from poss_jax.decode.tree import make_tree, root_tree
 from poss_jax.model.cache import KVCache, init_cache
-from poss_jax.model.target import decode, encode, insert_layers, prefill, read_logits, verify
+from poss_jax.model.documents import encode
+from poss_jax.model.target import decode, insert_layers, prefill, read_logits, verify
 
 LENGTHS, PROMPT_SIZE, NUM_STEPS, CHUNK = (5, 12), 14, 6, 4
 ENDS = tuple(length + NUM_STEPS for length in LENGTHS)

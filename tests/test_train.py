@@ -35,7 +35,7 @@ from poss_jax.program.running import BRACKETS
 from train import loop
 from train.main import main
 from train.run_folder import RunFolder
-from train.stages import open_stage
+from train.training import open_stage
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -235,7 +235,7 @@ def test_model_is_of_the_best_checkpoint(
     """The first of three validations is called the best; the model is written by a second run."""
     config = config_file(runs, tmp_path, POSS2, keep_checkpoints=1)
     scores = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr("train.stages.DraftStage.score", lambda *_: next(scores))
+    monkeypatch.setattr("train.draft_stage.DraftStage.score", lambda *_: next(scores))
     with monkeypatch.context() as patch, pytest.raises(Crash):
         patch.setattr("train.devices.write_model", crash_when(lambda: None, lambda *_: True))
         main(["--config", config])

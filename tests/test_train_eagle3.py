@@ -19,8 +19,7 @@ from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.learn.step import draft_gradients
 from poss_jax.learn.task import DraftTask, own_head, prepare_draft_data
 from poss_jax.learn.validation import make_draft_validation
-from poss_jax.model.documents import TrainBatch
-from poss_jax.model.target import encode
+from poss_jax.model.documents import TrainBatch, encode
 from train.main import main
 
 OBJECTIVE = {"feature_weight": 0.0, "probability_weight": 1.0, "top_k_weight": 0.0}

@@ -31,15 +31,16 @@ from poss_jax.checkpoint.record import read_record
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, load_config
 from poss_jax.config.training import TrainConfig
+from poss_jax.model.documents import encode
 from poss_jax.model.families import FAMILIES
-from poss_jax.model.target import encode, stack_layers
+from poss_jax.model.target import stack_layers
 from train import loop, preparation
 from train.devices import put_batch
 from train.draft_stage import DraftStage
 from train.loop import validation_batches
 from train.main import main
 from train.preparation import prepare_rows
-from train.stages import open_stage
+from train.training import open_stage
 
 FEW_STEPS = {"num_tokens": 3 * 64, "validate_every": 3}
 

@@ -16,8 +16,7 @@ from poss_jax.learn.pretraining import make_target_step, target_loss
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.learn.step import draft_gradients, make_draft_step
 from poss_jax.learn.task import DraftTask, prepare_draft_data
-from poss_jax.model.documents import TrainBatch
-from poss_jax.model.target import encode
+from poss_jax.model.documents import TrainBatch, encode
 
 # --------------------------------------------------------------------------------------------------
 # Optimizer

@@ -15,7 +15,7 @@ from models import make_engine, random_draft, random_target, stacked, tiny_llama
 
 from poss_jax import Engine, TreeConfig, UserError
 from poss_jax.config.models import DraftConfig, MeshConfig
-from poss_jax.model.target import encode
+from poss_jax.model.documents import encode
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr("warnings.showwarning", lambda *args, **kwargs: None)

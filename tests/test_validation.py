@@ -25,8 +25,7 @@ from poss_jax.learn.validation import (
     make_draft_validation,
     make_target_validation,
 )
-from poss_jax.model.documents import TrainBatch
-from poss_jax.model.target import encode
+from poss_jax.model.documents import TrainBatch, encode
 
 B, T, R = 4, 12, 3
 LLAMA = tiny_llama(num_layers=1, vocab_size=19, hidden_size=16, head_dim=4)

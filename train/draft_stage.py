@@ -22,8 +22,7 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import TrainConfig
-from poss_jax.data.feature_cache import FeatureCache
-from poss_jax.data.features import join_features
+from poss_jax.data.features import FeatureCache, join_features
 from poss_jax.data.sources import load_documents
 from poss_jax.data.tokenizer import load_tokenizer
 from poss_jax.learn.state import TrainState

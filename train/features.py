@@ -20,14 +20,12 @@ from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import local_path
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import TrainConfig
-from poss_jax.data.feature_cache import LOCK, FeatureCache, open_cache
 from poss_jax.data.feature_files import FeatureFiles
-from poss_jax.data.features import FeatureSource
+from poss_jax.data.features import LOCK, FeatureCache, FeatureSource, open_cache
 from poss_jax.data.prepared import Prepared
 from poss_jax.data.rows import Rows
-from poss_jax.model.documents import TrainBatch
+from poss_jax.model.documents import TrainBatch, encode
 from poss_jax.model.parameters import place_weights
-from poss_jax.model.target import encode
 from poss_jax.shapes import Array, Params
 
 from .devices import ask_first, compile_on, is_first_process, meet, put_batch, stack_on

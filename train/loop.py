@@ -1,12 +1,18 @@
-"""The training loop: steps, validations and checkpoints, every one a function of its step."""
+"""The training loop: steps, validations and checkpoints, every one a function of its step.
 
-from collections.abc import Callable, Iterator
+A `Stage` is what it trains, a target or a draft, with its rows, parameters, step and model.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+import optax
+from jax.sharding import Mesh
 
+from poss_jax.config.models import DraftConfig, LlamaConfig
 from poss_jax.config.paths import AnyPath
 from poss_jax.config.reading import UserError
 from poss_jax.config.training import ProfileConfig, TrainConfig
@@ -15,18 +21,79 @@ from poss_jax.learn.state import TrainState
 from poss_jax.learn.validation import Predictions
 from poss_jax.model.documents import TrainBatch
 from poss_jax.program.tables import format_rows
+from poss_jax.shapes import Array, Params
 
 from .devices import preemption_notice, put_batch
+from .memory import PlannedStep
 from .preparation import num_validation_rows
 from .run_folder import RunFolder
 from .run_log import Diverged, RunLog
-from .stages import Stage
 
 StepFunction = Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
 
 # For samples: tokens shown before a place, and places per text.
 _TOKENS_BEFORE = 16
 _PLACES = 4
+
+
+class Stage(Protocol):
+    """Interface between the training loop and a stage.
+
+    Attributes:
+      config: shape of the model that is trained.
+      mesh: the devices it is trained on.
+      rows: rows to train on.
+      validation_rows: held-out rows.
+      report: what both were made from.
+      tokenizer: tokenizer of both.
+      lookahead: how many tokens after its own a row predicts first.
+    """
+
+    lookahead: int
+    mesh: Mesh
+    rows: Rows
+    validation_rows: Rows
+    report: dict[str, Any]
+    tokenizer: Any
+
+    @property
+    def config(self) -> LlamaConfig | DraftConfig: ...
+
+    def load_weights(self) -> None:
+        """Reads the weights needed from the first step on, once the step is known to fit."""
+        ...
+
+    def write_features(self) -> None:
+        """Writes features to disk, so that steps need not compute them."""
+        ...
+
+    def plan_step(self) -> PlannedStep:
+        """The step, from shapes alone."""
+        ...
+
+    def init_params(self) -> Params:
+        """Initial parameters on the mesh, layers or specialists stacked."""
+        ...
+
+    def make_step(
+        self, optimizer: optax.GradientTransformation, state: TrainState
+    ) -> Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Array]]]:
+        """Returns the step for states like this: (state, batch) -> (state, metrics)."""
+        ...
+
+    def validate(
+        self, params: Params, batches: Iterable[TrainBatch]
+    ) -> tuple[dict[str, Any], Predictions]:
+        """Measures the parameters on held-out batches, and returns predictions for the first."""
+        ...
+
+    def score(self, results: dict[str, Any]) -> float:
+        """Scores a validation; the best state has the highest score."""
+        ...
+
+    def save_model(self, params: Params, folder: AnyPath) -> None:
+        """Writes a model folder."""
+        ...
 
 
 def run_steps(

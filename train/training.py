@@ -12,19 +12,21 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from poss_jax.checkpoint.locks import hold_folder
-from poss_jax.config.paths import absolute
+from poss_jax.config.paths import AnyPath, absolute
 from poss_jax.config.training import TrainConfig
 from poss_jax.learn.state import init_state, make_optimizer
 from poss_jax.model.parameters import count_parameters
+from poss_jax.model.sharding import check_batch_size, check_processes
 
 from .claims import check_output, claim_together, hold_together
 from .devices import is_first_process, make_on
-from .loggers import check_loggers
-from .loop import run_steps
-from .memory import check_memory, describe_devices
+from .draft_stage import DraftStage
+from .loop import Stage, run_steps
+from .memory import check_memory, describe_devices, mesh_for
 from .preparation import describe_data, describe_sample
 from .run_folder import RunFolder, holds_model, is_damaged
-from .stages import Stage, open_stage
+from .run_log import check_loggers
+from .target_stage import TargetStage
 
 
 def train(config: TrainConfig, *, overwrite: bool = False) -> dict[str, Any]:
@@ -121,3 +123,23 @@ def describe(config: TrainConfig, compile_for: str | None = None) -> dict[str, A
         "sample": stage.tokenizer.decode(stage.rows.tokens[0][:64]),
         "memory": memory,
     }
+
+
+def open_stage(config: TrainConfig, folder: AnyPath, *, plan_for: str | None = None) -> Stage:
+    """Reads all that the run needs except weights: text, tokenizer, model configs.
+
+    Args:
+      config: the run.
+      folder: folder for prepared data.
+      plan_for: devices (see `mesh_for`) to plan a run for, without running it.
+
+    Raises:
+      UserError: something is missing or does not fit.
+    """
+    mesh = mesh_for(config, plan_for or "here")
+    if plan_for is None:
+        check_processes(mesh)
+    check_batch_size(config.batch_size // config.step.accumulation_steps, mesh)
+    if config.stage == "draft":
+        return DraftStage(config, folder, mesh)
+    return TargetStage(config, folder, mesh, is_shared=plan_for is None)

@@ -17,7 +17,7 @@ from poss_jax.config.reading import UserError
 from poss_jax.decode.state import DecodeConfig, Request, Weights
 from poss_jax.engine.device import ACCELERATOR_CHUNKS, with_rows
 from poss_jax.engine.prompts import PreparedPrompt, lay_out, make_request
-from poss_jax.engine.steps import run_round, run_rounds, start
+from poss_jax.engine.rounds import run_round, run_rounds, start
 from poss_jax.engine.trees import fit_tree
 from poss_jax.learn.task import describe_draft
 from poss_jax.model.cache import block_rows

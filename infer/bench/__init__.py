@@ -1,16 +1,14 @@
 """Compares drafts over the same questions.
 
-run.py           a benchmark from its settings to its report
-settings.py      settings of tune, lossless and roofline
-questions.py     data sets -> questions -> prompts
-measure.py       ways to decode, and their times
-phases.py        times of the phases of a round
-costs.py         bytes, FLOPs and floors of the phases; datasheets of devices
-rates.py         measured rates of this device
-journal.py       answers, kept as they come
-compare.py       all questions with all methods
-statistics.py    intervals and tests
-summary.py       answers -> numbers
-report.py        numbers -> tables and files; page.py makes a web page of them, brief.py a few lines
-answer_files.py  answers in the field's formats
+settings.py    settings of tune, lossless and roofline
+questions.py   data sets -> questions -> prompts
+measure.py     ways to decode, and their times
+phases.py      times of the phases of a round
+costs.py       bytes, FLOPs and floors of the phases; datasheets of devices
+rates.py       measured rates of this device
+journal.py     answers, kept as they come, and in the field's formats
+compare.py     a benchmark: all questions with all methods
+statistics.py  intervals and tests
+summary.py     answers -> numbers
+report.py      numbers -> tables and files; page.py makes a web page of them
 """

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.bench import BenchConfig
 from poss_jax.program.arguments import read_arguments
 from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         BenchConfig, arguments, prog="infer.bench", doc=__doc__, actions=_ACTIONS
     )
     with waiting("importing JAX ..."):
-        from .run import run
+        from .compare import run
     run(config, from_scratch=args.overwrite)
 
 

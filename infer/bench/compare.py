@@ -1,30 +1,59 @@
-"""Answers all questions with every method, keeps the answers, and sums them up."""
+"""One benchmark: answers all questions with every method, keeps, sums up and reports them."""
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from poss_jax.checkpoint.record import provenance, read_record
-from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.bench import BenchConfig
 from poss_jax.config.paths import local_path
 from poss_jax.config.reading import config_to_dict
 from poss_jax.engine.dialogue import Dialogue
 from poss_jax.engine.prompts import PreparedPrompt
 
+from ..drift.report import format_report as format_drift
 from ..drift.study import study
-from .journal import Answer, Cell, Journal, Key, make_turn
-from .measure import AUTOREGRESSIVE, Decoder, count_memory, load_decoders, measure_steps, play
+from .journal import SETTINGS, Answer, Cell, Journal, Key, make_turn, write_answer_files
+from .measure import (
+    AUTOREGRESSIVE,
+    Decoder,
+    count_memory,
+    load_decoders,
+    measure_steps,
+    play,
+    with_default_models,
+)
+from .page import write_page
 from .phases import measure_card
 from .questions import Question, first_prompts, make_dialogues, read_sets
 from .rates import device_name, find_roofline
-from .report import with_provenance
+from .report import format_brief, format_report, open_output, show_report, with_provenance
 from .summary import make_grid, show_example, summarise_group
+
+
+def run(config: BenchConfig, *, from_scratch: bool) -> None:
+    """Measures, prints, and writes the report; `from_scratch` drops an earlier one."""
+    config = with_default_models(config)
+    output = config.output
+    is_resumed = output is not None and (local_path(output, "output") / SETTINGS).is_file()
+    with open_output(output, overwrite=from_scratch or is_resumed) as folder:
+        report, answers = bench(config, from_scratch=from_scratch)
+        table = format_report(report)
+        if "drift" in report:
+            table += f"\n\n## By position\n\n{format_drift(report['drift'])}"
+
+        def write(folder: Path) -> None:
+            write_page(report, folder / "report.html")
+            write_answer_files(answers, folder)
+
+        show_report(report, table, folder, brief=format_brief(report), write=write)
 
 
 def bench(

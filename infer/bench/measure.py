@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.config.decoding import BenchConfig, MethodConfig
+from poss_jax.bundled.default import default_drafts, default_target
+from poss_jax.config.bench import BenchConfig, MethodConfig
+from poss_jax.config.decoding import SMOLLM2
 from poss_jax.config.models import Quantisation
 from poss_jax.config.reading import UserError
 from poss_jax.decode import speculate
@@ -20,7 +22,7 @@ from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue, answer_all
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.steps import decode_batch, on_mesh, run_rounds, start
+from poss_jax.engine.rounds import decode_batch, on_mesh, run_rounds, start
 from poss_jax.model import target
 from poss_jax.model.ranking import choose
 from poss_jax.model.sharding import highest_of_groups
@@ -75,6 +77,18 @@ class Decoder:
         self.compile_seconds = time.monotonic() - started
         warm = [time_first_token(self.engine, first) for _ in range(_FIRST_TOKEN_CALLS)]
         self.first_token_seconds = {"cold": cold, "warm": float(np.median(warm))}
+
+
+def with_default_models(config: BenchConfig) -> BenchConfig:
+    """Names the folders of the default target, and of its drafts if no others are given.
+
+    Raises:
+      UserError: what `default_target` refuses.
+    """
+    if config.target != SMOLLM2:
+        return config
+    drafts = config.drafts or {name: str(folder) for name, folder in default_drafts().items()}
+    return replace(config, target=str(default_target()), drafts=drafts)
 
 
 @waiting("loading the models ...")

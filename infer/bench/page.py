@@ -12,8 +12,8 @@ import numpy as np
 from markupsafe import Markup
 
 from ..drift.report import draw_interval
-from .brief import add_up, describe
 from .phases import PARTS
+from .report import add_up, describe
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#785ef0", "#999999")
 """Colours of drafts in figures, distinct without red and green, on white and on black."""

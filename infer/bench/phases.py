@@ -22,7 +22,7 @@ from poss_jax.decode.tree import Tree, root_tree
 from poss_jax.decode.verify import Acceptance
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.steps import on_mesh, run_round, start
+from poss_jax.engine.rounds import on_mesh, run_round, start
 
 from .costs import Device, cost_card, describe_workload, floors, num_parts
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from poss_jax.config.bench import BenchConfig
 from poss_jax.config.data import DataConfig
-from poss_jax.config.decoding import BenchConfig, SamplingConfig
+from poss_jax.config.decoding import SamplingConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError, one_line
 from poss_jax.data.conversations import plain_texts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.bench import BenchConfig
 from poss_jax.config.reading import UserError
 from poss_jax.program.arguments import Actions, read_arguments
 from poss_jax.program.output import waiting
@@ -31,7 +31,7 @@ def read_settings(
         seed=(*config.seeds, config.sampling.seed)[0],
     )
     with waiting("importing JAX ..."):
-        from poss_jax.program.options import with_default_models
+        from .measure import with_default_models
     return with_default_models(replace(config, sampling=sampling)), args
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from poss_jax.decode.metrics import distinct_ngram_share
 from poss_jax.engine.answers import begin_text
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
@@ -293,3 +292,12 @@ def _pieces(engine: Engine, prompt: PreparedPrompt, turn: Turn) -> list[Piece]:
         for piece in stream.push(token, depth=depth)
     ]
     return pieces + stream.finish()
+
+
+def distinct_ngram_share(tokens: Sequence[int], n: int = 4) -> float:
+    """Share of distinct n-grams; near 0 for looping text, which is easy to draft.
+
+    1 for a text too short for two.
+    """
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0

@@ -14,7 +14,7 @@ last line everything as one JSON object; --output keeps report.json, report.md a
 from collections.abc import Sequence
 from functools import partial
 
-from poss_jax.config.decoding import DriftConfig
+from poss_jax.config.bench import DriftConfig
 from poss_jax.program.arguments import read_arguments
 from poss_jax.program.output import waiting
 from poss_jax.program.running import run_program

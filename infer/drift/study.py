@@ -12,13 +12,12 @@ from tqdm import tqdm
 
 from poss_jax.checkpoint.folder import load_draft, load_target, read_target
 from poss_jax.checkpoint.record import ModelRecord, provenance
-from poss_jax.config.decoding import DesignConfig, DriftConfig
+from poss_jax.config.bench import DesignConfig, DriftConfig
 from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError, config_to_dict
 from poss_jax.config.training import ObjectiveConfig
 from poss_jax.data.conversations import Tokens
 from poss_jax.data.rows import Rows, make_rows
-from poss_jax.decode.metrics import distinct_ngram_share
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.device import default_dtype
 from poss_jax.engine.dialogue import Dialogue, join_answers
@@ -33,7 +32,7 @@ from ..bench.measure import Decoder, load_decoders, play
 from ..bench.questions import read_questions
 from ..bench.report import open_output, show_report
 from ..bench.statistics import compare, estimate, estimate_mean, share
-from ..bench.summary import LOOPING_BELOW
+from ..bench.summary import LOOPING_BELOW, distinct_ngram_share
 from .report import format_brief, format_report, plot_report
 from .spans import Design, Gains, advise_design, advise_spans, expected_length
 

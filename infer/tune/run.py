@@ -9,7 +9,7 @@ from typing import Any
 
 from poss_jax.checkpoint.record import read_record
 from poss_jax.checkpoint.whole import write_output
-from poss_jax.config.decoding import BenchConfig
+from poss_jax.config.bench import BenchConfig
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.paths import AnyPath, as_path, read_text
 from poss_jax.config.reading import UserError, config_to_dict

@@ -27,13 +27,13 @@ from tqdm import tqdm
 from poss_jax.config.models import TreeConfig
 from poss_jax.config.reading import config_to_dict
 from poss_jax.decode import speculate
-from poss_jax.decode.metrics import mean_acceptance_length
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Candidates, Tree, make_tree, root_tree
 from poss_jax.decode.verify import accept
+from poss_jax.engine.answers import mean_acceptance_length
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
-from poss_jax.engine.steps import on_mesh, run_round, start
+from poss_jax.engine.rounds import on_mesh, run_round, start
 from poss_jax.engine.trees import default_tree
 
 from ..bench.measure import time_batches

@@ -5,6 +5,7 @@ training.py      training runs
 data.py          texts or chats, and rows of their tokens
 regenerate.py    a target that writes chats
 decoding.py      runs of the decoding programs; sampling
+bench.py         comparisons of drafts
 numbers.py       bounded types of numbers
 reading.py       YAML files, `base:`, dotted overrides, keys and their help, messages
 yaml_text.py     YAML of plain values

@@ -1,12 +1,44 @@
-"""Rows that come with the target's features, read from disk on demand."""
+"""Rows that come with the target's features, and the cache that keeps features on disk.
 
+The cache is written once and read by many epochs and runs:
+
+    manifest.json    what the features were made from
+    000000.npy ...   shards of rows [n T D], the bits of bfloat16 as uint16; appended, where NumPy
+                     does not look: the CRC-32 of every row as uint32
+
+A shard is written under another name first, so an existing one is complete.
+"""
+
+import json
+import math
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
+import ml_dtypes
 import numpy as np
 
+from poss_jax.checkpoint.whole import replaced, write_file
+from poss_jax.config.reading import UserError, one_line
 from poss_jax.data.prepared import Prepared
 from poss_jax.data.rows import Rows
+
+LOCK = ".lock"
+
+_MANIFEST = "manifest.json"
+_DTYPE = np.dtype(ml_dtypes.bfloat16)
+_BITS = np.dtype("<u2")
+_CRC = np.dtype("<u4")
+_HEADER_BYTES = 128  # of an .npy file
+
+# A network's file system may show a new file to other hosts only after a minute.
+_SEEN_SECONDS = 90.0
+_LOOK_SECONDS = 1.0
 
 
 @runtime_checkable
@@ -81,3 +113,245 @@ def join_features(prepared: Prepared, source: FeatureSource) -> Prepared:
         validation=RowsWithFeatures(**vars(validation), features=of_validation),
         report=prepared.report | {"features": source.describe()},
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# The cache
+
+
+@dataclass(frozen=True)
+class FeatureCache:
+    """A folder of features, of which some shards may not be written yet.
+
+    Attributes:
+      folder: folder of the cache.
+      made_from: name -> value of all that the features depend on.
+      shape: rows, tokens of a row, width.
+      rows_per_shard: number of rows in all shards but the last.
+    """
+
+    folder: Path
+    made_from: Mapping[str, str]
+    shape: tuple[int, int, int]
+    rows_per_shard: int
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of a complete cache."""
+        return math.ceil(self.shape[0] / self.rows_per_shard)
+
+    @property
+    def missing(self) -> list[int]:
+        """Shards that are not written yet."""
+        return [shard for shard in range(self.num_shards) if not self.has(shard)]
+
+    def has(self, shard: int) -> bool:
+        """Tells whether a shard is written."""
+        return self._path(shard).is_file()
+
+    def num_bytes(self, shards: Iterable[int]) -> int:
+        """Size of some shards."""
+        T, D = self.shape[1:]
+        row_bytes = T * D * _BITS.itemsize + _CRC.itemsize
+        return sum(len(self.rows_of(n)) * row_bytes + _HEADER_BYTES for n in shards)
+
+    def rows_of(self, shard: int) -> range:
+        """Rows that a shard holds."""
+        first = shard * self.rows_per_shard
+        return range(first, min(first + self.rows_per_shard, self.shape[0]))
+
+    def describe(self) -> str:
+        """Size and place, for people."""
+        written = self.num_shards - len(self.missing)
+        size = _gib(self.num_bytes(range(self.num_shards)))
+        shape = " x ".join(f"{length:,}" for length in self.shape)
+        return (
+            f"{shape} bfloat16, {size} in {self.num_shards:,} shards in {self.folder}; "
+            f"{'all' if written == self.num_shards else f'{written:,}'} of them written"
+        )
+
+    def check_space(self) -> None:
+        """Raises UserError if the disk has no room for what is missing."""
+        place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+        wanted, free = self.num_bytes(self.missing), shutil.disk_usage(place).free
+        if wanted > free:
+            raise UserError(
+                f"features.cache {self.folder} wants {_gib(wanted)} more, its disk has "
+                f"{_gib(free)} free; make room, name a folder on another disk, or leave out "
+                "features.cache"
+            )
+
+    def start(self) -> None:
+        """Says in the folder what it is to hold, unless it says so already.
+
+        Raises:
+          UserError: it says something else by now.
+        """
+        place, manifest = self.folder / _MANIFEST, self._manifest()
+        if not place.is_file():
+            write_file(place, json.dumps(manifest, indent=2) + "\n")
+        elif json.loads(place.read_text(encoding="utf-8")) != manifest:
+            raise UserError(
+                f"features.cache {self.folder} was begun by another run meanwhile; run the same "
+                "command again"
+            )
+
+    def check_seen(self) -> None:
+        """Waits until this process sees the cache begun; raises UserError if it never does."""
+        end = time.monotonic() + _SEEN_SECONDS
+        while not (self.folder / _MANIFEST).is_file():
+            if time.monotonic() >= end:
+                raise UserError(
+                    f"features.cache {self.folder}: this process does not see the folder that the "
+                    "first one writes; name one on a file system that all hosts share"
+                )
+            time.sleep(_LOOK_SECONDS)
+
+    def write(self, shard: int, features: Iterable[np.ndarray]) -> None:
+        """Writes a shard; nothing of it is kept if that fails.
+
+        Args:
+          shard: its number.
+          features: its rows in order, each [some T D] bfloat16.
+        """
+        path = self._path(shard)
+        shape = len(self.rows_of(shard)), *self.shape[1:]
+        header = {"descr": _BITS.str, "fortran_order": False, "shape": shape}
+        sums: list[int] = []
+        try:
+            with replaced(path) as partial, partial.open("wb") as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                for part in features:
+                    assert part.dtype == _DTYPE
+                    bits = np.ascontiguousarray(part).view(_BITS)
+                    file.write(bits.data)
+                    sums += map(zlib.crc32, bits)
+                file.write(np.array(sums, _CRC).data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be written: {error.strerror}; earlier shards are kept, run the "
+                "same command again to continue"
+            ) from error
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Features [n T D] bfloat16 of some rows; reads only these.
+
+        Raises:
+          UserError: a shard is missing or damaged.
+        """
+        features = np.empty((len(rows), *self.shape[1:]), _BITS)
+        shards, places = np.divmod(rows, self.rows_per_shard)
+        for shard in np.unique(shards):
+            chosen = shards == shard
+            features[chosen] = self._read(int(shard), places[chosen])
+        return features.view(_DTYPE)
+
+    def _read(self, shard: int, places: np.ndarray) -> np.ndarray:
+        path = self._path(shard)
+        shape = len(self.rows_of(shard)), *self.shape[1:]
+        try:
+            array = _open_shard(path, shape)
+            rows = np.ascontiguousarray(array[places])
+            _check_rows(rows, places, _read_sums(path, array))
+        except Exception as error:  # NumPy raises many kinds on a damaged header
+            raise UserError(
+                f"{path}: want a shard of features {shape}, got a damaged file "
+                f"({one_line(error)}); remove it, the next run writes it again"
+            ) from error
+        return rows
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"{shard:06}.npy"
+
+    def _manifest(self) -> dict[str, Any]:
+        return {
+            "made_from": dict(self.made_from),
+            "shape": list(self.shape),
+            "dtype": _DTYPE.name,
+            "rows_per_shard": self.rows_per_shard,
+        }
+
+
+def open_cache(
+    folder: Path, made_from: Mapping[str, str], shape: tuple[int, int, int], shard_bytes: float
+) -> FeatureCache:
+    """Opens a cache, which may be empty or not exist; nothing is written.
+
+    Args:
+      folder: folder of the cache.
+      made_from: name -> value of all that the features depend on.
+      shape: rows, tokens of a row, width.
+      shard_bytes: size of a shard of a new cache; a shard has at least one row.
+
+    Raises:
+      UserError: the folder holds something else, or features of something else.
+    """
+    row_bytes = math.prod(shape[1:]) * _BITS.itemsize
+    new = FeatureCache(folder, made_from, shape, max(1, int(shard_bytes / row_bytes)))
+    place = folder / _MANIFEST
+    if not place.is_file():
+        if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise UserError(
+                f"features.cache {folder} holds something else (no {_MANIFEST}); name a new folder"
+            )
+        return new
+    try:
+        manifest = json.loads(place.read_text(encoding="utf-8"))
+        saved = dict(manifest["made_from"], shape=manifest["shape"], dtype=manifest["dtype"])
+        rows_per_shard = int(manifest["rows_per_shard"])
+        if rows_per_shard < 1:
+            raise ValueError(f"rows_per_shard {rows_per_shard}")
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise UserError(
+            f"{place}: want the manifest of a cache, got a damaged file ({one_line(error)}); "
+            "remove the folder"
+        ) from error
+    asked = dict(made_from, shape=list(shape), dtype=_DTYPE.name)
+    different = [
+        f"{name}: saved {_short(saved.get(name))}, asked {_short(asked.get(name))}"
+        for name in {**asked, **saved}
+        if saved.get(name) != asked.get(name)
+    ]
+    if different:
+        raise UserError(
+            f"features.cache {folder} has other features ({'; '.join(different)}); name another "
+            "folder, or remove it"
+        )
+    return FeatureCache(folder, made_from, shape, rows_per_shard)
+
+
+def _open_shard(path: Path, wanted: tuple[int, ...]) -> np.memmap:
+    with path.open("rb") as file:
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        if (shape, dtype) != (wanted, _BITS):
+            raise ValueError(f"{dtype} {shape}")
+        return np.memmap(file, dtype, "r", file.tell(), shape)
+
+
+def _read_sums(path: Path, array: np.memmap) -> np.ndarray | None:
+    """The checksums of a shard's rows; None for old shards without them."""
+    end = array.offset + array.nbytes
+    if path.stat().st_size == end:
+        return None
+    sums = np.fromfile(path, _CRC, offset=end)
+    if path.stat().st_size != end + len(array) * _CRC.itemsize:
+        raise ValueError(f"{path.stat().st_size} bytes")
+    return sums
+
+
+def _check_rows(rows: np.ndarray, places: np.ndarray, sums: np.ndarray | None) -> None:
+    if sums is not None:
+        for place, row in zip(places, rows, strict=True):
+            if zlib.crc32(row) != sums[place]:
+                raise ValueError(f"row {place} is not what was written")
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else str(value)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.3g} GiB"

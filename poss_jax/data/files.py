@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from poss_jax.config import paths
 from poss_jax.config.json_reading import JsonError, parse_json
 from poss_jax.config.paths import AnyPath, as_path, is_uri
+from poss_jax.config.paths import read_text as read_or_fail
 from poss_jax.config.reading import UserError
 
 
@@ -43,7 +43,7 @@ def _matching_objects(pattern: str) -> list[AnyPath]:
 def read_text(path: AnyPath) -> str:
     """Reads a whole file of UTF-8."""
     try:
-        return paths.read_text(path, "utf-8-sig")
+        return read_or_fail(path, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: want UTF-8 text, got {error.reason}; convert the file") from error
     except OSError as error:

@@ -9,6 +9,7 @@ text.py       tokens -> text that may be shown; stop strings
 dialogue.py   prompt files, and conversations whose every turn the target answers
 device.py     defaults of the device; memory
 trees.py      draft trees per batch size: which apply; those written by hand or tuned
-steps.py      what runs on the devices: prompts, a whole batch, or a few rounds at a time
+rounds.py     what runs on the devices: a whole batch, or a few rounds at a time
+steps.py      prompts into slots, chunk by chunk
 slots.py      a batch whose texts come and go; scheduler.py fills it, streams.py carries the answers
 """

@@ -254,3 +254,9 @@ class LiveAnswer:
             if self._stream.is_stopped:
                 return pieces, count
         return pieces + (self._stream.finish() if is_last else []), len(tokens)
+
+
+def mean_acceptance_length(accepted: Sequence[Sequence[int]]) -> float:
+    """Tokens per round of each prompt, averaged over prompts (how the papers report it)."""
+    per_prompt = [float(np.mean(prompt)) + 1 for prompt in accepted if len(prompt)]
+    return float(np.mean(per_prompt)) if per_prompt else 1.0

@@ -18,7 +18,6 @@ from itertools import product
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
@@ -39,7 +38,7 @@ from poss_jax.engine.device import (
     with_rows,
 )
 from poss_jax.engine.grammar import Grammar, GrammarCompiler
-from poss_jax.engine.live import run_live
+from poss_jax.engine.live import answer_live, run_live
 from poss_jax.engine.models import fuse, fuse_own, lend, load_fused, replace_target
 from poss_jax.engine.prompts import (
     PreparedPrompt,
@@ -52,7 +51,7 @@ from poss_jax.engine.prompts import (
     make_request,
     sampling_per_prompt,
 )
-from poss_jax.engine.steps import decode_batch, run_step
+from poss_jax.engine.rounds import compile_batch, decode_batch
 from poss_jax.engine.text import check_stop
 from poss_jax.engine.trees import Trees, choose_trees, find_tuned, tree_for
 from poss_jax.model.parameters import place_weights
@@ -226,8 +225,7 @@ class Engine:
         other = copy(self)
         other._given_trees = tree
         other.trees = choose_trees(tree, self.weights.draft)
-        if drafting is not None:
-            other.drafting = drafting
+        other.drafting = drafting or self.drafting
         return other
 
     def update_weights(self, params: Params) -> None:
@@ -395,9 +393,7 @@ class Engine:
             config, request = self.request(batch, batch_size=batch_size)
             if stop or any(prompt.shown_ids or prompt.guide for prompt in batch):
                 live = [self.live_answer(prompt, stop) for prompt in batch]
-                rounds = run_live(self.weights, config, request, live)
-                ended = {index: chunk.answer for index, chunk in rounds if chunk.answer}
-                answers += [ended[index] for index in range(len(batch))]
+                answers += answer_live(self.weights, config, request, live)
             else:
                 output = decode_batch(self.weights, config, request).output  # not the caches
                 answers += self.read(batch, output)
@@ -424,23 +420,14 @@ class Engine:
                 raise UserError(f"precompile: want 2 to {self.max_length} tokens, got {length}")
             prompt = self.prepare([0], length - 1, sampling)
             config, request = self.request([prompt], batch_size=batch_size)
-            ended = request.replace(limits=jnp.ones_like(request.limits))
-            # Nested, so that no name keeps the donated caches alive.
-            jax.block_until_ready(
-                run_step(self.weights, config, ended, decode_batch(self.weights, config, ended))
-            )
+            compile_batch(self.weights, config, request)
 
     def decode_config(self, length: int, batch_size: int = 1) -> DecodeConfig:
-        """Static settings of a call; lengths are rounded up (`with_rows`) to share programs.
-
-        Args:
-          length: most tokens of prompt and answer together.
-          batch_size: number of sequences.
-        """
+        """Static settings of a call; `length` holds prompt and answer, see `with_rows`."""
         return self.config_with(tree_for(self.trees, batch_size), length, self.max_length)
 
     def config_with(self, tree: TreeConfig | None, length: int, max_length: int) -> DecodeConfig:
-        """Static settings of decoding with a tree, or (None) without a draft; see `with_rows`."""
+        """Static settings of decoding with a tree, or (None) without a draft."""
         config = DecodeConfig(
             self.target_config,
             self.draft_config if tree else None,

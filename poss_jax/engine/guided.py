@@ -20,7 +20,7 @@ from poss_jax.decode.rejection import DrawnTree
 from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.decode.tree import Tree, make_tree
 from poss_jax.engine.grammar import Guide
-from poss_jax.engine.steps import Rounds, end_others, jit_step, mark, pack_new
+from poss_jax.engine.rounds import Rounds, end_others, jit_step, mark, pack_new
 from poss_jax.shapes import Array, Bool, Float, Int, UInt
 
 _WALK_SECONDS = 0.05  # per tree; a harmless grammar takes 2 ms for 60 nodes

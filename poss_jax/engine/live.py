@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from poss_jax.decode.state import DecodeConfig, Request, Weights
-from poss_jax.engine.answers import Chunk, LiveAnswer, Round
+from poss_jax.engine.answers import Chunk, Generation, LiveAnswer, Round
 from poss_jax.engine.guided import first_masks, run_guided
-from poss_jax.engine.steps import Pace, count_rounds, read_rounds, run_step, start
+from poss_jax.engine.rounds import Pace, count_rounds, read_rounds, run_step, start
 
 
 def run_live(
@@ -52,3 +52,12 @@ def run_live(
         pace.record(count_rounds(new), begun=before[1])
         for index, (answer, rounds) in enumerate(zip(answers, new, strict=False)):
             yield from ((index, answer.add(one)) for one in rounds if not answer.is_ended)
+
+
+def answer_live(
+    weights: Weights, config: DecodeConfig, request: Request, answers: Sequence[LiveAnswer]
+) -> list[Generation]:
+    """Decodes a batch as `run_live` does, and returns its answers."""
+    rounds = run_live(weights, config, request, answers)
+    ended = {index: chunk.answer for index, chunk in rounds if chunk.answer}
+    return [ended[index] for index in range(len(answers))]

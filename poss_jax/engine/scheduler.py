@@ -27,9 +27,9 @@ from poss_jax.config.reading import UserError, one_line
 from poss_jax.engine.answers import Chunk, Round
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.rounds import Pace, Rounds, count_rounds, read_rounds
 from poss_jax.engine.slots import Slots
 from poss_jax.engine.stats import Stats
-from poss_jax.engine.steps import Pace, Rounds, count_rounds, read_rounds
 from poss_jax.engine.streams import Stream
 from poss_jax.engine.warm_up import WarmUp
 from poss_jax.shapes import Params

@@ -9,6 +9,7 @@ from poss_jax.engine.answers import TokenLogprobs
 from poss_jax.engine.device import check_memory
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt, lay_out
+from poss_jax.engine.rounds import read_scores
 
 
 def score_prompt(
@@ -38,5 +39,5 @@ def score_prompt(
     prefill = steps.begin(weights, config, request)
     for index in range(-(-(len(ids) - 1) // config.chunk)):
         prefill, scores = steps.score(weights, config, request, prefill, np.int32(index))
-        found += steps.read_scores(scores, 0, min(config.chunk, len(ids) - 1 - len(found)))
+        found += read_scores(scores, 0, min(config.chunk, len(ids) - 1 - len(found)))
     return found

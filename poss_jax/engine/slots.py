@@ -30,7 +30,7 @@ from poss_jax.engine.grammar import Guide
 from poss_jax.engine.guided import first_masks, run_guided
 from poss_jax.engine.prefixes import Prefixes, make_prefixes, name_blocks
 from poss_jax.engine.prompts import PreparedPrompt, PromptTooLong, lay_out
-from poss_jax.engine.steps import Rounds
+from poss_jax.engine.rounds import Rounds, run_step
 from poss_jax.engine.trees import cover_trees, tree_for
 from poss_jax.model.target import Prefill
 from poss_jax.shapes import Params
@@ -288,12 +288,12 @@ class Slots:
         num_rounds: int = 1,
         guides: Mapping[int, Guide] | None = None,
     ) -> Rounds:
-        """Runs some rounds (see `steps.run_step`); returns before they are done.
+        """Runs some rounds (see `run_step`); returns before they are done.
 
         Args:
           program: the kind of round.
           texts: slots whose texts continue; texts of other slots end.
-          num_rounds: how many, at most `steps.MOST_ROUNDS`; one if the program is guided.
+          num_rounds: how many, at most `rounds.MOST_ROUNDS`; one if the program is guided.
           guides: grammars by slot, if the program is guided (see `run_guided`).
         """
         tree, logprobs = program.tree, self.max_logprobs if program.has_logprobs else 0
@@ -310,7 +310,7 @@ class Slots:
         if program.is_guided:
             state, rounds = run_guided(*batch, texts=texts, guides=guides or {})
         else:
-            state, rounds = steps.run_step(*batch, texts=texts, num_rounds=num_rounds)
+            state, rounds = run_step(*batch, texts=texts, num_rounds=num_rounds)
         self._state = state.replace(draft=draft) if program.is_draftless else state
         return rounds
 

@@ -1,91 +1,22 @@
-"""Steps: what runs on the devices without the host, and how new tokens reach it.
+"""Steps of slots: prompts come alone, chunk by chunk, and get a place in a running batch.
 
-    decode_batch   all rounds in one step, for answers that nobody streams
-    run_step       a few rounds: one step runs while the host reads the one before
-
-Slots read prompts and run rounds in the steps that follow; the scheduler chooses which. Given the
+The scheduler chooses which step comes next; rounds of all slots are in `rounds.py`. Given the
 shapes of weights (`shapes_of`) in place of weights, these steps compile and return shapes.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import struct
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 
 from poss_jax.decode import scoring, speculate
-from poss_jax.decode.state import DecodeConfig, DecodeState, Logprobs, Output, Request, Weights
-from poss_jax.engine.answers import Round, TokenLogprobs
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
 from poss_jax.engine.prompts import HostRequest, make_request
+from poss_jax.engine.rounds import Rounds, jit_step, pack_first
 from poss_jax.model.cache import KeysValues, KVCache, commit_rows, cut_rows
-from poss_jax.model.sharding import highest_of_groups, partition_state
 from poss_jax.model.target import Prefill, end_prefill
 from poss_jax.shapes import Array, Bool, Int, UInt
-
-MOST_ROUNDS = 32
-"""Most rounds of one step."""
-
-_STEP_SECONDS = 0.02  # time a step should take
-
-StateT = TypeVar("StateT")
-
-
-def on_mesh(function: Callable[..., StateT], *, is_state: bool = True) -> Callable[..., StateT]:
-    """Shards a decoding step along the axes of `DecodeConfig.mesh`, if there is one.
-
-    Args:
-      function: (weights, config, request, *state) -> state; the request may be on the host. All
-        arrays but weights are [B ...] or numbers.
-      is_state: shard the result as all states; False leaves it to the compiler, which then does
-        not gather the scores of a tree.
-    """
-
-    @wraps(function)
-    def run(weights: Weights, config: DecodeConfig, request: Any, *state: Any) -> StateT:
-        mesh = config.mesh
-        if mesh is None:
-            return function(weights, config, request, *state)
-
-        def run_group(weights: Weights, request: Any, *state: Any) -> Any:
-            result = function(weights, config, request, *state)
-            return _hold_cut(result, mesh) if is_state else result
-
-        cut, whole = PartitionSpec("data"), PartitionSpec()
-        group = jax.shard_map(
-            run_group,
-            mesh=mesh,
-            in_specs=(whole, cut, *[cut if _has_rows(part) else whole for part in state]),
-            out_specs=cut,
-            axis_names={"data"},
-            check_vma=False,
-        )
-        return group(weights, request, *state)
-
-    return run
-
-
-def _has_rows(part: Any) -> bool:
-    return jax.tree.leaves(part)[0].ndim > 0
-
-
-def _hold_cut(state: StateT, mesh: Mesh) -> StateT:
-    """Holds the sharding of a state fixed, so that all rounds are one program."""
-
-    def hold(leaf: jax.Array) -> jax.Array:
-        _, *inner = partition_state(leaf.shape, mesh)
-        return lax.with_sharding_constraint(leaf, PartitionSpec(None, *inner))
-
-    return jax.tree.map(hold, state)
-
-
-# --------------------------------------------------------------------------------------------------
-# Slots: prompts come alone, chunk by chunk, and get a place in a running batch
 
 
 class Block(NamedTuple):
@@ -157,7 +88,7 @@ def _insert(
     prefill: Prefill,
     slot: Int[Array, ""],
     allowed: UInt[Array, "1 words"],
-) -> tuple[Request, DecodeState, "Rounds"]:
+) -> tuple[Request, DecodeState, Rounds]:
     """Chooses the first token of a prompt that was read, and gives the text a slot."""
     out = end_prefill(weights.target, prefill, one.lengths)
     first = speculate.first_state(weights, config, one, out, allowed)
@@ -166,7 +97,7 @@ def _insert(
         return lax.dynamic_update_slice_in_dim(stored, new, slot, 0)
 
     request, state = (jax.tree.map(place, *pair) for pair in ((request, one), (state, first)))
-    return request, state, _pack_first(first.output)
+    return request, state, pack_first(first.output)
 
 
 def _move(
@@ -194,19 +125,6 @@ def shapes_of(tree: Any) -> Any:
     return jax.tree.map(shape_of, tree)
 
 
-def jit_step(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Jits a step of slots."""
-    jitted = jax.jit(on_mesh(function), static_argnums=1, **settings)
-
-    @wraps(function)
-    def run_or_compile(weights: Weights, *args: Any) -> Any:
-        if not isinstance(weights.target["norm"]["scale"], jax.ShapeDtypeStruct):
-            return jitted(weights, *args)
-        return jitted.lower(weights, *args).compile().out_info  # JAX keeps what is compiled
-
-    return run_or_compile
-
-
 # Created arrays follow the placement of the arguments, so unused weights stay arguments.
 allocate = jit_step(_make_empty, keep_unused=True)
 put = jit_step(_put, keep_unused=True)  # faster than jax.device_put
@@ -217,222 +135,3 @@ append_block = jit_step(_append_block, donate_argnums=3)
 score = jit_step(scoring.score_chunk, donate_argnums=3)
 insert = jit_step(_insert, donate_argnums=(2, 3))
 resize = jit_step(_move)
-
-
-# --------------------------------------------------------------------------------------------------
-# Rounds
-
-
-class Rounds(struct.PyTreeNode):
-    """The rounds of a step, on the device, packed: one transfer to the host is faster than six.
-
-    Attributes:
-      numbers: per sequence, in this order: number of new tokens (0 for an empty slot); number of
-        rounds (0 for the first token); whether the text ended; R counts of accepted drafted
-        tokens; R deepest positions offered along the accepted path; the new tokens.
-      logprobs: log-probabilities of the new tokens; None if not requested.
-      num_rounds: R, most rounds in this step.
-    """
-
-    numbers: Array  # [B 3+2R+R*A] int32
-    logprobs: Logprobs | None
-    num_rounds: int = struct.field(pytree_node=False)
-
-
-def _pack_first(output: Output) -> Rounds:
-    """Packs the first token of every sequence."""
-    rounds = output.num_accepted[:, :1], output.num_offered[:, :1]
-    counts = output.num_tokens, output.num_rounds, output.is_done
-    logprobs = jax.tree.map(lambda rows: rows[:, :1], output.logprobs)
-    return _pack(counts, *rounds, output.tokens[:, :1], logprobs)
-
-
-def _run_step(
-    weights: Weights,
-    config: DecodeConfig,
-    request: Request,
-    state: DecodeState,
-    is_text: Bool[Array, " B"],
-    num_rounds: Int[Array, " B"],
-) -> tuple[DecodeState, Rounds]:
-    # A text ended that the host still counts as running: stop after one round to free its slot.
-    is_news = highest_of_groups((state.output.is_done & is_text).any())
-    most = jnp.where(is_news, 1, num_rounds[0])
-    state = end_others(config, state, is_text)
-    before, is_done = state.output, state.output.is_done
-
-    def goes_on(carry: tuple[Array, DecodeState]) -> Array:
-        index, state = carry
-        now = state.output.is_done
-        is_at_end = highest_of_groups((now != is_done).any()) | ~highest_of_groups(~now.all())
-        return (index < most) & ~is_at_end
-
-    def run_one(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        return carry[0] + 1, speculate.run_round(weights, config, request, carry[1])
-
-    _, state = lax.while_loop(goes_on, run_one, (jnp.array(0), state))
-    return state, pack_new(config, before, state.output)
-
-
-def end_others(config: DecodeConfig, state: DecodeState, is_text: Bool[Array, " B"]) -> DecodeState:
-    """Ends all sequences that are no texts."""
-    is_done = state.output.is_done | ~is_text
-    # Attention reads the blocks of the longest sequence, so empty slots count as one row.
-    short = jnp.where(is_done, 1, config.rows)
-
-    def shortened(cache: KVCache) -> KVCache:
-        return cache.replace(length=jnp.minimum(cache.length, short))
-
-    output = state.output.replace(is_done=is_done)
-    state = state.replace(target_cache=shortened(state.target_cache), output=output)
-    if state.draft is not None:
-        state = state.replace(draft=state.draft.replace(cache=shortened(state.draft.cache)))
-    return state
-
-
-def pack_new(config: DecodeConfig, before: Output, after: Output) -> Rounds:
-    """Packs what the rounds added between two outputs."""
-
-    def new(rows: Array, start: Array, count: int) -> Array:
-        columns = start[:, None] + jnp.arange(count)[None]
-        return jax.vmap(lambda row, at: jnp.take(row, at, axis=0, mode="clip"))(rows, columns)
-
-    def of_tokens(rows: Array) -> Array:
-        return new(rows, before.num_tokens, MOST_ROUNDS * (config.max_accepted + 1))
-
-    def of_rounds(rows: Array) -> Array:
-        return new(rows, before.num_rounds, MOST_ROUNDS)
-
-    num_tokens = after.num_tokens - before.num_tokens
-    counts = num_tokens, after.num_rounds - before.num_rounds, after.is_done
-    rounds = of_rounds(after.num_accepted), of_rounds(after.num_offered)
-    logprobs = jax.tree.map(of_tokens, after.logprobs) if config.num_logprobs else None
-    return _pack(counts, *rounds, of_tokens(after.tokens), logprobs)
-
-
-def _pack(
-    counts: Sequence[Array], accepted: Array, offered: Array, tokens: Array, logprobs: Any
-) -> Rounds:
-    """Packs the numbers of a `Rounds` into one array."""
-    columns = *(count[:, None] for count in counts), accepted, offered, tokens
-    numbers = jnp.concatenate([column.astype(jnp.int32) for column in columns], axis=1)
-    return Rounds(numbers, logprobs, num_rounds=accepted.shape[1])
-
-
-# Several programs, not one: the caches of a running batch are the same arrays in all of them, and
-# what changes from call to call (prompts, limits) is data.
-start = jax.jit(on_mesh(speculate.start), static_argnums=1)
-run_round = jax.jit(on_mesh(speculate.run_round), static_argnums=1, donate_argnums=3)
-run_rounds = jax.jit(on_mesh(speculate.run_rounds), static_argnums=1, donate_argnums=3)
-_step = jit_step(_run_step, donate_argnums=3)
-
-
-def run_step(
-    weights: Weights,
-    config: DecodeConfig,
-    request: Request,
-    state: DecodeState,
-    *,
-    texts: Sequence[int] = (),
-    num_rounds: int = 1,
-) -> tuple[DecodeState, Rounds]:
-    """Runs some rounds, fewer if a text ends; returns before they are done.
-
-    Args:
-      weights: parameters of target and draft.
-      config: static settings of decoding.
-      request: the batch.
-      state: donated.
-      texts: indices of the texts the host wants to continue; others end.
-      num_rounds: how many, at most `MOST_ROUNDS`.
-    """
-    is_text = mark(texts, len(request.limits))
-    rounds = np.full(len(is_text), num_rounds, np.int32)
-    return _step(weights, config, request, state, is_text, rounds)
-
-
-def mark(texts: Sequence[int], batch_size: int) -> np.ndarray:
-    """Marks some of the sequences, [B] bool."""
-    return np.isin(np.arange(batch_size), texts)
-
-
-# --------------------------------------------------------------------------------------------------
-# On the host
-
-
-def read_rounds(rounds: Rounds) -> list[list[Round]]:
-    """Brings a step to the host; a list of rounds per text."""
-    numbers, logprobs = jax.device_get((rounds.numbers, rounds.logprobs and vars(rounds.logprobs)))
-    cuts = np.cumsum([3, rounds.num_rounds, rounds.num_rounds])
-    counts, accepted, offered, tokens = np.split(numbers, cuts, axis=1)
-    return [
-        list(_read_text(*columns, logprobs, index))
-        for index, columns in enumerate(
-            zip(counts.tolist(), accepted.tolist(), offered.tolist(), tokens.tolist(), strict=True)
-        )
-    ]
-
-
-def _read_text(
-    counts: list[int],
-    accepted: list[int],
-    offered: list[int],
-    tokens: list[int],
-    logprobs: dict[str, np.ndarray] | None,
-    index: int,
-) -> Iterator[Round]:
-    """The rounds of a text; each has one token more than it accepted, unless it ends the text."""
-    num_tokens, num_rounds, is_done = counts
-    first = 0
-    for turn in range(num_rounds if num_rounds else num_tokens):
-        is_last = turn + 1 >= num_rounds
-        end = num_tokens if is_last else first + accepted[turn] + 1
-        new, first = slice(first, end), end
-        yield Round(
-            tokens=tokens[new],
-            num_accepted=accepted[turn] if num_rounds else None,
-            num_offered=offered[turn] if num_rounds else None,
-            is_done=is_last and bool(is_done),
-            logprobs=_read_logprobs(logprobs, index, new) if logprobs else (),
-        )
-
-
-def read_scores(logprobs: Logprobs, index: int, count: int) -> list[TokenLogprobs]:
-    """Brings the first log-probabilities of a sequence to the host."""
-    return _read_logprobs(jax.device_get(vars(logprobs)), index, slice(0, count))
-
-
-def _read_logprobs(host: dict[str, np.ndarray], index: int, new: slice) -> list[TokenLogprobs]:
-    columns = (host[name][index, new].tolist() for name in ("chosen", "ids", "top"))
-    return [TokenLogprobs(*values) for values in zip(*columns, strict=True)]
-
-
-def count_rounds(texts: Sequence[Sequence[Round]]) -> int:
-    """Rounds of a step, given what `read_rounds` returns."""
-    return max(sum(one.num_accepted is not None for one in rounds) for rounds in texts)
-
-
-class Pace:
-    """Chooses the number of rounds in a step, so that a step takes about `_STEP_SECONDS`.
-
-    Attributes:
-      num_rounds: number for the next step.
-    """
-
-    def __init__(self) -> None:
-        self.num_rounds = 1
-        self._last = 0.0
-
-    def record(self, num_rounds: int, begun: float) -> None:
-        """Records rounds that have reached the host, and when they were started."""
-        now = time.monotonic()
-        if num_rounds:  # the device started them after the rounds before
-            seconds = (now - max(begun, self._last)) / num_rounds
-            wanted = min(max(int(_STEP_SECONDS / seconds), 1), MOST_ROUNDS)
-            self.num_rounds = min(wanted, 2 * self.num_rounds)
-        self._last = now
-
-
-def decode_batch(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
-    """Decodes until every sequence is done, without the host in between."""
-    return run_rounds(weights, config, request, start(weights, config, request))

@@ -17,8 +17,8 @@ import jax
 
 from poss_jax.engine.leader import Leader
 from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.rounds import Rounds
 from poss_jax.engine.slots import Program, Slots
-from poss_jax.engine.steps import Rounds
 
 _ROUND_WEIGHT = 6  # rounds take about six times as long to compile as other steps
 

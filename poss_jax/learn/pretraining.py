@@ -13,9 +13,8 @@ from poss_jax.config.models import LlamaConfig
 from poss_jax.config.training import StepConfig
 from poss_jax.learn.losses import language_model_loss
 from poss_jax.learn.state import TrainState, cast, update_state
-from poss_jax.model.documents import TrainBatch, count, cut_batch, trained_rows
+from poss_jax.model.documents import TrainBatch, count, cut_batch, encode, trained_rows
 from poss_jax.model.sharding import gather_head
-from poss_jax.model.target import encode
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 

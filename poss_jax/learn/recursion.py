@@ -25,12 +25,11 @@ from jax import lax
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.model.blockwise import Attended, attend_documents, group_heads, ungroup_heads
-from poss_jax.model.documents import frequencies_in, positions_in
+from poss_jax.model.documents import encode_layer, frequencies_in, positions_in
 from poss_jax.model.families import family_of
 from poss_jax.model.layers import NOTHING
 from poss_jax.model.sharding import split_batch
 from poss_jax.model.specialists import finish_first, further_layer, key_value_params
-from poss_jax.model.target import encode_layer
 from poss_jax.shapes import Array, Float, Int, Params
 
 

@@ -14,10 +14,10 @@ from poss_jax.config.reading import UserError
 from poss_jax.config.training import ObjectiveConfig, SpecialistsConfig, StepConfig
 from poss_jax.learn.losses import TargetRows, describe_targets
 from poss_jax.learn.recursion import DraftInputs
-from poss_jax.model.documents import TrainBatch, count, is_last_in, lengths_in, trained_rows
+from poss_jax.model.documents import TrainBatch, count, encode, is_last_in, lengths_in, trained_rows
 from poss_jax.model.families import find_family
 from poss_jax.model.sharding import gather_head, split_batch
-from poss_jax.model.target import compute_dtype, embed, encode
+from poss_jax.model.target import compute_dtype, embed
 from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 

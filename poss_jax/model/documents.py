@@ -1,4 +1,4 @@
-"""Rows that hold several documents: the batch of a step, and what is derived from it."""
+"""Rows that hold several documents: the batch of a step, and the target's pass over it."""
 
 from functools import partial
 from typing import Any, Literal
@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from poss_jax.config.models import RopeConfig
-from poss_jax.model.layers import rope_frequencies
+from poss_jax.config.models import LlamaConfig, RopeConfig
+from poss_jax.model.blockwise import attend_documents, group_heads, ungroup_heads
+from poss_jax.model.layers import DecoderLayer, rms_norm, rope_frequencies
 from poss_jax.model.sharding import split_batch
-from poss_jax.shapes import Array, Bool, Float, Int
+from poss_jax.model.target import embed
+from poss_jax.shapes import Array, Bool, Float, Int, Params
 
 
 class TrainBatch(struct.PyTreeNode):
@@ -92,3 +94,65 @@ def cut_batch(tree: Any, num_parts: int) -> Any:
 def count(mask: Bool[Array, "B T"]) -> Float[Array, ""]:
     """Counts True values, as a denominator."""
     return mask.sum(dtype=jnp.float32)
+
+
+def encode(
+    params: Params,
+    config: LlamaConfig,
+    tokens: Int[Array, "B T"],
+    documents: Int[Array, "B T"] | None = None,
+    *,
+    block: int = 256,
+    aux_layers: tuple[int, ...] = (),
+) -> Float[Array, "B T F"]:
+    """Final hidden states of whole rows of text, without a cache; `params["layers"]` is stacked.
+
+    Args:
+      params: the target, its layers in one tree with a leading axis (one compiled layer).
+      config: its shape.
+      tokens: rows of text.
+      documents: document of a token within its row; None: one document per row.
+      block: rows and columns whose scores are in memory at once. Static.
+      aux_layers: layers whose inputs precede the final hidden state in every row. Static.
+    """
+    documents = jnp.ones_like(tokens) if documents is None else documents
+    positions = positions_in(documents)
+    frequencies = frequencies_in(documents, config.rope, config.head_dim)
+
+    kept = sorted(set(aux_layers))
+    places = [kept.index(n) if n in kept else len(kept) for n in range(config.num_layers)]
+
+    def body(carry: tuple[Array, Array], step: tuple[Params, Array]) -> tuple[Any, None]:
+        (hidden, aux), (layer_params, place) = carry, step
+        if kept:
+            aux = lax.dynamic_update_index_in_dim(aux, hidden, place, 0)
+        layer = DecoderLayer(config).bind({"params": layer_params})
+        hidden = encode_layer(layer, hidden, documents, positions, frequencies, block=block)
+        return (hidden, aux), None
+
+    dtype = params["norm"]["scale"].dtype  # in training the embedding may be wider
+    hidden = split_batch(embed(params["embed"]["weight"], tokens).astype(dtype))
+    # One slot more than requested layers: all other layers' inputs go there.
+    aux = jnp.zeros((len(kept) + 1 if kept else 0, *hidden.shape), hidden.dtype)
+    steps = params["layers"], jnp.array(places)
+    (hidden, aux), _ = lax.scan(body, (hidden, split_batch(aux, axis=1)), steps)
+    final = rms_norm(hidden, params["norm"]["scale"], eps=config.rms_norm_eps)
+    return jnp.concatenate([*(aux[kept.index(n)] for n in aux_layers), final], axis=-1)
+
+
+def encode_layer(
+    layer: DecoderLayer,
+    hidden: Float[Array, "B T D"],
+    documents: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[Array, "B *rows half"],
+    *,
+    block: int,
+) -> Float[Array, "B T D"]:
+    """Runs one layer, with its parameters, over whole rows of text; see `encode`."""
+    normed = layer.normed(hidden)
+    q = layer.queries(normed, positions, frequencies)
+    q = group_heads(q, layer.config.num_kv_heads)
+    k, v = layer.keys_values(normed, positions, frequencies)
+    mean = attend_documents(q, k, v, documents, jnp.array(0), block=block).mean
+    return split_batch(layer.finish(hidden, ungroup_heads(mean).astype(hidden.dtype)))

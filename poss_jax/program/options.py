@@ -1,10 +1,8 @@
 """Loads the models of a program's settings, by default the bundled ones."""
 
-from dataclasses import replace
-
 from poss_jax.bundled.conversion import find_model
 from poss_jax.bundled.default import default_drafts, default_target
-from poss_jax.config.decoding import SMOLLM2, AnswerConfig, BenchConfig
+from poss_jax.config.decoding import SMOLLM2, AnswerConfig
 from poss_jax.config.paths import as_path
 from poss_jax.engine.engine import Engine
 from poss_jax.engine.trees import read_trees
@@ -36,15 +34,3 @@ def load_engine(config: AnswerConfig) -> Engine:
         quantise=config.quantise,
         mesh=config.mesh,
     )
-
-
-def with_default_models(config: BenchConfig) -> BenchConfig:
-    """Names the folders of the default target, and of its drafts if no others are given.
-
-    Raises:
-      UserError: what `default_target` refuses.
-    """
-    if config.target != SMOLLM2:
-        return config
-    drafts = config.drafts or {name: str(folder) for name, folder in default_drafts().items()}
-    return replace(config, target=str(default_target()), drafts=drafts)

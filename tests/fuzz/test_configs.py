@@ -8,7 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poss_jax.config.decoding import BenchConfig, GenerateConfig
+from poss_jax.config.bench import BenchConfig
+from poss_jax.config.decoding import GenerateConfig
 from poss_jax.config.reading import UserError, build_config, config_to_dict, load_config
 from poss_jax.config.training import TrainConfig
 from poss_jax.program.arguments import read_arguments

@@ -1,0 +1,198 @@
+"""Settings of the programs that compare drafts."""
+
+from dataclasses import fields
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from poss_jax.config.decoding import SMOLLM2, DecodingConfig
+from poss_jax.config.models import STRICT, Drafting, Quantisation, TreeConfig
+from poss_jax.config.numbers import Count, Depth, Fraction, PositiveOrZero, Seed, Temperature
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ComparisonConfig:
+    """Drafts to compare, and the prompts to compare them on.
+
+    Attributes:
+      drafts: Model folder of a draft, and its name in tables.
+      prompts: JSONL file of prompts or questions; or `stdlib`, the modules of Python's standard
+        library that training on `stdlib` holds out; or `packages:NAME,NAME`, all modules of these
+        installed packages. null takes stdlib if no datasets are given.
+      datasets: More sets of questions: folders of data_dir that hold a question.jsonl, any value
+        of `prompts`, mt_bench, gsm8k, humaneval, alpaca or another id on the Hub.
+      data_dir: Folder of sets of questions.
+      num_prompts: Number of prompts to use per set; at most, for a file.
+      prompt_tokens: Length of a prompt cut from modules, in tokens.
+      output: Folder to write the report to; it must be new or empty.
+    """
+
+    drafts: dict[str, str] = Field(default_factory=dict)
+    prompts: str | None = None
+    datasets: tuple[str, ...] = ()
+    data_dir: str | None = None
+    num_prompts: Count = 16
+    prompt_tokens: Count = 64
+    output: str | None = None
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Sources of questions: prompts first, then the data sets."""
+        prompts = self.prompts or ("" if self.datasets else "stdlib")
+        return (*([prompts] if prompts else []), *self.datasets)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MethodConfig:
+    """One way to decode in a benchmark; what is null is the benchmark's own.
+
+    Attributes:
+      draft: Model folder of a draft; null decodes autoregressively.
+      tree: Size of the draft tree.
+      drafting: How the draft proposes tokens to sampled texts.
+      draft_vocabulary: JSON file of the tokens that the draft may propose.
+      draft_window: How many of the newest tokens the draft attends.
+      quantise: Type that the target's matrices are rounded to.
+    """
+
+    draft: str | None = None
+    tree: TreeConfig | None = None
+    drafting: Drafting | None = None
+    draft_vocabulary: str | None = None
+    draft_window: Count | None = None
+    quantise: Quantisation | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tree", "drafting", "draft_vocabulary", "draft_window"):
+            if self.draft is None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: is a draft's; give draft, too")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BenchConfig(ComparisonConfig, DecodingConfig):
+    """One benchmark: every method against autoregressive decoding over the same prompts.
+
+    Attributes:
+      target: Model folder of the target; smollm2 is the one `make chat` fetches.
+      methods: Further ways to decode by name, such as a draft with another tree, or the target
+        quantised. Every draft of `drafts` is a method, too.
+      temperatures: Temperatures to compare at; empty takes sampling.temperature alone.
+      seeds: Seeds to sample with; empty takes sampling.seed alone. At temperature 0 only the first
+        is used.
+      batch_size: Number of questions answered together. A batch's seconds are shared equally
+        among its answers; phases are timed with one prompt.
+      repeats: Number of timed passes over all prompts; drafts take turns.
+      phases: Also time the phases of a round and compare each with its floor; each is compiled
+        by itself, which takes minutes with a large target (docs/bench.md).
+      drift: Also measure the drafts by depth, on the first set (docs/experiments.md).
+      output: Folder to write the report to. It must be new or empty; an interrupted run with
+        the same settings is resumed.
+    """
+
+    target: str = SMOLLM2
+    max_new_tokens: Count = 128
+    methods: dict[str, MethodConfig] = Field(default_factory=dict)
+    temperatures: tuple[Temperature, ...] = ()
+    seeds: tuple[Seed, ...] = ()
+    batch_size: Count = 1
+    repeats: Count = 3
+    phases: bool = False
+    drift: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("draft_vocabulary", "draft_window"):
+            given = getattr(self, name) is not None
+            if given and not (self.ways or self.target == SMOLLM2):
+                raise ValueError(f"{name} limits drafts; give drafts, too")
+        if twice := self.drafts.keys() & self.methods.keys():
+            raise ValueError(f"methods: {min(twice)} is a draft's name, too; choose another")
+        for name in ("datasets", "temperatures", "seeds"):
+            if len(set(values := getattr(self, name))) < len(values):
+                raise ValueError(f"{name}: want each once, got {list(values)}")
+        if self.drift:
+            for name in ("quantise", "draft_vocabulary", "draft_window", "mesh", "methods"):
+                if getattr(self, name):
+                    raise ValueError(f"drift: is measured on models as they are; leave out {name}")
+            _ = self.by_depth  # checked before any work
+
+    @property
+    def ways(self) -> dict[str, MethodConfig]:
+        """All methods by name, drafts first."""
+        plain = {name: MethodConfig(draft=folder) for name, folder in self.drafts.items()}
+        return plain | self.methods
+
+    @property
+    def by_depth(self) -> "DriftConfig":
+        """The analysis by depth of the same drafts, on the first set."""
+        return DriftConfig(**_shared(self) | {"prompts": self.sets[0], "datasets": ()})
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DesignConfig:
+    """What designs of a draft may cost and do gain (docs/experiments.md).
+
+    Attributes:
+      layers: Most layers of all specialists together.
+      device: Device whose cost card gives the time of a round.
+      batch_size: Number of sequences of that round.
+      variation: Acceptance that a position loses per squared distance of its input's drift from the
+        mean of its span. The default is measured: PosS-1 and HASS for SmolLM2.
+      misses_left: Share of the misses at position 1 that is left where the first specialist's
+        layers double. The default is measured, after short training: for SmolLM2.
+    """
+
+    layers: Count
+    device: Literal["v5e", "v5p", "v6e", "h100", "h200"] = "h100"
+    batch_size: Count = 1
+    variation: PositiveOrZero = 0.07
+    misses_left: Fraction = 0.998
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DriftConfig(ComparisonConfig):
+    """One analysis of drafts by depth, along the target's own greedy answers.
+
+    Attributes:
+      target: Model folder of the target.
+      max_new_tokens: Most new tokens of an answer; more than depth.
+      depth: Number of drafted positions to measure.
+      spans: Number of specialists to propose positions_per_specialist for (docs/experiments.md).
+      design: Budget to propose spans and layers for.
+      allow_target_mismatch: Use a draft made for other weights of the same shape.
+    """
+
+    target: str
+    max_new_tokens: Count = 128
+    depth: Depth = 8
+    spans: Count | None = None
+    design: DesignConfig | None = None
+    allow_target_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.drafts:
+            raise ValueError("want at least one draft; give --draft NAME=DIR")
+        if self.max_new_tokens <= self.depth:
+            raise ValueError(
+                f"max_new_tokens: want more than depth, {self.depth}, got {self.max_new_tokens}; "
+                "raise it or lower depth"
+            )
+        if (self.spans or 0) > self.depth:
+            raise ValueError(
+                f"spans: want at most one per position, {self.depth}, got {self.spans}; lower it "
+                "or raise depth"
+            )
+
+    @property
+    def chains(self) -> BenchConfig:
+        """The same models and prompts, decoding with chains."""
+        chain = TreeConfig(depth=self.depth, top_k=1, total_tokens=self.depth + 1)
+        return BenchConfig(**_shared(self), tree=chain)
+
+
+def _shared(config: BenchConfig | DriftConfig) -> dict[str, Any]:
+    """Settings that a benchmark and an analysis by depth share, without the output."""
+    names = {field.name for field in fields(BenchConfig)} & {
+        one.name for one in fields(DriftConfig)
+    }
+    return {name: getattr(config, name) for name in names - {"output"}}
