@@ -175,10 +175,7 @@ KINDS = {
     "chatml, parts": im(each(IM_TURN.replace("{{ m.content }}", PARTS), IM_ASK), takes_parts=True),
     "chatml, tools": im(each(IM_CALLING, IM_ASK, first=IM_TOOLS)),
     "chatml, tools in a template apart": im(
-        {
-            "default": each(IM_TURN, IM_ASK),
-            "tool_use": each(IM_CALLING, IM_ASK, first=IM_TOOLS),
-        }
+        {"default": each(IM_TURN, IM_ASK), "tool_use": each(IM_CALLING, IM_ASK, first=IM_TOOLS)}
     ),
     "chatml, keeps reasoning": im(
         each(IM_THINKING.replace("CONDITION", "true"), IM_ASK, first=IM_TOOLS)

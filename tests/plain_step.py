@@ -24,11 +24,7 @@ class PlainBatch(NamedTuple):
 
 
 def plain_gradients(
-    draft: Params,
-    head: Array,
-    config: DraftConfig,
-    objective: ObjectiveConfig,
-    batch: PlainBatch,
+    draft: Params, head: Array, config: DraftConfig, objective: ObjectiveConfig, batch: PlainBatch
 ) -> tuple[list[Array], Params]:
     """(loss of every depth, gradient of their sum); specialists stacked."""
     versions, losses, total = [batch.features], [], jax.tree.map(jnp.zeros_like, draft)

@@ -11,7 +11,7 @@ from made_up import CELL, TREE, N, Page, made_up_report, value, write_prompts
 from programs import Runs, copy_model, generate, refusal, write_config, write_lines
 
 from infer.bench import compare, rates
-from infer.bench import run as program
+from infer.bench import compare as program
 from infer.bench.__main__ import main
 from infer.bench.costs import Device
 from infer.bench.journal import Answer, Key, make_turn
@@ -312,10 +312,7 @@ def test_draft_of_another_target_needs_permission(runs: Runs, tmp_path: Path) ->
         ("--target {target} --prompts nowhere.jsonl", "nowhere.jsonl: want a readable file"),
         ("--target {target} --num-prompts 1 --max-new-tokens 200", "do not fit a length of 256"),
         ("--config {config} drafts.A=nowhere", "model folder nowhere does not exist"),
-        (
-            "--target {target} --dataset nothing",
-            "questions 'nothing': want a .jsonl file, a folder",
-        ),
+        ("--target {target} --dataset nothing", "questions 'nothing': want a .jsonl file, a"),
         ("--target {target} --seeds 1 --seeds 1", "seeds: want each once, got [1, 1]"),
         ("--target {target} --roofline --check-lossless", "unknown option --roofline"),
         (

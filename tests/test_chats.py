@@ -86,11 +86,7 @@ HELLO = chat("Hi", "Hello.")
             "pairs",
             HELLO,
         ),
-        (
-            {"instruction": "Add.", "input": "1 2", "output": "3"},
-            "pairs",
-            chat("Add.\n\n1 2", "3"),
-        ),
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, "pairs", chat("Add.\n\n1 2", "3")),
     ],
 )
 def test_chats_of_every_format(record: dict, kind: str, wanted: list[dict[str, str]]) -> None:
@@ -224,9 +220,7 @@ def tokenizers() -> dict[str, Any]:
         "chatml": make_tokenizer(["<s>", "<|im_end|>", "<|im_start|>"]),
     }
     made["slow"] = Slow(
-        tokenizer_object=made["llama3"].backend_tokenizer,
-        bos_token=LLAMA3[0],
-        eos_token=LLAMA3[1],
+        tokenizer_object=made["llama3"].backend_tokenizer, bos_token=LLAMA3[0], eos_token=LLAMA3[1]
     )
     return made
 

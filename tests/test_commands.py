@@ -241,10 +241,7 @@ def test_commands_of_a_page(page: str, world: Path, monkeypatch: pytest.MonkeyPa
             raise
 
 
-@pytest.mark.parametrize(
-    ("page", "code"),
-    [(page, code) for page in PAGES for code in codes(page)],
-)
+@pytest.mark.parametrize(("page", "code"), [(page, code) for page in PAGES for code in codes(page)])
 def test_python_of_a_page(page: str, code: str, world: Path) -> None:
     code = re.sub(r"max_new_tokens=\d+", "max_new_tokens=6", code)
     exec(re.sub(r"TreeConfig\([^)]*\)", repr(TREE), code), {})

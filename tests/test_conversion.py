@@ -44,10 +44,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_is_converted_once(
-    conversions: list[list[str]],
-    checkpoint: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    conversions: list[list[str]], checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = Path(find_model(str(checkpoint)))
     assert folder.parent == tmp_path / "cache" / "models"

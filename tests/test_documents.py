@@ -4,13 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poss_jax.model.documents import (
-    TrainBatch,
-    is_last_in,
-    lengths_in,
-    positions_in,
-    trained_rows,
-)
+from poss_jax.model.documents import TrainBatch, is_last_in, lengths_in, positions_in, trained_rows
 
 
 def test_rows_of_several_documents_drawn():

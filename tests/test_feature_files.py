@@ -162,10 +162,7 @@ def broken(folder: Path, kind: str) -> None:
     [
         ("width", "features of another target: want width 32, got 16"),
         ("length", "hidden_state that does not fit: want a feature per token, got float16 (9, 32)"),
-        (
-            "scalar",
-            "hidden_state that does not fit: want a feature per token, got float16 (20, 32)",
-        ),
+        ("scalar", "hidden_state that does not fit: want a feature per token, got float16 (20,"),
         ("key", "no file of features: loss_mask missing"),
         ("mask", "input_ids and loss_mask of different length"),
         ("junk", "no file of tensors: "),

@@ -305,10 +305,7 @@ def test_empty_prompt_is_refused_but_blanks_are_tokens(
             {"prompt": "a", "sampling": {"temprature": 1}},
             "3 of 4: sampling: unknown key 'temprature'; did you mean 'temperature'?",
         ),
-        (
-            {"prompt": "a", "sampling": {"top_p": 2}},
-            "3 of 4: sampling: top_p: Input should be less than or equal to 1, got 2",
-        ),
+        ({"prompt": "a", "sampling": {"top_p": 2}}, "3 of 4: sampling: top_p: Input should be"),
         ({"prompt": "a", "sampling": ["x" * 9000]}, "sampling: want settings such as {"),
         (
             {"prompt": "a", "sampling": {"logit_bias": {"300": 1}}},

@@ -49,10 +49,7 @@ def test_settings_of_a_line_win_and_are_written_down(sampled: list[Any]) -> None
 def test_sampled_answers_are_the_same_without_a_draft_and_in_batches(
     runs: Runs, sampled: list[Any], tmp_path: Path
 ) -> None:
-    for lines in (
-        sample(runs, tmp_path, draft=False),
-        sample(runs, tmp_path, "--batch-size", "3"),
-    ):
+    for lines in (sample(runs, tmp_path, draft=False), sample(runs, tmp_path, "--batch-size", "3")):
         for key in ("output_ids", "text", "sampling"):
             assert [line[key] for line in lines] == [line[key] for line in sampled]
 

@@ -65,8 +65,7 @@ def test_rounds(golden, suffix):
 
 
 @pytest.mark.parametrize(
-    ("part", "suffix"),
-    [pytest.param("cases", "", marks=pytest.mark.slow), ("small", "_small")],
+    ("part", "suffix"), [pytest.param("cases", "", marks=pytest.mark.slow), ("small", "_small")]
 )
 def test_generations(golden, part, suffix):
     check_generations(golden, part, suffix)

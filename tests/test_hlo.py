@@ -146,10 +146,7 @@ def test_bytes_are_those_of_the_main_memory(program):
 
 
 def test_what_moves_and_what_widens_is_found(program):
-    assert names(p for p in program.kernels() if findings.is_relayout(program, p)) == [
-        "f.1",
-        "r.1",
-    ]
+    assert names(p for p in program.kernels() if findings.is_relayout(program, p)) == ["f.1", "r.1"]
     assert names(p for p in program.kernels() if findings.is_upcast(program, p)) == ["wide"]
     assert names(p for p in program.kernels() if findings.is_collective(p)) == ["a.1"]
     assert names(findings.copies_of(program, [(8, 64)])) == ["r.1", "f.4", "wide"]

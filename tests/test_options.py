@@ -82,14 +82,8 @@ def test_options_win_over_overrides_and_overrides_over_the_file(tmp_path: Path) 
         ("word", "'word' and --target: both name the target; leave out one"),
         ("a=1 word", "override 'word': want section.key=value"),
         ("--config nowhere", "config nowhere: No such file"),
-        (
-            "sampling.top_k=-1",
-            "override 'sampling.top_k=-1': Input should be greater than or equal",
-        ),
-        (
-            "sampling.top_k=-1 --top-k=-2",
-            "--top-k: Input should be greater than or equal to 0, got '-2'",
-        ),
+        ("sampling.top_k=-1", "override 'sampling.top_k=-1': Input should be greater than or"),
+        ("sampling.top_k=-1 --top-k=-2", "--top-k: Input should be greater than or equal to 0,"),
         ("--max-length 0", "--max-length: Input should be greater than 0, got '0'"),
         ("--prompts x", "want a question, a text (prompt) or a file of prompts (prompts)"),
     ],

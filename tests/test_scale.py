@@ -278,10 +278,7 @@ def test_requests_go_to_servers_that_are_there() -> None:
             assert httpx.get(f"{url}/metrics").status_code == 404
     with started(
         [str(EXAMPLE / "proxy.py"), "--port", "0", "--upstream", gone], r"on (http://\S+)"
-    ) as (
-        _,
-        url,
-    ):
+    ) as (_, url):
         assert httpx.get(f"{url}/health").is_success
         for stream in (True, False):
             reply = httpx.post(f"{url}/v1/completions", json=body | {"stream": stream})

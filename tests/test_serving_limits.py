@@ -396,9 +396,7 @@ def test_bodies_are_read_beside_the_event_loop_and_large_ones_in_turn(
     assert not loops
 
 
-def test_names_of_fields_that_are_made_up_hide_no_others(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_names_of_fields_that_are_made_up_hide_no_others(caplog: pytest.LogCaptureFixture) -> None:
     def log(*names: str) -> list[str]:
         caplog.clear()
         requests._check_unknown(CompletionRequest(prompt="a", **dict.fromkeys(names, 1)))

@@ -364,10 +364,7 @@ def test_changed_config_is_refused_and_touches_nothing(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (
-            [],
-            "want --stage target|draft, or the key stage in the file that --config names",
-        ),
+        ([], "want --stage target|draft, or the key stage in the file that --config names"),
         (["--config", "nowhere.yaml"], "config nowhere.yaml: No such file or directory"),
         (
             ["--config", "x.yaml", "--overwite"],

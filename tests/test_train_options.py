@@ -173,10 +173,7 @@ def test_narrow_computation(runs: Runs, plain: Path, tmp_path: Path) -> None:
         (["specialists.fc_bias=true", "init_draft={poss2}"], "specialists.fc_bias: init_draft"),
         (["specialists.depth=2"], "depth 2 does not reach the last specialist of"),
         (["init_target=x"], "stage draft has no use for the key 'init_target'; leave it out"),
-        (
-            ["dtype=float16"],
-            "'float32' or 'bfloat16', got 'float16'",
-        ),
+        (["dtype=float16"], "'float32' or 'bfloat16', got 'float16'"),
         (
             [f"objective.{name}_weight=0" for name in ("feature", "probability", "top_k")],
             "want a weight above 0, got none",
@@ -185,14 +182,8 @@ def test_narrow_computation(runs: Runs, plain: Path, tmp_path: Path) -> None:
             ["objective.feature_weight=0", "objective.normalised_features=true"],
             "normalised_features wants a feature_weight above 0",
         ),
-        (
-            ["objective.probability_weight=-1"],
-            "probability_weight=-1': Input should be greater than or equal to 0, got -1",
-        ),
-        (
-            ["objective.depth_weights=[0, 0, 0, 0]"],
-            "want one above 0 at a depth that is trained, got [0.0, 0.0, 0.0, 0.0]",
-        ),
+        (["objective.probability_weight=-1"], "probability_weight=-1': Input should be greater"),
+        (["objective.depth_weights=[0, 0, 0, 0]"], "want one above 0 at a depth that is trained,"),
         (
             ["objective.depth_weights=[1, 0, 0, 0]", "specialists.num_frozen=1", "init_draft=x"],
             "want one above 0 at a depth that is trained, got [1.0, 0.0, 0.0, 0.0]",

@@ -154,12 +154,7 @@ def make_step_on(mesh: Mesh, step: Callable[..., Any], state: TrainState) -> OnM
 
 
 def write_together(
-    folder: AnyPath,
-    record: ModelRecord,
-    params: Params,
-    mesh: Mesh,
-    *,
-    tokenizer_from: AnyPath,
+    folder: AnyPath, record: ModelRecord, params: Params, mesh: Mesh, *, tokenizer_from: AnyPath
 ) -> None:
     """Writes a model with stacked layers or specialists; only process 0 writes.
 

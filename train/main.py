@@ -21,10 +21,7 @@ from poss_jax.program.processes import start_processes
 from poss_jax.program.running import run_program
 
 _ACTIONS = {
-    "--dry-run": {
-        "action": "store_true",
-        "help": "Show what would be trained, and write nothing.",
-    },
+    "--dry-run": {"action": "store_true", "help": "Show what would be trained, and write nothing."},
     "--compile-for": {
         "metavar": "DEVICES",
         "help": "With --dry-run: compile the step and show its memory, for this machine (here) or "

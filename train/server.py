@@ -74,10 +74,7 @@ class Server:
     """
 
     def __init__(
-        self,
-        url: str,
-        model: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        self, url: str, model: str | None = None, chat_template_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Sets the address; asks the server for its first model if none is given.
 

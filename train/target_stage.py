@@ -20,28 +20,13 @@ from poss_jax.data.sources import Documents, load_documents
 from poss_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from poss_jax.learn.pretraining import make_target_step
 from poss_jax.learn.state import TrainState
-from poss_jax.learn.validation import (
-    Predictions,
-    add_up,
-    make_target_validation,
-)
+from poss_jax.learn.validation import Predictions, add_up, make_target_validation
 from poss_jax.model.documents import TrainBatch
 from poss_jax.model.parameters import place_weights
-from poss_jax.model.target import (
-    init_target,
-    insert_layers,
-    stack_layers,
-    without_tied_head,
-)
+from poss_jax.model.target import init_target, insert_layers, stack_layers, without_tied_head
 from poss_jax.shapes import Params
 
-from .devices import (
-    ask_first,
-    compile_on,
-    make_on,
-    make_step_on,
-    write_together,
-)
+from .devices import ask_first, compile_on, make_on, make_step_on, write_together
 from .memory import PlannedStep, plan_target_step
 from .preparation import prepare_rows, read_unquantised, run_dtype
 

@@ -5,14 +5,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from poss_jax.config.models import (
-    STRICT,
-)
-from poss_jax.config.numbers import (
-    AtLeastTwo,
-    Count,
-    Fraction,
-)
+from poss_jax.config.models import STRICT
+from poss_jax.config.numbers import AtLeastTwo, Count, Fraction
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

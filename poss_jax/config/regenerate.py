@@ -10,9 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from poss_jax.config.data import DataConfig
 from poss_jax.config.decoding import AnswerConfig
-from poss_jax.config.models import (
-    STRICT,
-)
+from poss_jax.config.models import STRICT
 from poss_jax.config.numbers import (
     INT32_MAX,
     Concurrency,
