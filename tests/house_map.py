@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "CONTRIBUTING.md"
 TOPS = ("poss_jax", "train", "infer", "benchmarks")
 COMMANDS = "poss_jax/__main__.py"  # drawn for all programs in poss_jax, and the names it exports
-BASE = ("shapes", "version")  # modules that are drawn with config
+BASE = ("shapes",)  # a module that is drawn with config
 MAP = re.compile(r"(?<=```text\n).*?(?=```)", re.S)
 _NAMES, _WIDTH = 21, 100
 

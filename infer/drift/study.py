@@ -20,7 +20,7 @@ from poss_jax.data.conversations import Tokens
 from poss_jax.data.rows import Rows, make_rows
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.device import default_dtype
-from poss_jax.engine.dialogue import Dialogue, join_answers
+from poss_jax.engine.dialogue import Dialogue
 from poss_jax.learn.task import DraftTask
 from poss_jax.learn.validation import DraftSums, make_draft_validation
 from poss_jax.model.documents import TrainBatch
@@ -349,3 +349,17 @@ def _all_ids(answer: Generation) -> list[int]:
 def _lengths(answers: Answers) -> np.ndarray:
     """Acceptance length of every question."""
     return np.array([join_answers(turns).mean_acceptance_length for turns in answers])
+
+
+def join_answers(answers: Sequence[Generation]) -> Generation:
+    """Adds up the answers of one dialogue: their tokens and rounds, one after the other."""
+    if len(answers) == 1:
+        return answers[0]
+    return replace(
+        answers[-1],
+        prompt_ids=answers[0].prompt_ids,
+        output_ids=[token for answer in answers for token in answer.output_ids],
+        text=None,
+        accepted_per_round=[n for answer in answers for n in answer.accepted_per_round],
+        offered_per_round=[n for answer in answers for n in answer.offered_per_round],
+    )

@@ -22,9 +22,9 @@ from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
 from poss_jax.config.numbers import CountOrZero
 from poss_jax.config.paths import AnyPath, as_path, local_files
 from poss_jax.config.reading import UserError, build_config
+from poss_jax.config.version import __version__
 from poss_jax.model.parameters import item_shapes
 from poss_jax.shapes import Params
-from poss_jax.version import __version__
 
 FORMAT_VERSION = 1
 

@@ -21,12 +21,12 @@ from poss_jax.checkpoint.whole import whole_folder
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.paths import AnyPath, as_path
 from poss_jax.config.reading import UserError
+from poss_jax.config.version import __version__
 from poss_jax.convert.layouts import LAYOUTS, Layout, Outgoing, target_config_json
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, fused_name, stacked_name
 from poss_jax.convert.reading import Row
 from poss_jax.convert.source import HUB_ID
 from poss_jax.model.parameters import flatten_item, item_shapes, table_of, torch_name
-from poss_jax.version import __version__
 
 ExportDType = Literal["keep", "float32", "bfloat16", "float16"]
 

@@ -7,7 +7,7 @@ A record of a prompt file becomes a `Dialogue`; `answer_all` plays many of them,
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from poss_jax.config.decoding import SamplingConfig
@@ -218,20 +218,6 @@ def check_dialogues(engine: Engine, dialogues: Sequence[Dialogue]) -> None:
             dialogue.check(engine)
         except UserError as error:
             raise UserError(f"prompt {number} of {len(dialogues)}: {error}") from error
-
-
-def join_answers(answers: Sequence[Generation]) -> Generation:
-    """Adds up the answers of one dialogue: their tokens and rounds, one after the other."""
-    if len(answers) == 1:
-        return answers[0]
-    return replace(
-        answers[-1],
-        prompt_ids=answers[0].prompt_ids,
-        output_ids=[token for answer in answers for token in answer.output_ids],
-        text=None,
-        accepted_per_round=[n for answer in answers for n in answer.accepted_per_round],
-        offered_per_round=[n for answer in answers for n in answer.offered_per_round],
-    )
 
 
 def _turns(record: dict[str, Any]) -> list[Prompt | Message]:

@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from poss_jax.config.decoding import ServeConfig
 from poss_jax.config.paths import as_path
 from poss_jax.config.reading import UserError
+from poss_jax.config.version import __version__
 from poss_jax.engine.answers import Chunk
 from poss_jax.engine.device import device_memory
 from poss_jax.engine.engine import Engine
@@ -49,7 +50,6 @@ from poss_jax.serving.guard import PATIENCE, Guard
 from poss_jax.serving.metrics import Metrics
 from poss_jax.serving.replies import OWN_WRITER, Reply, Writer
 from poss_jax.serving.requests import Job
-from poss_jax.version import __version__
 
 _LOG = logging.getLogger(__package__)
 _KEEP_ALIVE_SECONDS = 10.0
