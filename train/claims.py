@@ -28,9 +28,8 @@ from poss_jax.config.paths import (
     read_text,
     real_path,
 )
-from poss_jax.config.reading import UserError, config_to_dict, shorten
+from poss_jax.config.reading import UserError, config_to_dict, parse_yaml, shorten
 from poss_jax.config.training import TrainConfig
-from poss_jax.config.yaml_text import parse_yaml
 
 from .devices import ask_first, meet
 

@@ -26,8 +26,7 @@ import httpx
 from tqdm import tqdm
 
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.reading import UserError, shorten
-from poss_jax.config.yaml_text import lone_surrogates
+from poss_jax.config.reading import UserError, lone_surrogates, shorten
 from poss_jax.engine.answers import Generation
 from poss_jax.engine.dialogue import Dialogue
 

@@ -8,7 +8,6 @@ decoding.py      runs of the decoding programs; sampling
 bench.py         comparisons of drafts
 numbers.py       bounded types of numbers
 reading.py       YAML files, `base:`, dotted overrides, keys and their help, messages
-yaml_text.py     YAML of plain values
 json_reading.py  JSON from outside
 version.py       version of the package
 paths.py         paths that users write: local ones, and URIs of object stores

@@ -19,8 +19,7 @@ from poss_jax.config.numbers import (
     Probability,
     Temperature,
 )
-from poss_jax.config.reading import shorten
-from poss_jax.config.yaml_text import parse_yaml
+from poss_jax.config.reading import parse_yaml, shorten
 
 
 def _read_scalar(value: Any) -> Any:

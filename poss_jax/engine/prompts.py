@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from poss_jax.config.decoding import SamplingConfig
-from poss_jax.config.reading import UserError, shorten
-from poss_jax.config.yaml_text import lone_surrogates
+from poss_jax.config.reading import UserError, lone_surrogates, shorten
 from poss_jax.data.marks import encode_rendered, hide_marks
 from poss_jax.data.rendering import RenderEnded, RenderError, render_chat
 from poss_jax.data.tokenizer import call_tokenizer

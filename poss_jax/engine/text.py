@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from poss_jax.config.reading import UserError, shorten
-from poss_jax.config.yaml_text import lone_surrogates
+from poss_jax.config.reading import UserError, lone_surrogates, shorten
 from poss_jax.data.tokenizer import call_tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"

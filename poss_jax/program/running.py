@@ -20,9 +20,8 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from poss_jax.config.paths import cache_folder
-from poss_jax.config.reading import UserError, cut, is_out_of_memory, shorten
+from poss_jax.config.reading import UserError, cut, is_out_of_memory, lone_surrogates, shorten
 from poss_jax.config.version import __version__
-from poss_jax.config.yaml_text import lone_surrogates
 from poss_jax.program.commands import name_programs, started_as
 
 COLOUR = ("\x1b[32m", "\x1b[0m")
