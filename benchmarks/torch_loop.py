@@ -123,3 +123,35 @@ def torch_shape(llama: LlamaConfig) -> "transformers.LlamaConfig":
         head_dim=llama.head_dim,
         max_position_embeddings=llama.max_position_embeddings,
     )
+
+
+def measure_torch(llama: LlamaConfig, prompt: Sequence[int], num_tokens: int) -> dict[str, float]:
+    """Times PyTorch on this machine's GPU, or its CPU: milliseconds per token after the prompt.
+
+    Returns:
+      `loop`: the model of `transformers`, step by step; `generate`: its own method.
+
+    Raises:
+      UserError: torch is missing.
+    """
+    need_torch()
+    import torch
+    import transformers
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        shape = torch_shape(llama)
+        model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    numbers = _time_torch(TorchLoop(model), prompt, num_tokens)
+    del model
+    torch.cuda.empty_cache()
+    return numbers
+
+
+def _time_torch(loop: TorchLoop, prompt: Sequence[int], num_tokens: int) -> dict[str, float]:
+    seconds = []
+    for count in (4, 1, 1 + num_tokens):  # the first call warms up
+        began = time.perf_counter()
+        loop.generate(prompt, count)
+        seconds.append(time.perf_counter() - began)
+    generate = 1000 * (seconds[2] - seconds[1]) / num_tokens
+    return {"loop": loop.time_steps(prompt, num_tokens), "generate": generate}

@@ -23,6 +23,7 @@ from golden import ROOT, Golden, load_golden, read_config, read_tensors
 from safetensors.numpy import save_file
 from test_golden import check_rounds
 
+from poss_jax.checkpoint.draft_vocabulary import DraftVocabulary, write_draft_vocabulary
 from poss_jax.checkpoint.folder import load_draft
 from poss_jax.checkpoint.record import read_record
 from poss_jax.config.reading import UserError
@@ -211,6 +212,17 @@ def test_what_config_json_leaves_out(tmp_path, tiny, capsys, config, line):
     _, assumed = convert(tmp_path, tiny, draft_tensors(), capsys, config=FULL | config, **flags)
     assert [line in said for said in assumed].count(True) == 1, assumed
     assert all(", because " in said for said in assumed)
+
+
+def test_a_draft_vocabulary_is_kept(tmp_path, tiny, capsys):
+    file = tmp_path / "vocabulary.json"
+    size = read_record(tiny / "target").llama.vocab_size
+    write_draft_vocabulary(file, DraftVocabulary(vocab_size=size + 1, tokens=(1, 4)))
+    with pytest.raises(UserError, match=f"want a draft vocabulary of {size} tokens"):
+        convert(tmp_path, tiny, draft_tensors(1), capsys, draft_vocabulary=file)
+    write_draft_vocabulary(file, DraftVocabulary(vocab_size=size, tokens=(1, 4, 7)))
+    convert(tmp_path, tiny, draft_tensors(1), capsys, name="other", draft_vocabulary=file)
+    assert read_record(tmp_path / "out").draft_vocabulary == (1, 4, 7)
 
 
 @pytest.mark.parametrize("folder", ["PosS3-Llama2-13B-Chat", "models--HINT-lab--{}/snapshots/0a1b"])

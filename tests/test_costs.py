@@ -78,6 +78,13 @@ def test_draft_by_hand() -> None:
     assert costs.commit(WORK).bytes - costs.commit(quantised).bytes == 3 * 2 * KV
 
 
+def test_what_a_draft_vocabulary_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "FEW_TOKENS", 4)
+    head = 3 * (10 - 4) * 4 * 4  # levels x rows of the head x its width x bytes
+    whole = cost_card(WORK, prompt_tokens=1)["round"].bytes
+    assert costs.saved_by_vocabulary(WORK) == pytest.approx(head / whole)
+
+
 def test_commit_and_prefill_by_hand() -> None:
     # Rows of 4 nodes are read and written; both specialists' caches take in 4 pairs.
     assert costs.commit(WORK).bytes == 4 * (2 * 2 * 8 * PAIR + FC + 2 * KV + 2 * 8 * PAIR)

@@ -1,18 +1,23 @@
 """The benchmarks of speed: options and prices by hand, and whole runs on tiny models."""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from models import tiny_llama
 
-from benchmarks import accelerator, break_even
+from benchmarks import accelerator, break_even, random_pair
 from benchmarks.options import read_tree
-from infer.bench.costs import DEVICES, Device
+from infer.bench.costs import DEVICES, Device, Workload, cost_card, floors
 from infer.bench.rates import Roofline
-from poss_jax.config.models import TreeConfig
+from poss_jax.config.models import DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.config.reading import UserError
-
-TINY = "--layers 2 --heads 2 --kv-heads 1 --repeats 1".split()
+from poss_jax.decode.state import DecodeConfig
+from poss_jax.engine.trees import ACCELERATOR_TREES, tree_for
 
 
 @pytest.mark.parametrize(
@@ -83,28 +88,106 @@ def test_shares_that_are_refused(share: str) -> None:
         break_even.main(["--acceptance", share])
 
 
-def accelerator_sizes() -> list[str]:
-    sizes = "--hidden-size 32 --intermediate-size 64 --head-dim 16 --vocab-size 300 --layers 4"
-    options = "--draft-vocabulary 100 --prompt 8 --rounds 4 --train-tokens 32 --trees 2/2/5"
-    return [*TINY, *sizes.split(), *options.split()]
+ROOT = Path(__file__).parent.parent
+
+
+def run_tiny(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> dict[str, Any]:
+    roofline = Roofline(Device("abacus", 1e9, 1e9, 1e9), {"square": 1e9})
+    monkeypatch.setattr(accelerator, "measure_roofline", lambda: roofline)
+    accelerator.main(["--tiny", "--contexts", "8", "--clients", "2", *arguments])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("abacus: 1 GB/s")
+    return json.loads(lines[-1])
 
 
 @pytest.mark.slow
-def test_accelerator(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    roofline = Roofline(Device("abacus", 1e9, 1e9, 1e9), {"square": 1e9})
-    monkeypatch.setattr(accelerator, "measure_roofline", lambda: roofline)
-    arguments = [*accelerator_sizes(), "--batch-size", "2", "--output", str(tmp_path)]
-    accelerator.main(arguments)
-    lines = capsys.readouterr().out.splitlines()
-    report = json.loads(lines[-1])
+def test_accelerator(tmp_path: Path) -> None:
+    few = "--tiny --contexts 8 --clients 2 --methods autoregressive poss3 --trees 2/2/5"
+    words = ["-m", "benchmarks.accelerator", *few.split(), "--quantise", "int8"]
+    words += ["--minutes", "60", "--output", str(tmp_path)]
+    run = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    report = json.loads(run.stdout.splitlines()[-1])
     assert json.loads((tmp_path / "report.json").read_text()) == report
-    assert list(report["methods"]) == ["autoregressive", "poss3 2/2/5", "poss3_e3 2/2/5"]
+    assert report["failed"] == []
+    drafts = ["autoregressive", "poss3 2/2/5"]
+    ways = [name + more for more in ("", ", batch 2", ", int8") for name in drafts]
+    assert list(report["methods"]) == ways
     drafted = report["methods"]["poss3 2/2/5"]
-    assert drafted["tokens_per_round"] == 1 + (1 + 2 + 2 + 2) / 4  # of 1, 2, 6, 2 at depth 2
-    assert list(report["training"]) == ["poss3", "poss3_e3"]
-    assert lines[0].startswith("abacus: 1 GB/s")
+    assert drafted["tokens_per_round"] == 1 + (2 + 1 + 2 + 2) / 4  # of 2, 1, 2, 3 at depth 2
+    assert list(report["prefill"]) == [f"{name}, 8" for name in drafts]
+    assert list(report["server"]) == ["autoregressive, 2 clients", "poss3, 2 clients"]
+    assert all(row["answers"] >= 2 for row in report["server"].values())
+    assert list(report["training"]) == ["poss3"]
+
+
+def test_a_part_that_fails_does_not_end_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(name: str, *_: Any) -> accelerator.Rows:
+        if name == "autoregressive, 8":
+            raise MemoryError("out of\nmemory")
+        row = {"milliseconds": 2.0, "floor_milliseconds": 1.0, "floor_to_prefill": 0.5}
+        yield name, row
+
+    monkeypatch.setattr(accelerator, "time_prefill", measure)
+    few = "--only prefill --methods autoregressive poss3 --trees 2/2/5".split()
+    with pytest.raises(SystemExit, match="1"):
+        run_tiny(monkeypatch, capsys, *few)
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["failed"] == ["prefill: MemoryError: out of memory"]
+    assert list(report["prefill"]) == ["poss3 2/2/5, 8"]
+
+
+def test_rows_are_compared_with_earlier_ones_of_the_same_device(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    row = {"milliseconds": 3.0, "floor_milliseconds": 1.5, "floor_to_prefill": 0.5}
+    about = {"roofline": {"device": {"name": "abacus"}}}
+    file.write_text(json.dumps(about | {"prefill": {"poss3, 8": row | {"milliseconds": 2.0}}}))
+    assert accelerator.read_baselines([file], "slide rule")["prefill"] == {}
+    before = accelerator.read_baselines([file], "abacus")["prefill"]["poss3, 8"]
+    assert accelerator.describe("prefill", "poss3, 8", row, before) == (
+        "poss3, 8: prefill 3.00 ms (floor 1.50, 50%); 1.50 x the time of --baseline (WORSE)"
+    )
+    for known in accelerator.COMMITTED.glob("accelerator*/report.json"):
+        name = json.loads(known.read_text())["roofline"]["device"]["name"]
+        assert accelerator.read_baselines([known], name)["methods"]
+
+
+@pytest.mark.parametrize("tree", random_pair.RECORDED)
+def test_recorded_rounds_fit_their_trees(tree: str) -> None:
+    config = DecodeConfig(tiny_llama(), DraftConfig(layer=tiny_llama()), read_tree(tree), rows=128)
+    assert max(random_pair.accepted_by(config)) == config.max_accepted == int(tree[0])
+
+
+LLAMA_8B = LlamaConfig(
+    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
+    num_kv_heads=8, head_dim=128,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_default_trees_of_accelerators_pay_at_every_load(name: str) -> None:
+    draft = DraftConfig(layer=replace(LLAMA_8B, num_layers=1), positions_per_specialist=(3, 3))
+    bytes_per = dict.fromkeys(
+        ("target_bytes", "specialist_bytes", "draft_bytes", "cache_bytes"), 2.0
+    )
+    rates = DEVICES[name]  # of which programs reach 80 % and 60 %
+    device = Device(name, 0.8 * rates.bytes_per_second, 0.6 * rates.flops_per_second, 0.0)
+
+    def per_token(tree: TreeConfig | None, batch: int) -> float:
+        work = Workload(target=LLAMA_8B, batch=batch, context=768, **bytes_per)
+        if tree is None:
+            return floors(cost_card(work, prompt_tokens=512), device)["round"]
+        recorded = random_pair.RECORDED[tree.name]
+        work = replace(work, draft=draft, tree=tree)
+        tokens = 1 + sum(map(int, recorded)) / len(recorded)
+        return floors(cost_card(work, prompt_tokens=512), device)["round"] / tokens
+
+    for batch in (1, 3, 4, 11, 12, 31, 32, 95, 96, 127):
+        tree = tree_for(ACCELERATOR_TREES, batch)
+        assert per_token(tree, batch) < per_token(None, batch)
 
 
 def test_torch_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +201,7 @@ def test_torch_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
 def test_accelerator_beside_torch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    roofline = Roofline(Device("abacus", 1e9, 1e9, 1e9), {"square": 1e9})
-    monkeypatch.setattr(accelerator, "measure_roofline", lambda: roofline)
-    options = "--torch --only decode --methods autoregressive".split()
-    accelerator.main([*accelerator_sizes(), *options])
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(report["methods"]) == ["autoregressive"] and not report["training"]
+    few = "--torch --only prefill --methods autoregressive".split()
+    report = run_tiny(monkeypatch, capsys, *few)
+    assert list(report["prefill"]) == ["autoregressive, 8"] and not report["training"]
     assert report["torch"]["loop"] > 0

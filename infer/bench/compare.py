@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -16,10 +17,12 @@ from poss_jax.config.bench import BenchConfig
 from poss_jax.config.paths import local_path
 from poss_jax.config.reading import config_to_dict
 from poss_jax.engine.dialogue import Dialogue
+from poss_jax.engine.engine import Engine
 from poss_jax.engine.prompts import PreparedPrompt
 
 from ..drift.report import format_report as format_drift
 from ..drift.study import study
+from .costs import FEW_TOKENS, describe_workload, saved_by_vocabulary
 from .journal import SETTINGS, Answer, Cell, Journal, Key, make_turn, write_answer_files
 from .measure import (
     AUTOREGRESSIVE,
@@ -240,6 +243,7 @@ def _describe_methods(
         "device": device_name(),
         "methods": {
             decoder.name: {"tree": _tree_of(decoder), "drafting": decoder.engine.drafting}
+            | _reduced_head(decoder.engine)
             | journal.methods[decoder.name]
             for decoder in decoders
         },
@@ -248,6 +252,16 @@ def _describe_methods(
         return about
     steps = measure_steps(decoders[0].engine, prompt, roofline.device)
     return about | {"autoregressive_step_milliseconds": steps, "roofline": asdict(roofline)}
+
+
+def _reduced_head(engine: Engine) -> dict[str, float]:
+    """What a draft vocabulary would save on an accelerator; nothing if the draft has one."""
+    draft, V = engine.draft_config, engine.target_config.vocab_size
+    is_whole = draft is not None and engine.weights.draft["head"]["weight"].shape[0] == V
+    if jax.default_backend() == "cpu" or not is_whole or V <= FEW_TOKENS:
+        return {}
+    work = describe_workload(engine.weights, engine.decode_config(1), batch=1, context=0)
+    return {"saves": saved_by_vocabulary(work)}
 
 
 def _tree_of(decoder: Decoder) -> str | None:

@@ -56,6 +56,9 @@ DEVICES = {
 }
 """Datasheet numbers of TPU chips and GPUs (SXM), by name."""
 
+FEW_TOKENS = 32_000
+"""Tokens of a usual draft vocabulary, as of EAGLE-3's heads."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -165,6 +168,15 @@ def cost_card(work: Workload, *, prompt_tokens: int) -> dict[str, Cost]:
     rest = {"verify": verify(work), "accept": accept(work), "commit": commit(work)}
     whole = add_costs([*phases.values(), *rest.values()])
     return {"prefill": prefill(work, prompt_tokens), **phases, **drafting, **rest, "round": whole}
+
+
+def saved_by_vocabulary(work: Workload) -> float:
+    """Share of a round's bytes that is saved if the draft proposes only `FEW_TOKENS`."""
+    whole, part = (
+        cost_card(replace(work, draft_vocabulary=size), prompt_tokens=1)["round"].bytes
+        for size in (work.draft_vocabulary, FEW_TOKENS)
+    )
+    return 1 - part / whole
 
 
 def floors(card: dict[str, Cost], device: Device) -> dict[str, float]:

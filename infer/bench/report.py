@@ -17,6 +17,7 @@ from poss_jax.config.reading import config_to_dict
 from poss_jax.program.output import check_writable, print_summary, wants_json
 from poss_jax.program.tables import align, fold, format_rows
 
+from .costs import FEW_TOKENS
 from .phases import PARTS
 from .statistics import FEWEST, format_estimate
 from .summary import LOOPING_BELOW
@@ -279,11 +280,19 @@ def describe(report: dict[str, Any]) -> list[str]:
         f"{best} wrote {'the same ' if is_same else ''}{total[best]['answers']} texts {ratio:.2f} x"
         " as fast as decoding without a draft.",
         f"Tokens per pass of the target: {', '.join(lengths)}; without a draft 1.",
+        *_advise(report["methods"]),
     ]
     if not compared:
         return lines
     equal, answers = (sum(total[name][key] for name in compared) for key in ("equal", "answers"))
     return [*lines, f"{equal} of {answers} texts with drafts equal those without, token for token."]
+
+
+def _advise(methods: dict[str, Any]) -> list[str]:
+    """Says what a draft vocabulary would save (`compare`)."""
+    saved = [f"{name} {one['saves']:.0%}" for name, one in methods.items() if "saves" in one]
+    about = f"With {FEW_TOKENS:,} tokens (train.draft_vocab) rounds would read less"
+    return [f"{about}: {', '.join(saved)}."] if saved else []
 
 
 def add_up(report: dict[str, Any], name: str) -> dict[str, float]:

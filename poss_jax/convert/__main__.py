@@ -234,6 +234,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "and changes no output. The default is the published depth, the depth of the draft to "
         "start from, or the sum of the positions per specialist.",
     },
+    "--draft-vocabulary": {
+        "type": as_path,
+        "metavar": "FILE",
+        "help": "Let the draft propose only the tokens of this file (train.draft_vocab), which "
+        "reads less of the head. A draft with its own head keeps its tokens.",
+    },
     "--format": {
         "dest": "form",
         "metavar": "NAME",
@@ -310,7 +316,7 @@ _COMMANDS = {
         "Such a draft has fc and one decoder layer per specialist. The embedding and the head are "
         "the target's and are not stored; only EAGLE-3 drafts have their own head.",
         required="--source --target --output",
-        optional="--revision --dtype --positions-per-specialist --trained-depth",
+        optional="--revision --dtype --positions-per-specialist --trained-depth --draft-vocabulary",
     ),
     "init-specialists": Command(
         "Make a start for PosS from a trained draft.",

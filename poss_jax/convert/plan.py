@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from poss_jax.checkpoint.draft_vocabulary import read_draft_vocabulary
 from poss_jax.checkpoint.items import describe_item, load_item
 from poss_jax.checkpoint.record import (
     ModelRecord,
@@ -16,6 +17,7 @@ from poss_jax.checkpoint.record import (
     new_record,
     read_record,
     target_identity,
+    with_vocabulary,
 )
 from poss_jax.checkpoint.sums import hash_values
 from poss_jax.config.models import DraftConfig, Quantisation
@@ -111,6 +113,7 @@ def plan_draft(
     *,
     positions_per_specialist: tuple[int, ...] | None = None,
     trained_depth: int | None = None,
+    draft_vocabulary: str | AnyPath | None = None,
     revision: str | None = None,
     dtype: DType = "keep",
 ) -> Conversion:
@@ -121,12 +124,13 @@ def plan_draft(
       target: model folder of the converted target.
       positions_per_specialist: see `place_specialists`.
       trained_depth: see `place_specialists`.
+      draft_vocabulary: file of the tokens that it may propose; None: what the source says.
       revision: branch, tag or commit on the Hub.
       dtype: type to store.
 
     Raises:
       UserError: anything in the source that is unknown, or that does not fit its config or the
-        target.
+        target; a draft vocabulary of another target, or for a draft with its own head.
     """
     target = as_path(target)
     target_record = read_record(target)
@@ -142,6 +146,9 @@ def plan_draft(
     record = new_record(
         config, target_record.target, tokenizer_from=target, draft_vocabulary=vocabulary
     )
+    if draft_vocabulary is not None:
+        tokens = read_draft_vocabulary(draft_vocabulary, target_record.llama.vocab_size)
+        record = with_vocabulary(record, tokens.tolist(), origin=source)
     conversion = _convert(reading, record, dropped, dtype, target)
     rope, target_rope = config.layer.rope, target_record.llama.rope
     if rope == target_rope:

@@ -136,8 +136,8 @@ class Engine:
           target: folder of the target.
           draft: folder of a draft made for it; None decodes autoregressively.
           tree: size of the draft tree, or one per batch size (None there: no draft); None: those
-            that were tuned for the draft on this kind of device (see `infer.tune`), else 6/10/60
-            on accelerators, 4/4/16 on CPU.
+            that were tuned for the draft on this kind of device (see `infer.tune`), else
+            `trees.default_trees`.
           dtype: dtype of weights and caches; None: float32 on CPU, bfloat16 elsewhere.
           max_length: most tokens of prompt and answer; None: what the target was made for.
           drafting: how the draft proposes tokens to sampled texts: `coupled` and `argmax` leave

@@ -34,6 +34,20 @@ _TUNED = "tuned"
 Trees = Mapping[int, TreeConfig | None]
 """Batch size -> tree for that many prompts and more; None decodes them without a draft."""
 
+ACCELERATOR_TREES: Trees = {
+    1: ACCELERATOR_TREE,
+    4: TreeConfig(depth=6, top_k=4, total_tokens=24),
+    12: TreeConfig(depth=4, top_k=2, total_tokens=8),
+    32: TreeConfig(depth=3, top_k=1, total_tokens=4),
+    96: TreeConfig(depth=2, top_k=1, total_tokens=3),
+    128: None,
+}
+"""Trees of an accelerator: as many nodes in all as it verifies in about the time of one.
+
+By the cost card (docs/generate.md, "Trees by batch size"); on an H100, 6/10/60 for 16 texts would
+be slower than no draft.
+"""
+
 _SLOW_DEPTH = 16
 """Depth above which compiling is slow: every drafted position is compiled by itself.
 
@@ -58,6 +72,11 @@ def default_tree() -> TreeConfig:
     return CPU_TREE if jax.default_backend() == "cpu" else ACCELERATOR_TREE
 
 
+def default_trees() -> Trees:
+    """Default trees for this kind of device."""
+    return {1: CPU_TREE} if jax.default_backend() == "cpu" else ACCELERATOR_TREES
+
+
 def choose_trees(wanted: TreeConfig | Trees | None, draft: Params | None = None) -> Trees:
     """Trees per batch size: the wanted ones, else the device's default; clamped to the draft.
 
@@ -65,7 +84,7 @@ def choose_trees(wanted: TreeConfig | Trees | None, draft: Params | None = None)
       wanted: what was given or, failing that, tuned.
       draft: parameters of the draft; without one nothing is clamped.
     """
-    wanted = wanted or default_tree()
+    wanted = wanted or default_trees()
     trees = {1: wanted} if isinstance(wanted, TreeConfig) else wanted
     if not draft:
         return trees

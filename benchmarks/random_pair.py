@@ -1,0 +1,165 @@
+"""Pairs with random weights, made on the device; their rounds accept what was recorded elsewhere.
+
+A random draft is never right, so acceptance is forced: a sequence's rounds accept, one after the
+other, as many tokens as the rounds of a trained PosS-3 draft did on one prompt of the tests (number
+4 of tests/fixtures/generate_poss3.json, the one nearest to the mean of all with 6/10/60).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from poss_jax.checkpoint.record import TargetIdentity, new_record
+from poss_jax.config.models import DraftConfig, LlamaConfig, Quantisation
+from poss_jax.decode import speculate
+from poss_jax.decode.state import DecodeConfig, DecodeState, Request, Weights
+from poss_jax.decode.verify import Acceptance
+from poss_jax.engine.device import default_dtype
+from poss_jax.engine.engine import Engine
+from poss_jax.model.cache import KVCache
+from poss_jax.model.families import init_draft
+from poss_jax.model.families.eagle3 import settle
+from poss_jax.model.quantise import quantise_target
+from poss_jax.model.target import init_target
+from poss_jax.shapes import Params
+
+RECORDED = {
+    "6/10/60": "21233202122123466656554",
+    "6/4/24": "20113320122200133566666423",
+    "4/2/8": "02110310201222000032344443442234",
+    "5/1/6": "0200000130001101220000311155555512304",
+    "3/1/4": "0200000130001101220000311133333333312303",
+    "2/1/3": "020000012000011012200002011120222222222222020021",
+}
+"""Accepted tokens per round, a digit each, by tree: 4.17 down to 2.00 tokens a round."""
+SCALE = 0.02
+PLAIN, FAMILIES = "autoregressive", ("poss3", "poss3_e3")
+
+
+def accepted_by(config: DecodeConfig) -> list[int]:
+    """Recorded numbers for a tree; for an unknown one those of 6/10/60, as far as it reaches."""
+    digits = RECORDED.get(config.tree.name, RECORDED["6/10/60"])
+    return [min(int(digit), config.max_accepted) for digit in digits]
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights
+
+
+def random_like(init: Callable[[Any], Params], seed: int, dtype: Any) -> Params:
+    """Draws parameters of the shapes that `init` gives, one array at a time."""
+    leaves, treedef = jax.tree.flatten(jax.eval_shape(init, jax.random.key(0)))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    pairs = zip(keys, leaves, strict=True)
+    return treedef.unflatten([_draw(key, leaf.shape, dtype) for key, leaf in pairs])
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if len(shape) == 1:  # scale of a norm
+        return jnp.ones(shape, dtype)
+    return SCALE * jax.random.normal(key, shape, dtype)
+
+
+def draft_shape(family: str, llama: LlamaConfig, num_draft_tokens: int) -> DraftConfig:
+    """PosS-3 for six positions, on EAGLE-2 or on EAGLE-3."""
+    layer = replace(llama, num_layers=1)
+    spans = {"positions_per_specialist": (3, 3), "trained_depth": 6}
+    if family == "poss3":
+        return DraftConfig(layer=layer, **spans)
+    return DraftConfig(layer=layer, family="eagle3", **spans, **settle(llama, num_draft_tokens))
+
+
+def make_engines(
+    llama: LlamaConfig,
+    methods: Sequence[str],
+    num_draft_tokens: int,
+    quantise: Quantisation | None = None,
+) -> dict[str, Engine]:
+    """One target, alone and with drafts."""
+    dtype = default_dtype()
+    identity = TargetIdentity(
+        name="random", revision=None, embedding_sha256="0" * 64, head_sha256="0" * 64
+    )
+    record = new_record(llama, identity, tokenizer_from=None, quantised=quantise)
+    params = random_like(partial(init_target, llama), 0, dtype)
+    engine = Engine(record, quantise_target(params, quantise) if quantise else params)
+    engines = {PLAIN: engine}
+    for seed, family in enumerate(FAMILIES, start=1):
+        if family not in methods:
+            continue
+        config = draft_shape(family, llama, num_draft_tokens)
+        tokens = None if config.head_size is None else tuple(range(config.head_size))
+        record = new_record(config, identity, tokenizer_from=None, draft_vocabulary=tokens)
+        draft = random_like(partial(init_draft, config), seed, dtype)
+        engines[family] = engine.with_draft(record, draft)
+    return {method: engines[method] for method in methods}
+
+
+# --------------------------------------------------------------------------------------------------
+# Rounds
+
+
+def forced_round(
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState
+) -> DecodeState:
+    """`speculate.run_round`, but accepts the recorded number of tokens."""
+    noise = speculate.round_noise(config, request, state)
+    tree = speculate.draft_tree(weights, config, request, state, noise)
+    out = speculate.verify_tree(weights, config, state, tree)
+    chosen = speculate.choose_tokens(request, state, tree, out.logits, noise)
+    path = jnp.arange(config.max_accepted + 1, dtype=jnp.int32)
+    path = jnp.broadcast_to(path[None], (len(chosen), len(path)))
+    recorded = jnp.array(accepted_by(config), jnp.int32)
+    num_accepted = recorded[state.output.num_rounds % len(recorded)]
+    acceptance = Acceptance(
+        path=path,
+        num_accepted=num_accepted,
+        num_offered=num_accepted,
+        emitted=jnp.take_along_axis(chosen, path, axis=1),
+    )
+    return speculate.commit(weights, config, request, state, out, acceptance)
+
+
+@partial(jax.jit, static_argnums=(1, 4), donate_argnums=3)
+def forced_rounds(
+    weights: Weights, config: DecodeConfig, request: Request, state: DecodeState, num_rounds: int
+) -> DecodeState:
+    """Runs forced rounds in one program."""
+
+    def body(_: jax.Array, state: DecodeState) -> DecodeState:
+        return forced_round(weights, config, request, state)
+
+    return jax.lax.fori_loop(0, num_rounds, body, state)
+
+
+def random_state(weights: Weights, config: DecodeConfig, request: Request) -> DecodeState:
+    """A state whose caches hold random rows; `at_length` says how many count."""
+    shapes = jax.eval_shape(partial(speculate.start, config=config), weights, request=request)
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def filled(cache: KVCache) -> KVCache:
+        def draw(rows: list[jax.Array]) -> list[jax.Array]:
+            keys = jax.random.split(jax.random.key(2), len(rows))
+            return [_draw(key, one.shape, one.dtype) for key, one in zip(keys, rows, strict=True)]
+
+        return cache.replace(k=draw(cache.k), v=draw(cache.v))
+
+    draft = state.draft and state.draft.replace(cache=filled(state.draft.cache))
+    return state.replace(target_cache=filled(state.target_cache), draft=draft)
+
+
+def at_length(state: DecodeState, length: int) -> DecodeState:
+    """Begins the same texts again, with `length` committed tokens."""
+
+    def cut(cache: KVCache) -> KVCache:
+        return cache.replace(length=jnp.full_like(cache.length, length))
+
+    draft = state.draft and state.draft.replace(cache=cut(state.draft.cache))
+    output = jax.tree.map(jnp.zeros_like, state.output)
+    state = state.replace(target_cache=cut(state.target_cache), draft=draft, output=output)
+    return jax.device_put(state, jax.devices()[0])  # committed, as the rounds return it

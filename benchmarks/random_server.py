@@ -1,0 +1,113 @@
+"""The server over a random pair on this device, and closed-loop clients in another process.
+
+Its rounds accept recorded numbers of tokens (`random_pair`). Prompts are random, so the prefix
+cache, which is off, would not help.
+"""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, contextmanager
+from multiprocessing import get_context
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.random_pair import forced_round
+from benchmarks.serving import Answer, Case, ask, make_client, percentiles
+from poss_jax.config.decoding import ServeConfig
+from poss_jax.decode import speculate
+from poss_jax.engine.engine import Engine
+from poss_jax.engine.prompts import PreparedPrompt
+from poss_jax.engine.slots import Program, Slots
+from poss_jax.serving.app import create_app
+from poss_jax.serving.server import listen, make_server
+
+
+class GreedySlots(Slots):
+    """Slots whose clients never sample, so that half of the rounds need not be compiled."""
+
+    def programs(self, size: int) -> list[Program]:
+        return [one for one in super().programs(size) if not one.is_sampled]
+
+    def rare_programs(self, size: int) -> list[Program]:
+        del size
+        return []
+
+
+@contextmanager
+def serving(engine: Engine, num_slots: int, max_length: int) -> Iterator[str]:
+    """Serves from a thread of this process, all programs compiled; gives the address."""
+    slots = GreedySlots(engine, sizes=[num_slots], max_length=max_length)
+    config = ServeConfig(target="random", batch_size=num_slots, max_length=max_length)
+    app = create_app(config, slots=slots)
+    server = make_server(app, config, api_key=None)
+    patch = mock.patch.object(speculate, "run_round", forced_round)
+    with closing(listen("127.0.0.1", 0)) as sock, patch:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        try:
+            while not (server.started and app.state.service.is_compiled):
+                if server.error is not None or not thread.is_alive():
+                    raise RuntimeError("the server ended while it compiled") from server.error
+                time.sleep(0.1)
+            yield "http://{}:{}".format(*sock.getsockname()[:2])
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def measure_load(url: str, **load: Any) -> dict[str, Any]:
+    """Runs `ask_all` in a process that leaves this one's interpreter to the server."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(ask_all, url, **load).result()
+
+
+def ask_all(
+    url: str,
+    *,
+    num_clients: int,
+    seconds: float,
+    num_prompt: int,
+    num_new: int,
+    vocab_size: int,
+) -> dict[str, Any]:
+    """Streams to clients that ask again and again until the time is over.
+
+    Returns:
+      Answers, their tokens per second, milliseconds per token of a client, and percentiles of the
+      milliseconds to the first token and per further token.
+    """
+    rng = np.random.default_rng(num_clients)
+    answers: list[Answer] = []
+
+    async def run_client(client: Any, until: float) -> None:
+        for _ in itertools.count():
+            ids = rng.integers(0, vocab_size, num_prompt).tolist()
+            answers.append(await ask(client, Case(PreparedPrompt(ids, num_new), [])))
+            if time.monotonic() >= until:
+                return
+
+    async def run_all() -> float:
+        async with make_client(url) as client:
+            await asyncio.gather(*(client.get("/health") for _ in range(num_clients)))
+            begun = time.monotonic()
+            until = begun + seconds
+            await asyncio.gather(*(run_client(client, until) for _ in range(num_clients)))
+            return time.monotonic() - begun
+
+    elapsed = asyncio.run(run_all())
+    further = [(one.seconds - one.first) / max(len(one.tokens) - 1, 1) for one in answers]
+    tokens_per_second = sum(len(one.tokens) for one in answers) / elapsed
+    return {
+        "clients": num_clients,
+        "answers": len(answers),
+        "tokens_per_second": tokens_per_second,
+        "token_milliseconds": 1000 * num_clients / tokens_per_second,
+        "first_token_milliseconds": percentiles([1000 * one.first for one in answers]),
+        "per_token_milliseconds": percentiles([1000 * one for one in further]),
+    }
