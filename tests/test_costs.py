@@ -226,7 +226,7 @@ def test_xla_counts_the_same(engine: Engine) -> None:
     XLA counts what the cards leave out: softmax and norms, and attention over all rows there is
     room for.
     """
-    prompt = engine.prepare(list(range(64)), 8)  # a chunk, which XLA counts once
+    prompt = engine.prepare(list(range(32)), 8)  # a chunk, which XLA counts once
     config, request, state = phases.state_after(engine, prompt)
     weights = engine.weights
     shallow = phases.shallower(config)

@@ -32,6 +32,7 @@ TEXT = np.random.default_rng(0).integers(0, 61, 400).tolist()
 def few_programs() -> Iterator[None]:
     with one_layout(num_biased=2), pytest.MonkeyPatch.context() as patch:
         patch.setattr("poss_jax.engine.device._LEAST_ROWS", 512)
+        patch.setattr("poss_jax.engine.device.CPU_CHUNKS", (64, 16))
         yield
 
 

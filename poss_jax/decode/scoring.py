@@ -10,7 +10,7 @@ from poss_jax.model import target as targets
 from poss_jax.model.cache import commit_rows
 from poss_jax.shapes import Array, Int
 
-_BLOCK = 64  # rows whose logits are held at once; every chunk's size is a multiple
+_BLOCK = 64  # rows whose logits are held at once; a larger chunk is a multiple
 
 
 @jax.named_scope("score")
