@@ -188,6 +188,8 @@ def test_what_constrains_an_answer(fields: Any) -> None:
         ("max_output_tokens", {"max_output_tokens": 2_000}),
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("bad_words", {"bad_words": ["a"]}),
+        ("metadata", {"metadata": {"a": float("nan")}}),
+        ("tools", {"tools": [FLAT | {"limit": float("inf")}]}),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 created ─► item added ─► text or arguments, bit by bit ─► item done ─► next item ... ─► completed
 """
 
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -28,6 +29,7 @@ from poss_jax.serving.requests import Job, read_chat
 _HELD = ("previous_response_id", "conversation", "prompt", "background", "context_management")
 _OF_CHATS = ("n", "max_tokens", "response_format", "logprobs", "top_logprobs", "max_tool_calls")
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+_REPEATED = ("metadata", "text", "tools", "tool_choice")  # in the response, as they came
 _PLAIN = {"type": "text"}
 _TEXTS = ("input_text", "output_text", "text")
 
@@ -101,6 +103,11 @@ def _check(body: ResponseRequest) -> None:
     refused += ["include"] if set(body.include or ()) - {"reasoning.encrypted_content"} else []
     for name in refused:
         raise ApiError(400, f"{name}: not served by /v1/responses", param=name)
+    for name in _REPEATED:
+        try:
+            json.dumps(getattr(body, name), allow_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"{name}: want finite numbers", param=name) from error
 
 
 def _form_of(body: ResponseRequest) -> dict[str, Any]:

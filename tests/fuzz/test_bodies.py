@@ -16,6 +16,7 @@ from poss_jax.config.decoding import ServeConfig
 from poss_jax.engine.prompts import lay_out
 from poss_jax.engine.slots import MOST_BIASED, MOST_STOP_IDS
 from poss_jax.serving.bodies import (
+    MOST_STOPS,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -23,6 +24,7 @@ from poss_jax.serving.bodies import (
     parse_body,
 )
 from poss_jax.serving.requests import Job, read_chat, read_completion, read_text
+from poss_jax.serving.responses import ResponseRequest, read_response
 
 ENGINE = Tokenising(make_tokenizer("byte level"))
 CONFIG = ServeConfig(target="none")
@@ -32,10 +34,16 @@ LARGE = 2**17  # bytes of a value that is large, at most
 BYTES_PER_BYTE, ROOM = 40, 2**20  # a short text takes many times its JSON
 CPU_SECONDS = 2.0
 
-READ = {CompletionRequest: read_completion, ChatRequest: read_chat, TokenizeRequest: read_text}
+READ = {
+    CompletionRequest: read_completion,
+    ChatRequest: read_chat,
+    ResponseRequest: lambda *given: read_response(*given)[1],
+    TokenizeRequest: read_text,
+}
 GOOD = {
     CompletionRequest: {"prompt": '"Once"'},
     ChatRequest: {"messages": '[{"role": "user", "content": "Hi"}]'},
+    ResponseRequest: {"input": '"Hi"'},
     TokenizeRequest: {"prompt": '"Once"'},
 }
 IN_MESSAGES = ["role", "content", "type", "text", "name", "tool_calls", "reasoning_content"]
@@ -133,7 +141,7 @@ def check_ids(ids: list[int]) -> None:
 def check_job(job: Job) -> None:
     """Everything that the scheduler trusts, up to the arrays of the device."""
     assert 0 < len(job.prompts) <= MOST_CHOICES and len(job.echo) == len(job.prompts)
-    assert len(job.stop) <= 4 and all(0 < len(text) <= 1000 for text in job.stop)
+    assert len(job.stop) <= MOST_STOPS and all(0 < len(text) <= 1000 for text in job.stop)
     assert job.num_logprobs is None or 0 <= job.num_logprobs <= CONFIG.max_logprobs
     for prompt in job.prompts:
         check_ids(prompt.ids)
