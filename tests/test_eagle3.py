@@ -39,6 +39,12 @@ SOURCE = ROOT_E3 / "draft" / METHODS_E3[-1]
 # Decoding
 
 
+NARROW = dataclasses.replace(
+    CONFIG,
+    layer=tiny_llama(num_layers=1, hidden_size=24),
+    target_size=LLAMA.hidden_size,
+    has_embedding=True,
+)
 LOOPED = dataclasses.replace(CONFIG, positions_per_specialist=(1,), layers_per_specialist=(2,))
 
 
@@ -49,6 +55,7 @@ LOOPED = dataclasses.replace(CONFIG, positions_per_specialist=(1,), layers_per_s
         pytest.param(CONFIG, False, id="greedy", marks=pytest.mark.slow),
         pytest.param(CONFIG, True, id="sampled"),
         pytest.param(LOOPED, True, id="looped"),
+        pytest.param(NARROW, True, id="narrow"),
     ],
 )
 def test_speculative_equals_autoregressive(config: DraftConfig, is_sampled: bool) -> None:
@@ -250,8 +257,23 @@ def test_a_draft_of_speculators(target: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="says norm_before_fc False, the weights hold input_norm"):
         plan_draft(str(folder), target)
     (folder / "config.json").write_text(json.dumps(config | {"embed_requires_grad": True}))
-    with pytest.raises(UserError, match="embed_requires_grad: this draft has trained its own"):
-        plan_draft(str(folder), target)
+    own = plan_draft(str(folder), target)
+    assert own.record.draft.has_embedding
+    np.testing.assert_array_equal(arrays(own)["embed/weight"], embedding)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_an_embedding_that_is_not_the_target_s(
+    is_trained: bool, target: Path, tmp_path: Path
+) -> None:
+    embedding = {"embed_tokens.weight": np.ones((260, 128), np.float32)}
+    said = {"num_hidden_layers": 1, "embed_requires_grad": is_trained}
+    source = str(write(tmp_path / "source", one_specialist(embedding), **said))
+    if is_trained:
+        assert (arrays(plan_draft(source, target))["embed/weight"] == 1).all()
+        return
+    with pytest.raises(UserError, match=r"embed_tokens\.weight differs .* by embed_requires_grad"):
+        plan_draft(source, target)
 
 
 def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> None:
@@ -278,7 +300,12 @@ def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> N
         (WHOLE | EACH, {}, "want norms of one kind before fc, got input_norm.* and fc_norm"),
         (EACH | {"fc_norm.2.weight": None}, {}, r"missing fc_norm\.2\.weight \[128\]"),
         ({}, {"norm_output": "yes"}, "norm_output: want true or false, got 'yes'"),
-        ({}, {"target_hidden_size": 64}, "target_hidden_size 64: this draft has another width"),
+        (
+            {},
+            {"target_hidden_size": 64},
+            r"missing embed_tokens\.weight \[260, 128\]; fc\.wei.*192",
+        ),
+        ({}, {"target_hidden_size": "x"}, "target_hidden_size: Input should be a valid integer"),
         ({"mask_hidden": np.zeros(128, np.float32)}, {}, "a P-EAGLE draft .mask_hidden"),
         ({"eagle_module.fc.weight": np.zeros(2)}, {}, "export it with ModelOpt and convert what"),
         ({"d2t": np.zeros(80, np.int32)}, {}, "d2t: want int64 .*, got I32"),

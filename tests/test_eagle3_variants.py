@@ -11,7 +11,7 @@ import pytest
 from golden import ROOT_E3, load_golden, read_npz
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 
-from poss_jax.config.models import DraftConfig, MeshConfig, TreeConfig
+from poss_jax.config.models import DraftConfig, MeshConfig, RopeConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.decode import drafting
 from poss_jax.decode.drafting import commit_pairs, join_pairs
@@ -33,6 +33,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "raw_output": {"output_norm": None},
     "deep": {"layers_per_specialist": (3,)},
     "looped": {"layers_per_specialist": (3,), "positions_per_specialist": (1,)},
+    "embedding": {"has_embedding": True},
+    "narrow": {
+        "layer": tiny_llama(num_layers=1, hidden_size=24, rope=RopeConfig(theta=500.0)),
+        "target_size": 32,
+        "has_embedding": True,
+        "fc_norm": "each",
+    },
     "all": {"norm_before_residual": True, "fc_norm": "each", "output_norm": "fed_back"},
 }
 PARTS_OF_ALL = ("norm_before_residual", "fc_norm", "norm_output")
@@ -187,7 +194,7 @@ def test_chains_of_drafting_and_training_equal_the_forward(name: str) -> None:
     chain = jax.jit(lambda params: draft_chains(config, params, tokens, features))(
         attach(draft, target)
     )
-    embedded = target["embed"]["weight"][tokens[0, 1:]]
+    embedded = attach(draft, target)["embed"]["weight"][tokens[0, 1:]]
     logits = forward(config, draft, embedded, features[0], STEPS)[1]
     trained = train_chains(config, attach(stacked(draft), target), embedded[:T], features)
     for step, got in enumerate(chain):
@@ -234,6 +241,13 @@ def test_every_parameter_has_a_place_on_a_mesh(name: str) -> None:
     draft = random_draft(dataclasses.replace(CONFIG, **VARIANTS[name]))
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     assert jax.tree.structure(place_tree(draft, mesh)) == jax.tree.structure(draft)
+
+
+def test_a_width_that_tells_features_apart() -> None:
+    layer = tiny_llama(num_layers=1, hidden_size=96)
+    own = {"layer": layer, "target_size": 32, "has_embedding": True}
+    with pytest.raises(UserError, match="hidden_size 96: want another width than the target's"):
+        init_draft(dataclasses.replace(CONFIG, **own), jax.random.key(0))
 
 
 @pytest.mark.parametrize("aux_layers", [(), (1,)])

@@ -157,6 +157,7 @@ def variant(golden: Golden, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+NARROW = {"layer": {"hidden_size": 96, "head_dim": 24}, "target_size": 128, "has_embedding": True}
 OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm": "fed_back"}
 
 
@@ -173,6 +174,10 @@ OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm
         ),
         ("specforge", {"fc_norm": "each", "output_norm": None}, {"norm_output": False}),
         ("sglang", {"fc_norm": "each"}, {"fc_norm": True}),
+        ("eagle3", {"has_embedding": True}, {"embed_requires_grad": True}),
+        ("eagle3", NARROW, {"target_hidden_size": 128, "hidden_size": 96}),
+        ("specforge", NARROW, {"target_hidden_size": 128}),
+        ("speculators", NARROW, {"target_hidden_size": 128, "embed_requires_grad": True}),
         (
             "sglang",
             {"aux_layers": (1, 3, 7)},
@@ -231,6 +236,7 @@ def test_a_stack_of_layers_comes_back(one: Golden, tmp_path: Path) -> None:
         ("speculators", {"layer": {"qkv_bias": True}}, "no place for layers of qwen2"),
         ("speculators", {"aux_layers": (1, 2)}, r"no place for aux_layers \[1, 2\]"),
         ("poss", {"fc_norm": "whole"}, "no place for fc_norm whole"),
+        ("poss", {"has_embedding": True}, "no place for an own embedding"),
     ],
 )
 def test_what_a_layout_cannot_hold(

@@ -13,13 +13,15 @@ import pytest
 from models import random_draft, random_target, random_tokens, stacked, tiny_llama
 from programs import DRAFT, Runs, config_file, generate, metrics, refusal, weights, write_lines
 
-from poss_jax.checkpoint.record import read_record
+from poss_jax.checkpoint.folder import load_draft, write_model
+from poss_jax.checkpoint.record import new_record, read_record
 from poss_jax.config.models import DraftConfig, RopeConfig
 from poss_jax.config.training import ObjectiveConfig, StepConfig
 from poss_jax.learn.step import draft_gradients
 from poss_jax.learn.task import DraftTask, own_head, prepare_draft_data
 from poss_jax.learn.validation import make_draft_validation
 from poss_jax.model.documents import TrainBatch, encode
+from poss_jax.model.parameters import split_items
 from train.main import main
 
 OBJECTIVE = {"feature_weight": 0.0, "probability_weight": 1.0, "top_k_weight": 0.0}
@@ -112,6 +114,36 @@ def test_specialists_start_from_a_layer(runs: Runs, run: Path, tmp_path: Path) -
     main(["--config", config, "num_tokens=192", "validate_every=100"])
     record = read_record(tmp_path / "run/model")
     assert (record.method, len(record.draft_vocabulary or ())) == ("poss1-eagle3", 200)
+
+
+def test_a_draft_of_another_width_is_continued(runs: Runs, tmp_path: Path) -> None:
+    """It learns, and keeps its own embedding bit for bit."""
+    target = read_record(runs.model("target"))
+    layer = dataclasses.replace(target.llama, num_layers=1, hidden_size=24)
+    own = {"target_size": target.llama.hidden_size, "has_embedding": True}
+    config = DraftConfig(
+        layer=layer, family="eagle3", kv="shared", aux_layers=(0, 1), head_size=300, **own
+    )
+    draft, start = random_draft(config), tmp_path / "start"
+    write_model(
+        start,
+        new_record(config, target.target, tokenizer_from=None),
+        split_items(config, draft),
+        tokenizer_from=None,
+    )
+    wanted = {"depth": 3}
+    main(["--config", config_file(runs, tmp_path, E3, specialists=wanted, init_draft=str(start))])
+    first, *_, last = [line for line in metrics(tmp_path / "run") if "agreement" in line]
+    assert sum(last["validation_loss"]) < sum(first["validation_loss"])
+    record, trained = load_draft(tmp_path / "run/model", target=target)
+    assert record.draft == dataclasses.replace(config, trained_depth=3)
+    np.testing.assert_array_equal(trained["embed"]["weight"], draft["embed"]["weight"])
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "def area(width):"})
+    texts = [
+        generate(runs.model("target"), draft, tmp_path, "--prompts", prompts)[0]["text"]
+        for draft in (None, str(tmp_path / "run/model"))
+    ]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from poss_jax.model.specialists import (
     extend_specialists,
     has_shared_keys_values,
     share_keys_values,
+    split_embedding,
 )
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Array, Params
@@ -210,7 +211,8 @@ class DraftStage:
         target, dtype, place = self._run.target, self._dtype, place_weights(self.mesh)
         _, self._target = load_target(target, dtype, with_layers=False, sharding=place)
         if self._run.init_draft is not None:
-            self._init_draft = self._load_init_draft(self._run.init_draft)
+            loaded = self._load_init_draft(self._run.init_draft)
+            self._init_draft, self._target["draft"] = split_embedding(loaded)
         if not is_complete(self._features):
             self._target["layers"] = load_layers(target, self._record, dtype, self.mesh)
 
@@ -326,6 +328,7 @@ class DraftStage:
             tokenizer_from=tokenizer_from,
             draft_vocabulary=self._vocabulary,
         )
+        params = params | self._target.get("draft", {})
         write_together(folder, record, params, self.mesh, tokenizer_from=tokenizer_from)
 
 

@@ -24,6 +24,7 @@ from poss_jax.model.documents import TrainBatch
 from poss_jax.model.families import init_draft
 from poss_jax.model.parameters import shapes_on
 from poss_jax.model.sharding import bytes_per_device, make_mesh, place_batch, replicate
+from poss_jax.model.specialists import split_embedding
 from poss_jax.model.target import init_target, stack_layers, without_tied_head
 from poss_jax.program.ahead import planned_memory, tpu_slice
 
@@ -65,9 +66,12 @@ def plan_draft_step(
 
     optimizer = make_optimizer(config.optimizer, 1)
     target = shapes_on(mesh, lambda: stacked("layers", init_target, task.target), dtype)
-    state = shapes_on(
-        mesh, lambda: init_state(stacked("specialists", init_draft, task.draft), optimizer)
-    )
+
+    def draft() -> tuple[Any, Any]:
+        return split_embedding(stacked("specialists", init_draft, task.draft))
+
+    state = shapes_on(mesh, lambda: init_state(draft()[0], optimizer))
+    target["draft"] = shapes_on(mesh, lambda: draft()[1])
     batch = _abstract_batch(config, mesh)
     if has_features:
         del target["layers"]

@@ -66,8 +66,9 @@ class Plan(NamedTuple):
         draft = self.decode.draft
         if draft is None or name == "step":
             return 0
-        has_own_head = draft.head_size is not None or self.work.draft_vocabulary is not None
-        lent = ["embed"] if has_own_head or name == "prefill" else ["embed", "head"]
+        has_head = draft.head_size is not None or self.work.draft_vocabulary is not None
+        lent = [] if draft.has_embedding else ["embed"]
+        lent += [] if has_head or name == "prefill" else ["head"]
         return bytes_per_device([self.weights.draft[part] for part in lent])
 
     def floor(self, name: str) -> costs.Cost:

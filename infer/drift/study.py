@@ -24,6 +24,7 @@ from poss_jax.engine.dialogue import Dialogue
 from poss_jax.learn.task import DraftTask
 from poss_jax.learn.validation import DraftSums, make_draft_validation
 from poss_jax.model.documents import TrainBatch
+from poss_jax.model.specialists import split_embedding
 from poss_jax.model.target import stack_layers
 from poss_jax.shapes import Params
 
@@ -166,7 +167,8 @@ def follow(
         target=target_record,
         allow_target_mismatch=config.allow_target_mismatch,
     )
-    draft |= {"specialists": stack_layers(draft["specialists"])}
+    draft, own = split_embedding(draft | {"specialists": stack_layers(draft["specialists"])})
+    target = target | {"draft": own}
     task = DraftTask(
         target_record.llama, record.draft, ObjectiveConfig(), vocabulary=record.draft_vocabulary
     )

@@ -110,7 +110,7 @@ def read_draft(
     """
     record = _read_family(folder, "draft")
     assert isinstance(record.config, DraftConfig)
-    check_fit(f"draft {folder}", record.config.layer, target)
+    check_fit(f"draft {folder}", record.config, target)
     if max(record.config.aux_layers, default=0) >= (num_layers := target.llama.num_layers):
         raise UserError(
             f"draft {folder} reads the inputs of layers {list(record.config.aux_layers)}, from 0, "

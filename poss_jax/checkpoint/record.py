@@ -265,12 +265,12 @@ def with_vocabulary(record: ModelRecord, tokens: Iterable[int], *, origin: str) 
     return replace(record, draft_vocabulary=tuple(tokens))
 
 
-def check_fit(origin: str, layer: LlamaConfig, target: ModelRecord) -> None:
-    """Checks that a draft's layers have the widths of a target.
+def check_fit(origin: str, draft: DraftConfig, target: ModelRecord) -> None:
+    """Checks that a draft reads features and tokens of a target's sizes.
 
     Args:
       origin: the draft, for the message.
-      layer: config of its layers.
+      draft: its config.
       target: record of the target.
 
     Raises:
@@ -279,8 +279,9 @@ def check_fit(origin: str, layer: LlamaConfig, target: ModelRecord) -> None:
     name = target.target.name
     if not isinstance(target.config, LlamaConfig):
         raise UserError(f"{origin}: want a target to draft for, got a draft (made for {name})")
-    for field in ("hidden_size", "vocab_size"):
-        want, got = getattr(target.config, field), getattr(layer, field)
+    sizes = {"hidden_size": draft.feature_size, "vocab_size": draft.layer.vocab_size}
+    for field, got in sizes.items():
+        want = getattr(target.config, field)
         if want != got:
             raise UserError(
                 f"{origin} does not fit the target {name}: want {field} {want}, got {got}; "

@@ -184,6 +184,8 @@ class DraftConfig:
         of it is normed by itself.
       output_norm: `head` if only the head reads normed features, `fed_back` if the next
         specialist does, too; None: neither.
+      target_size: hidden size of the target; None: the layer's.
+      has_embedding: whether the draft embeds tokens with its own weights instead of the target's.
       window: how many of the newest context rows decoding attends, besides the first four; None:
         all.
     """
@@ -209,12 +211,23 @@ class DraftConfig:
     output_norm: Literal["head", "fed_back"] | None = Field(
         default="head", exclude_if=lambda norm: norm == "head"
     )
+    target_size: Count | None = Field(default=None, exclude_if=lambda size: size is None)
+    has_embedding: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
     window: Count | None = Field(default=None, exclude_if=lambda rows: rows is None)
 
     def __post_init__(self) -> None:
+        if self.target_size is not None and not self.has_embedding:
+            raise ValueError("target_size: a draft of another width than its target has_embedding")
+        if self.has_embedding and self.family != "eagle3":
+            raise ValueError("has_embedding: only drafts of the family eagle3 have one")
         spans, may_loop = self.positions_per_specialist, self.family == "eagle3"
         check_layers(self.layers_per_specialist, spans, may_loop=may_loop)
         check_widths(self.widths_per_specialist, spans)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of one hidden state of the target."""
+        return self.target_size or self.layer.hidden_size
 
     @property
     def num_specialists(self) -> int:

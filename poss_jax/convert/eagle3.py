@@ -80,13 +80,7 @@ def read_eagle3(source: Source) -> Reading:
     origin = str(source.folder)
     layer, assumed = read_layer(source)
     layer = replace(layer, tie_embeddings=False)  # its head is its own
-    if _read_flag(source, "embed_requires_grad"):
-        raise UserError(
-            f"{origin}: embed_requires_grad: this draft has trained its own embedding, apart "
-            "from the target's; poss_jax has no such drafts"
-        )
-    _check_target_width(source, layer.hidden_size)
-    settings, more = _read_settings(source)
+    settings, more = _read_settings(source, layer.hidden_size)
     values = {"layer": layer, "family": "eagle3", "kv": "shared", **settings}
     num_layers, is_stack = count_layers(source), _has_stacked_layers(source)
     values |= {"positions_per_specialist": (1,) * (1 if is_stack else num_layers)}
@@ -96,7 +90,8 @@ def read_eagle3(source: Source) -> Reading:
     slots = slots_by_key(config)
     names, metadata = source.names, read_metadata(source)
     plain = {name: source.tensors[key] for name, key in names.items() if name not in _MAPS}
-    embedding = {DRAFT_EMBEDDING: (layer.vocab_size, layer.hidden_size)}
+    copies = {} if config.has_embedding else {DRAFT_EMBEDDING: "embed"}
+    embedding = dict.fromkeys(copies, (layer.vocab_size, layer.hidden_size))
     check_keys(f"{origin}: read as an EAGLE-3 draft", plain, slots, embedding)
     _check_maps(source, config)
     return Reading(
@@ -104,26 +99,15 @@ def read_eagle3(source: Source) -> Reading:
         config,
         slots={names[name]: slot for name, slot in slots.items()},
         dropped={names[name]: why for name, why in _MAPS.items() if name in names},
-        copies={names[name]: "embed" for name in embedding if name in names},
+        copies={names[name]: item for name, item in copies.items() if name in names},
         assumed=(*assumed, *more, *([] if metadata else _assume_sound_training(source))),
         metadata=metadata,
         read_vocabulary=partial(_read_vocabulary, source, config),
     )
 
 
-def _check_target_width(source: Source, hidden_size: int) -> None:
-    """Refuses a draft that is narrower or wider than its target."""
-    wanted = _find(source, "target_hidden_size")
-    if wanted not in (None, hidden_size):
-        raise UserError(
-            f"{source.folder}: target_hidden_size {shorten(wanted)}: this draft has another width "
-            f"than its target, {hidden_size}, and so its own embedding; poss_jax has no such "
-            "drafts, take another draft of this target"
-        )
-
-
-def _read_settings(source: Source) -> tuple[dict[str, Any], list[str]]:
-    """Reads what config.json says beyond the layer, as `DraftConfig` does.
+def _read_settings(source: Source, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
+    """Reads what config.json says beyond the layer, of this width, as `DraftConfig` does.
 
     Returns:
       Fields of the config, and one line for each thing that had to be assumed.
@@ -137,10 +121,23 @@ def _read_settings(source: Source) -> tuple[dict[str, Any], list[str]]:
         "fc_norm": fc_norm,
         "output_norm": output_norm,
         "aux_layers": _read_aux_layers(source),
+        **_read_embedding(source, hidden_size),
     }
     if _is_of_speculators(source) and _find(source, "norm_before_residual") is None:
         more.append("norm_before_residual False, because config.json has none")
     return settings, assumed + more
+
+
+def _read_embedding(source: Source, hidden_size: int) -> dict[str, Any]:
+    """Reads the target's width if it is another, and whether the draft has its own embedding.
+
+    A draft of the target's width has one if it was trained: other files hold a copy.
+    """
+    size = _find(source, "target_hidden_size")
+    if size not in (None, hidden_size):
+        return {"target_size": size, "has_embedding": True}
+    is_trained = _read_flag(source, "embed_requires_grad") or False
+    return {"has_embedding": is_trained and DRAFT_EMBEDDING in source.names}
 
 
 def _read_fc_norm(source: Source) -> tuple[str | None, list[str]]:

@@ -221,13 +221,14 @@ def _plan_draft(
             f"for, got {target.record.family} {given.name} with another embedding or head"
         )
     config = _cut(draft.record.draft, specialist)
-    origins = {"embed": (target, "embed")} if layout.has_embedding else {}
+    has_copy = layout.has_embedding and not config.has_embedding
+    origins = {"embed": (target, "embed")} if has_copy else {}
     for name in item_shapes(config):
         is_chosen = specialist is not None and name.startswith("specialists/")
         origins[name] = (draft, f"specialists/{specialist}" if is_chosen else name)
     rows = [row._replace(path=layout.key(stacked_name(row.path))) for row in _rows(origins, dtype)]
     fc_dtype = next(row.dtype for row in rows if row.path == FC)
-    if layout.has_embedding:
+    if has_copy:
         rows[0] = rows[0]._replace(path=DRAFT_EMBEDDING, dtype=fc_dtype)
     origin = f"{draft.folder}, --format {layout.name}"
     vocabulary = draft.record.draft_vocabulary

@@ -66,7 +66,7 @@ class Layout:
       is_single: whether it holds one specialist.
       is_stack: whether this specialist may have several layers.
       layer: key of a layer; `{}` stands for its number.
-      has_embedding: whether it holds a copy of the target's embedding.
+      has_embedding: whether it holds a copy of the target's embedding; all hold a draft's own.
       maps: when it holds `d2t` and `t2d`; `subset`: if the draft's vocabulary is a part.
       names_verifier: whether its config.json says where the target's checkpoint is.
       note: what users of the files should know, for the model card.
@@ -214,6 +214,7 @@ def _describe_official(draft: Outgoing) -> dict[str, Any]:
 
 def _describe_poss(draft: Outgoing) -> dict[str, Any]:
     wrong = [*_other_norms(draft), *draft.config.layer.extras, *_other_aux_layers(draft)]
+    wrong += ["an own embedding"] if draft.config.has_embedding else []
     # As many as there are specialists, which the authors' vLLM needs.
     return _describe(draft, wrong) | {"num_hidden_layers": draft.config.num_specialists}
 
@@ -258,8 +259,8 @@ def _describe_speculators(draft: Outgoing) -> dict[str, Any]:
         "fc_norm": config.fc_norm == "each",
         "norm_output": config.output_norm == "fed_back",
         AUX_KEY: list(config.aux_layers),
-        "target_hidden_size": None,
-        "embed_requires_grad": False,
+        "target_hidden_size": config.target_size,
+        "embed_requires_grad": config.has_embedding,
         "tie_word_embeddings": False,
         "torch_dtype": draft.dtype,
     }
@@ -316,8 +317,16 @@ def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "pad_token_id": 0,
         "draft_vocab_size": _head_size(draft.config),
+        **_own_embedding(draft.config),
         **draft.metadata(),
     }
+
+
+def _own_embedding(config: DraftConfig) -> dict[str, Any]:
+    if not config.has_embedding:
+        return {}
+    size = {} if config.target_size is None else {"target_hidden_size": config.target_size}
+    return size | {"embed_requires_grad": True}
 
 
 def _head_size(config: DraftConfig) -> int:

@@ -136,7 +136,7 @@ def plan_draft(
     target_record = read_record(target)
     reading = read_checkpoint(open_source(source, revision), "draft")
     reading = place_specialists(reading, positions_per_specialist, trained_depth)
-    check_fit(f"draft {reading.source.folder}", reading.draft.layer, target_record)
+    check_fit(f"draft {reading.source.folder}", reading.draft, target_record)
     reading = _place_aux_layers(reading, target_record.llama.num_layers)
     config = reading.draft
     dropped = {**reading.dropped, **_compare_copies(reading, target, target_record)}
@@ -245,9 +245,16 @@ def _compare_copies(reading: Reading, target: AnyPath, record: ModelRecord) -> d
         if not is_equal:
             raise UserError(
                 f"{reading.source.folder}: {key} differs from the {_WORDS[item]} of the target "
-                f"{record.target.name}; give the target it was trained for"
+                f"{record.target.name}; give the target it was trained for{_or_keep(reading, key)}"
             )
     return dict.fromkeys(reading.copies, "equals the target's")
+
+
+def _or_keep(reading: Reading, key: str) -> str:
+    """Says how the embedding of an EAGLE-3 draft is kept although it is not the target's."""
+    if reading.draft.family != "eagle3":
+        return ""
+    return f", or keep {key} by embed_requires_grad true in config.json if it was trained"
 
 
 def _convert(

@@ -102,7 +102,7 @@ def describe_targets(
     *,
     chunk: int,
     vocabulary: Int[Array, " Vd"] | None = None,
-    draft_head: Float[Array, "Vd D"] | None = None,
+    draft_head: Float[Array, "Vd width"] | None = None,
 ) -> TargetRows:
     """Reduces the target's distribution at every row to what the loss needs.
 
@@ -172,14 +172,12 @@ def draft_losses(
     accept: Any = trained_log_acceptance if trains_head else log_acceptance
     dtype, predictions = predictions.dtype, predictions.astype(jnp.float32)
     log_z = normalise(head, predictions, chunk, dtype)
-    difference = predictions - targets.features.astype(jnp.float32)
-    difference = difference if deviations is None else difference / deviations[None, None]
     known = loss_mask & targets.is_known
 
     def averaged(mask: Array, per_row: Array) -> Array:
         return jnp.where(mask, per_row, 0.0).sum() / (num_trained + 1e-5)
 
-    feature = averaged(loss_mask, _smooth_l1(difference).mean(axis=-1))
+    feature = averaged(loss_mask, _feature_loss(predictions, targets.features, deviations))
     cross_entropy = log_z - (predictions * targets.expected_head).sum(axis=-1)
     probability = averaged(known, cross_entropy)
     of_top = jnp.zeros(())
@@ -335,6 +333,15 @@ def _log_acceptance_backward(chunk: int, dtype: Any, gradient: Array, grad_log_a
 
 
 log_acceptance.defvjp(_log_acceptance_forward, _log_acceptance_backward)
+
+
+def _feature_loss(predictions: Array, features: Array, deviations: Array | None) -> Array:
+    """Feature loss of every row [B T]; 0 if the draft has another width than its target."""
+    if predictions.shape != features.shape:
+        return jnp.zeros(predictions.shape[:-1])
+    difference = predictions - features.astype(jnp.float32)
+    difference = difference if deviations is None else difference / deviations[None, None]
+    return _smooth_l1(difference).mean(axis=-1)
 
 
 def _lk_loss(log_alpha: Array, cross_entropy: Array, objective: ObjectiveConfig) -> Array:

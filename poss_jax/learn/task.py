@@ -127,7 +127,8 @@ def prepare_draft_data(
     """Runs the frozen target over rows of text and pairs features with the tokens after them.
 
     Args:
-      target: the frozen target, layers stacked; in the compute dtype.
+      target: the frozen target, layers stacked, in the compute dtype; `draft` in it may hold the
+        draft's own embedding.
       task: configs.
       batch: rows of text; `ObjectiveConfig.trained_rows` says which rows are trained.
       noise_keys: a key per row for the uniform noise on input features; None: no noise.
@@ -154,11 +155,13 @@ def prepare_draft_data(
         draw = partial(jax.random.uniform, shape=features.shape[1:], minval=-1.0, maxval=1.0)
         noisy = features + (width * jax.vmap(draw)(noise_keys)).astype(features.dtype)
     head, is_last = gather_head(target["head"]["weight"]), is_last_in(batch.documents)
+    embedding = (target | target.get("draft", {}))["embed"]["weight"]
+    embedded = embed(embedding, _next(batch.tokens, is_last))
     loss_mask = trained_rows(batch, task.objective.trained_rows)
     return DraftData(
         inputs=DraftInputs(
             features=noisy,
-            embedded=split_batch(embed(target["embed"]["weight"], _next(batch.tokens, is_last))),
+            embedded=split_batch(embedded.astype(features.dtype)),
             documents=batch.documents,
         ),
         targets=describe_targets(

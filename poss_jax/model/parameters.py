@@ -20,7 +20,8 @@ Flax leaves say which of them a config has, and their shapes. Weights are kept i
     fc_norm         of EAGLE-3 with fc_norm: {"scale": [nD]}, or {"low", "middle", "high"}, each
                     {"scale": [D]}
 
-An EAGLE-3 draft also has its own norm and a head with a row per token it can propose.
+An EAGLE-3 draft also has its own norm, a head with a row per token it can propose, and maybe an
+embedding; if its width differs from the target's, what it reads of the target has the target's.
 
 Linear layers are {"weight": [out, in]} and, if the config says so, "bias": [out]. The paths are
 public: other programs may read them. In memory the numbered items of a model are one list.

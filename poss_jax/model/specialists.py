@@ -178,7 +178,7 @@ def has_shared_keys_values(draft: Params) -> bool:
 
 
 def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None = None) -> Params:
-    """Lends a draft the target's embedding, and its head unless the draft has its own.
+    """Lends a draft the target's embedding and head, unless the draft has its own.
 
     Args:
       draft: its parameters.
@@ -188,7 +188,14 @@ def attach(draft: Params, target: Params, vocabulary: Int[Array, " Vd"] | None =
     head = draft.get("head", target["head"])
     if vocabulary is not None and "head" not in draft:
         head = jax.tree.map(lambda leaf: leaf[vocabulary], head)
-    return {**draft, "embed": target["embed"], "head": head, "vocabulary": vocabulary}
+    embed = draft.get("embed", target["embed"])
+    return {**draft, "embed": embed, "head": head, "vocabulary": vocabulary}
+
+
+def split_embedding(draft: Params) -> tuple[Params, Params]:
+    """Splits a draft into what is trained and its own embedding, which is frozen; {} is none."""
+    own = {name: draft[name] for name in ("embed",) if name in draft}
+    return {name: part for name, part in draft.items() if name not in own}, own
 
 
 def fuse_draft(draft: Params, config: DraftConfig) -> Params:

@@ -6,7 +6,8 @@ target's feature, or the predicted feature as it is. The layer attends with `[no
 adds to g, and its normed output meets the draft's own head. All specialists read one stream of keys
 and values: specialist 0 writes the context's, and a drafted row keeps the ones of the specialist
 that drafted it (EAGLE-3, arXiv 2503.01840). Variants norm in other places:
-`norm_before_residual`, `fc_norm` and `output_norm` of the config.
+`norm_before_residual`, `fc_norm` and `output_norm` of the config. A draft may have its own width
+and embedding.
 """
 
 from collections.abc import Sequence
@@ -68,19 +69,20 @@ class Specialist(DecoderLayer):
 
 
 def init(config: DraftConfig, key: Array) -> Params:
-    """Draws a random draft: `{"fc", "fc_norm"?, "specialists": [...], "norm", "head"}`.
+    """Draws a random draft: `{"embed"?, "fc", "fc_norm"?, "specialists": [...], "norm", "head"}`.
 
     With several layers in the first specialist also `"further"`.
     """
-    if len(config.aux_layers) < 2:  # `join` tells features apart by their width
+    if len(config.aux_layers) < 2:
         raise UserError(
             "aux_layers: an EAGLE-3 draft reads at least two layers of the target, got "
             f"{len(config.aux_layers)}"
         )
-    D = config.layer.hidden_size
+    D, width = config.layer.hidden_size, len(config.aux_layers) * config.feature_size
+    if width == D:  # `join` tells features apart by their width
+        raise UserError(f"hidden_size {D}: want another width than the target's features together")
     fc_key, head_key, *keys = jax.random.split(key, config.num_specialists + 2)
     num_tokens = config.head_size or config.layer.vocab_size
-    width = len(config.aux_layers) * D
     fc = {"weight": jax.random.normal(fc_key, (D, width)) * 0.02}
     if config.fc_bias:
         fc["bias"] = jnp.zeros(D)
@@ -91,6 +93,9 @@ def init(config: DraftConfig, key: Array) -> Params:
         "norm": {"scale": jnp.ones(D)},
         "head": {"weight": jax.random.normal(head_key, (num_tokens, D)) * 0.02},
     }
+    if config.has_embedding:
+        embedding = jax.random.normal(jax.random.fold_in(key, 0), (config.layer.vocab_size, D))
+        draft["embed"] = {"weight": embedding * 0.02}
     return deepen(draft, config, key)
 
 
@@ -104,7 +109,7 @@ def _init_fc_norm(config: DraftConfig, width: int) -> Params:
             f"fc_norm each: want {len(_PARTS)} layers of the target, got {len(config.aux_layers)}; "
             "give three aux_layers"
         )
-    scale = jnp.ones(config.layer.hidden_size)
+    scale = jnp.ones(config.feature_size)
     return {"fc_norm": {part: {"scale": scale} for part in _PARTS}}
 
 
@@ -199,6 +204,7 @@ def settle(target: LlamaConfig, num_tokens: int) -> dict[str, Any]:
 
 EAGLE3 = Family(
     parameters={
+        "embed/weight": Parameter("embed_tokens.weight", WIDENS),
         # Its input is several inner states, so only its output is sharded.
         **linear_rows("fc", "fc", (("tensor", "fsdp"), None)),
         **norm_row("fc_norm", "input_norm"),
