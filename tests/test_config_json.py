@@ -23,6 +23,7 @@ LLAMA = LlamaConfig(
 LLAMA3_ROPE = RopeConfig(
     type="llama3", theta=5e5, factor=8.0, low_freq_factor=1.5, original_max_position_embeddings=64
 )
+YARN = RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=64)
 LONGROPE = RopeConfig(
     type="longrope",
     factor=32.0,
@@ -41,6 +42,8 @@ TARGETS = {
         LLAMA,
         rope=RopeConfig(type="dynamic", factor=2.0, original_max_position_embeddings=2048),
     ),
+    "yarn": replace(LLAMA, rope=YARN),
+    "yarn with its factor": replace(LLAMA, rope=replace(YARN, attention_factor=1.5, beta_slow=0.5)),
     "longrope": replace(LLAMA, rope=LONGROPE),
     "longrope with its factor": replace(LLAMA, rope=replace(LONGROPE, attention_factor=1.5)),
     "phi3": replace(LLAMA, fused_projections=True, eos_token_ids=(3, 5), bos_token_id=1),

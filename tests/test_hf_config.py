@@ -18,6 +18,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LLAMA3_ROPE = RopeConfig(type="llama3", theta=5e5, **LLAMA3)
+YARN = {"type": "yarn", "factor": 4.0}
+YARN_ROPE = RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=64)
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2, 40.5]}
 LONG = {"original_max_position_embeddings": 32, "max_position_embeddings": 64}
 LONGROPE_ROPE = RopeConfig(
@@ -55,6 +57,16 @@ LONGROPE_ROPE = RopeConfig(
             },
             LLAMA3_ROPE,
         ),
+        ({"max_position_embeddings": 64, "rope_scaling": YARN}, YARN_ROPE),
+        (LONG | {"rope_scaling": YARN}, replace(YARN_ROPE, original_max_position_embeddings=32)),
+        (
+            LONG | {"rope_scaling": YARN | {"beta_slow": 2, "truncate": False, "mscale": 0.5}},
+            replace(YARN_ROPE, original_max_position_embeddings=32, beta_slow=2.0, truncate=False),
+        ),
+        (
+            {"max_position_embeddings": 64, "rope_scaling": YARN | {"attention_factor": 1.5}},
+            replace(YARN_ROPE, attention_factor=1.5),
+        ),
         (LONG | {"rope_scaling": LONGROPE}, LONGROPE_ROPE),
         (LONG | {"rope_scaling": LONGROPE | {"type": "su"}}, LONGROPE_ROPE),
         (LONG | {"rope_scaling": LONGROPE | {"factor": 2}}, LONGROPE_ROPE),
@@ -78,7 +90,10 @@ def test_rope_spellings(values, want):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 1}}, "got 'yarn'"),
+        ({"rope_scaling": YARN | {"beta_fast": 1}}, "yarn wants theta above 1 and beta_slow"),
+        ({"rope_scaling": YARN | {"mscale": "x"}}, "want numbers, got factor, mscale, mscale_all"),
+        ({"rope_scaling": YARN | {"mscales": 1}}, "rope type yarn with unknown mscales"),
+        ({"rope_scaling": {"type": "su-scaled", "factor": 2}}, "got 'su-scaled'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no low_freq_factor"),
         ({"rope_scaling": {"type": "linear"}}, "no factor"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, "unknown mscale"),

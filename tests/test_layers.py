@@ -167,6 +167,43 @@ def test_longrope_lengthens_queries_and_keys(settings, want):
     np.testing.assert_allclose(scaled, turned * scale, atol=1e-6)
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},  # of Qwen2.5
+        {
+            "theta": 15e4,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        {"theta": 1e4, "factor": 8.0, "beta_fast": 4.0, "beta_slow": 2.0},
+        {
+            "theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 3,
+        },  # ends before it begins
+        {"theta": 1e4, "factor": 2.0, "attention_factor": 1.25},
+        {"theta": 1e4, "factor": 0.5},
+    ],
+)
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+def test_yarn_is_that_of_transformers(settings, head_dim):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = RopeConfig(**{"type": "yarn"} | settings)
+    parameters = {"rope_type": "yarn", "rope_theta": rope.theta} | settings
+    parameters.setdefault("original_max_position_embeddings", 8192)
+    del parameters["theta"]
+    config = LlamaConfig(head_dim=head_dim, rope_parameters=parameters)
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    out = rope_frequencies(rope, head_dim, jnp.array([5], jnp.int32))
+    np.testing.assert_allclose(out, frequencies.numpy()[None], rtol=2e-6)
+    assert rope.scale == pytest.approx(factor, rel=1e-12)
+
+
 def test_rotation_is_a_turn_of_each_pair():
     x, frequencies = normal(2, 4, 3, 8), jnp.abs(normal(2, 4, seed=1))
     positions = jnp.array([[0, 1, 5], [9, 2, 2]], jnp.int32)

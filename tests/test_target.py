@@ -81,6 +81,12 @@ ROPES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e3,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
     "longrope": {  # the second text outgrows the trained context
         "rope_type": "longrope",
         "rope_theta": 1e3,
@@ -149,6 +155,7 @@ PHI3 = {
         ("linear", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
         ("dynamic", {"num_key_value_heads": 1, "head_dim": 12}),
         ("llama3", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+        ("yarn", {"num_key_value_heads": 2, "head_dim": 16}),
         ("longrope", PHI3),
     ],
 )

@@ -38,19 +38,23 @@ class RopeConfig:
 
     Attributes:
       type: `default`, `linear` (positions divided by the factor), `dynamic` (the base grows with
-        the sequence's length), `llama3` (low frequencies divided by the factor, smoothly), or
-        `longrope` (a separate divisor per frequency, larger in long texts).
+        the sequence's length), `llama3` and `yarn` (low frequencies divided by the factor,
+        smoothly), or `longrope` (a separate divisor per frequency, larger in long texts).
       theta: Base of the geometric series of frequencies.
       factor: Ratio of the stretched context to the trained one.
       low_freq_factor: Ratio of trained context to wavelength below which llama3 divides.
       high_freq_factor: Ratio of trained context to wavelength above which llama3 does not divide.
-      original_max_position_embeddings: Trained context in tokens (dynamic, llama3 and longrope).
+      original_max_position_embeddings: Trained context in tokens (all but default and linear).
       short_factor: Divisor of each frequency in texts within the trained context (longrope).
       long_factor: Divisor of each frequency in longer texts (longrope).
-      attention_factor: Factor of rotated queries and keys (longrope); None: `factor` gives it.
+      attention_factor: Factor of rotated queries and keys (longrope and yarn); None: `factor`
+        gives it.
+      beta_fast: Turns in the trained context above which yarn does not divide.
+      beta_slow: Turns in the trained context below which yarn divides.
+      truncate: Widen the range between both to whole frequencies (yarn).
     """
 
-    type: Literal["default", "linear", "dynamic", "llama3", "longrope"] = "default"
+    type: Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn"] = "default"
     theta: Positive = 10000.0
     factor: Positive = 1.0
     low_freq_factor: Positive = 1.0
@@ -59,11 +63,19 @@ class RopeConfig:
     short_factor: Divisors = Field(default=(), exclude_if=lambda divisors: not divisors)
     long_factor: Divisors = Field(default=(), exclude_if=lambda divisors: not divisors)
     attention_factor: Positive | None = Field(default=None, exclude_if=lambda given: given is None)
+    beta_fast: Positive = Field(default=32.0, exclude_if=lambda beta: beta == 32)
+    beta_slow: Positive = Field(default=1.0, exclude_if=lambda beta: beta == 1)
+    truncate: bool = Field(default=True, exclude_if=lambda is_so: is_so)
 
     def __post_init__(self) -> None:
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.type == "llama3" and not low < high:
             raise ValueError(f"want low_freq_factor below high_freq_factor, got {low} and {high}")
+        if self.type == "yarn" and not (self.theta > 1 and self.beta_slow < self.beta_fast):
+            raise ValueError(
+                f"rope type yarn wants theta above 1 and beta_slow below beta_fast, got "
+                f"{self.theta:g}, {self.beta_slow:g} and {self.beta_fast:g}"
+            )
         if self.type == "longrope" and self.original_max_position_embeddings == 1:
             raise ValueError("rope type longrope wants original_max_position_embeddings above 1")
 
@@ -82,11 +94,13 @@ class RopeConfig:
     @property
     def scale(self) -> float:
         """Factor of rotated queries and keys, which keeps attention sharp in a long context."""
-        if self.type != "longrope":
+        if self.type not in ("longrope", "yarn"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
         log_factor = math.log(max(self.factor, 1.0))
+        if self.type == "yarn":
+            return 1 + 0.1 * log_factor
         return math.sqrt(1 + log_factor / math.log(self.original_max_position_embeddings))
 
 

@@ -210,6 +210,11 @@ def _read_rope(gguf: GgufFile, head_dim: int, longest: int) -> dict[str, Any]:
     theta = _number(gguf, "rope.freq_base", 10000.0)
     factor = _number(gguf, "rope.scaling.factor", _number(gguf, "rope.scale_linear", 0))
     kind = gguf.of_model("rope.scaling.type", "linear")  # as llama.cpp
+    if kind == "yarn":
+        raise UserError(
+            f"{gguf.path}: rope type yarn is read from safetensors only; convert the model that "
+            "this file was made from"
+        )
     is_plain = kind == "none" or (kind == "linear" and factor in (0, 1))
     scaling = None if is_plain else {"rope_type": kind, "factor": factor}
     if _LONG in gguf.tensors or kind == "longrope":

@@ -4,6 +4,7 @@ It uses our own tables of names and defaults, so that nothing is dropped unnotic
 `transformers` keep keys they do not know, and take seconds to import.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -230,11 +231,16 @@ _KEYS = {
     "dynamic": ("factor",),
     "llama3": _LLAMA3,
     "longrope": _LONGROPE,
+    "yarn": ("factor", _TRAINED),
 }
 
 # Keys that change nothing for the types that do not have them, and keys that a type may have.
 _ALWAYS = {"rope_theta", *_LLAMA3}
-_OPTIONAL = {"longrope": {*_LONGROPE, "attention_factor"}}
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "truncate")
+_OPTIONAL = {
+    "longrope": {*_LONGROPE, "attention_factor"},
+    "yarn": {*_YARN, "mscale", "mscale_all_dim"},
+}
 
 _OLD_NAMES = {"su": "longrope"}  # of the first Phi-3 checkpoints
 
@@ -252,6 +258,8 @@ def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str,
     """
     settings = _join_spellings(values, origin)
     kind = settings.pop("type")
+    if kind == "yarn":
+        settings = {_TRAINED: longest} | settings  # as transformers
     if not isinstance(kind, str) or kind not in _KEYS:
         known = ", ".join(_KEYS)
         raise UserError(
@@ -273,7 +281,26 @@ def read_rope(values: Mapping[str, Any], longest: int, origin: str) -> dict[str,
     if kind == "longrope":
         rope["factor"] = _read_stretch(settings, longest, origin)
         rope["attention_factor"] = settings.get("attention_factor")
+    if kind == "yarn":
+        rope |= {key: settings[key] for key in _YARN if key in settings}
+        rope.setdefault("attention_factor", _read_scales(settings, origin))
     return rope
+
+
+def _read_scales(settings: Mapping[str, Any], origin: str) -> float | None:
+    """Joins DeepSeek's two scales of a yarn rope to an attention factor, if there are both."""
+    names = ("factor", "mscale", "mscale_all_dim")
+    numbers = [settings.get(name) or 0 for name in names]
+    if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+        raise UserError(
+            f"{origin}: rope type yarn: want numbers, got {', '.join(names)} "
+            f"{', '.join(map(shorten, numbers))}"
+        )
+    factor, *scales = numbers
+    if not all(scales):
+        return None
+    above, below = (1 + 0.1 * scale * math.log(max(factor, 1)) for scale in scales)
+    return above / below
 
 
 def _read_stretch(settings: Mapping[str, Any], longest: int, origin: str) -> float:
@@ -333,8 +360,10 @@ def write_rope(config: LlamaConfig) -> dict[str, Any]:
             "with poss_jax"
         )
     scaling = {key: getattr(rope, key) for key in _KEYS[rope.type]}
-    if rope.type == "longrope" and rope.attention_factor is not None:
+    scaling |= {key: getattr(rope, key) for key in (_YARN if rope.type == "yarn" else ())}
+    if rope.type == "longrope":
         scaling["attention_factor"] = rope.attention_factor
+    scaling = {key: value for key, value in scaling.items() if value is not None}
     old = {"type": rope.type, "rope_type": rope.type} | scaling
     if config.fused_projections:  # in transformers 4, Phi-3 refuses these two keys there
         old = {key: old[key] for key in old if key not in ("rope_type", _TRAINED)}

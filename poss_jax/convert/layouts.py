@@ -207,8 +207,8 @@ def _describe_eagle(draft: Outgoing) -> dict[str, Any]:
 def _describe_official(draft: Outgoing) -> dict[str, Any]:
     layer = draft.config.layer
     wrong = [*_other_norms(draft), *layer.extras, *_other_aux_layers(draft)]
-    if layer.rope.type == "llama3":
-        wrong.append("rope llama3")
+    if layer.rope.type in ("llama3", "yarn"):
+        wrong.append(f"rope {layer.rope.type}")
     return _describe(draft, wrong + other_widths(layer))
 
 

@@ -7,6 +7,7 @@ versions of one row.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -114,6 +115,8 @@ def rope_frequencies(
         return frequencies / rope.factor
     if rope.type == "llama3":
         return _llama3_frequencies(rope, frequencies)
+    if rope.type == "yarn":
+        return _yarn_frequencies(rope, frequencies)
     if rope.type == "longrope":
         is_long = (length > rope.original_max_position_embeddings)[:, None]
         short, long = (jnp.array([x], jnp.float32) for x in (rope.short_factor, rope.long_factor))
@@ -126,6 +129,23 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: Array) -> Array:
     turns = rope.original_max_position_embeddings * frequencies / (2 * jnp.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = jnp.clip(kept, 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / rope.factor)
+
+
+def _yarn_frequencies(rope: RopeConfig, frequencies: Array) -> Array:
+    """As `_llama3_frequencies`, but linear in the frequency's number (arXiv 2309.00071)."""
+    half = frequencies.shape[-1]
+
+    def number_of(turns: float) -> float:
+        period = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return half * math.log(period) / math.log(rope.theta)
+
+    low, high = number_of(rope.beta_fast), number_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)  # as transformers, which clips by the head
+    divided = (jnp.arange(half, dtype=jnp.float32)[None] - low) / ((high - low) or 0.001)
+    kept = 1 - jnp.clip(divided, 0.0, 1.0)
     return frequencies * (kept + (1 - kept) / rope.factor)
 
 
