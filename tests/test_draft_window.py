@@ -29,10 +29,12 @@ TREE = TreeConfig(depth=3, top_k=3, total_tokens=12)
 def test_newest_rows_drawn():
     #        0 1 2 3 | 4 5 6 7 8 9 | not used
     rows = jnp.arange(12.0).reshape(1, 1, 12, 1)
-    (k, _), count = newest_rows((rows, rows), jnp.array([10], jnp.int32), 3)
+    (k, _), count = newest_rows((rows, rows), jnp.array([10], jnp.int32), 3, 4)
     assert k.ravel().tolist() == [0, 1, 2, 3, 7, 8, 9]
     assert count.tolist() == [7]
-    (k, _), count = newest_rows((rows, rows), jnp.array([5], jnp.int32), 3)
+    (k, _), count = newest_rows((rows, rows), jnp.array([10], jnp.int32), 3, 0)
+    assert (k.ravel().tolist(), count.tolist()) == ([7, 8, 9], [3])
+    (k, _), count = newest_rows((rows, rows), jnp.array([5], jnp.int32), 3, 4)
     assert k.ravel().tolist()[:5] == [0, 1, 2, 3, 4]
     assert count.tolist() == [5]
 
@@ -41,7 +43,7 @@ def test_newest_rows_drawn():
 def test_a_window_leaves_out_the_rows_between(window):
     """Rows that the window leaves out become own rows that no query attends."""
     q, (k, v), length, own, among = arrays((4, 2), 64, 6, 6, [3, 40, 64])
-    stored, used = newest_rows((k, v), length, window)
+    stored, used = newest_rows((k, v), length, window, 4)
     got = jax.jit(attend_cached)(q, stored, used, own, among)
     row = jnp.arange(64)[None]
     is_seen = (row < length[:, None]) & ((row < 4) | (row >= length[:, None] - window))

@@ -262,6 +262,26 @@ def test_a_draft_of_speculators(target: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(arrays(own)["embed/weight"], embedding)
 
 
+def sliding(kinds: list[str], **change: Any) -> dict[str, Any]:
+    return {"layer_types": kinds, "sliding_window": 64, "use_sliding_window": True} | change
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        (sliding(["sliding_attention"]), 64),
+        (sliding(["sliding_attention", "full_attention"]), 64),  # it has one layer
+        (sliding(["sliding_attention"], sliding_window=512), None),  # the whole context
+        (sliding(["full_attention"]), None),
+        ({"sliding_window": 64}, None),
+    ],
+)
+def test_a_sliding_window(config: Any, window: int | None, target: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", one_specialist({}), num_hidden_layers=1, **config)
+    draft = plan_draft(str(source), target).record.draft
+    assert draft.trained_window == window == draft.window
+
+
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_an_embedding_that_is_not_the_target_s(
     is_trained: bool, target: Path, tmp_path: Path
@@ -306,6 +326,11 @@ def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> N
             r"missing embed_tokens\.weight \[260, 128\]; fc\.wei.*192",
         ),
         ({}, {"target_hidden_size": "x"}, "target_hidden_size: Input should be a valid integer"),
+        (
+            {},
+            sliding(["sliding_attention", "full_attention", "sliding_attention"]),
+            "layer_types: want one kind for all 3 layers of a draft, got",
+        ),
         ({"mask_hidden": np.zeros(128, np.float32)}, {}, "a P-EAGLE draft .mask_hidden"),
         ({"eagle_module.fc.weight": np.zeros(2)}, {}, "export it with ModelOpt and convert what"),
         ({"d2t": np.zeros(80, np.int32)}, {}, "d2t: want int64 .*, got I32"),

@@ -33,6 +33,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "raw_output": {"output_norm": None},
     "deep": {"layers_per_specialist": (3,)},
     "looped": {"layers_per_specialist": (3,), "positions_per_specialist": (1,)},
+    "window": {"window": 3, "num_sinks": 0},
+    "deep_window": {"window": 3, "num_sinks": 0, "layers_per_specialist": (3,)},
+    "looped_window": {
+        "window": 2,
+        "num_sinks": 0,
+        "layers_per_specialist": (3,),
+        "positions_per_specialist": (1,),
+    },
     "embedding": {"has_embedding": True},
     "narrow": {
         "layer": tiny_llama(num_layers=1, hidden_size=24, rope=RopeConfig(theta=500.0)),
@@ -80,12 +88,13 @@ def fused(config: DraftConfig, params: Any, features: Any) -> Any:
     return features @ params["fc"]["weight"].T
 
 
-def attended(q: Any, keys: list[Any], values: list[Any]) -> Any:
+def attended(config: DraftConfig, q: Any, keys: list[Any], values: list[Any]) -> Any:
     """Row r looks at the context up to itself, and at its own row in later steps."""
-    rows = []
+    rows, window = [], config.window or len(q)
     for r, query in enumerate(q):
         k, v = (
-            np.concatenate([a[0][: r + 1], *(b[r : r + 1] for b in a[1:])]) for a in (keys, values)
+            np.concatenate([a[0][: r + 1][-window:], *(b[r : r + 1] for b in a[1:])])
+            for a in (keys, values)
         )
         k, v = (np.repeat(a, len(query) // a.shape[1], axis=1) for a in (k, v))
         scores = np.einsum("nh,snh->ns", query, k) / np.sqrt(query.shape[-1])
@@ -103,7 +112,7 @@ def run_further(config: DraftConfig, layer: Any, hidden: Any, keys: Any, values:
     position, theta = len(keys) + np.arange(len(z)), config.layer.rope.theta
     keys.append(rotated(k, position, theta))
     values.append(v)
-    mixed = attended(rotated(q, position, theta), keys, values)
+    mixed = attended(config, rotated(q, position, theta), keys, values)
     hidden = hidden + mixed @ weights["o"]["weight"].T
     return hidden + run_mlp(layer["mlp"], rms(hidden, layer["mlp_norm"], config))
 
@@ -134,7 +143,9 @@ def forward(
         position, theta = step + np.arange(num_rows), config.layer.rope.theta
         keys.append(rotated(k, position, theta))
         values.append(v)
-        mixed = attended(rotated(q, position, theta), keys, values) @ weights["o"]["weight"].T
+        mixed = (
+            attended(config, rotated(q, position, theta), keys, values) @ weights["o"]["weight"].T
+        )
         a = (c if config.norm_before_residual else state) + mixed
         h = a + run_mlp(layer["mlp"], rms(a, layer["mlp_norm"], config))
         if step == 0 or config.is_looped:

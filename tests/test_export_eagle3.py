@@ -158,6 +158,7 @@ def variant(golden: Golden, folder: Path, **changes: Any) -> Path:
 
 
 NARROW = {"layer": {"hidden_size": 96, "head_dim": 24}, "target_size": 128, "has_embedding": True}
+YARN = RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=32, truncate=False)
 OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm": "fed_back"}
 
 
@@ -174,9 +175,12 @@ OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm
         ),
         ("specforge", {"fc_norm": "each", "output_norm": None}, {"norm_output": False}),
         ("sglang", {"fc_norm": "each"}, {"fc_norm": True}),
+        ("sglang", {"layer": {"rope": YARN}}, {}),
+        ("speculators", {"layer": {"rope": YARN}}, {}),
         ("eagle3", {"has_embedding": True}, {"embed_requires_grad": True}),
         ("eagle3", NARROW, {"target_hidden_size": 128, "hidden_size": 96}),
         ("specforge", NARROW, {"target_hidden_size": 128}),
+        ("speculators", {"window": 64, "num_sinks": 0}, {"embed_requires_grad": False}),
         ("speculators", NARROW, {"target_hidden_size": 128, "embed_requires_grad": True}),
         (
             "sglang",
@@ -228,6 +232,7 @@ def test_a_stack_of_layers_comes_back(one: Golden, tmp_path: Path) -> None:
         ("eagle3", {"aux_layers": (1, 3, 7)}, r"no place for aux_layers \[1, 3, 7\]"),
         ("eagle3", {"layer": {"qkv_bias": True}}, "no place for qkv_bias"),
         ("eagle3", {"layer": {"rope": RopeConfig(type="llama3")}}, "no place for rope llama3"),
+        ("eagle3", {"layer": {"rope": YARN}}, "no place for rope yarn"),
         ("eagle3", {"layer": {"head_dim": 16}}, "no place for 4 heads of 16 for a width of 128"),
         ("specforge", {"fc_norm": "whole"}, "no place for fc_norm whole"),
         ("specforge", {"aux_layers": (0, 1, 2)}, "no place for aux_layers 0, the output of no"),
@@ -236,6 +241,7 @@ def test_a_stack_of_layers_comes_back(one: Golden, tmp_path: Path) -> None:
         ("speculators", {"layer": {"qkv_bias": True}}, "no place for layers of qwen2"),
         ("speculators", {"aux_layers": (1, 2)}, r"no place for aux_layers \[1, 2\]"),
         ("poss", {"fc_norm": "whole"}, "no place for fc_norm whole"),
+        ("sglang", {"window": 64, "num_sinks": 0}, "no place for a sliding window of 64 rows"),
         ("poss", {"has_embedding": True}, "no place for an own embedding"),
     ],
 )

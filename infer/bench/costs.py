@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 
 from poss_jax.config.models import ACCELERATOR_TREE, DraftConfig, LlamaConfig, TreeConfig
 from poss_jax.decode.state import DecodeConfig, Weights
-from poss_jax.model.cache import NUM_SINKS
 from poss_jax.model.parameters import item_shapes
 from poss_jax.model.target import compute_dtype
 
@@ -286,8 +285,9 @@ def commit(work: Workload) -> Cost:
 
 def _draft_context(work: Workload) -> int:
     """Context rows that a draft attends."""
-    window = _draft_of(work).window
-    return work.context if window is None else min(work.context, NUM_SINKS + window)
+    draft = _draft_of(work)
+    window = work.context if draft.window is None else draft.num_sinks + draft.window
+    return min(work.context, window)
 
 
 def _target_pass(work: Workload, num_rows: int) -> Cost:

@@ -200,8 +200,9 @@ class DraftConfig:
         specialist does, too; None: neither.
       target_size: hidden size of the target; None: the layer's.
       has_embedding: whether the draft embeds tokens with its own weights instead of the target's.
-      window: how many of the newest context rows decoding attends, besides the first four; None:
-        all.
+      window: how many of the newest context rows are attended; None: all.
+      num_sinks: first context rows that are attended besides the newest ones; 0 in a draft that was
+        trained with its window.
     """
 
     layer: LlamaConfig
@@ -228,6 +229,7 @@ class DraftConfig:
     target_size: Count | None = Field(default=None, exclude_if=lambda size: size is None)
     has_embedding: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
     window: Count | None = Field(default=None, exclude_if=lambda rows: rows is None)
+    num_sinks: CountOrZero = Field(default=4, exclude_if=lambda rows: rows == 4)
 
     def __post_init__(self) -> None:
         if self.target_size is not None and not self.has_embedding:
@@ -242,6 +244,11 @@ class DraftConfig:
     def feature_size(self) -> int:
         """Width of one hidden state of the target."""
         return self.target_size or self.layer.hidden_size
+
+    @property
+    def trained_window(self) -> int | None:
+        """The window, if the draft is trained with it; sinks are for drafts that are not."""
+        return None if self.num_sinks else self.window
 
     @property
     def num_specialists(self) -> int:

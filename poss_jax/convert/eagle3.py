@@ -15,7 +15,7 @@ import numpy as np
 
 from poss_jax.config.models import DraftConfig
 from poss_jax.config.reading import UserError, build_config, shorten
-from poss_jax.convert.hf import contradiction, count_layers, read_layer
+from poss_jax.convert.hf import contradiction, count_layers, read_layer, read_window
 from poss_jax.convert.names import DRAFT_EMBEDDING, FC, QUERY, slots_by_key
 from poss_jax.convert.reading import Reading, check_keys, named, read_metadata
 from poss_jax.convert.source import Source
@@ -78,14 +78,17 @@ def _is_of_speculators(source: Source) -> bool:
 def read_eagle3(source: Source) -> Reading:
     """Reads an EAGLE-3 draft, or PosS on EAGLE-3, of any producer."""
     origin = str(source.folder)
-    layer, assumed = read_layer(source)
+    window = read_window(source)
+    layer, assumed = read_layer(source, window=window)
     layer = replace(layer, tie_embeddings=False)  # its head is its own
     settings, more = _read_settings(source, layer.hidden_size)
     values = {"layer": layer, "family": "eagle3", "kv": "shared", **settings}
+    values |= {} if window is None else {"window": window, "num_sinks": 0}
     num_layers, is_stack = count_layers(source), _has_stacked_layers(source)
     values |= {"positions_per_specialist": (1,) * (1 if is_stack else num_layers)}
     values |= {"layers_per_specialist": (num_layers,)} if is_stack else {}
-    config = build_config(DraftConfig, values, origin=origin)
+    given_as = {"target_size": f"{origin}/config.json: target_hidden_size"}
+    config = build_config(DraftConfig, values, origin=origin, given_as=given_as)
     assert isinstance(config, DraftConfig)
     slots = slots_by_key(config)
     names, metadata = source.names, read_metadata(source)

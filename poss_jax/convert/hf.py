@@ -405,8 +405,31 @@ def count_layers(source: Source) -> int:
     return max(1, len({match[1] for match in map(_LAYER.match, source.names) if match}))
 
 
-def read_layer(source: Source) -> tuple[LlamaConfig, list[str]]:
-    """Reads the config of a draft's layers.
+def read_window(source: Source) -> int | None:
+    """Reads how many of the newest rows a draft's layers attend; None: all.
+
+    As in speculators and vLLM, only `layer_types` makes a draft's layers slide.
+
+    Raises:
+      UserError: only some of the layers do.
+    """
+    values, num_layers = source.settings, count_layers(source)
+    kinds, origin = values.get("layer_types"), f"{source.folder}/config.json"
+    if not isinstance(kinds, list) or "sliding_attention" not in (kinds := kinds[:num_layers]):
+        return None
+    window, longest = (values.get(key) for key in ("sliding_window", "max_position_embeddings"))
+    if type(window) is not int or (type(longest) is int and window >= longest):
+        return None  # the config of the layers is checked by `read_layer`
+    if kinds != ["sliding_attention"] * num_layers:
+        raise UserError(
+            f"{origin}: layer_types: want one kind for all {num_layers} layers of a draft, got "
+            f"{shorten(kinds)}; such drafts cannot be converted"
+        )
+    return window
+
+
+def read_layer(source: Source, *, window: int | None = None) -> tuple[LlamaConfig, list[str]]:
+    """Reads the config of a draft's layers; `window` is what `read_window` found.
 
     Returns:
       The config, and one line for each thing that had to be assumed.
@@ -422,6 +445,8 @@ def read_layer(source: Source) -> tuple[LlamaConfig, list[str]]:
     # `layer` is one layer; the spans count the specialists.
     values: dict[str, Any] = {**source.settings, "num_hidden_layers": 1}
     values["model_type"] = values.get("model_type") or "llama"
+    if window is not None:
+        values |= {"layer_types": None, "sliding_window": None, "use_sliding_window": False}
     layer = parse_llama_config(values, {}, origin=f"{source.folder}/config.json")
     _check_widths(source, layer)
     assumed: list[str] = []

@@ -245,6 +245,9 @@ def _describe_speculators(draft: Outgoing) -> dict[str, Any]:
     num_layers = config.layers_per_specialist[0]
     layer = replace(config.layer, num_layers=num_layers, tie_embeddings=False)  # own head
     inner = target_config_json(layer, draft.dtype)
+    if config.trained_window is not None:
+        inner |= {"sliding_window": config.trained_window, "use_sliding_window": True}
+        inner |= {"layer_types": ["sliding_attention"] * num_layers}
     if inner["model_type"] not in ("llama", "qwen3"):
         wrong.append(f"layers of {inner['model_type']}")
     _refuse(draft, wrong)
@@ -308,7 +311,8 @@ def _find_verifier(draft: Outgoing) -> str:
 
 def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
     """Describes a draft of SpecForge's class, which the official code and the engines read, too."""
-    _refuse(draft, wrong)
+    window = draft.config.trained_window
+    _refuse(draft, wrong if window is None else [*wrong, f"a sliding window of {window} rows"])
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

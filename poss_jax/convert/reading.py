@@ -249,6 +249,9 @@ PUBLISHED = {
     "HINT-lab/EAGLE-Llama3-8B-Instruct-Reproduce": Published(_LLAMA3),
     "HINT-lab/PosS3-E3-Llama3.1-8B-Instruct": Published(_LLAMA31, (3, 3, 2), 8),
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Published(_LLAMA31, trained_depth=7),
+    "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": Published(
+        "meta-llama/Llama-3.3-70B-Instruct", trained_depth=7
+    ),
     "yuhuili/EAGLE3-Vicuna1.3-13B": Published("lmsys/vicuna-13b-v1.3", trained_depth=7),
     "yuhuili/EAGLE-LLaMA3-Instruct-8B": Published(_LLAMA3),
     "yuhuili/EAGLE-LLaMA3-Instruct-70B": Published("meta-llama/Meta-Llama-3-70B-Instruct"),

@@ -99,7 +99,7 @@ def commit_pairs(
     layer, stream, wide = _specialist(params, config, 0), 0, params.get("wide", [])
     for following in _further_layers(params, config):
         q = layer.queries(layer.normed(x), positions, cache.frequencies)
-        attended = _attend(config, cache, stream, q, rows[stream], causal)
+        attended = _attend_earlier(config, cache, stream, q, rows[stream], causal)
         x = layer.finish(x, attended, wide)
         # Adds 0. Without this dependency XLA copies the caches: see `speculate.commit`.
         is_positive = (x[:, 0, 0] > 0).astype(jnp.int32)
@@ -328,8 +328,33 @@ def _attend(
     """Attends the committed pairs of a stream that the draft may see, and own rows."""
     stored, length = (cache.k[stream], cache.v[stream]), cache.length
     if config.window is not None:
-        stored, length = newest_rows(stored, length, config.window)
+        stored, length = newest_rows(stored, length, config.window, config.num_sinks)
     return attend_cached(q, stored, length, own, can_attend)
+
+
+def _attend_earlier(
+    config: DraftConfig,
+    cache: KVCache,
+    stream: int,
+    q: Array,
+    own: tuple[Array, Array],
+    causal: Array,
+) -> Array:
+    """As `_attend` for pairs that are being committed; the window of each ends with itself."""
+    if config.window is None:
+        return _attend(config, cache, stream, q, own, causal)
+    stored = cache.k[stream], cache.v[stream]
+    newest, count = newest_rows(stored, cache.length, config.window, config.num_sinks)
+    S, T = newest[0].shape[2], q.shape[2]
+    column, row = jnp.arange(S + T)[None], jnp.arange(T)[None, :, None]
+    # Places count from the first of the pairs: the newest rows before it end at -1.
+    place = jnp.where(column < S, column - count[:, None], column - S)
+    from_start = jnp.where(column < S, column, column - S + cache.length[:, None])
+    exists = ((column >= S) | (place < 0))[:, None]
+    is_sink, place = (from_start < config.num_sinks)[:, None], place[:, None]
+    can_attend = exists & (place <= row) & (is_sink | (place > row - config.window))
+    none, nothing = jnp.zeros_like(cache.length), (stored[0][:, :, :1], stored[1][:, :, :1])
+    return attend_cached(q, nothing, none, _append(newest, own), can_attend)
 
 
 def _positions_of(cache: KVCache, x: Array, depth: int) -> Array:

@@ -165,8 +165,8 @@ def _follow_layer(
     q = group_heads(layer.queries(normed, *rotary), config.layer.num_kv_heads)
     new = Stream(*layer.keys_values(normed, *rotary))
     stream = _write(stream, new, index)
-    no_lag = jnp.array(0)
-    context = attend_documents(q, stream.keys[0], stream.values[0], documents, no_lag, block=block)
+    of_context = stream.keys[0], stream.values[0], documents, jnp.array(0)
+    context = attend_documents(q, *of_context, block=block, window=config.trained_window)
     mean = _add_own_rows(q, stream, index, context)
     attended = ungroup_heads(mean).astype(x.dtype)
     return split_batch(finish_first(layer, config, index, wide, x, attended)), new

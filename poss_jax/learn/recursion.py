@@ -175,7 +175,9 @@ def predict(
     weights = {"shared": shared, "layer": key_value_params(specialist), "of_tokens": of_tokens}
     rows = Diagonals(depth.versions, depth.index, position, frequencies)
     k, v = _keys_values(config, weights, rows, age=depth.index)
-    base = attend_documents(q, k, v, inputs.documents, depth.index, block=block)
+    base = attend_documents(
+        q, k, v, inputs.documents, depth.index, block=block, window=config.trained_window
+    )
     if zero_scores:
         base = _add_zero_scores(base, position)
     mean: Any = _add_ages(config, rows, Terms(weights, q, base))  # custom_vjp loses its type
@@ -201,13 +203,12 @@ def run_further(
         return hidden
     position = positions_in(inputs.documents)
     frequencies = frequencies_in(inputs.documents, config.layer.rope, config.layer.head_dim)
+    rows, window = (inputs.documents, position, frequencies), config.trained_window
 
     def run(hidden: Array) -> Array:
         for params in shared["further"]:
             layer = further_layer(config).bind({"params": params})
-            hidden = encode_layer(
-                layer, hidden, inputs.documents, position, frequencies, block=block
-            )
+            hidden = encode_layer(layer, hidden, *rows, block=block, window=window)
         return hidden
 
     return lax.cond(index == 0, run, lambda hidden: hidden, hidden)

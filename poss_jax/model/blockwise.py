@@ -6,6 +6,7 @@ weights from the kept sums. Columns left out of a softmax can be added later: a 
 is described by its mean value and the log of its sum.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,7 @@ def attend_documents(
     lag: Int[Array, ""],
     *,
     block: int,
+    window: int | None = None,
 ) -> Attended:
     """Attends, for every row, the columns of its document at least `lag` before it.
 
@@ -46,6 +48,7 @@ def attend_documents(
       documents: document of every row.
       lag: 0 includes the row itself; may be traced.
       block: rows and columns whose scores are in memory at once. Static.
+      window: how many of the newest of these columns are attended; None: all. Static.
     """
     T = q.shape[3]
     block = min(block, T)
@@ -56,7 +59,7 @@ def attend_documents(
         return jnp.pad(x, widths) if padding else x
 
     args = padded(q, 3), padded(k, 2), padded(v, 2), padded(documents, 1)
-    mean, log_sum = _attend(block, *args, lag)
+    mean, log_sum = _attend(block, window, *args, lag)
     return Attended(mean[..., :T, :], log_sum[..., :T])
 
 
@@ -73,15 +76,17 @@ def ungroup_heads(mean: Float[Array, "B K G T H"]) -> Float[Array, "B T NH"]:
 
 
 def _attend_blocks(
-    block: int, q: Array, k: Array, v: Array, documents: Array, lag: Array
+    block: int, window: int | None, q: Array, k: Array, v: Array, documents: Array, lag: Array
 ) -> tuple[Array, Array]:
+    scores_of = partial(_scores, lag, window, documents)
+
     def of_rows(step: tuple[Array, ...]) -> tuple[Array, Array]:
         i, q_rows, document_rows = step
 
         def add_columns(j: Array, carry: tuple[Array, Array, Array]):
             highest, total, mean = carry
             k_columns, v_columns = _slice(k, j, block, 2), _slice(v, j, block, 2)
-            scores, can_attend = _scores(q_rows, k_columns, i, j, lag, documents, document_rows)
+            scores, can_attend = scores_of(q_rows, k_columns, i, j, document_rows)
             new_highest = jnp.maximum(highest, scores.max(axis=-1))
             weights = jnp.where(can_attend, jnp.exp(scores - new_highest[..., None]), 0.0)
             shrink = jnp.exp(highest - new_highest)
@@ -101,13 +106,16 @@ def _attend_blocks(
     return _joined(mean), _joined(log_sum)
 
 
-def _attend_forward(block: int, *args: Array):
-    out = _attend_blocks(block, *args)
+def _attend_forward(block: int, window: int | None, *args: Array):
+    out = _attend_blocks(block, window, *args)
     return out, (args, out)
 
 
-def _attend_backward(block: int, residuals: tuple, gradients: tuple[Array, Array]):
+def _attend_backward(
+    block: int, window: int | None, residuals: tuple, gradients: tuple[Array, Array]
+):
     (q, k, v, documents, lag), (mean, log_sum) = residuals
+    scores_of = partial(_scores, lag, window, documents)
     grad_mean, grad_log_sum = gradients
     # Each score's gradient is its weight times (gradient . value - gradient . mean).
     had = (grad_mean * mean).sum(axis=-1) - grad_log_sum
@@ -118,7 +126,7 @@ def _attend_backward(block: int, residuals: tuple, gradients: tuple[Array, Array
         def add_columns(j: Array, carry: tuple[Array, Array, Array]):
             grad_q, grad_k, grad_v = carry
             k_columns, v_columns = _slice(k, j, block, 2), _slice(v, j, block, 2)
-            scores, can_attend = _scores(q_rows, k_columns, i, j, lag, documents, document_rows)
+            scores, can_attend = scores_of(q_rows, k_columns, i, j, document_rows)
             weights = jnp.where(can_attend, jnp.exp(scores - log_sum_rows[..., None]), 0.0)
             grad_weights = jnp.einsum(
                 "BKGTH,BKSH->BKGTS", grad_mean_rows, v_columns.astype(jnp.float32)
@@ -139,26 +147,27 @@ def _attend_backward(block: int, residuals: tuple, gradients: tuple[Array, Array
     return grad_q, grad_k.astype(k.dtype), grad_v.astype(v.dtype), None, None
 
 
-_attend: Any = jax.custom_vjp(_attend_blocks, nondiff_argnums=(0,))
+_attend: Any = jax.custom_vjp(_attend_blocks, nondiff_argnums=(0, 1))
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _scores(
+    lag: Any,  # a constant arrives as a number
+    window: int | None,
+    documents: Array,
     q_rows: Array,
     k_columns: Array,
     i: Array,
     j: Array,
-    lag: Any,  # a constant arrives as a number
-    documents: Array,
     document_rows: Array,
 ) -> tuple[Array, Array]:
     """Scores of a block of rows against a block of columns, and which columns count."""
     block = q_rows.shape[-2]
     document_columns = _slice(documents, j, block, 1)
     row, column = i * block + jnp.arange(block), j * block + jnp.arange(block)
-    can_attend = (column[None] <= row[:, None] - lag)[None] & (
-        document_rows[:, :, None] == document_columns[:, None]
-    )
+    age = row[:, None] - lag - column[None]
+    is_known = age >= 0 if window is None else (age >= 0) & (age < window)
+    can_attend = is_known[None] & (document_rows[:, :, None] == document_columns[:, None])
     can_attend = can_attend[:, None, None]
     scores = jnp.einsum("BKGTH,BKSH->BKGTS", q_rows, k_columns, preferred_element_type=jnp.float32)
     return jnp.where(can_attend, scores * q_rows.shape[-1] ** -0.5, NOTHING), can_attend

@@ -149,33 +149,31 @@ def take_rows(rows: KeysValues, index: Int[Array, "B A"]) -> KeysValues:
     return KeysValues([taken(k) for k in rows.k], [taken(v) for v in rows.v])
 
 
-NUM_SINKS = 4
-
-
 def newest_rows(
     stored: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]],
     length: Int[Array, " B"],
     window: int,
+    num_sinks: int,
 ) -> tuple[tuple[Array, Array], Int[Array, " B"]]:
-    """Takes the first and the newest committed rows of a layer, and counts them.
+    """Takes the first `num_sinks` and the newest committed rows of a layer, and counts them.
 
-    Queries attend the first rows whatever they hold (sinks, arXiv 2309.17453):
+    Models attend their first rows whatever they hold (sinks, arXiv 2309.17453):
 
         [ 0 1 2 3 | ............ | newest ] not used yet
     """
     size = stored[0].shape[2]
-    if size <= NUM_SINKS + window:
+    if size <= num_sinks + window:
         return stored, length
-    first = jnp.clip(length - window, NUM_SINKS, size - window)
+    first = jnp.clip(length - window, num_sinks, size - window)
 
     def take(rows: Array) -> Array:
         def newest(rows: Array, first: Array) -> Array:
             return lax.dynamic_slice_in_dim(rows, first, window, 1)
 
-        return jnp.concatenate([rows[:, :, :NUM_SINKS], jax.vmap(newest)(rows, first)], axis=2)
+        return jnp.concatenate([rows[:, :, :num_sinks], jax.vmap(newest)(rows, first)], axis=2)
 
     k, v = map(take, stored)
-    return (k, v), jnp.minimum(length, NUM_SINKS + window)
+    return (k, v), jnp.minimum(length, num_sinks + window)
 
 
 def attend_cached(

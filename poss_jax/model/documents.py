@@ -148,11 +148,15 @@ def encode_layer(
     frequencies: Float[Array, "B *rows half"],
     *,
     block: int,
+    window: int | None = None,
 ) -> Float[Array, "B T D"]:
-    """Runs one layer, with its parameters, over whole rows of text; see `encode`."""
+    """Runs one layer, with its parameters, over whole rows of text; see `encode`.
+
+    Each row attends the newest `window` ones up to itself; None: all.
+    """
     normed = layer.normed(hidden)
     q = layer.queries(normed, positions, frequencies)
     q = group_heads(q, layer.config.num_kv_heads)
     k, v = layer.keys_values(normed, positions, frequencies)
-    mean = attend_documents(q, k, v, documents, jnp.array(0), block=block).mean
+    mean = attend_documents(q, k, v, documents, jnp.array(0), block=block, window=window).mean
     return split_batch(layer.finish(hidden, ungroup_heads(mean).astype(hidden.dtype)))
