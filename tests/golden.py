@@ -102,6 +102,34 @@ def load_golden(folder: Path, method: str) -> Golden:
     return Golden(method, target, draft, record, params, *drafted)
 
 
+def widen(source: Path, embedding: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Tensors and config of an EAGLE-3 draft with 32 further dimensions, all zero.
+
+    It drafts what the draft drafts: norms divide by less, which their weights make up for.
+    """
+    config = read_config(source)
+    D, W = config["hidden_size"], config["hidden_size"] + 32
+    wide = {}
+    for key, array in (read_tensors(source) | {"embed_tokens.weight": embedding}).items():
+        name = key.removesuffix(".weight").rpartition(".")[2]
+        if name in ("q_proj", "k_proj", "v_proj"):  # they read two halves
+            halves = np.split(array, 2, axis=1)
+            array = np.concatenate([_pad(half, 1, W - D) for half in halves], axis=1)
+        elif name in ("gate_proj", "up_proj", "lm_head", "embed_tokens"):
+            array = _pad(array, 1, W - D)
+        elif name in ("fc", "o_proj", "down_proj"):
+            array = _pad(array, 0, W - D)
+        elif name.endswith("norm"):
+            array = _pad(array, 0, W - D) * np.float32((D / W) ** 0.5)
+        wide[key] = array
+    changes = {"hidden_size": W, "target_hidden_size": D, "head_dim": 32}
+    return wide, config | changes | {"rms_norm_eps": config["rms_norm_eps"] * D / W}
+
+
+def _pad(array: np.ndarray, axis: int, number: int) -> np.ndarray:
+    return np.pad(array, [(0, number * (axis == other)) for other in range(array.ndim)])
+
+
 def root_of(method: str) -> Path:
     """Folder of the fixtures that a method belongs to."""
     return ROOT_E3 if method in SPANS_E3 else ROOT

@@ -9,12 +9,23 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import METHODS_E3, ROOT_E3, SPANS_E3, Golden, load_golden, read_config, read_tensors
+from convert_sources import run as convert
+from golden import (
+    METHODS_E3,
+    ROOT_E3,
+    SPANS_E3,
+    Golden,
+    load_golden,
+    read_config,
+    read_tensors,
+    widen,
+)
 from models import tiny_llama
 from oracle import Shape
 from safetensors.numpy import save_file
 from test_golden import check_rounds
 
+from poss_jax.checkpoint.folder import load_draft
 from poss_jax.config.models import DraftConfig, TreeConfig
 from poss_jax.config.reading import UserError
 from poss_jax.convert.plan import plan_draft, plan_specialists
@@ -46,6 +57,7 @@ NARROW = dataclasses.replace(
     has_embedding=True,
 )
 LOOPED = dataclasses.replace(CONFIG, positions_per_specialist=(1,), layers_per_specialist=(2,))
+MASKED = dataclasses.replace(LOOPED, mask_token=5, window=6, num_sinks=0)
 
 
 @pytest.mark.quick
@@ -56,6 +68,7 @@ LOOPED = dataclasses.replace(CONFIG, positions_per_specialist=(1,), layers_per_s
         pytest.param(CONFIG, True, id="sampled"),
         pytest.param(LOOPED, True, id="looped"),
         pytest.param(NARROW, True, id="narrow"),
+        pytest.param(MASKED, True, id="masked"),
     ],
 )
 def test_speculative_equals_autoregressive(config: DraftConfig, is_sampled: bool) -> None:
@@ -198,6 +211,23 @@ def test_config_and_vocabulary(target: Path, tmp_path: Path) -> None:
     assert without.draft.aux_layers == (1, 3, 7)
 
 
+def test_a_draft_that_is_wider_than_its_target(golden: Golden, tmp_path: Path) -> None:
+    """Zeros widen a draft; it drafts as recorded."""
+    embedding = np.asarray(golden.target["embed"]["weight"])
+    tensors, config = widen(SOURCE, embedding)
+    source, out = write(tmp_path / "source", tensors, **config), tmp_path / "out"
+    convert(
+        "draft",
+        source=source,
+        target=golden.target_folder,
+        output=out,
+        positions_per_specialist=SPANS_E3[SOURCE.name],
+    )
+    record, draft = load_draft(out, jnp.float32, target=golden.target_record)
+    assert (record.draft.layer.hidden_size, record.draft.feature_size) == (160, 128)
+    check_rounds(dataclasses.replace(golden, draft_record=record, draft=draft), "_small")
+
+
 def scales(*keys: str, width: int = 128) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     return {key: rng.normal(size=width).astype(np.float32) for key in keys}
@@ -260,6 +290,25 @@ def test_a_draft_of_speculators(target: Path, tmp_path: Path) -> None:
     own = plan_draft(str(folder), target)
     assert own.record.draft.has_embedding
     np.testing.assert_array_equal(arrays(own)["embed/weight"], embedding)
+
+
+MASK = np.random.default_rng(0).normal(size=(1, 1, 384)).astype(np.float32)
+
+
+@pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
+def test_a_draft_of_p_eagle(key: str, target: Path, tmp_path: Path) -> None:
+    embedding = {"embed_tokens.weight": np.ones((260, 128), np.float32)}
+    tensors = one_specialist(embedding | {"mask_hidden": MASK})
+    names = {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 1}
+    got = plan_draft(str(write(tmp_path / "source", tensors, **names, **{key: 7})), target)
+    assert (got.record.method, got.record.draft.mask_token) == ("p-eagle", 7)
+    assert got.record.draft.has_embedding  # P-EAGLE trains it
+    ours = arrays(got)
+    np.testing.assert_array_equal(ours["mask/weight"], MASK)
+    plain = plan_draft(str(write(tmp_path / "p", one_specialist({}), num_hidden_layers=1)), target)
+    assert ours.keys() - arrays(plain).keys() == {"mask/weight", "embed/weight"}
+    with pytest.raises(UserError, match="want one of 260 tokens, got 260"):
+        plan_draft(str(write(tmp_path / "far", tensors, **names, **{key: 260})), target)
 
 
 def sliding(kinds: list[str], **change: Any) -> dict[str, Any]:
@@ -331,7 +380,8 @@ def test_what_specforge_may_have_done_is_said(target: Path, tmp_path: Path) -> N
             sliding(["sliding_attention", "full_attention", "sliding_attention"]),
             "layer_types: want one kind for all 3 layers of a draft, got",
         ),
-        ({"mask_hidden": np.zeros(128, np.float32)}, {}, "a P-EAGLE draft .mask_hidden"),
+        ({"mask_hidden": MASK}, {}, "want mask_token_id or pard_token or ptd_token_id, the tok"),
+        ({"mask_hidden": MASK}, {"mask_token_id": 3}, "only an eagle3 draft of one specialist"),
         ({"eagle_module.fc.weight": np.zeros(2)}, {}, "export it with ModelOpt and convert what"),
         ({"d2t": np.zeros(80, np.int32)}, {}, "d2t: want int64 .*, got I32"),
         ({"d2t": np.array(0)}, {}, r"d2t: want int64 \[80\], got int64 \[\]; give the draft's own"),

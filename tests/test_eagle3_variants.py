@@ -50,6 +50,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "all": {"norm_before_residual": True, "fc_norm": "each", "output_norm": "fed_back"},
 }
+MASKED: dict[str, dict[str, Any]] = {
+    "masked": {"mask_token": 7, "fc_norm": "whole"},
+    "masked_stack": {"mask_token": 7, "layers_per_specialist": (3,), "has_embedding": True},
+    "masked_window": {
+        "mask_token": 7,
+        "layers_per_specialist": (2,),
+        "window": 3,
+        "num_sinks": 0,
+    },
+}
 PARTS_OF_ALL = ("norm_before_residual", "fc_norm", "norm_output")
 T, STEPS = 9, 4
 LLAMA = tiny_llama()
@@ -90,10 +100,11 @@ def fused(config: DraftConfig, params: Any, features: Any) -> Any:
 
 def attended(config: DraftConfig, q: Any, keys: list[Any], values: list[Any]) -> Any:
     """Row r looks at the context up to itself, and at its own row in later steps."""
-    rows, window = [], config.window or len(q)
+    rows, window, masked = [], config.window or 99, config.mask_token is not None
     for r, query in enumerate(q):
+        first = max(0, r + 1 + (len(keys) - 1) * masked - window)  # speculators slides it for masks
         k, v = (
-            np.concatenate([a[0][: r + 1][-window:], *(b[r : r + 1] for b in a[1:])])
+            np.concatenate([a[0][first : r + 1], *(b[r : r + 1] for b in a[1:])])
             for a in (keys, values)
         )
         k, v = (np.repeat(a, len(query) // a.shape[1], axis=1) for a in (k, v))
@@ -132,9 +143,11 @@ def forward(
     of_further: Any = [([], []) for _ in params.get("further", [])]
     for step in range(steps):
         layer = params["specialists"][config.specialist_at(step)]
-        e = rms(
-            np.asarray(embedded, np.float64)[step : step + num_rows], layer["input_norm"], config
-        )
+        tokens = np.asarray(embedded, np.float64)[step : step + num_rows]
+        if step and config.mask_token is not None:
+            tokens = np.repeat(params["embed"]["weight"][[config.mask_token]], num_rows, axis=0)
+            state = np.repeat(fused(config, params, params["mask"]["weight"][0]), num_rows, axis=0)
+        e = rms(tokens, layer["input_norm"], config)
         c = rms(state, layer["feature_norm"], config)
         z, weights = np.concatenate([e, c], axis=-1), layer["attention"]
         q, k, v = (
@@ -216,6 +229,21 @@ def test_chains_of_drafting_and_training_equal_the_forward(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_positions_equal_the_forward(name: str) -> None:
+    config = dataclasses.replace(CONFIG, positions_per_specialist=(1,), **MASKED[name])
+    draft = attach(random_draft(config), random_target(LLAMA))
+    tokens = random_tokens(LLAMA, 1, T + STEPS)
+    features = jnp.asarray(np.random.default_rng(0).normal(size=(1, T, 3 * LLAMA.hidden_size)))
+    features = features.astype(jnp.float32)
+    chain = jax.jit(lambda params: draft_chains(config, params, tokens, features))(draft)
+    del draft["vocabulary"]
+    embedded = draft["embed"]["weight"][tokens[0, 1:]]
+    logits = forward(config, draft, embedded, features[0], STEPS)[1]
+    for step, got in enumerate(chain):
+        np.testing.assert_allclose(got, logits[step], atol=2e-4, rtol=1e-4)
+
+
 def draft_chains(config: DraftConfig, params: Any, tokens: Any, features: Any) -> list[Any]:
     """Logits of every step of the chains from all rows, each a row of a batch, fed the text."""
     x = join_pairs(params, config, tokens[:, 1 : T + 1], features)
@@ -247,9 +275,10 @@ def train_chains(config: DraftConfig, params: Any, embedded: Any, features: Any)
     return run(params)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS | MASKED)
 def test_every_parameter_has_a_place_on_a_mesh(name: str) -> None:
-    draft = random_draft(dataclasses.replace(CONFIG, **VARIANTS[name]))
+    spans = {"positions_per_specialist": (1,)} if name in MASKED else {}
+    draft = random_draft(dataclasses.replace(CONFIG, **spans, **(VARIANTS | MASKED)[name]))
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     assert jax.tree.structure(place_tree(draft, mesh)) == jax.tree.structure(draft)
 

@@ -180,6 +180,11 @@ OF_SPECULATORS = {"norm_before_residual": True, "fc_norm": "whole", "output_norm
         ("eagle3", {"has_embedding": True}, {"embed_requires_grad": True}),
         ("eagle3", NARROW, {"target_hidden_size": 128, "hidden_size": 96}),
         ("specforge", NARROW, {"target_hidden_size": 128}),
+        (
+            "speculators",
+            {"mask_token": 7, "has_embedding": True, "layers_per_specialist": (2,)},
+            {"mask_token_id": 7, "speculators_model_type": "peagle"},
+        ),
         ("speculators", {"window": 64, "num_sinks": 0}, {"embed_requires_grad": False}),
         ("speculators", NARROW, {"target_hidden_size": 128, "embed_requires_grad": True}),
         (
@@ -242,6 +247,7 @@ def test_a_stack_of_layers_comes_back(one: Golden, tmp_path: Path) -> None:
         ("speculators", {"aux_layers": (1, 2)}, r"no place for aux_layers \[1, 2\]"),
         ("poss", {"fc_norm": "whole"}, "no place for fc_norm whole"),
         ("sglang", {"window": 64, "num_sinks": 0}, "no place for a sliding window of 64 rows"),
+        ("sglang", {"mask_token": 7}, "no place for mask token 7"),
         ("poss", {"has_embedding": True}, "no place for an own embedding"),
     ],
 )

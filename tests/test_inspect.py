@@ -136,7 +136,6 @@ def test_what_would_be_refused(tmp_path, capsys, what):
 
 # Classes and kinds that speculators 0.9, SpecForge 0.2 and vLLM 0.32 write or read.
 OTHER_DRAFTS = {
-    "P-EAGLE": ("PEagleDraftModel", "PeagleLlamaForCausalLM", "peagle", "all positions in one"),
     "DSpark": ("DSparkDraftModel", "Qwen3DSparkModel", "dspark", "corrects each token by the"),
     "DFlash": ("DFlashDraftModel", "DFlash2DraftModel", "dflash", "a block of masked positions"),
     "MTP": ("DeepSeekMTPModel", "Qwen3NextMTP", "mtp", "a further layer of the target itself"),

@@ -8,7 +8,8 @@ import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from convert_sources import run
-from golden import Golden, load_golden, root_of
+from golden import Golden, load_golden, root_of, widen
 from models import stacked
-from test_eagle3_variants import STEPS, T, train_chains
+from safetensors.numpy import save_file
+from test_eagle3_variants import STEPS, T, draft_chains, train_chains
 
 from poss_jax.checkpoint.folder import load_draft, write_model
 from poss_jax.checkpoint.record import new_record, read_record
-from poss_jax.config.models import TreeConfig
+from poss_jax.config.models import RopeConfig, TreeConfig
 from poss_jax.engine.engine import Engine
 from poss_jax.model.parameters import split_items
 from poss_jax.model.specialists import attach
@@ -70,6 +72,41 @@ def report() -> Iterator[list[dict[str, str]]]:
 # vLLM: the same texts, and as many accepted tokens at every position
 
 
+def change(golden: Golden, folder: Path, *, embed: Any = None, **fields: Any) -> Path:
+    """The same draft with other fields of its config, which fit worse."""
+    fields |= {"layer": dataclasses.replace(golden.draft_config.layer, **fields.pop("layer", {}))}
+    config = dataclasses.replace(golden.draft_config, **fields)
+    record = new_record(config, golden.target_record.target, tokenizer_from=None)
+    items = split_items(config, golden.draft | {"embed": embed})
+    write_model(folder, record, items, tokenizer_from=None)
+    return folder
+
+
+def draw_embedding(golden: Golden, folder: Path) -> Path:
+    """The same draft with an embedding that is only like the target's."""
+    embedding = np.asarray(golden.target["embed"]["weight"])
+    noise = np.random.default_rng(0).normal(size=embedding.shape) * 0.3 * embedding.std()
+    embed = {"weight": (embedding + noise).astype(np.float32)}
+    return change(golden, folder, embed=embed, has_embedding=True)
+
+
+def make_wider(golden: Golden, folder: Path) -> Path:
+    """The same draft with further dimensions, all zero."""
+    source = folder.with_suffix(".wide")
+    source.mkdir()
+    embedding = np.asarray(golden.target["embed"]["weight"])
+    tensors, config = widen(root_of(golden.method) / "draft" / golden.method, embedding)
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(config))
+    run("draft", source=source, target=golden.target_folder, output=folder)
+    return folder
+
+
+OTHER_LAYERS = partial(change, aux_layers=(1, 4, 6))
+OF_YARN = RopeConfig(type="yarn", factor=4.0, original_max_position_embeddings=32)
+YARN = partial(change, layer={"rope": OF_YARN})
+
+
 class Case(NamedTuple):
     """A draft of the fixtures, and how it is exported and run.
 
@@ -77,7 +114,7 @@ class Case(NamedTuple):
       draft: its name.
       layout: what it is exported in.
       specialist: the one that is exported; None: all.
-      layers: layers of the target that it shall read instead of its own.
+      change: makes another draft of it first: (recorded draft, folder) -> its model folder.
       drafted: number of tokens drafted per round.
       poss: whether vLLM loads examples/vllm, and writes all texts together.
     """
@@ -85,7 +122,7 @@ class Case(NamedTuple):
     draft: str
     layout: str
     specialist: int | None = None
-    layers: tuple[int, ...] = ()
+    change: Callable[[Golden, Path], Path] | None = None
     drafted: int = 5
     poss: bool = False
 
@@ -97,8 +134,12 @@ CASES = {
     "speculators": Case("eagle3_full", "speculators"),
     "specforge, a part of the vocabulary": Case("poss3_e3", "specforge", 0),
     "speculators, a part of the vocabulary": Case("poss3_e3", "speculators", 0),
-    "sglang, other layers": Case("eagle3_full", "sglang", layers=(1, 4, 6)),
-    "speculators, other layers": Case("eagle3_full", "speculators", layers=(1, 4, 6)),
+    "sglang, other layers": Case("eagle3_full", "sglang", change=OTHER_LAYERS),
+    "speculators, other layers": Case("eagle3_full", "speculators", change=OTHER_LAYERS),
+    "sglang, yarn rope": Case("eagle3_full", "sglang", change=YARN),
+    "sglang, its own embedding": Case("eagle3_full", "sglang", change=draw_embedding),
+    "sglang, wider than its target": Case("eagle3_full", "sglang", change=make_wider),
+    "speculators, wider than its target": Case("eagle3_full", "speculators", change=make_wider),
     "PosS-3 on EAGLE-3, its three specialists": Case("poss3_e3", "poss", drafted=8, poss=True),
     "PosS-3 on EAGLE-3, specialist 0 alone": Case("poss3_e3", "sglang", 0, drafted=8, poss=True),
     "PosS-3, its two specialists": Case("poss3", "poss", drafted=6, poss=True),
@@ -116,23 +157,15 @@ def place(folder: Path, case: str) -> Path:
 
 
 def export(folder: Path, name: str, case: Case, golden: Golden) -> Path:
-    layers, model = case.layers, golden.draft_folder
+    model = golden.draft_folder
     flags: dict[str, Any] = {"specialist": case.specialist} if case.specialist is not None else {}
     if case.layout == "speculators":
         flags["verifier"] = folder / golden.target_folder.parent.name
-    if layers:
-        model = reading(golden, folder / f"{name}-model", layers)
+    if case.change is not None:
+        model = case.change(golden, folder / f"{name}-model")
     out = place(folder, name)
     run("export", model=model, target=golden.target_folder, output=out, format=case.layout, **flags)
     return out
-
-
-def reading(golden: Golden, folder: Path, layers: tuple[int, ...]) -> Path:
-    """The same draft for other layers of the target, which fit worse."""
-    config = dataclasses.replace(golden.draft_config, aux_layers=layers)
-    record = new_record(config, golden.target_record.target, tokenizer_from=None)
-    write_model(folder, record, split_items(config, golden.draft), tokenizer_from=None)
-    return folder
 
 
 def prompts_of(golden: Golden) -> list[list[int]]:
@@ -249,9 +282,13 @@ LLAMA = {
     "pad_token_id": 256,
 }
 QWEN = LLAMA | {"model_type": "qwen3", "layer_types": ["full_attention"]}
+TWO_LAYERS = LLAMA | {"num_hidden_layers": 2}
 WINDOW = {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 512}
+SHORT = WINDOW | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
 ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+ROPE_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+ROPE_YARN |= {"original_max_position_embeddings": 32}
 MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama": (LLAMA, {}),
     "norms of EAGLE-3.1": (LLAMA, {"fc_norm": True, "norm_output": True}),
@@ -260,7 +297,14 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "four layers of the target": (LLAMA, {"eagle_aux_hidden_state_layer_ids": [1, 3, 4, 6]}),
     "half of the vocabulary": (LLAMA, {"draft_vocab_size": 130}),
     "a window as long as the context": (QWEN | WINDOW, {}),
-    "two layers": (LLAMA | {"num_hidden_layers": 2}, {}),
+    "a window of four rows": (LLAMA | SHORT, {}),
+    "a window of four rows, Qwen3": (QWEN | SHORT | {"layer_types": ["sliding_attention"]}, {}),
+    "two layers": (TWO_LAYERS, {}),
+    "two layers, a window of four rows": (TWO_LAYERS | SHORT, {}),
+    "its own embedding": (LLAMA, {"embed_requires_grad": True}),
+    "rope yarn": (LLAMA | {"rope_parameters": ROPE_YARN}, {}),
+    "P-EAGLE": (LLAMA, {"mask_token_id": 7}),
+    "P-EAGLE, two layers, a window of four rows": (TWO_LAYERS | SHORT, {"mask_token_id": 7}),
     "rope llama3": (LLAMA | {"rope_parameters": ROPE}, {}),
 }
 LOADED = {"ours, all tokens": "eagle3_full", "ours, 80 tokens": "poss3_e3"}
@@ -290,6 +334,16 @@ def of_speculators(folder: Path, models: dict[str, Golden]) -> str:
     return peer("speculators", "speculators_logits", str(folder)).splitlines()[-1]
 
 
+def chains(config: Any, params: Any, target: Any, tokens: np.ndarray, features: Any) -> np.ndarray:
+    """Our logits of every step and row."""
+    if config.mask_token is not None:  # trained there alone
+        text = jnp.asarray(np.pad(tokens, (1, STEPS)), jnp.int32)[None]
+        return np.asarray(draft_chains(config, attach(params, target), text, features))
+    weights = attach(stacked(params), target)
+    embedded = weights["embed"]["weight"][tokens]
+    return np.asarray(train_chains(config, weights, embedded, features))
+
+
 @pytest.mark.parametrize("name", [*MADE, *LOADED])
 def test_speculators_computes_the_same_logits(
     name: str,
@@ -304,10 +358,8 @@ def test_speculators_computes_the_same_logits(
     run("draft", source=source, target=golden.target_folder, output=draft)
     record, params = load_draft(draft, jnp.float32, target=read_record(golden.target_folder))
     with np.load(folder / f"{name}.npz") as arrays:
-        embedded = golden.target["embed"]["weight"][arrays["tokens"]]
-        features = jnp.asarray(arrays["features"])[None]
-    weights = attach(stacked(params), golden.target)
-    got = np.asarray(train_chains(record.draft, weights, embedded, features))
+        tokens, features = arrays["tokens"], jnp.asarray(arrays["features"])[None]
+    got = chains(record.draft, params, golden.target, tokens, features)
     want = np.load(folder / f"{name}.logits.npy")
     assert got.shape == want.shape == (STEPS, T, record.draft.head_size)
     known = np.arange(T) < T - np.arange(STEPS)[:, None]  # rows whose token is in the text

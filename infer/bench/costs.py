@@ -228,9 +228,11 @@ def draft_level(work: Workload, depth: int) -> Cost:
 
     From the second position on, the rows' inputs are joined and their keys and values projected. A
     specialist that reads its own stream also projects the tree's earlier rows again. The rows of a
-    looped draft pass its further layers, too.
+    looped draft pass its further layers, too. P-EAGLE runs all positions after the first at once.
     """
     draft = _draft_of(work)
+    if draft.mask_token is not None and depth > 1:
+        return _draft_head(work, work.batch * work.tree.top_k)
     project = _project_weights(draft)
     layer, width, top_k = draft.layer, _input_width(draft), work.tree.top_k
     wide = draft.num_wide if draft.specialist_at(depth) == 0 else 0

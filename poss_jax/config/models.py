@@ -200,6 +200,8 @@ class DraftConfig:
         specialist does, too; None: neither.
       target_size: hidden size of the target; None: the layer's.
       has_embedding: whether the draft embeds tokens with its own weights instead of the target's.
+      mask_token: token that drafted positions after the first read, all in one pass (P-EAGLE);
+        None: each reads the token before it.
       window: how many of the newest context rows are attended; None: all.
       num_sinks: first context rows that are attended besides the newest ones; 0 in a draft that was
         trained with its window.
@@ -228,6 +230,7 @@ class DraftConfig:
     )
     target_size: Count | None = Field(default=None, exclude_if=lambda size: size is None)
     has_embedding: bool = Field(default=False, exclude_if=lambda is_so: not is_so)
+    mask_token: TokenId | None = Field(default=None, exclude_if=lambda token: token is None)
     window: Count | None = Field(default=None, exclude_if=lambda rows: rows is None)
     num_sinks: CountOrZero = Field(default=4, exclude_if=lambda rows: rows == 4)
 
@@ -236,6 +239,8 @@ class DraftConfig:
             raise ValueError("target_size: a draft of another width than its target has_embedding")
         if self.has_embedding and self.family != "eagle3":
             raise ValueError("has_embedding: only drafts of the family eagle3 have one")
+        if self.mask_token is not None:
+            check_mask(self.mask_token, self)
         spans, may_loop = self.positions_per_specialist, self.family == "eagle3"
         check_layers(self.layers_per_specialist, spans, may_loop=may_loop)
         check_widths(self.widths_per_specialist, spans)
@@ -284,6 +289,8 @@ class DraftConfig:
         deep = f"-deep{self.num_further + 1}" if self.num_further else ""
         deep += f"-wide{self.num_wide + 1}" if self.num_wide else ""
         first_family = self.family == "eagle"
+        if self.mask_token is not None:
+            return "p-eagle" + deep
         if len(spans) == 1 and not first_family:
             return self.family + deep
         if len(spans) == 1:
@@ -308,6 +315,18 @@ class DraftConfig:
     def num_streams(self, depth: int) -> int:
         """Number of key/value caches that drafting `depth` positions reads."""
         return max(map(self.stream_at, range(depth))) + 1 + self.num_further
+
+
+def check_mask(token: int, draft: DraftConfig) -> None:
+    """Refuses a draft that cannot draft all positions in one pass.
+
+    Raises:
+      ValueError: another family, several specialists, or a token that is none.
+    """
+    if draft.family != "eagle3" or draft.num_specialists > 1:
+        raise ValueError("mask_token: only an eagle3 draft of one specialist drafts in one pass")
+    if token >= draft.layer.vocab_size:
+        raise ValueError(f"mask_token: want one of {draft.layer.vocab_size} tokens, got {token}")
 
 
 def check_layers(layers: tuple[int, ...], spans: tuple[int, ...], *, may_loop: bool) -> None:

@@ -29,6 +29,10 @@ UNPLACED = (0, 0, 0)
 # Keys that are read by themselves -> the reason why they are not stored.
 _MAPS = {"d2t": "becomes the draft vocabulary", "t2d": "follows from d2t"}
 
+# The feature of positions that P-EAGLE does not know yet, and keys of the token.
+_MASK = "mask_hidden"
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+
 # Norms before fc: `DraftConfig.fc_norm` -> the key of config.json and the weight that show it.
 _FC_NORMS = {
     "whole": ("norm_before_fc", "input_norm.weight"),
@@ -65,6 +69,11 @@ def _has_stacked_layers(source: Source) -> bool:
     """Tells a stack, whose later layers read hidden states alone, from PosS's specialists."""
     normed = [name for name in source.names if name.endswith(".hidden_norm.weight")]
     return count_layers(source) > 1 and normed == ["layers.0.hidden_norm.weight"]
+
+
+def _is_parallel(source: Source) -> bool:
+    """Tells P-EAGLE, which drafts all positions in one pass, from EAGLE-3."""
+    return _MASK in source.names or source.values.get("speculators_model_type") == "peagle"
 
 
 def _is_of_speculators(source: Source) -> bool:
@@ -125,6 +134,7 @@ def _read_settings(source: Source, hidden_size: int) -> tuple[dict[str, Any], li
         "output_norm": output_norm,
         "aux_layers": _read_aux_layers(source),
         **_read_embedding(source, hidden_size),
+        **_read_mask(source),
     }
     if _is_of_speculators(source) and _find(source, "norm_before_residual") is None:
         more.append("norm_before_residual False, because config.json has none")
@@ -139,8 +149,22 @@ def _read_embedding(source: Source, hidden_size: int) -> dict[str, Any]:
     size = _find(source, "target_hidden_size")
     if size not in (None, hidden_size):
         return {"target_size": size, "has_embedding": True}
-    is_trained = _read_flag(source, "embed_requires_grad") or False
+    said = _read_flag(source, "embed_requires_grad")
+    is_trained = _is_parallel(source) if said is None else said
     return {"has_embedding": is_trained and DRAFT_EMBEDDING in source.names}
+
+
+def _read_mask(source: Source) -> dict[str, Any]:
+    """Reads the token of a P-EAGLE draft that stands for what is not known yet."""
+    if not _is_parallel(source):
+        return {}
+    tokens = [token for key in _MASKS if (token := _find(source, key)) is not None]
+    if not tokens:
+        raise UserError(
+            f"{source.folder}/config.json: want {' or '.join(_MASKS)}, the token that drafted "
+            "positions read in training, got none; add it"
+        )
+    return {"mask_token": tokens[0]}
 
 
 def _read_fc_norm(source: Source) -> tuple[str | None, list[str]]:

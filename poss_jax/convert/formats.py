@@ -177,7 +177,7 @@ def _counts_experts(source: Source) -> str | None:
 # --------------------------------------------------------------------------------------------------
 # The table
 
-_NOT_YET = "not supported yet, give an EAGLE-2, EAGLE-3, HASS or PosS draft"
+_NOT_YET = "not supported yet, give an EAGLE-2, EAGLE-3, P-EAGLE, HASS or PosS draft"
 
 FORMATS = (
     Format(
@@ -190,9 +190,9 @@ FORMATS = (
         "a P-EAGLE draft",
         in_config=(is_of_speculators(r"^peagle\b"), named(r"^p_?eagle")),
         in_weights=(has_key(r"^mask_hidden$"),),
-        why_not=_NOT_YET,
-        about="is EAGLE-3 that drafts all positions in one pass: those after the first read a mask "
-        "token and a learned feature",
+        read=read_eagle3,
+        family="draft",
+        why_not="convert it with the draft command, and give its target here",
     ),
     Format(
         "a DSpark draft",

@@ -240,6 +240,7 @@ def _show_draft(config: DraftConfig) -> str:
         f"{article} {config.method} draft of {what}, positions per specialist "
         f"{list_counts(config.positions_per_specialist)}, trained depth {config.trained_depth}, "
         f"fc {'with' if config.fc_bias else 'without'} bias"
+        + (f", mask token {config.mask_token}" if config.mask_token is not None else "")
         + (f", a sliding window of {config.window}" if config.window else "")
         + (", its own embedding" if config.has_embedding else "")
         + (f", for a target of width {config.target_size}" if config.target_size else "")

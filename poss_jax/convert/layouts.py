@@ -251,10 +251,13 @@ def _describe_speculators(draft: Outgoing) -> dict[str, Any]:
     if inner["model_type"] not in ("llama", "qwen3"):
         wrong.append(f"layers of {inner['model_type']}")
     _refuse(draft, wrong)
+    is_parallel = config.mask_token is not None
+    kind = "PEagle" if is_parallel else "Eagle3"
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": _propose(draft),
+        "architectures": [f"{kind}Speculator"],
+        "speculators_model_type": kind.lower(),
+        "speculators_config": _propose(draft, kind.lower()),
+        **({"mask_token_id": config.mask_token} if is_parallel else {}),
         "transformer_layer_config": inner | draft.metadata(),
         "draft_vocab_size": _head_size(config),
         "norm_before_residual": config.norm_before_residual,
@@ -269,7 +272,7 @@ def _describe_speculators(draft: Outgoing) -> dict[str, Any]:
     }
 
 
-def _propose(draft: Outgoing) -> dict[str, Any]:
+def _propose(draft: Outgoing, algorithm: str) -> dict[str, Any]:
     """Describes to speculators and vLLM which target a draft is for and how far it drafts."""
     depth, target = draft.config.trained_depth, draft.target
     verifier = {
@@ -283,7 +286,7 @@ def _propose(draft: Outgoing) -> dict[str, Any]:
         "accept_tolerance": 0.0,
     }
     return {
-        "algorithm": "eagle3",
+        "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [proposal],
         "verifier": verifier,
@@ -311,8 +314,9 @@ def _find_verifier(draft: Outgoing) -> str:
 
 def _describe(draft: Outgoing, wrong: list[str]) -> dict[str, Any]:
     """Describes a draft of SpecForge's class, which the official code and the engines read, too."""
-    window = draft.config.trained_window
-    _refuse(draft, wrong if window is None else [*wrong, f"a sliding window of {window} rows"])
+    window, mask = draft.config.trained_window, draft.config.mask_token
+    wrong = wrong if window is None else [*wrong, f"a sliding window of {window} rows"]
+    _refuse(draft, wrong if mask is None else [*wrong, f"mask token {mask}"])
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

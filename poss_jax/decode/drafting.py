@@ -12,6 +12,9 @@ it; a committed row runs through all but its last layer once, and drafting begin
 cache has the streams of the specialists first, then a stream for each of its further layers. If
 there is no other specialist, drafted rows pass all of these layers, too.
 
+P-EAGLE drafts all positions after the first in one pass, from mask tokens, so all nodes of a level
+have the same children.
+
 While drafting, the keys and values of the beams after the first level are kept next to the cache of
 the stream that reads them:
 
@@ -95,11 +98,10 @@ def commit_pairs(
         _keys_values(_specialist(params, config, index), cache, x, positions)
         for index in range(num_streams)
     ]
-    causal = jnp.tril(jnp.ones((len(x), x.shape[1], x.shape[1]), bool))
     layer, stream, wide = _specialist(params, config, 0), 0, params.get("wide", [])
     for following in _further_layers(params, config):
         q = layer.queries(layer.normed(x), positions, cache.frequencies)
-        attended = _attend_earlier(config, cache, stream, q, rows[stream], causal)
+        attended = _attend_in_order(config, cache, stream, q, rows[stream])
         x = layer.finish(x, attended, wide)
         # Adds 0. Without this dependency XLA copies the caches: see `speculate.commit`.
         is_positive = (x[:, 0, 0] > 0).astype(jnp.int32)
@@ -133,14 +135,19 @@ def draft(
     path = jnp.zeros((len(x), 0), jnp.int32)  # their tokens
     own = None  # their keys and values in this level's stream
     own_further: list[tuple[Array, Array]] = []  # and those in the further layers of a looped draft
+    masked = _run_masks(params, config, cache, tree.depth - 1)
     levels: list[Candidates] = []
     for depth in range(tree.depth):
         with jax.named_scope(f"draft_level_{depth}"):
-            if depth:
+            reads_tokens = depth > 0 and masked is None
+            if reads_tokens:
                 rows = x if rows is None else jnp.concatenate([rows, x], axis=1)
                 own = _enter_level(params, config, cache, own, rows, depth)
-            features = _run_level(params, config, cache, own, beam, x, depth)
-            if depth and config.is_looped:
+            if depth == 0 or masked is None:
+                features = _run_level(params, config, cache, own, beam, x, depth)
+            else:
+                features = jnp.repeat(masked[:, depth - 1 : depth], x.shape[1], axis=1)
+            if reads_tokens and config.is_looped:
                 features, own_further = _run_further(
                     params, config, cache, own_further, beam, features, depth
                 )
@@ -158,6 +165,26 @@ def draft(
                 parents = jnp.take_along_axis(features, parent, axis=1)
                 x = join_pairs(params, config, tokens, parents)
     return join_levels(levels)
+
+
+def _run_masks(
+    params: Params, config: DraftConfig, cache: KVCache, num_rows: int
+) -> Float[Array, "B T D"] | None:
+    """Features of the positions after the first; None for a draft that reads drafted tokens."""
+    if config.mask_token is None:
+        return None
+    shape = len(cache.length), num_rows
+    tokens = jnp.full(shape, config.mask_token, jnp.int32)
+    feature = params["mask"]["weight"]
+    x = join_pairs(params, config, tokens, jnp.broadcast_to(feature, (*shape, feature.shape[-1])))
+    positions = cache.length[:, None] + jnp.arange(num_rows)[None]
+    layers = [_specialist(params, config, 0), *_further_layers(params, config)]
+    for stream, layer in enumerate(layers):
+        q = layer.queries(layer.normed(x), positions, cache.frequencies)
+        own = _keys_values(layer, cache, x, positions)
+        wide = params.get("wide", []) if stream == 0 else []
+        x = layer.finish(x, _attend_in_order(config, cache, stream, q, own), wide)
+    return x
 
 
 def top_children(
@@ -332,17 +359,13 @@ def _attend(
     return attend_cached(q, stored, length, own, can_attend)
 
 
-def _attend_earlier(
-    config: DraftConfig,
-    cache: KVCache,
-    stream: int,
-    q: Array,
-    own: tuple[Array, Array],
-    causal: Array,
+def _attend_in_order(
+    config: DraftConfig, cache: KVCache, stream: int, q: Array, own: tuple[Array, Array]
 ) -> Array:
-    """As `_attend` for pairs that are being committed; the window of each ends with itself."""
+    """As `_attend` for rows that follow the committed pairs one by one, each with its window."""
     if config.window is None:
-        return _attend(config, cache, stream, q, own, causal)
+        B, _, T, _ = q.shape
+        return _attend(config, cache, stream, q, own, jnp.tril(jnp.ones((B, T, T), bool)))
     stored = cache.k[stream], cache.v[stream]
     newest, count = newest_rows(stored, cache.length, config.window, config.num_sinks)
     S, T = newest[0].shape[2], q.shape[2]

@@ -22,6 +22,7 @@ from flax import struct
 from jax import lax
 
 from poss_jax.config.models import DraftConfig
+from poss_jax.config.reading import UserError
 from poss_jax.learn.losses import DraftLosses, describe_targets, draft_losses
 from poss_jax.learn.recursion import (
     DraftInputs,
@@ -76,7 +77,15 @@ def unroll_chains(
 
     Returns:
       The states that steps read, their keys and values, and the outputs of `visit` by step.
+
+    Raises:
+      UserError: the draft follows no chains.
     """
+    if config.mask_token is not None:
+        raise UserError(
+            "this draft drafts all positions in one pass (P-EAGLE), which is trained and measured "
+            "by speculators; give another draft"
+        )
     family, state = family_of(config), _first_state(draft, config, inputs)
     B, T, _ = state.shape
     shape = num_steps, B, config.layer.num_kv_heads, T, config.layer.head_dim

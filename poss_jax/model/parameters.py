@@ -19,6 +19,7 @@ Flax leaves say which of them a config has, and their shapes. Weights are kept i
     wide/0 ...      further MLPs of the first specialist's first layer, if it is wide
     fc_norm         of EAGLE-3 with fc_norm: {"scale": [nD]}, or {"low", "middle", "high"}, each
                     {"scale": [D]}
+    mask            of P-EAGLE: {"weight": [1, 1, nD]}, the feature of positions not known yet
 
 An EAGLE-3 draft also has its own norm, a head with a row per token it can propose, and maybe an
 embedding; if its width differs from the target's, what it reads of the target has the target's.

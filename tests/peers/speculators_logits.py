@@ -32,22 +32,23 @@ def make(folder: Path, job: dict[str, Any]) -> Any:
     import torch
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import AutoConfig
 
     layer = AutoConfig.for_model(**job["layer"])
     layer._attn_implementation = "sdpa"
     proposals = [GreedyTokenProposalConfig(speculative_tokens=STEPS)]
+    is_parallel = "mask_token_id" in job["make"]
     about = SpeculatorsConfig(
-        algorithm="eagle3",
+        algorithm="peagle" if is_parallel else "eagle3",
         proposal_methods=proposals,
         default_proposal_method="greedy",
         verifier=VerifierConfig.from_pretrained(job["verifier"]),
     )
-    config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer, speculators_config=about, **job["make"]
-    )
-    model = Eagle3DraftModel(config)
+    of_config = PEagleSpeculatorConfig if is_parallel else Eagle3SpeculatorConfig
+    config = of_config(transformer_layer_config=layer, speculators_config=about, **job["make"])
+    model = (PEagleDraftModel if is_parallel else Eagle3DraftModel)(config)
     size, part = layer.vocab_size, config.draft_vocab_size
     ids = torch.arange(part) * (size // part)  # every second token, or all
     model.load_vocab_mappings(torch.isin(torch.arange(size), ids), ids - torch.arange(part))
@@ -55,7 +56,8 @@ def make(folder: Path, job: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.startswith("verifier_") or name == "embed_tokens.weight":
+            is_copy = name == "embed_tokens.weight" and not config.embed_requires_grad
+            if name.startswith("verifier_") or is_copy:
                 continue
             weight.normal_(1.0 if "norm" in name else 0.0, 0.1)
     model.save_pretrained(folder)
@@ -70,9 +72,29 @@ def run(model: Any, arrays: dict[str, np.ndarray]) -> np.ndarray:
     model.lm_head.register_forward_hook(lambda *call: logits.append(call[-1]))
     features = torch.from_numpy(arrays["features"])[None]
     tokens = torch.from_numpy(arrays["tokens"])[None]
+    documents = torch.zeros_like(tokens)
     with torch.no_grad():
-        model(features, tokens, torch.zeros_like(tokens), ttt_steps=STEPS)
-    return torch.cat(logits).numpy()
+        if not hasattr(model, "mask_hidden"):
+            model(features, tokens, documents, ttt_steps=STEPS)
+            return torch.cat(logits).numpy()
+        return run_parallel(model, logits, features, tokens, documents)
+
+
+def run_parallel(model: Any, logits: Any, features: Any, tokens: Any, documents: Any) -> np.ndarray:
+    """Runs P-EAGLE on every row at every depth, instead of on rows that it draws."""
+    import torch
+    from speculators.models.peagle import core
+
+    rows, depths = torch.meshgrid(torch.arange(tokens.shape[1]), torch.arange(STEPS), indexing="ij")
+    is_text = rows + depths < tokens.shape[1]
+    order = depths[is_text].argsort(stable=True)  # depth 0 first
+    rows, depths = rows[is_text][order], depths[is_text][order]
+    core.generate_cod_sample_indices = lambda **_: (rows, depths)
+    final = torch.zeros(1, tokens.shape[1], model.hidden_size)
+    model(features, tokens, documents, verifier_last_hidden_states=final)
+    result = torch.full((STEPS, tokens.shape[1], logits[0].shape[-1]), torch.nan)
+    result[depths, rows] = logits[0][0]
+    return result.numpy()
 
 
 def main() -> None:

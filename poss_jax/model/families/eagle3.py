@@ -8,6 +8,9 @@ and values: specialist 0 writes the context's, and a drafted row keeps the ones 
 that drafted it (EAGLE-3, arXiv 2503.01840). Variants norm in other places:
 `norm_before_residual`, `fc_norm` and `output_norm` of the config. A draft may have its own width
 and embedding.
+
+P-EAGLE drafts all positions in one pass: rows after the first hold a mask token
+and a learned feature in place of what is not known yet.
 """
 
 from collections.abc import Sequence
@@ -96,6 +99,8 @@ def init(config: DraftConfig, key: Array) -> Params:
     if config.has_embedding:
         embedding = jax.random.normal(jax.random.fold_in(key, 0), (config.layer.vocab_size, D))
         draft["embed"] = {"weight": embedding * 0.02}
+    if config.mask_token is not None:
+        draft["mask"] = {"weight": jax.random.normal(jax.random.fold_in(key, 9), (1, 1, width))}
     return deepen(draft, config, key)
 
 
@@ -207,6 +212,7 @@ EAGLE3 = Family(
         "embed/weight": Parameter("embed_tokens.weight", WIDENS),
         # Its input is several inner states, so only its output is sharded.
         **linear_rows("fc", "fc", (("tensor", "fsdp"), None)),
+        "mask/weight": Parameter("mask_hidden", (None, None, None)),
         **norm_row("fc_norm", "input_norm"),
         **norm_row("fc_norm/low", "fc_norm.0"),
         **norm_row("fc_norm/middle", "fc_norm.1"),
