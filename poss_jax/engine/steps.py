@@ -118,7 +118,9 @@ def _move(
 def shapes_of(tree: Any) -> Any:
     """Shapes, dtypes and places of the arrays of a tree, as a step of slots takes them."""
 
-    def shape_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    def shape_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
         place = leaf.sharding if leaf.committed else None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 

@@ -1,7 +1,8 @@
 """The warm-up: compiles the steps of slots in the order of use; texts need not wait for all.
 
-    reading, insert, rounds of the first size ─► all of the second size ─► ... of the last size
-                            └─ from here on texts are decoded                 ─► rare rounds
+    reading, insert ─┐
+    first rounds ────┴─► other rounds of the first size ─► all of the second size ─► ...
+                     └─ from here on texts are decoded      the last size ─► rare rounds
 
 Steps of `Slots.shapes` run nothing, so they compile in another thread while texts are decoded. No
 text depends on the size of its batch or on the kind of its rounds, so none depends on what is
@@ -10,7 +11,9 @@ compiled.
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +46,7 @@ class WarmUp:
           slots: `Slots.shapes` of others; or slots to run every step on, or their `Leader`.
         """
         self.sizes: tuple[int, ...] = ()
-        self._first = slots.sizes[0]
+        self._slots, self._first = slots, slots.sizes[0]
         self._rounds: list[Program] = []  # of the first size
         self._tasks = list(_list_tasks(slots))
         self._num_done, self._begun, self._finished = 0, 0.0, 0.0
@@ -53,7 +56,12 @@ class WarmUp:
 
     def __iter__(self) -> Iterator[None]:
         self._begun = time.monotonic()
+        ahead = Thread(target=self._compile_rounds)
+        if self._num_done == 0 and isinstance(self._slots, Slots):
+            ahead.start()
         for task in self._tasks[self._num_done :]:
+            if task.program is not None and ahead.is_alive():
+                ahead.join()
             jax.block_until_ready(task.run())
             self._num_done, self._finished = self._num_done + 1, time.monotonic()
             if task.program is not None and task.size == self._first:
@@ -61,6 +69,11 @@ class WarmUp:
             if task.size is not None and task.size not in self.sizes:
                 self.sizes = (*self.sizes, task.size)
             yield
+
+    def _compile_rounds(self) -> None:
+        """Compiles the first rounds, which take as long as all that comes before them."""
+        with suppress(Exception):  # their own task fails again
+            self._slots.shapes().run(self._slots.programs(self._first)[0], ())
 
     @property
     def is_done(self) -> bool:
