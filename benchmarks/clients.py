@@ -124,7 +124,8 @@ def openai_responds(server: Server) -> str:
     found = responses.parse(text_format=city_class(), **options).output_parsed
     assert found.city in ("Lisbon", "Porto")
     tool = {"type": "function", **TOOL["function"]}
-    with responses.stream(tools=[tool], tool_choice="required", **options) as events:
+    options |= {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    with responses.stream(**options) as events:
         (call,) = events.get_final_response().output
     assert json.loads(call.arguments)["city"] in ("Lisbon", "Porto")
     return ""
