@@ -148,7 +148,7 @@ def test_choices_of_a_prompt_read_it_once(
 ):
     extend = MagicMock(side_effect=steps.extend)
     monkeypatch.setattr(steps, "extend", extend)
-    one = engine.prepare([1 + i % 60 for i in range(40)], 9)
+    one = engine.prepare([1 + i % 60 for i in range(30)], 9)
     choices = [one._replace(sampling=SamplingConfig(temperature=1, seed=i)) for i in range(5)]
     compiled = warm.stats.compilations
     check_texts(engine, warm, choices)
