@@ -43,11 +43,11 @@ from poss_jax.engine.models import fuse, fuse_own, lend, load_fused, replace_tar
 from poss_jax.engine.prompts import (
     PreparedPrompt,
     Prompt,
-    PromptTooLong,
     Rendering,
     check_bias,
     encode_prompt,
     lay_out,
+    limit_answer,
     make_request,
     sampling_per_prompt,
 )
@@ -340,21 +340,16 @@ class Engine:
             but continued tokens, a grammar that cannot be served or that the continued tokens do
             not match, or (`PromptTooLong`) prompt and answer longer than `max_length`.
         """
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: want at least 1, got {max_new_tokens}")
-        sampling, most = sampling or SamplingConfig(), max_length or self.max_length
-        ids = self.encode(prompt)
-        if shortens:
-            max_new_tokens = max(min(max_new_tokens, most - len(ids)), 1)
-        if len(ids) + max_new_tokens > most:
-            raise PromptTooLong(len(ids), max_new_tokens, most)
+        sampling, ids = sampling or SamplingConfig(), self.encode(prompt)
+        most = max_length or self.max_length
+        limit = limit_answer(len(ids), max_new_tokens, most, shortens=shortens)
         check_bias(sampling, self.target_config.vocab_size)
         if num_continued >= len(ids):
             raise UserError("continued_tokens: want fewer than the prompt has")
         is_chat = isinstance(prompt[0], dict) if is_chat is None else is_chat
         guide = grammar and self._grammars.compile(grammar, ids[len(ids) - num_continued :])
         of_text = num_continued, is_chat, shown_ids, guide, drafts
-        return PreparedPrompt(ids, max_new_tokens, sampling, stop_ids, *of_text)
+        return PreparedPrompt(ids, limit, sampling, stop_ids, *of_text)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
